@@ -1,0 +1,129 @@
+# `make help` lists everything. Python 3.11 and make are all that has to be there beforehand.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+
+# An interpreter to build .venv with; found by itself where none is named.
+PYTHON ?=
+# Added to pytest's command line, for example ARGS="-k ragged", or to the demo's and the benchmark's.
+ARGS ?=
+
+BIN := .venv/bin
+ENV := .venv/.installed
+BENCH_ENV := .venv/.installed-bench
+NEW_JAX_ENV := .venv-new-jax/.installed
+# The project goes in with the setuptools of the lock, and pip resolves nothing for it.
+INSTALL_PROJECT := -m pip install --quiet --no-deps --no-build-isolation --editable .
+# Without the one test that asks an index, so that this needs no network.
+FAST := tests/specs tests/meta --deselect tests/meta/test_lock.py::test_the_lock_of_this_python_resolves_to_itself
+NEW_JAX := tests/specs tests/on_jax tests/meta/test_lock.py tests/meta/test_examples.py
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+##@ Everyday
+
+.PHONY: help
+help: ## this list
+	@awk 'BEGIN {FS = ":.*## "} \
+	  /^##@/ {printf "\n%s\n", substr($$0, 5)} \
+	  /^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
+
+.PHONY: env
+env: $(ENV) ## create .venv from the locks (once, and again when a lock changes)
+
+.PHONY: demo
+demo: $(ENV) ## the main job: plain against tiled, PyTorch and JAX, one table and one picture
+	$(BIN)/python -m shared_specs.app.demo $(ARGS)
+
+.PHONY: demo-long
+demo-long: $(ENV) ## the long-context step in both halves, timed
+	$(BIN)/python -m shared_specs.app.demo --long $(ARGS)
+
+##@ Tests
+
+.PHONY: test
+test: $(ENV) ## every test but the slow ones and those that need a GPU
+	TILED_REQUIRE=torch,jax $(BIN)/python -m pytest $(ARGS)
+
+.PHONY: test-slow
+test-slow: $(ENV) ## the tests that take minutes each
+	TILED_REQUIRE=torch,jax $(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)
+
+.PHONY: test-fast
+test-fast: $(ENV) ## the specification and the repository's own rules
+	TILED_REQUIRE=torch,jax $(BIN)/python -m pytest $(FAST) $(ARGS)
+
+.PHONY: test-new-jax
+test-new-jax: ## shared_specs and the JAX half on Python 3.12 with the newest supported JAX
+	@if python=$$(.ci/find-python 3.12); then \
+	  $(MAKE) --no-print-directory $(NEW_JAX_ENV) NEW_JAX_PYTHON="$$python" && \
+	  TILED_REQUIRE=jax .venv-new-jax/bin/python -m pytest $(NEW_JAX) $(ARGS); \
+	else \
+	  echo "test-new-jax: skipped: no working Python 3.12 on PATH, in pyenv or in uv"; \
+	fi
+
+##@ Changing the code
+
+.PHONY: check
+check: lint types test-fast ## before every commit: formatting, lint, types, fast tests
+
+.PHONY: format
+format: $(ENV) ## write the formatting and the safe lint fixes
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+.PHONY: lint
+lint: $(ENV) ## formatting and lint, nothing written
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+# Pyright is a Node.js program that its Python package fetches on first use, so it may be missing where nothing else is.
+.PHONY: types
+types: $(ENV) ## pyright, where it can run
+	@if $(BIN)/pyright --version >/dev/null 2>&1; then \
+	  echo "$(BIN)/pyright"; $(BIN)/pyright; \
+	else \
+	  echo "types: skipped: pyright cannot run here (it needs Node.js and its npm package)"; \
+	fi
+
+##@ Measuring
+
+.PHONY: bench-env
+bench-env: $(BENCH_ENV) ## add the libraries measured against to .venv
+
+.PHONY: bench
+bench: $(BENCH_ENV) ## the MLP benchmark of both halves, one after the other
+	$(BIN)/python -m tiled_torch bench --op mlp $(ARGS)
+	$(BIN)/python -m tiled_jax bench --op mlp $(ARGS)
+
+##@ Tidying
+
+.PHONY: clean
+clean: ## remove caches and build outputs, keep the environments
+	rm -rf build dist out *.egg-info .pytest_cache .hypothesis .ruff_cache
+	find . -path './.venv*' -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.PHONY: clean-env
+clean-env: ## remove the environments
+	rm -rf .venv .venv-new-jax
+
+$(ENV): requirements/main.txt requirements/no-deps.txt
+	@python=$$(.ci/find-python 3.11 "$(PYTHON)") || \
+	  { echo "make env: PYTHON must be a working Python 3.11, the version of the lock, got '$(PYTHON)'" \
+	         "(PATH, pyenv and uv are searched where it is empty). Install one, or name it:" \
+	         "make env PYTHON=/path/to/python3.11" >&2; exit 1; }; \
+	echo "make env: .venv from $$python; the lock takes a few minutes to install"; "$$python" -m venv .venv
+	$(BIN)/python -m pip install --quiet -r requirements/main.txt
+	$(BIN)/python -m pip install --quiet --no-deps -r requirements/no-deps.txt
+	$(BIN)/python $(INSTALL_PROJECT)
+	@touch $@
+
+$(BENCH_ENV): requirements/bench.txt $(ENV)
+	$(BIN)/python -m pip install --quiet --no-deps -r requirements/bench.txt
+	@touch $@
+
+$(NEW_JAX_ENV): requirements/new-jax.txt
+	@echo "make test-new-jax: .venv-new-jax from $(NEW_JAX_PYTHON)"
+	$(NEW_JAX_PYTHON) -m venv .venv-new-jax
+	.venv-new-jax/bin/python -m pip install --quiet -r requirements/new-jax.txt
+	.venv-new-jax/bin/python $(INSTALL_PROJECT)
+	@touch $@

@@ -1,0 +1,10 @@
+"""The specification that both halves obey: shard math, oracle, tolerances, cases and costs, as data and NumPy.
+
+Needs numpy and ml_dtypes only; importing it loads neither torch nor jax. Start with `shared_specs/README.md`.
+"""
+
+from shared_specs.config import ACTIVATIONS, Activation, Tiling
+from shared_specs.errors import SpecError, UnsupportedError
+from shared_specs.shards import ShardPlan
+
+__all__ = ["ACTIVATIONS", "Activation", "ShardPlan", "SpecError", "Tiling", "UnsupportedError"]

@@ -1,0 +1,123 @@
+"""A GGUF file of the architecture `llama` in Hugging Face terms: configuration and dequantised weights."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf import GGUFReader, ReaderTensor, dequantize
+
+from shared_specs.cli import InputError
+
+_CONFIG = {
+    "llama.vocab_size": "vocab_size",
+    "llama.embedding_length": "hidden_size",
+    "llama.feed_forward_length": "intermediate_size",
+    "llama.block_count": "num_hidden_layers",
+    "llama.attention.head_count": "num_attention_heads",
+    "llama.attention.head_count_kv": "num_key_value_heads",
+    "llama.rope.dimension_count": "head_dim",
+    "llama.rope.freq_base": "rope_theta",
+    "llama.attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "llama.context_length": "max_position_embeddings",
+    "tokenizer.ggml.bos_token_id": "bos_token_id",
+    "tokenizer.ggml.eos_token_id": "eos_token_id",
+    "tokenizer.ggml.padding_token_id": "pad_token_id",
+}
+
+_OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_IN_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+class GgufModel:
+    """An opened GGUF file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._reader = GGUFReader(path)
+        except Exception as error:  # the reader checks nothing: a damaged file shows as any kind of error
+            raise InputError(f"finetune: --model {path}: not a readable GGUF file ({error}).") from error
+
+    def field(self, name: str, default: Any = None) -> Any:
+        """A value of the metadata, or `default` where the file has none."""
+        field = self._reader.get_field(name)
+        return default if field is None else field.contents()
+
+    def config(self) -> dict[str, Any]:
+        """The configuration as a config.json would say it.
+
+        Raises:
+            InputError: the architecture is not llama, or it scales its positions in a way that is not linear.
+        """
+        architecture = self.field("general.architecture")
+        names = {tensor.name for tensor in self._reader.tensors}
+        config = {ours: self.field(theirs) for theirs, ours in _CONFIG.items()}
+        config = {key: value for key, value in config.items() if value is not None}
+        config |= {"model_type": architecture, "tie_word_embeddings": "output.weight" not in names}
+        config["attention_bias"] = "blk.0.attn_q.bias" in names
+        config.setdefault("vocab_size", len(self.field("tokenizer.ggml.tokens", ())))
+        scaling = self.field("llama.rope.scaling.type", "none")
+        if scaling == "linear":
+            config["rope_scaling"] = {"rope_type": "linear", "factor": self.field("llama.rope.scaling.factor", 1.0)}
+        elif scaling != "none" or "rope_freqs.weight" in names:
+            raise InputError(
+                f"finetune: --model {self.path} scales its rotary positions in a way that GGUF does not spell out. "
+                "Use the model's Hugging Face folder."
+            )
+        return config
+
+    def tensors(self, config: dict[str, Any]) -> dict[str, np.ndarray]:
+        """float32 weights with Hugging Face names and layouts."""
+        heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+        weights = {}
+        for tensor in self._reader.tensors:
+            kind = tensor.name.split(".")[-2]
+            weight = self._dequantised(tensor)
+            if kind in heads:
+                weight = unpermute_rotary(weight, heads[kind])
+            weights[self._name(tensor.name)] = np.ascontiguousarray(weight)
+        return weights
+
+    def _dequantised(self, tensor: ReaderTensor) -> np.ndarray:
+        try:
+            # Never the memory-mapped array itself: it is read-only and outlived by the weights.
+            return np.array(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
+        except NotImplementedError as error:
+            raise InputError(
+                f"finetune: --model {self.path}: {tensor.name} is quantised as {tensor.tensor_type.name}, which has no "
+                "NumPy dequantisation. Use another quantisation of this model."
+            ) from error
+
+    def _name(self, name: str) -> str:
+        stem, _, suffix = name.rpartition(".")
+        parts = stem.split(".")
+        if parts[0] == "blk" and len(parts) == 3 and parts[2] in _IN_LAYER:
+            return f"model.layers.{parts[1]}.{_IN_LAYER[parts[2]]}.{suffix}"
+        if stem in _OUTSIDE:
+            return f"{_OUTSIDE[stem]}.{suffix}"
+        raise InputError(f"finetune: --model {self.path} has a weight that no Llama decoder has: {name}.")
+
+
+def unpermute_rotary(weight: np.ndarray, heads: int) -> np.ndarray:
+    """Rows of a query or key projection back in Hugging Face order.
+
+    llama.cpp stores each head's rows with the two halves of the rotation interleaved, (0, d/2, 1, d/2 + 1, ...);
+    Hugging Face's rotation pairs row i with row i + d/2.
+
+    Args:
+        weight: [heads * head_dim, H], or [heads * head_dim] for a bias.
+        heads: query heads or key/value heads.
+    """
+    half = weight.shape[0] // heads // 2
+    pairs = weight.reshape(heads, half, 2, *weight.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(weight.shape)

@@ -1,0 +1,90 @@
+"""A fine-tuning run before it starts: everything read and checked, nothing written."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shared_specs.app.checkpoint import Checkpoint, load_checkpoint
+from shared_specs.app.log import read_log
+from shared_specs.app.model_config import check_context, scale_positions
+from shared_specs.app.text import Windows, make_windows
+from shared_specs.app.weights import ModelFiles, read_model
+from shared_specs.cli import FinetuneOptions, InputError, fixed_fields, flag
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a run computes with.
+
+    Attributes:
+        files: the model; for a resumed run its checkpoint.
+        config: the model's configuration with `--rope-scale` applied.
+        checkpoint: where a resumed run continues; None at the beginning.
+    """
+
+    options: FinetuneOptions
+    out: Path
+    files: ModelFiles
+    config: dict[str, Any]
+    windows: Windows
+    checkpoint: Checkpoint | None
+
+    @property
+    def done(self) -> int:
+        """Steps done before this process."""
+        return self.checkpoint.record["step"] if self.checkpoint else 0
+
+    def record(self, step: int) -> dict[str, Any]:
+        """What a checkpoint notes, so that a resumed run can be held against it."""
+        return {"step": step, "options": fixed_fields(self.options), "text_sha256": self.windows.digest()}
+
+
+def prepare(options: FinetuneOptions) -> Job:
+    """Read and check everything a run needs.
+
+    Raises:
+        InputError: an option, the model, the text, `--out` or the checkpoint cannot be used.
+    """
+    options.check()
+    out = Path(options.out)
+    checkpoint = _resumed(options, out)
+    files = read_model(checkpoint.folder if checkpoint else options.model)
+    config = scale_positions(files.config, options.rope_scale)
+    check_context(config, options.tokens)
+    windows = make_windows(options.text, files.tokenizer, config["vocab_size"], options.tokens, options.seed)
+    job = Job(options, out, files, config, windows, checkpoint)
+    if checkpoint:
+        _check_same_run(job, checkpoint.record)
+    return job
+
+
+def _resumed(options: FinetuneOptions, out: Path) -> Checkpoint | None:
+    if options.resume:
+        read_log(out)  # refuses a folder that holds no run
+        return load_checkpoint(out)
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise InputError(
+            f"finetune: --out must be a new or empty folder, got {out}, which is not. "
+            "Pass another one, or --resume to continue the run in it."
+        )
+    return None
+
+
+def _check_same_run(job: Job, record: dict[str, Any]) -> None:
+    """The losses can only be those of the uninterrupted run if all that decides them is the same."""
+    for name, value in fixed_fields(job.options).items():
+        if record["options"].get(name) != value:
+            raise InputError(
+                f"finetune: {flag(name)} must be {record['options'].get(name)}, as the run in {job.out} began, "
+                f"got {value}. Repeat its options to resume it."
+            )
+    if record["text_sha256"] != job.windows.digest():
+        raise InputError(
+            f"finetune: --text must be the text that the run in {job.out} began with, got another one. "
+            "Start again in a new --out."
+        )
+    if job.done > job.options.steps:
+        raise InputError(
+            f"finetune: --steps must be >= {job.done}, the steps that the run in {job.out} has done, "
+            f"got {job.options.steps}. It counts all steps of the run."
+        )

@@ -1,0 +1,58 @@
+"""The log of a run: JSON lines, one record a step, readable while the run goes on and after a kill."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from shared_specs.cli import InputError
+
+LOG_NAME = "log.jsonl"
+
+
+class RunLog:
+    """Appends records to `log.jsonl` in a folder; each is on disk's way before `write` returns."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / LOG_NAME
+        torn = self.path.exists() and not self.path.read_bytes().endswith(b"\n")
+        self._file = self.path.open("a", encoding="utf-8")
+        if torn:  # a kill in the middle of a line: what follows gets a line of its own
+            self._file.write("\n")
+
+    def write(self, event: str, **values: Any) -> None:
+        """Append one record, `{"event": event, ...}`."""
+        self._file.write(json.dumps({"event": event, **values}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_log(folder: Path) -> list[dict[str, Any]]:
+    """All whole records of a run's log, in the order they were written.
+
+    Raises:
+        InputError: there is no log in the folder.
+    """
+    try:
+        lines = (folder / LOG_NAME).read_text(encoding="utf-8").splitlines()
+    except OSError:
+        raise InputError(f"finetune: --out {folder} holds no run ({LOG_NAME} is missing).") from None
+    records = []
+    for line in lines:
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            continue  # torn by a kill; the step was not counted either
+    return records
+
+
+def step_records(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The record of each step, in order; a step that was done again after a resume counts once, the last time.
+
+    A step whose loss was no number, with which a run ends, is left out.
+    """
+    steps = {
+        record["step"]: record for record in records if record["event"] == "step" and isinstance(record["loss"], float)
+    }
+    return [steps[step] for step in sorted(steps)]

@@ -1,0 +1,88 @@
+"""What a half has to provide so that the shared training loop can drive it: one small class.
+
+The loop owns text, windows, log, progress, checkpoints and signals; a trainer owns the model, the optimizer and the
+device. Everything that crosses between them is NumPy with Hugging Face names and layouts, so a checkpoint written
+by one half can be resumed by the other.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from shared_specs.cli import FinetuneOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamW:
+    """Hyperparameters of the optimizer of both halves; the learning rate is an option and constant."""
+
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+
+
+ADAMW = AdamW()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerState:
+    """All that training continues from.
+
+    Attributes:
+        weights: the model's parameters, float32, Hugging Face names and layout ([out, in]); a tied head is not listed.
+        optimizer: for every name in `weights` the moments `m.<name>` (first) and `v.<name>` (second, of squares), both
+            float32 in the layout of the weight and not bias-corrected, and `step`, an int64 scalar array: the number
+            of updates done.
+    """
+
+    weights: dict[str, np.ndarray]
+    optimizer: dict[str, np.ndarray]
+
+
+class Trainer(Protocol):
+    """One half's model and optimizer, built empty (`TorchTrainer()`) and driven in the order of the methods."""
+
+    name: str  # "tiled_torch" or "tiled_jax", for the log and the plot
+
+    def versions(self) -> dict[str, str]:
+        """Versions of the packages and the device that decide the numbers, for the log."""
+        ...
+
+    def load(self, config: dict[str, Any], tensors: dict[str, np.ndarray], options: FinetuneOptions) -> None:
+        """Build the model and the optimizer (all moments zero).
+
+        Args:
+            config: Hugging Face LlamaConfig terms, complete: hidden_size, intermediate_size, num_hidden_layers,
+                num_attention_heads, num_key_value_heads, head_dim, vocab_size, rms_norm_eps, hidden_act,
+                tie_word_embeddings, attention_bias, mlp_bias, max_position_embeddings and rope_parameters
+                ({"rope_type": "default" | "linear" | ..., "rope_theta": float, "factor": float for linear}).
+                `--rope-scale` is already in rope_parameters; a trainer does not look at options.rope_scale.
+            tensors: float32 arrays with Hugging Face names; `lm_head.weight` is absent where the head is tied.
+            options: tiling (plain, num_shards, shard_tokens, memory_budget, keep), checkpointing, dtype, lr, device.
+
+        Raises:
+            UnsupportedError: something this half or machine cannot do; its text is shown to the user as one line.
+        """
+        ...
+
+    def step(self, tokens: np.ndarray) -> float:
+        """One AdamW update on `tokens`, [batch, context + 1] int32; returns the loss before the update.
+
+        The loss is the mean cross-entropy in float32 of the next token: tokens[:, :-1] in, tokens[:, 1:] out. Returns
+        after the update is complete, so that the loop's clock and memory meter see the whole step.
+        """
+        ...
+
+    def peak_memory_bytes(self) -> int | None:
+        """Peak device bytes of the last step; None on a CPU, where the loop measures the process instead."""
+        ...
+
+    def state(self) -> TrainerState:
+        """Weights and optimizer after the last step, copied to the host."""
+        ...
+
+    def load_state(self, state: TrainerState) -> None:
+        """Continue from a state; `load` was called before, with the same config."""
+        ...

@@ -1,0 +1,234 @@
+"""Every bad input once, with the one message both halves must raise before any work is done.
+
+A case is a change to the good call `tiled_mlp(x [2, 3, 8], w_gate [8, 12], w_up [8, 12], w_down [12, 8])` in float32, shapes
+canonical ([in, out]). In a message, `{w_A_B}` is the pair (A, B) in the half's own layout: `[A, B]` or `[B, A]`.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from shared_specs.config import ACTIVATIONS, HALVES, Half, HalfNames, Tiling
+from shared_specs.errors import SpecError, UnsupportedError
+
+GOOD_SHAPES: dict[str, tuple[int, ...]] = {"x": (2, 3, 8), "w_gate": (8, 12), "w_up": (8, 12), "w_down": (12, 8)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class BadCase:
+    """One change to the good call and what it must raise.
+
+    Args:
+        shapes: canonical shapes that differ from the good call; biases as b_gate, b_up, b_down.
+        dtypes: dtypes that differ from float32. arguments: keyword arguments of the call.
+        transposed: weights handed over in the layout of the other half.
+        message: the whole text, with `{package}`, `{layout}`, `{backends}` and `{w_A_B}` to fill in.
+        halves: where it applies; a half that is left out accepts the input by its framework's own custom.
+    """
+
+    id: str
+    message: str
+    error: type[Exception] = SpecError
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    dtypes: dict[str, str] = field(default_factory=dict)
+    arguments: dict[str, Any] = field(default_factory=dict)
+    transposed: tuple[str, ...] = ()
+    halves: tuple[Half, ...] = HALVES
+
+    def text(self, names: HalfNames) -> str:
+        """The expected message in one half's words."""
+        return self.message.format_map(_Words(names))
+
+
+class _Words(dict[str, str]):
+    def __init__(self, names: HalfNames) -> None:
+        super().__init__(package=names.package, layout=names.layout, backends=", ".join(names.backends))
+        self.names = names
+
+    def __missing__(self, key: str) -> str:
+        _, inputs, outputs = key.split("_")
+        return "[{}, {}]".format(*((inputs, outputs) if self.names.input_dim_first else (outputs, inputs)))
+
+
+_X = " (x is [2, 3, 8])"
+_LET_PLAN = " Pass num_shards=None to let the plan choose."
+_KEEP = " It is the fraction of shards whose gate and up are kept."
+
+BAD_CASES: tuple[BadCase, ...] = (
+    BadCase(
+        id="num_shards-zero",
+        arguments={"num_shards": 0},
+        message=f"tiled_mlp: num_shards must be >= 1, got 0{_X}.{_LET_PLAN}",
+    ),
+    BadCase(
+        id="num_shards-negative",
+        arguments={"num_shards": -3},
+        message=f"tiled_mlp: num_shards must be >= 1, got -3{_X}.{_LET_PLAN}",
+    ),
+    BadCase(
+        id="num_shards-float",
+        arguments={"num_shards": 2.0},
+        error=TypeError,
+        message="tiled_mlp: num_shards must be an integer or None, got float.",
+    ),
+    BadCase(
+        id="num_shards-bool",
+        arguments={"num_shards": True},
+        error=TypeError,
+        message="tiled_mlp: num_shards must be an integer or None, got bool.",
+    ),
+    BadCase(
+        id="num_shards-and-tiling",
+        arguments={"num_shards": 2, "tiling": Tiling(shard_tokens=2)},
+        message="tiled_mlp: num_shards must be left out when tiling is given, got 2.",
+    ),
+    BadCase(
+        id="keep-and-tiling",
+        arguments={"keep": 0.5, "tiling": Tiling()},
+        message="tiled_mlp: keep must be left out when tiling is given, got 0.5.",
+    ),
+    BadCase(
+        id="tiling-two-ways",
+        arguments={"tiling": Tiling(num_shards=2, shard_tokens=2)},
+        message="tiled_mlp: tiling must be given one of num_shards, shard_tokens, memory_budget, "
+        "got num_shards and shard_tokens.",
+    ),
+    BadCase(
+        id="tiling-kind",
+        arguments={"tiling": 4},
+        error=TypeError,
+        message="tiled_mlp: tiling must be a Tiling or None, got int.",
+    ),
+    BadCase(
+        id="shard_tokens-zero",
+        arguments={"tiling": Tiling(shard_tokens=0)},
+        message=f"tiled_mlp: shard_tokens must be >= 1, got 0{_X}.",
+    ),
+    BadCase(
+        id="memory_budget-zero",
+        arguments={"tiling": Tiling(memory_budget=0)},
+        message=f"tiled_mlp: memory_budget must be >= 1, got 0{_X}. It is a number of bytes.",
+    ),
+    BadCase(
+        id="memory_budget-too-small",
+        arguments={"tiling": Tiling(memory_budget=100)},
+        message="tiled_mlp: memory_budget must be >= 240 bytes, one token at a time, got 100.",
+    ),
+    BadCase(
+        id="keep-above-one",
+        arguments={"keep": 1.5},
+        message=f"tiled_mlp: keep must be in [0, 1], got 1.5.{_KEEP}",
+    ),
+    BadCase(
+        id="keep-negative",
+        arguments={"keep": -0.1},
+        message=f"tiled_mlp: keep must be in [0, 1], got -0.1.{_KEEP}",
+    ),
+    BadCase(
+        id="keep-nan",
+        arguments={"keep": float("nan")},
+        message=f"tiled_mlp: keep must be in [0, 1], got nan.{_KEEP}",
+    ),
+    BadCase(
+        id="keep-kind",
+        arguments={"keep": "half"},
+        error=TypeError,
+        message="tiled_mlp: keep must be a number, got str.",
+    ),
+    BadCase(
+        id="activation-unknown",
+        arguments={"activation": "swish2"},
+        message=f"tiled_mlp: activation must be one of {', '.join(ACTIVATIONS)}, got 'swish2'.",
+    ),
+    BadCase(
+        id="backend-unknown",
+        arguments={"backend": "cuda"},
+        message="tiled_mlp: backend must be one of {backends}, got 'cuda'.",
+    ),
+    BadCase(
+        id="x-vector",
+        shapes={"x": (8,)},
+        message="tiled_mlp: x must be [tokens, hidden] or more dims, got [8].",
+    ),
+    BadCase(
+        id="x-width",
+        shapes={"x": (2, 3, 9)},
+        message="tiled_mlp: x must be [..., 8], the input size of w_up, got [2, 3, 9].",
+    ),
+    BadCase(
+        id="w_up-not-a-matrix",
+        shapes={"w_up": (8,)},
+        message="tiled_mlp: w_up must be a matrix {layout}, got [8].",
+    ),
+    BadCase(
+        id="w_up-transposed",
+        transposed=("w_up",),
+        message="tiled_mlp: w_up must be {w_hidden_intermediate} = {w_8_12}, got {w_12_8}. "
+        "{package} keeps weights {layout}. This one is transposed.",
+    ),
+    BadCase(
+        id="every-weight-transposed",
+        transposed=("w_gate", "w_up", "w_down"),
+        message="tiled_mlp: w_up must be {w_hidden_intermediate} = {w_8_12}, got {w_12_8}. "
+        "{package} keeps weights {layout}. This one is transposed.",
+    ),
+    BadCase(
+        id="w_gate-transposed",
+        transposed=("w_gate",),
+        message="tiled_mlp: w_gate must be {w_hidden_intermediate} = {w_8_12}, got {w_12_8}. "
+        "{package} keeps weights {layout}. This one is transposed.",
+    ),
+    BadCase(
+        id="w_gate-size",
+        shapes={"w_gate": (8, 11)},
+        message="tiled_mlp: w_gate must be {w_hidden_intermediate} = {w_8_12}, got {w_8_11}. "
+        "{package} keeps weights {layout}.",
+    ),
+    BadCase(
+        id="w_down-transposed",
+        transposed=("w_down",),
+        message="tiled_mlp: w_down must be {w_intermediate_out} = {w_12_8}, got {w_8_12}. "
+        "{package} keeps weights {layout}. This one is transposed.",
+    ),
+    BadCase(
+        id="w_down-size",
+        shapes={"w_down": (13, 8)},
+        message="tiled_mlp: w_down must be {w_intermediate_out} = {w_12_8}, got {w_13_8}. "
+        "{package} keeps weights {layout}.",
+    ),
+    BadCase(
+        id="bias-size",
+        shapes={"b_up": (8,)},
+        message="tiled_mlp: biases['up'] must be [12], got [8].",
+    ),
+    BadCase(
+        id="bias-name",
+        shapes={"b_middle": (12,)},
+        message="tiled_mlp: biases must be a mapping with keys among gate, up, down, got 'middle'.",
+    ),
+    BadCase(
+        id="dtype-integer",
+        dtypes={"x": "int32"},
+        message="tiled_mlp: x must be of dtype float32, bfloat16, float16, float64, got int32.",
+    ),
+    BadCase(
+        id="dtype-narrow-weight",
+        dtypes={"w_down": "bfloat16"},
+        message="tiled_mlp: w_down must be of x's dtype float32, got bfloat16. Cast one of them.",
+    ),
+    BadCase(
+        id="dtype-narrow-x",
+        dtypes={"x": "bfloat16"},
+        message="tiled_mlp: w_gate must be of x's dtype bfloat16, got float32. Cast one of them.",
+        halves=("torch",),  # Flax keeps float32 master weights beside a 16-bit x and casts them inside the call
+    ),
+    BadCase(
+        id="dtype-bias",
+        shapes={"b_down": (8,)},
+        dtypes={"b_down": "float16"},
+        message="tiled_mlp: biases['down'] must be of x's dtype float32, got float16. Cast one of them.",
+    ),
+)
+
+# Backends that are named but cannot run here: the reason differs from machine to machine, the form does not.
+UNUSABLE_BACKEND = 'tiled_mlp: backend must be usable here, got {backend!r}. {reason} Pass backend="auto".'
+UNUSABLE_ERROR = UnsupportedError

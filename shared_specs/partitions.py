@@ -1,0 +1,56 @@
+"""How a dim is split over ranks, and which gradient then needs which reduction. Integers only."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from shared_specs.errors import fail
+
+Reduction = Literal["none", "sum over tensor ranks", "sum over sequence ranks", "mean over data ranks"]
+
+
+def bounds(total: int, parts: int) -> tuple[int, ...]:
+    """parts + 1 boundaries of `total` items; part sizes differ by at most one, the longer parts first."""
+    size, longer = divmod(total, parts)
+    return tuple(part * size + min(part, longer) for part in range(parts + 1))
+
+
+def range_of(total: int, parts: int, part: int) -> tuple[int, int]:
+    """(start, stop) of one part under `bounds`."""
+    edges = bounds(total, parts)
+    return edges[part], edges[part + 1]
+
+
+def even_range(function: str, dim: str, total: int, ranks: int, rank: int) -> tuple[int, int]:
+    """(start, stop) of one rank where every rank must hold the same number; SpecError where `ranks` does not divide."""
+    if total % ranks:
+        fail(function, dim, f"a multiple of the {ranks} ranks it is split over", total)
+    size = total // ranks
+    return rank * size, (rank + 1) * size
+
+
+def vocab_range(vocab: int, ranks: int, rank: int) -> tuple[int, int]:
+    """Vocabulary entries of one rank; V need not be divisible, a rank may hold one entry less."""
+    return range_of(vocab, ranks, rank)
+
+
+@dataclass(frozen=True)
+class MLPPartition:
+    """Which slice of a [in, out] MLP one rank holds and what its partial results still need.
+
+    Gate and up are split by column (I), down by row (I): y is a partial sum over tensor ranks, and so is dx.
+    Every weight gradient is complete for the slice it belongs to; with tokens split as well it is a partial sum
+    over the ranks that hold other tokens.
+    """
+
+    columns: tuple[int, int]
+    y: Reduction = "sum over tensor ranks"
+    dx: Reduction = "sum over tensor ranks"
+    dw: Reduction = "none"
+
+
+def mlp_partition(intermediate: int, tensor_ranks: int, rank: int, *, sequence_ranks: int = 1) -> MLPPartition:
+    """The slice of I held by `rank` of `tensor_ranks`, and the reductions that are left to do."""
+    columns = even_range("mlp_partition", "intermediate_size", intermediate, tensor_ranks, rank)
+    partial: Reduction = "sum over tensor ranks" if tensor_ranks > 1 else "none"
+    dw: Reduction = "sum over sequence ranks" if sequence_ranks > 1 else "none"
+    return MLPPartition(columns, y=partial, dx=partial, dw=dw)

@@ -1,0 +1,188 @@
+"""One adapter per half: runs a case and returns NumPy arrays in the specification's layout. Gradients are returned
+values, never `.grad`."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from shared_specs.cases import MLPCase
+from shared_specs.inputs import is_frozen, make_inputs
+
+Array = np.ndarray[Any, Any]
+Results = dict[str, Array | None]
+
+
+class NumpyAdapter:
+    """The specification itself behind the same calls, so that the suite can be tried without a framework."""
+
+    half, backends = "numpy", ("oracle",)
+
+    def run(self, case: MLPCase, backend: str = "oracle") -> Results:
+        from shared_specs.inputs import baseline
+        from shared_specs.rounding import DTYPES
+
+        return {name: value.astype(DTYPES[case.dtype]) for name, value in baseline(case).items()}
+
+
+class TorchAdapter:
+    """tiled_torch. Arrays are laid out in memory as the case says; weights are handed over [out, in]."""
+
+    half, backends = "torch", ("eager",)
+
+    def from_numpy(self, array: Array) -> Any:
+        import torch
+
+        if array.dtype == ml_dtypes.bfloat16:
+            return torch.from_numpy(array.view(np.uint16).copy()).view(torch.bfloat16)
+        return torch.from_numpy(array.copy())
+
+    def to_numpy(self, tensor: Any) -> Array | None:
+        import torch
+
+        if tensor is None:
+            return None
+        tensor = tensor.detach().contiguous()
+        if tensor.dtype == torch.bfloat16:
+            return tensor.view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
+        return tensor.numpy()
+
+    def lay_out(self, tensor: Any, layout: str) -> tuple[Any, Any]:
+        """(the storage's tensor, the view to hand over), of the same values."""
+        import torch
+
+        if layout == "sliced":
+            base = torch.full((*tensor.shape[:-1], tensor.shape[-1] + 3), 7, dtype=tensor.dtype)
+            base[..., 1:-2] = tensor
+            return base, lambda base: base[..., 1:-2]
+        if layout == "transposed":
+            return tensor.transpose(0, 1).contiguous(), lambda base: base.transpose(0, 1)
+        if layout == "expanded":
+            return tensor[..., :1, :].clone(), lambda base: base.expand(tensor.shape)
+        return tensor, lambda base: base
+
+    def run(self, case: MLPCase, backend: str = "eager") -> Results:
+        import torch
+
+        arrays = {name: self.from_numpy(array) for name, array in make_inputs(case).items()}
+        base, view = self.lay_out(arrays["x"], case.x_layout)
+        base.requires_grad_("x" not in case.frozen)
+        x = view(base) if case.x_layout != "contiguous" else base
+        dy_base, dy_view = self.lay_out(arrays["dy"], case.dy_layout)
+        weights = {
+            name: (array.T.contiguous() if name.startswith("w") else array).requires_grad_(name not in case.frozen)
+            for name, array in arrays.items()
+            if name[0] in "wb"
+        }
+        y, leaves = self.call(case, x, weights, backend)
+        wanted = {"x": x, **leaves} if "x" not in case.frozen else leaves
+        grads = dict(
+            zip(wanted, torch.autograd.grad(y, list(wanted.values()), dy_view(dy_base), retain_graph=True), strict=True)
+        )
+        if x is not base and "x" in grads:  # the gradient must also arrive behind the view
+            (behind,) = torch.autograd.grad(y, [base], dy_view(dy_base))
+            (expected,) = torch.autograd.grad(x, [base], grads["x"])
+            torch.testing.assert_close(behind, expected)
+        if "w_gate_up" in grads:
+            grads |= dict(zip(("w_gate", "w_up"), grads.pop("w_gate_up").chunk(2), strict=True))
+        if "b_gate_up" in grads:
+            grads |= dict(zip(("b_gate", "b_up"), grads.pop("b_gate_up").chunk(2), strict=True))
+        results = {"y": y} | {f"d{name}": grad.T if name.startswith("w") else grad for name, grad in grads.items()}
+        return {name: self.to_numpy(tensor) for name, tensor in results.items()}
+
+    def call(self, case: MLPCase, x: Any, weights: dict[str, Any], backend: str) -> tuple[Any, dict[str, Any]]:
+        """y, and the operands that require gradients, by name."""
+        from tiled_torch import TiledMLP, tiled_mlp
+
+        biases = {name[2:]: bias for name, bias in weights.items() if name.startswith("b_")}
+        options: dict[str, Any] = {"num_shards": case.num_shards, "keep": case.keep, "backend": backend}
+        options |= {"activation": case.activation, "biases": biases}
+        operands = (weights.get("w_gate"), weights["w_up"], weights["w_down"])
+        if case.fused:
+            module = TiledMLP.from_weights(*operands, fused_gate_up=True, **options)
+            return module(x), dict(module.named_parameters())
+        leaves = {name: weight for name, weight in weights.items() if name not in case.frozen}
+        return tiled_mlp(x, *operands, **options), leaves
+
+
+class JaxAdapter:
+    """tiled_jax, under jit. Arrays have no strides in JAX, so a case's layouts only change nothing; weights [in, out]."""
+
+    half, backends = "jax", ("xla",)
+
+    def from_numpy(self, array: Array) -> Any:
+        import jax.numpy as jnp
+
+        return jnp.asarray(array)
+
+    def to_numpy(self, array: Any) -> Array:
+        return np.asarray(array)
+
+    @contextmanager
+    def precision(self, case: MLPCase) -> Iterator[None]:
+        """64-bit types for float64 cases only."""
+        import jax
+
+        with jax.enable_x64(case.dtype == "float64"):
+            yield
+
+    def run(self, case: MLPCase, backend: str = "xla") -> Results:
+        import jax
+
+        with self.precision(case):
+            arrays = {name: self.from_numpy(array) for name, array in make_inputs(case).items()}
+            dy = arrays.pop("dy")
+            wanted = {name: array for name, array in arrays.items() if not is_frozen(case, f"d{name}")}
+            fixed = {name: array for name, array in arrays.items() if name not in wanted}
+            call, wanted = self.callable(case, backend, wanted, fixed)
+
+            def y_and_gradients(wanted: dict[str, Any], dy: Any) -> tuple[Any, Any]:
+                y, pull = jax.vjp(call, wanted)
+                return y, pull(dy)[0]
+
+            y, grads = jax.jit(y_and_gradients)(wanted, dy)
+            if case.fused:
+                for kind in ("w", "b"):
+                    if f"{kind}_gate_up" in grads:
+                        both = grads.pop(f"{kind}_gate_up")
+                        half = both.shape[-1] // 2
+                        grads |= {f"{kind}_gate": both[..., :half], f"{kind}_up": both[..., half:]}
+            return {"y": self.to_numpy(y)} | {f"d{name}": self.to_numpy(grad) for name, grad in grads.items()}
+
+    def callable(
+        self, case: MLPCase, backend: str, wanted: dict[str, Any], fixed: dict[str, Any]
+    ) -> tuple[Callable[[dict[str, Any]], Any], dict[str, Any]]:
+        """A function of the operands that need gradients, and those operands by name."""
+        from tiled_jax import TiledMLP, tiled_mlp
+
+        options: dict[str, Any] = {"num_shards": case.num_shards, "keep": case.keep, "backend": backend}
+        options |= {"activation": case.activation}
+
+        def split(operands: dict[str, Any]) -> tuple[tuple[Any, Any, Any], dict[str, Any]]:
+            biases = {name[2:]: bias for name, bias in operands.items() if name.startswith("b_")}
+            return (operands.get("w_gate"), operands["w_up"], operands["w_down"]), biases
+
+        if case.fused:
+            from flax import nnx
+
+            weights, biases = split(wanted | fixed)
+            module = TiledMLP.from_weights(*weights, biases=biases, fused_gate_up=True, **options)
+            graph, state = nnx.split(module)
+            params = {path[0]: value for path, value in nnx.to_flat_state(state)}
+
+            def call_module(operands: dict[str, Any]) -> Any:
+                values = {(name,): params[name].replace(operands[name]) for name in params}
+                return nnx.merge(graph, nnx.from_flat_state(values))(operands["x"])
+
+            return call_module, {"x": wanted["x"]} | {name: param[...] for name, param in params.items()}
+
+        def call(operands: dict[str, Any]) -> Any:
+            weights, biases = split(operands | fixed)
+            return tiled_mlp((operands | fixed)["x"], *weights, biases=biases, **options)
+
+        return call, wanted
+
+
+ADAPTERS: dict[str, Any] = {"torch": TorchAdapter(), "jax": JaxAdapter(), "numpy": NumpyAdapter()}

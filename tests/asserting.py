@@ -1,0 +1,47 @@
+"""The comparisons of the suite. Each is itself tested by mutants in tests/meta/test_asserting.py."""
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from shared_specs import inputs
+from shared_specs.cases import MLPCase
+from shared_specs.rounding import DTYPES, relative_error
+from shared_specs.tolerances import limit
+
+Array = np.ndarray[Any, Any]
+
+
+@cache
+def truth(case: MLPCase) -> tuple[dict[str, Array], dict[str, float]]:
+    """The oracle's results and the largest relative error each may show."""
+    oracle, baseline = inputs.oracle(case), inputs.baseline(case)
+    return oracle, {name: limit(relative_error(baseline[name], oracle[name]), case.dtype) for name in oracle}
+
+
+def assert_within(actual: Array | None, expected: Array, allowed: float, what: str) -> None:
+    """Relative L2 distance of `actual` to `expected` at most `allowed`; None, NaN and other shapes never pass."""
+    __tracebackhide__ = True
+    if actual is None:
+        raise AssertionError(f"{what}: got None instead of an array {expected.shape}")
+    if actual.shape != expected.shape:
+        raise AssertionError(f"{what}: shape {actual.shape} instead of {expected.shape}")
+    if not np.isfinite(actual.astype(np.float64)).all() and np.isfinite(expected.astype(np.float64)).all():
+        raise AssertionError(f"{what}: holds NaN or infinity")
+    error = relative_error(actual, expected)
+    if not error <= allowed:
+        raise AssertionError(f"{what}: relative error {error:.3e}, allowed {allowed:.3e}")
+
+
+def assert_case(case: MLPCase, actual: dict[str, Array | None]) -> None:
+    """Every quantity of the case, no more and no less, in the case's dtype and within its limit."""
+    __tracebackhide__ = True
+    oracle, limits = truth(case)
+    if set(actual) != set(oracle):
+        raise AssertionError(f"{case.id}: got {sorted(actual)} instead of {sorted(oracle)}")
+    for name, expected in oracle.items():
+        found = actual[name]
+        if found is not None and found.dtype != DTYPES[case.dtype]:
+            raise AssertionError(f"{case.id} {name}: dtype {found.dtype} instead of {case.dtype}")
+        assert_within(found, expected, limits[name], f"{case.id} {name}")

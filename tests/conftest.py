@@ -1,0 +1,61 @@
+"""What every test runs under: strict promotion, eight virtual JAX devices, NaN in uninitialised memory, a plain header.
+
+A missing framework is a skip with its reason on a laptop and a failure where TILED_REQUIRE names it (CI).
+"""
+
+import importlib.metadata
+import importlib.util
+import os
+
+import pytest
+
+# Read when jax is first imported, so they are set before any test module is.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_NUMPY_DTYPE_PROMOTION", "strict")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+
+FRAMEWORKS = ("torch", "jax")
+REQUIRED = tuple(name for name in os.environ.get("TILED_REQUIRE", "").split(",") if name)
+if unknown := set(REQUIRED) - set(FRAMEWORKS):
+    raise pytest.UsageError(f"TILED_REQUIRE must name {', '.join(FRAMEWORKS)}, got {', '.join(sorted(unknown))}")
+
+
+def has(framework: str) -> bool:
+    """Whether a framework is installed; an error where it is required and is not."""
+    found = importlib.util.find_spec(framework) is not None
+    if not found and framework in REQUIRED:
+        raise pytest.UsageError(f"TILED_REQUIRE names {framework}, which is not installed")
+    return found
+
+
+collect_ignore = [
+    folder
+    for folder, needs in (("on_torch", ["torch"]), ("on_jax", ["jax"]), ("parity", ["torch", "jax"]))
+    if not all([has(framework) for framework in needs])
+]
+
+
+def pytest_report_header() -> list[str]:
+    lines = []
+    for name in (*FRAMEWORKS, "flax", "transformers"):
+        found = importlib.util.find_spec(name) is not None
+        version = importlib.metadata.version(name) if found else "not installed: its tests are left out"
+        lines.append(f"{name}: {version}")
+    return [*lines, f"TILED_REQUIRE: {','.join(REQUIRED) or 'not set'}", f"XLA_FLAGS:{os.environ['XLA_FLAGS']}"]
+
+
+@pytest.fixture(autouse=True)
+def _nan_in_uninitialised_memory():
+    """torch.empty* returns NaN, so an element that nothing wrote is seen."""
+    if not has("torch"):
+        yield
+        return
+    import torch
+
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(before)

@@ -1,0 +1,71 @@
+"""A trainer without a framework, so that the loop can be tested, interrupted and killed anywhere in milliseconds.
+
+`python -m tests.fake_trainer finetune ...` is the command with it; FAKE_STEP_SECONDS slows its steps down.
+"""
+
+import os
+import sys
+import time
+from typing import Any
+
+import numpy as np
+
+from shared_specs.app.command import Command, main
+from shared_specs.app.loop import finetune
+from shared_specs.app.trainer import TrainerState
+from shared_specs.cli import FinetuneOptions
+
+_EMBED = "model.embed_tokens.weight"
+
+
+class FakeTrainer:
+    """Momentum descent on a made-up loss of the embedding: every loss depends on all windows and updates before."""
+
+    name = "fake"
+    diverge_at: int | None = None
+
+    def versions(self) -> dict[str, str]:
+        return {"fake": "1"}
+
+    def load(self, config: dict[str, Any], tensors: dict[str, np.ndarray], options: FinetuneOptions) -> None:
+        self.config, self.options = config, options
+        self.weights = {name: array.copy() for name, array in tensors.items()}
+        self.momentum = np.zeros_like(self.weights[_EMBED])
+        self.steps = 0
+
+    def step(self, tokens: np.ndarray) -> float:
+        assert tokens.shape == (self.options.batch, self.options.tokens + 1)
+        assert tokens.dtype == np.int32
+        time.sleep(float(os.environ.get("FAKE_STEP_SECONDS", "0")))
+        embed = self.weights[_EMBED]
+        loss = float(np.square(embed[tokens] - 1).mean())
+        gradient = np.zeros_like(embed)
+        np.add.at(gradient, tokens.ravel(), embed[tokens.ravel()] - 1)
+        self.momentum = np.float32(0.9) * self.momentum + gradient
+        embed -= np.float32(self.options.lr) * self.momentum
+        self.steps += 1
+        return float("nan") if self.steps == self.diverge_at else loss
+
+    def peak_memory_bytes(self) -> int | None:
+        return None
+
+    def state(self) -> TrainerState:
+        weights = {name: array.copy() for name, array in self.weights.items()}
+        # A transposed view: what is saved has to be made contiguous by whoever saves it.
+        optimizer = {f"m.{_EMBED}": self.momentum.T.copy().T, "step": np.array(self.steps, np.int64)}
+        return TrainerState(weights=weights, optimizer=optimizer)
+
+    def load_state(self, state: TrainerState) -> None:
+        self.weights = {name: array.copy() for name, array in state.weights.items()}
+        self.momentum = state.optimizer[f"m.{_EMBED}"].copy()
+        self.steps = int(state.optimizer["step"])
+
+
+if __name__ == "__main__":
+    command = Command(
+        name="finetune",
+        help="Fine-tune.",
+        options=FinetuneOptions,
+        run=lambda options: finetune(FakeTrainer(), options),
+    )
+    sys.exit(main("fake", [command]))

@@ -1,0 +1,139 @@
+"""Who may import what, as a table, and the checker that reads source text against it (DESIGN of the repository).
+
+`shared_specs` needs numpy and ml_dtypes only, and `app` is its one room with more. The halves never see each other.
+Inside a half, imports go one way: kernels <- functional <- modules <- models, parallel <- commands.
+"""
+
+import ast
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+PACKAGES = ("shared_specs", "tiled_torch", "tiled_jax")
+
+# A module may import rooms of a lower level and its own room; rooms of one level do not know each other.
+# "root" is the package's own __init__, which re-exports the public names.
+LEVELS = {
+    "backends": 0,
+    "kernels": 1,
+    "functional": 2,
+    "modules": 3,
+    "models": 4,
+    "parallel": 4,
+    "compat": 4,
+    "bridge": 4,
+    "root": 5,
+    "commands": 6,
+    "__main__": 7,
+}
+
+EVERYWHERE = {
+    "shared_specs": {"shared_specs", "numpy", "ml_dtypes"},
+    "tiled_torch": {"tiled_torch", "shared_specs", "numpy", "ml_dtypes", "torch", "triton"},
+    "tiled_jax": {"tiled_jax", "shared_specs", "numpy", "ml_dtypes", "jax", "flax"},
+}
+
+IN_ROOM = {
+    ("shared_specs", "app"): {"gguf", "safetensors", "tokenizers", "rich", "typer", "matplotlib", "psutil"},
+    ("tiled_torch", "models"): {"transformers"},
+    ("tiled_torch", "commands"): {"transformers", "liger_kernel", "deepspeed"},
+    ("tiled_jax", "parallel"): {"optax", "orbax"},
+    ("tiled_jax", "commands"): {"optax", "orbax"},
+}
+
+# Loaded only when a function runs (or by a type checker), so that the package imports where they are missing.
+INSIDE_FUNCTIONS = {("tiled_torch", "bridge"): {"jax", "flax"}}
+
+# The base install of a half has none of what `shared_specs.app` needs.
+ROOMS_WITH_APP = {"models", "commands", "__main__"}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported dotted name, the line it stands on, and whether importing the module leaves it alone."""
+
+    name: str
+    line: int
+    deferred: bool
+
+
+def violations(path: str, source: str) -> list[str]:
+    """Every import in `source`, the text of the module at `path` (relative to the repository), that is not allowed."""
+    package, room = locate(path)
+    if package != "shared_specs" and room not in LEVELS:
+        return [f"{path}: {room} is in no room; add it to LEVELS in tests/meta/import_rules.py"]
+    found = imports_of(path, source)
+    return [f"{path}:{i.line}: must not import {i.name} ({why})" for i in found if (why := fault(package, room, i))]
+
+
+def locate(path: str) -> tuple[str, str]:
+    """The package and the room of the module at `path`."""
+    parts = PurePosixPath(path).with_suffix("").parts
+    return parts[0], "root" if parts[1] == "__init__" else parts[1]
+
+
+def fault(package: str, room: str, found: Import) -> str | None:
+    """The rule that `found` breaks when it stands in `room` of `package`, or None."""
+    top, *rest = found.name.split(".")
+    if top in sys.stdlib_module_names:
+        return None
+    if top in INSIDE_FUNCTIONS.get((package, room), ()):
+        return None if found.deferred else f"{top} is loaded inside functions only"
+    if top not in EVERYWHERE[package] | IN_ROOM.get((package, room), set()):
+        return f"{top} does not belong in {package}/{room}"
+    if top == "shared_specs":
+        return fault_of_app(package, room, rest)
+    if top == package:
+        return fault_of_direction(room, rest)
+    return None
+
+
+def fault_of_app(package: str, room: str, rest: list[str]) -> str | None:
+    if rest[:1] != ["app"] or (package == "shared_specs" and room == "app"):
+        return None
+    if package == "shared_specs":
+        return "nothing in shared_specs outside app imports app"
+    return None if room in ROOMS_WITH_APP else "only models and commands of a half import shared_specs.app"
+
+
+def fault_of_direction(room: str, rest: list[str]) -> str | None:
+    target = rest[0] if rest and rest[0] in LEVELS else "root"
+    if target == room or LEVELS[target] < LEVELS[room]:
+        return None
+    return f"imports go one way, and {target} is not below {room}"
+
+
+def imports_of(path: str, source: str) -> list[Import]:
+    """Every import of the module, those by literal name through importlib included."""
+    return list(_walk(ast.parse(source, path), path, deferred=False))
+
+
+def _walk(node: ast.AST, path: str, deferred: bool) -> Iterator[Import]:
+    match node:
+        case ast.Import():
+            names = [alias.name for alias in node.names]
+        case ast.ImportFrom():
+            names = [f"{_origin(node, path)}.{alias.name}" for alias in node.names]
+        case ast.Call(func=ast.Name(id=called) | ast.Attribute(attr=called), args=[ast.Constant(value=str(name)), *_]):
+            names = [name] if called in ("import_module", "__import__") else []
+        case _:
+            names = []
+    for name in names:
+        yield Import(name, getattr(node, "lineno", 0), deferred)
+    deeper = deferred or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) or _is_for_types(node)
+    for child in ast.iter_child_nodes(node):
+        yield from _walk(child, path, deeper)
+
+
+def _is_for_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+
+
+def _origin(node: ast.ImportFrom, path: str) -> str:
+    """The absolute dotted name that a `from` import starts at; one dot means the module's own folder."""
+    if not node.level:
+        return node.module or ""
+    folder = PurePosixPath(path).parent.parts
+    base = folder[: len(folder) - node.level + 1]
+    return ".".join((*base, node.module) if node.module else base)

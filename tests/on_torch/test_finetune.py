@@ -1,0 +1,238 @@
+"""The PyTorch command: a tiny Llama trained, saved, loaded by transformers, resumed; GGUF against transformers' reader."""
+
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from shared_specs.app.log import read_log, step_records
+from shared_specs.app.loop import MODEL_NAME, finetune
+from shared_specs.app.model_config import scale_positions
+from shared_specs.app.trainer import ADAMW
+from shared_specs.app.weights import default_model, read_model
+from shared_specs.cli import FinetuneOptions, InputError
+from shared_specs.errors import UnsupportedError
+from shared_specs.tolerances import DEMO_LOSS_RTOL, MODEL_FLOAT32
+from tests.tiny_model import tiny_config, tiny_weights, write_text, write_tiny_folder, write_tiny_gguf
+from tiled_torch.commands.finetune import TorchTrainer, build_model
+
+ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("inputs")
+    write_tiny_folder(folder / "model")
+    write_text(folder / "text")
+    return folder
+
+
+@pytest.fixture
+def options(inputs, tmp_path):
+    def make(**changes):
+        base = {"model": str(inputs / "model"), "text": str(inputs / "text"), "tokens": 48, "steps": 4, "batch": 2}
+        return FinetuneOptions(**base | {"lr": 1e-3, "out": str(tmp_path / "run"), "device": "cpu"} | changes)
+
+    return make
+
+
+def run(options):
+    assert finetune(TorchTrainer(), options, Console(file=io.StringIO())) == 0
+    return [record["loss"] for record in step_records(read_log(Path(options.out)))]
+
+
+def windows(seed=0, shape=(2, 49)):
+    return np.random.default_rng(seed).integers(0, 272, size=shape, dtype=np.int32)
+
+
+def loaded(options, **config):
+    trainer = TorchTrainer()
+    trainer.load(tiny_config(**config), tiny_weights(tiny_config(**config)), options)
+    return trainer
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_model_is_transformers_own(options, tied):
+    config = tiny_config(tie_word_embeddings=tied)
+    weights = tiny_weights(config)
+    model = build_model(config, weights, CPU)
+    assert dict(model.named_parameters()).keys() == weights.keys()
+    assert not any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
+    before = weights["model.norm.weight"].copy()
+    with torch.no_grad():
+        model.model.norm.weight.add_(1)
+    np.testing.assert_array_equal(weights["model.norm.weight"], before)  # copied, not shared
+
+
+def test_step_is_adamw_on_the_mean_cross_entropy(options):
+    """Against the update written out by hand."""
+    trainer = loaded(options(plain=True))
+    tokens = torch.from_numpy(windows()).long()
+    model = build_model(tiny_config(), tiny_weights(tiny_config()), CPU)
+    logits = model(input_ids=tokens[:, :-1]).logits
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    expected.backward()
+    assert trainer.step(windows()) == pytest.approx(expected.item(), rel=MODEL_FLOAT32)
+    state = trainer.state()
+    assert state.optimizer["step"] == 1
+    for name, weight in model.named_parameters():
+        m = (1 - ADAMW.beta1) * weight.grad
+        v = (1 - ADAMW.beta2) * weight.grad**2
+        step = (m / (1 - ADAMW.beta1)) / ((v / (1 - ADAMW.beta2)).sqrt() + ADAMW.eps)
+        for found, wanted in (
+            (state.optimizer[f"m.{name}"], m),
+            (state.optimizer[f"v.{name}"], v),
+            (state.weights[name] - tiny_weights(tiny_config())[name], -1e-3 * step),
+        ):
+            assert relative(found, wanted.detach().numpy()) < 10 * MODEL_FLOAT32, name
+
+
+def relative(found, wanted):
+    return np.linalg.norm(found - wanted) / np.linalg.norm(wanted)
+
+
+def test_state_goes_round(options):
+    first = loaded(options(plain=True))
+    for seed in range(2):
+        first.step(windows(seed))
+    second = loaded(options(plain=True))
+    second.load_state(first.state())
+    for seed in range(2, 4):
+        assert first.step(windows(seed)) == second.step(windows(seed))
+    for name, array in first.state().optimizer.items():
+        np.testing.assert_array_equal(array, second.state().optimizer[name], err_msg=name)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_shards": 5},
+        {"shard_tokens": 7},
+        {"memory_budget": 100_000},
+        {"num_shards": 4, "keep": 0.5},
+        {"num_shards": 4, "checkpointing": True},
+        {"plain": True, "checkpointing": True},
+        {},
+    ],
+    ids=str,
+)
+def test_same_losses_as_plain(options, tmp_path, changes):
+    plain = run(options(plain=True, out=str(tmp_path / "plain")))
+    assert plain[-1] < plain[0]
+    assert run(options(**changes)) == pytest.approx(plain, rel=DEMO_LOSS_RTOL)
+
+
+def test_checkpointing_recomputes_layers(options):
+    """Fewer bytes are held for backward; the losses alone would not show whether the option did anything."""
+
+    def held(**changes):
+        trainer, total = loaded(options(plain=True, **changes)), 0
+
+        def count(tensor):
+            nonlocal total
+            total += tensor.nbytes
+            return tensor
+
+        ids = torch.from_numpy(windows()).long()
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+            trainer._loss(ids[:, :-1], ids[:, 1:])
+        return total
+
+    assert held(checkpointing=True) < 0.5 * held()
+
+
+def test_bfloat16_computes_in_bfloat16_and_keeps_float32(options, tmp_path):
+    exact = run(options(plain=True, out=str(tmp_path / "exact")))
+    rounded = run(options(plain=True, dtype="bfloat16"))
+    assert rounded != exact
+    assert rounded == pytest.approx(exact, rel=100 * DEMO_LOSS_RTOL)
+    saved = read_model(tmp_path / "run" / MODEL_NAME).tensors["model.layers.0.mlp.up_proj.weight"]
+    assert (saved.view(np.uint32) & 0xFFFF).any()  # more bits than a bfloat16 has
+
+
+def test_transformers_loads_the_result(options, tmp_path):
+    trainer = TorchTrainer()
+    finetune(trainer, options(plain=True, rope_scale=2.0, tokens=100), Console(file=io.StringIO()))
+    folder = tmp_path / "run" / MODEL_NAME
+    model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(report.values())
+    assert model.config.rope_parameters == {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+    ids = torch.from_numpy(windows(shape=(1, 100))).long()
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, trainer._model(ids).logits, rtol=0, atol=0)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    text = "the sun on 42 tiles"
+    assert tokenizer(text).input_ids == read_model(folder).tokenizer.encode(text).tolist()
+    assert tokenizer.eos_token == "<|end|>"
+    checkpoint = next((tmp_path / "run" / "checkpoints").iterdir())
+    assert not any(AutoModelForCausalLM.from_pretrained(checkpoint, output_loading_info=True)[1].values())
+
+
+def test_linear_scaling_divides_the_positions():
+    model = build_model(tiny_config(), tiny_weights(tiny_config()), CPU)
+    scaled = build_model(scale_positions(tiny_config(), 4.0), tiny_weights(tiny_config()), CPU)
+    torch.testing.assert_close(scaled.model.rotary_emb.inv_freq * 4, model.model.rotary_emb.inv_freq)
+
+
+def test_resumed_run_has_the_losses_of_the_uninterrupted_one(options, tmp_path):
+    whole = run(options(num_shards=3, out=str(tmp_path / "whole")))
+    run(options(num_shards=3, steps=2))
+    assert run(options(num_shards=3, resume=True)) == whole
+
+
+def test_gguf_reads_as_transformers_reads_it(tmp_path):
+    for tied in (True, False):
+        compare_with_transformers(write_tiny_gguf(tmp_path / f"{tied}.gguf", tie_word_embeddings=tied))
+
+
+@pytest.mark.slow
+def test_default_model_reads_as_transformers_reads_it():
+    compare_with_transformers(default_model())
+
+
+def compare_with_transformers(file):
+    theirs = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name)
+    ours = read_model(file)
+    parameters = dict(theirs.named_parameters())
+    assert ours.tensors.keys() == parameters.keys()
+    for name, parameter in parameters.items():
+        np.testing.assert_array_equal(ours.tensors[name], parameter.detach().numpy(), err_msg=name)
+    wanted = theirs.config.to_dict()
+    # Theirs says in its own words which file it came from; the rest of ours has to be there.
+    assert {key: wanted.get(key) for key in ours.config} == ours.config | {"architectures": wanted["architectures"]}
+
+
+def test_device_that_is_not_here_is_refused(options, monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UnsupportedError, match="^finetune: --device must be cpu or auto here, got gpu"):
+        run(options(device="gpu"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_unknown_architecture_is_refused(options, tmp_path):
+    folder = write_tiny_folder(tmp_path / "other")
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace('"llama"', '"mamba"'))
+    with pytest.raises(InputError, match="must be a Llama-style causal language model"):
+        run(options(model=str(folder)))
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_command_itself(options, tmp_path):
+    chosen = options(steps=2)
+    words = [sys.executable, "-m", "tiled_torch", "finetune", "--num-shards", "3"]
+    for name in ("model", "text", "tokens", "steps", "batch", "lr", "out", "device"):
+        words += [f"--{name}", str(getattr(chosen, name))]
+    done = subprocess.run(words, cwd=ROOT, text=True, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "step 2/2  loss " in done.stdout
+    again = subprocess.run(words, cwd=ROOT, text=True, capture_output=True)
+    assert again.returncode == 2
+    assert again.stderr.startswith("finetune: --out must be a new or empty folder")

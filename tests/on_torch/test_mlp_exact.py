@@ -1,0 +1,204 @@
+"""Exact figures of the PyTorch MLP: FLOP, saved bytes, peak bytes, hooks, and which backend ran."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from shared_specs import Tiling, costs
+from shared_specs.rounding import relative_error
+from shared_specs.shards import plan_tokens
+from shared_specs.tolerances import BF16_256_SHARDS, COST_BYTES
+from tests.on_torch.counting import GemmFlop, LiveBytes, saved_bytes
+from tiled_torch import backends, tiled_mlp
+
+H, I = 32, 96  # noqa: E741
+
+
+def operands(T: int, dtype: torch.dtype = torch.float32, gated: bool = True, hidden: int = H, inter: int = I) -> Any:
+    """x and the weights w_gate (None without a gate), w_up, w_down, all leaves."""
+    torch.manual_seed(0)
+    x = torch.randn(T, hidden, dtype=dtype, requires_grad=True)
+    shapes = [(inter, hidden), (inter, hidden), (hidden, inter)]
+    weights: list[Tensor | None] = [(torch.randn(s) / s[1] ** 0.5).to(dtype).requires_grad_() for s in shapes]
+    if not gated:
+        weights[0] = None
+    return x, weights
+
+
+def leaves(x: Tensor, weights: list[Tensor | None]) -> list[Tensor]:
+    return [x, *(w for w in weights if w is not None)]
+
+
+def count_flop(call: Any, *args: Any) -> int:
+    with GemmFlop() as counter:
+        call(*args).sum().backward()
+    return counter.flop
+
+
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
+@pytest.mark.parametrize("keep", [0.0, 0.25, 0.5, 1.0])
+@pytest.mark.parametrize("mode", ["none", "non-reentrant", "reentrant"])
+def test_flop(mode: Any, keep: float, gated: bool) -> None:
+    x, weights = operands(128, gated=gated)
+
+    def block(x: Tensor) -> Tensor:  # the residual saves nothing, so the MLP is the last thing saved
+        return x + tiled_mlp(x, *weights, num_shards=4, keep=keep)
+
+    def run(x: Tensor) -> Tensor:
+        return block(x) if mode == "none" else checkpoint(block, x, use_reentrant=mode == "reentrant")
+
+    shape = costs.MLPShape(tokens=128, hidden=H, intermediate=I, gated=gated)
+    plan = plan_tokens(128, num_shards=4)
+    assert count_flop(run, x) == costs.mlp_flop(shape, plan, keep=keep, checkpointing=mode)
+
+
+def test_flop_formulas() -> None:
+    """22 - 4f, 22 and 28 - 4f THI, by hand."""
+    shape = costs.MLPShape(tokens=128, hidden=H, intermediate=I)
+    plan, thi = plan_tokens(128, num_shards=4), 2 * 128 * H * I
+    for keep, f in ((0.0, 0), (0.5, 0.5), (1.0, 1)):
+        assert costs.mlp_flop(shape, plan, keep=keep) * 2 == (22 - 4 * f) * thi
+        assert costs.mlp_flop(shape, plan, keep=keep, checkpointing="non-reentrant") * 2 == 22 * thi
+        assert costs.mlp_flop(shape, plan, keep=keep, checkpointing="reentrant") * 2 == (28 - 4 * f) * thi
+
+
+@pytest.mark.parametrize("mode", ["none", "non-reentrant", "reentrant"])
+def test_plain_flop_is_what_the_formula_says(mode: Any) -> None:
+    x, weights = operands(128)
+
+    def block(x: Tensor) -> Tensor:
+        return x + F.linear(F.silu(F.linear(x, weights[0])) * F.linear(x, weights[1]), weights[2])
+
+    def run(x: Tensor) -> Tensor:
+        return block(x) if mode == "none" else checkpoint(block, x, use_reentrant=mode == "reentrant")
+
+    shape = costs.MLPShape(tokens=128, hidden=H, intermediate=I)
+    assert count_flop(run, x) == costs.plain_flop(shape, checkpointing=mode)
+
+
+@pytest.mark.parametrize(("keep", "gated"), list(itertools.product([0.0, 0.25, 0.5, 1.0], [True, False])))
+def test_saved_bytes(keep: float, gated: bool) -> None:
+    x, weights = operands(1000, gated=gated)
+    _, found = saved_bytes(lambda: tiled_mlp(x, *weights, num_shards=8, keep=keep), exclude=leaves(x, weights))
+    shape = costs.MLPShape(tokens=1000, hidden=H, intermediate=I, gated=gated)
+    assert found == costs.saved_bytes(shape, plan_tokens(1000, num_shards=8), keep=keep)
+
+
+def test_plain_saved_bytes() -> None:
+    x, weights = operands(64)
+    _, found = saved_bytes(
+        lambda: F.linear(F.silu(F.linear(x, weights[0])) * F.linear(x, weights[1]), weights[2]),
+        exclude=leaves(x, weights),
+    )
+    assert found == costs.plain_saved_bytes(costs.MLPShape(tokens=64, hidden=H, intermediate=I))
+
+
+PEAKS = [
+    (dtype, gated, activation, T)
+    for dtype in (torch.float32, torch.bfloat16, torch.float64)
+    for gated in (True, False)
+    for activation in ("silu", "relu_squared")
+    for T in (4096, 16384)
+]
+
+
+@pytest.mark.parametrize(("dtype", "gated", "activation", "T"), PEAKS)
+def test_peak_bytes(dtype: torch.dtype, gated: bool, activation: Any, T: int) -> None:
+    """Within 5% of the formula, the same at every T, and never a [T, I] tensor."""
+    hidden, inter, t = 64, 512, 1024
+    x, weights = operands(T, dtype, gated, hidden, inter)
+    dy = torch.randn(T, hidden).to(dtype)
+    shape = costs.MLPShape(
+        tokens=T,
+        hidden=hidden,
+        intermediate=inter,
+        gated=gated,
+        activation=activation,
+        itemsize=dtype.itemsize,
+        weight_itemsize=dtype.itemsize,
+    )
+    with LiveBytes() as forward:
+        y = tiled_mlp(x, *weights, num_shards=T // t, activation=activation)
+    with LiveBytes() as backward:
+        grads = torch.autograd.grad(y, leaves(x, weights), dy)
+    sizes = [grad.numel() * grad.itemsize for grad in grads]
+    alive = sizes[0] if dtype.itemsize < 4 else sum(sizes)  # 16-bit weight gradients appear after the loop
+    predicted = costs.peak_bytes(shape, plan_tokens(T, num_shards=T // t))
+    assert backward.peak - alive == pytest.approx(predicted, rel=COST_BYTES)
+    assert forward.peak - y.numel() * y.itemsize <= predicted
+    assert max(forward.largest, backward.largest) < T * inter * dtype.itemsize
+    five = 5 * t * inter * dtype.itemsize + costs.accumulator_bytes(shape, plan_tokens(T, num_shards=T // t))
+    copies = t * (inter + hidden) * 4 if dtype.itemsize < 4 else 0
+    assert predicted <= five + copies
+
+
+def test_memory_budget_is_kept_and_used() -> None:
+    x, weights = operands(4096, hidden=64, inter=512)
+    shape = costs.MLPShape(tokens=4096, hidden=64, intermediate=512)
+    budget = 3 * 2**20
+    y, dy = tiled_mlp(x, *weights, tiling=Tiling(memory_budget=budget)), torch.ones(4096, 64)
+    with LiveBytes() as backward:
+        grads = torch.autograd.grad(y, leaves(x, weights), dy)
+    peak = backward.peak - sum(grad.numel() * grad.itemsize for grad in grads)
+    t = costs.shard_tokens_within("test", budget, shape)
+    assert peak <= budget
+    assert costs.peak_bytes(shape, plan_tokens(4096, shard_tokens=t + 1)) > budget
+
+
+def test_hooks_fire_once_per_parameter() -> None:
+    x, weights = operands(64)
+    fired = {"post": 0, "grad": 0}
+
+    def post(parameter: Tensor) -> None:
+        fired["post"] += 1
+
+    def halve(grad: Tensor) -> Tensor:
+        fired["grad"] += 1
+        return 0.5 * grad
+
+    for w in weights:
+        w.register_post_accumulate_grad_hook(post)
+    weights[0].register_hook(halve)
+    plain = torch.autograd.grad(tiled_mlp(x, *weights, num_shards=8).sum(), weights[1])
+    fired.update(post=0, grad=0)
+    tiled_mlp(x, *weights, num_shards=8).sum().backward()
+    assert fired == {"post": 3, "grad": 1}
+    torch.testing.assert_close(weights[1].grad, plain[0])
+
+
+def test_autograd_grad_leaves_grad_alone() -> None:
+    x, weights = operands(64)
+    grads = torch.autograd.grad(tiled_mlp(x, *weights, num_shards=3).sum(), [x, *weights])
+    assert all(grad is not None for grad in grads)
+    assert all(leaf.grad is None for leaf in (x, *weights))
+
+
+def test_bfloat16_does_not_drift_at_256_shards() -> None:
+    x, weights = operands(4096, torch.bfloat16, hidden=64, inter=128)
+    dy = (torch.randn(4096, 64) + 0.25).to(torch.bfloat16)
+
+    def gradients(call: Any, leaves: list[Tensor]) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(call(*leaves), leaves[1:], dy.to(leaves[0].dtype))
+
+    def plain(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        return F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
+
+    truth = gradients(plain, [leaf.detach().double().requires_grad_() for leaf in (x, *weights)])
+    untiled = gradients(plain, [x, *weights])
+    tiled = gradients(lambda *a: tiled_mlp(*a, num_shards=256), [x, *weights])
+    for exact, ours, theirs in zip(truth, tiled, untiled, strict=True):
+        error, reference = (relative_error(g.double().numpy(), exact.numpy()) for g in (ours, theirs))
+        assert error <= BF16_256_SHARDS * reference
+
+
+def test_backend_that_ran() -> None:
+    x, weights = operands(8)
+    for backend in ("auto", "eager"):
+        backends.record_run("tiled_mlp", "nothing")
+        tiled_mlp(x, *weights, backend=backend)
+        assert backends.last_run("tiled_mlp") == "eager"

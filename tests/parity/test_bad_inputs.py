@@ -1,0 +1,59 @@
+"""Every bad input raises the one message of shared_specs/bad_inputs.py, in both halves, before any work."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shared_specs.bad_inputs import BAD_CASES, GOOD_SHAPES, UNUSABLE_BACKEND, BadCase
+from shared_specs.config import NAMES, Half
+from shared_specs.errors import UnsupportedError
+from shared_specs.rounding import DTYPES
+from tests.adapters import ADAPTERS
+
+PAIRS = [(case, half) for case in BAD_CASES for half in case.halves]
+
+
+def operands(half: Half, case: BadCase) -> tuple[list[Any], dict[str, Any]]:
+    """The operands x, w_gate, w_up, w_down of the changed call, in the half's layout, and its biases."""
+    arrays = {}
+    for name, shape in {**GOOD_SHAPES, **case.shapes}.items():
+        flip = name.startswith("w") and (half == "torch") != (name in case.transposed)
+        dtype = (
+            np.dtype(case.dtypes[name])
+            if case.dtypes.get(name) == "int32"
+            else DTYPES[case.dtypes.get(name, "float32")]
+        )
+        arrays[name] = ADAPTERS[half].from_numpy(np.ones(shape[::-1] if flip else shape).astype(dtype))
+    biases = {name[2:]: array for name, array in arrays.items() if name.startswith("b_")}
+    return [arrays[name] for name in GOOD_SHAPES], biases
+
+
+def tiled_mlp(half: Half) -> Any:
+    if half == "torch":
+        from tiled_torch import tiled_mlp
+    else:
+        from tiled_jax import tiled_mlp
+    return tiled_mlp
+
+
+@pytest.mark.parametrize(("case", "half"), PAIRS, ids=lambda value: getattr(value, "id", value))
+def test_bad_input(case: BadCase, half: Half) -> None:
+    arrays, biases = operands(half, case)
+    with pytest.raises(case.error) as caught:
+        tiled_mlp(half)(*arrays, **({"biases": biases} if biases else {}), **case.arguments)
+    assert type(caught.value) is case.error
+    assert str(caught.value) == case.text(NAMES[half])
+
+
+@pytest.mark.parametrize(("half", "backend"), [("torch", "triton"), ("jax", "pallas")])
+def test_unusable_backend_says_why(half: Half, backend: str) -> None:
+    from importlib import import_module
+
+    reason = import_module(NAMES[half].package).usable_backends()[backend]
+    if reason is None:
+        pytest.skip(f"{backend} is usable here")
+    arrays, _ = operands(half, BadCase(id="", message=""))
+    with pytest.raises(UnsupportedError) as caught:
+        tiled_mlp(half)(*arrays, backend=backend)
+    assert str(caught.value) == UNUSABLE_BACKEND.format(backend=backend, reason=reason)

@@ -1,0 +1,112 @@
+"""The command line: declared once, refused in one line with exit code 2."""
+
+import dataclasses
+
+import pytest
+
+from shared_specs.app.command import Command, main
+from shared_specs.cli import FinetuneOptions, InputError, flag, parse_size
+from shared_specs.config import Tiling
+
+
+def run(*arguments):
+    """The exit code and the options that the command was given."""
+    seen = []
+    command = Command(name="finetune", help="Help.", options=FinetuneOptions, run=lambda o: seen.append(o) or 0)
+    return main("package", [command], ["finetune", *arguments]), seen
+
+
+def test_defaults_are_those_of_the_dataclass():
+    assert run() == (0, [FinetuneOptions()])
+
+
+def test_every_option_arrives():
+    code, [options] = run(
+        *("--model m --text t --tokens 7 --steps 8 --batch 9 --dtype bfloat16 --lr 0.5 --memory-budget 2MiB").split(),
+        *("--keep 0.5 --checkpointing --rope-scale 2 --seed 3 --device cpu --out o --save-every 4 --resume").split(),
+    )
+    assert code == 0
+    assert options == FinetuneOptions(
+        model="m",
+        text="t",
+        tokens=7,
+        steps=8,
+        batch=9,
+        dtype="bfloat16",
+        lr=0.5,
+        memory_budget=2 * 2**20,
+        keep=0.5,
+        checkpointing=True,
+        rope_scale=2.0,
+        seed=3,
+        device="cpu",
+        out="o",
+        save_every=4,
+        resume=True,
+    )
+    assert options.tiling() == Tiling(memory_budget=2 * 2**20, keep=0.5)
+    assert run("--plain")[1][0].tiling() is None
+    assert run("--num-shards", "4")[1][0].tiling() == Tiling(num_shards=4)
+    assert run("--shard-tokens", "4")[1][0].tiling() == Tiling(shard_tokens=4)
+
+
+def test_help_names_every_option(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    assert run("--help")[0] == 0
+    shown = capsys.readouterr().out
+    for field in dataclasses.fields(FinetuneOptions):
+        assert f"{flag(field.name)} " in shown
+        assert field.metadata["help"].split()[0] in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--tokens 1", "finetune: --tokens must be >= 2, got 1"),
+        ("--steps 0", "finetune: --steps must be >= 1, got 0"),
+        ("--batch 0", "--batch must be >= 1"),
+        ("--save-every 0", "--save-every must be >= 1"),
+        ("--seed -1", "--seed must be >= 0"),
+        ("--num-shards 0", "finetune: --num-shards must be >= 1, got 0"),
+        ("--shard-tokens -3", "--shard-tokens must be >= 1"),
+        ("--keep 1.5", "--keep must be between 0 and 1, got 1.5"),
+        ("--keep nan", "--keep must be between 0 and 1, got nan"),
+        ("--lr 0", "--lr must be > 0 and finite, got 0.0"),
+        ("--lr inf", "--lr must be > 0 and finite, got inf"),
+        ("--rope-scale 0.5", "--rope-scale must be >= 1 and finite, got 0.5"),
+        ("--num-shards 2 --shard-tokens 8", "--num-shards and --shard-tokens exclude each other"),
+        ("--plain --num-shards 2", "--plain does not tile, so --num-shards would do nothing"),
+        ("--plain --keep 0.5", "--plain does not tile, so --keep would do nothing"),
+        ("--memory-budget 3potatoes", "--memory-budget must be a size, got '3potatoes'"),
+        ("--memory-budget 0.1", "--memory-budget must be >= 1"),
+        ("--tokens many", "--tokens"),
+        ("--dtype float8", "--dtype"),
+        ("--bogus", "--bogus"),
+        ("stray", "stray"),
+    ],
+)
+def test_refused_in_one_line(arguments, words, capsys):
+    code, seen = run(*arguments.split())
+    shown = capsys.readouterr()
+    assert (code, seen, shown.out) == (2, [], "")
+    assert shown.err.count("\n") == 1
+    assert words in shown.err
+
+
+def test_unknown_command_is_refused(capsys):
+    command = Command(name="finetune", help="Help.", options=FinetuneOptions, run=lambda options: 0)
+    assert main("package", [command], ["train"]) == 2
+    assert "train" in capsys.readouterr().err
+
+
+def test_exit_code_of_the_command_is_passed_on():
+    command = Command(name="finetune", help="Help.", options=FinetuneOptions, run=lambda options: 130)
+    assert main("package", [command], ["finetune"]) == 130
+
+
+def test_sizes():
+    sizes = {"512MiB": 512 * 2**20, "2GB": 2 * 10**9, "1.5 KiB": 1536, "77": 77, "4gib": 2**32}
+    assert {text: parse_size(text) for text in sizes} == sizes
+    for text in ("", "MiB", "-1MiB", "1 MiB 2", "1TiBB"):
+        with pytest.raises(InputError, match="must be a size"):
+            parse_size(text)

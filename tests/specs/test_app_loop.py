@@ -1,0 +1,340 @@
+"""The training loop with a trainer that needs no framework: what it leaves behind, and how it goes on."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+from safetensors.numpy import load_file
+
+from shared_specs.app.checkpoint import load_checkpoint
+from shared_specs.app.log import LOG_NAME, read_log, step_records
+from shared_specs.app.loop import MODEL_NAME, PLOT_NAME, finetune
+from shared_specs.app.weights import read_model
+from shared_specs.cli import FinetuneOptions, InputError
+from tests.fake_trainer import FakeTrainer
+from tests.tiny_model import write_text, write_tiny_folder
+
+ROOT = Path(__file__).parents[2]
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    """A model and a text that no test writes to."""
+    folder = tmp_path_factory.mktemp("inputs")
+    write_tiny_folder(folder / "model")
+    write_text(folder / "text")
+    return folder
+
+
+@pytest.fixture
+def options(inputs, tmp_path):
+    """Options of a small run, with changes."""
+
+    def make(**changes):
+        base = {"model": str(inputs / "model"), "text": str(inputs / "text"), "tokens": 32, "steps": STEPS, "batch": 2}
+        return FinetuneOptions(**base | {"lr": 1e-3, "out": str(tmp_path / "run"), "save_every": 2} | changes)
+
+    return make
+
+
+def run(options, **attributes):
+    """The exit code and what was shown."""
+    trainer, shown = FakeTrainer(), io.StringIO()
+    for name, value in attributes.items():
+        setattr(trainer, name, value)
+    return finetune(trainer, options, Console(file=shown, width=200)), shown.getvalue()
+
+
+def losses(out):
+    return [record["loss"] for record in step_records(read_log(Path(out)))]
+
+
+def contents(folder):
+    """Every file below a folder with its bytes."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def test_what_a_run_leaves(options, tmp_path):
+    code, shown = run(options())
+    out = tmp_path / "run"
+    assert code == 0
+    assert sorted(path.name for path in out.iterdir()) == ["checkpoints", LOG_NAME, MODEL_NAME, PLOT_NAME]
+    assert [path.name for path in (out / "checkpoints").iterdir()] == [f"step-{STEPS:08d}"]
+    assert (out / PLOT_NAME).read_bytes().startswith(b"\x89PNG")
+    for step in range(1, STEPS + 1):
+        assert f"step {step}/{STEPS}  loss " in shown
+    assert "tokens/s" in shown
+    assert "peak" in shown
+    assert "left" in shown
+
+
+def test_log(options, tmp_path):
+    run(options())
+    start, *steps, end = read_log(tmp_path / "run")
+    assert start["event"] == "start"
+    assert start["options"]["tokens"] == 32
+    assert start["versions"]["fake"] == "1"
+    assert [record["step"] for record in steps] == list(range(1, STEPS + 1))
+    for record in steps:
+        assert record["peak_bytes"] > 2**20
+        assert record["tokens_per_second"] == pytest.approx(64 / record["seconds"])
+    assert losses(tmp_path / "run")[-1] < losses(tmp_path / "run")[0]
+    assert end == {"event": "end", "step": STEPS, "signal": None}
+
+
+def test_saved_model_is_the_trained_one(options, tmp_path):
+    run(options(rope_scale=2.0))
+    saved = read_model(tmp_path / "run" / MODEL_NAME)
+    checkpoint = load_checkpoint(tmp_path / "run")
+    assert saved.config["rope_parameters"] == {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+    assert (
+        saved.tokenizer.encode("the sun").tolist() == read_model(options().model).tokenizer.encode("the sun").tolist()
+    )
+    for name, weight in saved.tensors.items():
+        np.testing.assert_array_equal(weight, checkpoint.state.weights[name])
+    before = read_model(options().model).tensors["model.embed_tokens.weight"]
+    assert not np.array_equal(saved.tensors["model.embed_tokens.weight"], before)
+
+
+@pytest.mark.parametrize("first", [1, 2, 5])
+def test_resumed_run_is_the_uninterrupted_one(options, tmp_path, first):
+    run(options(out=str(tmp_path / "whole")))
+    run(options(steps=first))
+    code, shown = run(options(resume=True))
+    assert code == 0
+    assert f"steps {first + 1} to {STEPS}" in shown
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    models = [load_file(tmp_path / name / MODEL_NAME / "model.safetensors") for name in ("run", "whole")]
+    for name in models[0]:
+        np.testing.assert_array_equal(models[0][name], models[1][name])
+    assert [record["event"] for record in read_log(tmp_path / "run")].count("resume") == 1
+
+
+def test_finished_run_resumes_to_itself(options, tmp_path):
+    run(options())
+    before = contents(tmp_path / "run" / MODEL_NAME)
+    assert run(options(resume=True))[0] == 0
+    assert contents(tmp_path / "run" / MODEL_NAME) == before
+
+
+def test_options_that_change_no_loss_may_change_on_resume(options, tmp_path):
+    run(options(steps=2))
+    assert run(options(resume=True, plain=True, checkpointing=True, save_every=1))[0] == 0
+    assert len(losses(tmp_path / "run")) == STEPS
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"tokens": 16}, "--tokens must be 32, as the run in .* began, got 16"),
+        ({"batch": 1}, "--batch must be 2"),
+        ({"lr": 0.5}, "--lr must be 0.001"),
+        ({"seed": 1}, "--seed must be 0"),
+        ({"dtype": "bfloat16"}, "--dtype must be float32"),
+        ({"rope_scale": 2.0}, "--rope-scale must be None"),
+        ({"text": None}, "--text must be the text that the run in .* began with"),
+        ({"steps": 1}, "--steps must be >= 2"),
+    ],
+)
+def test_resume_refuses_another_run(options, tmp_path, changes, words):
+    run(options(steps=2))
+    before = contents(tmp_path)
+    with pytest.raises(InputError, match=f"^finetune: {words}"):
+        run(options(**{"resume": True} | changes))
+    assert contents(tmp_path) == before
+
+
+def damage(path, change):
+    content = bytearray(path.read_bytes())
+    path.write_bytes(change(content))
+
+
+DAMAGES = {
+    "a bit of the weights": lambda f: damage(f / "model.safetensors", lambda b: b[:-9] + bytes([b[-9] ^ 1]) + b[-8:]),
+    "a bit of the optimizer": lambda f: damage(
+        f / "optimizer.safetensors", lambda b: b[:-9] + bytes([b[-9] ^ 1]) + b[-8:]
+    ),
+    "half the weights": lambda f: damage(f / "model.safetensors", lambda b: b[: len(b) // 2]),
+    "no optimizer": lambda f: (f / "optimizer.safetensors").unlink(),
+    "another step": lambda f: damage(f / "run.json", lambda b: b.replace(b'"step": 2', b'"step": 1')),
+    "no manifest": lambda f: (f / "manifest.json").unlink(),
+    "an empty manifest": lambda f: (f / "manifest.json").write_text("{}"),
+    "half a manifest": lambda f: damage(f / "manifest.json", lambda b: b[:20]),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damaged_checkpoint_is_refused(options, tmp_path, name):
+    run(options(steps=2))
+    DAMAGES[name](tmp_path / "run" / "checkpoints" / "step-00000002")
+    before = contents(tmp_path)
+    with pytest.raises(InputError, match="^finetune: --resume found a damaged checkpoint, .*step-00000002"):
+        run(options(resume=True))
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("kind", ["file", "folder with a file"])
+def test_output_that_exists_is_left_alone(options, tmp_path, kind):
+    out = tmp_path / "run"
+    if kind == "file":
+        out.write_text("mine")
+    else:
+        out.mkdir()
+        (out / "mine").write_text("mine")
+    before = contents(tmp_path)
+    with pytest.raises(InputError, match="^finetune: --out must be a new or empty folder"):
+        run(options())
+    assert contents(tmp_path) == before
+
+
+def test_empty_output_folder_is_taken(options, tmp_path):
+    (tmp_path / "run").mkdir()
+    assert run(options())[0] == 0
+
+
+def test_resume_of_nothing_is_refused(options, tmp_path):
+    with pytest.raises(InputError, match="^finetune: --out .* holds no run"):
+        run(options(resume=True))
+    assert not (tmp_path / "run").exists()
+
+
+def test_bad_input_writes_nothing(options, tmp_path):
+    for changes in ({"model": "nowhere"}, {"text": "nowhere"}, {"tokens": 65}, {"tokens": 6000, "rope_scale": 100.0}):
+        with pytest.raises(InputError):
+            run(options(**changes))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_context_beyond_the_positions_needs_scaling(options):
+    with pytest.raises(InputError, match="--tokens must be <= 64, .* Pass --rope-scale 2"):
+        run(options(tokens=100))
+    assert run(options(tokens=100, rope_scale=2.0))[0] == 0
+
+
+def test_diverged_run_stops_and_keeps_the_checkpoint_before(options, tmp_path):
+    code, shown = run(options(), diverge_at=4)
+    assert code == 1
+    assert "the loss of step 4 is nan" in shown
+    assert load_checkpoint(tmp_path / "run").record["step"] == 2
+    assert len(losses(tmp_path / "run")) == 3
+    assert run(options(resume=True))[0] == 0
+    assert len(losses(tmp_path / "run")) == STEPS
+
+
+def test_torn_log_line_is_survived(options, tmp_path):
+    run(options(steps=2))
+    with (tmp_path / "run" / LOG_NAME).open("a") as log:
+        log.write('{"event": "step", "st')
+    run(options(resume=True))
+    assert len(losses(tmp_path / "run")) == STEPS
+    assert read_log(tmp_path / "run")[-1]["event"] == "end"
+
+
+def command(options):
+    """The command line that says these options."""
+    words = [sys.executable, "-m", "tests.fake_trainer", "finetune"]
+    for name in ("model", "text", "tokens", "steps", "batch", "lr", "out", "save_every"):
+        words += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
+    return [*words, "--resume"] if options.resume else words
+
+
+def start(options, step_seconds=0.1):
+    """A process that has finished at least three steps."""
+    environment = os.environ | {"FAKE_STEP_SECONDS": str(step_seconds)}
+    with Path(options.out).with_name("stderr").open("w") as stderr:
+        process = subprocess.Popen(command(options), cwd=ROOT, env=environment, stderr=stderr)
+    deadline = time.monotonic() + 60
+    log = Path(options.out) / LOG_NAME
+    while not log.exists() or len(losses(options.out)) < 3:
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return process
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_interrupted_run_resumes_with_the_same_losses(options, tmp_path, number):
+    steps = 12
+    run(options(out=str(tmp_path / "whole"), steps=steps))
+    process = start(options(steps=steps, out=str(tmp_path / "run")))
+    process.send_signal(number)
+    assert process.wait(30) == (-9 if number == signal.SIGKILL else 128 + number)
+    assert (tmp_path / "stderr").read_text() == ""
+    done = len(losses(tmp_path / "run"))
+    assert done < steps
+    checkpoint = load_checkpoint(tmp_path / "run")
+    # A signal that can be answered loses nothing; a kill goes back to the newest multiple of --save-every.
+    assert checkpoint.record["step"] == (done if number != signal.SIGKILL else done - done % 2)
+    assert read_model(checkpoint.folder).tensors.keys() == checkpoint.state.weights.keys()
+    assert not (tmp_path / "run" / MODEL_NAME).exists()
+    assert run(options(steps=steps, resume=True))[0] == 0
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    assert (tmp_path / "run" / MODEL_NAME).exists()
+
+
+def test_second_signal_ends_at_once(options):
+    process = start(options(steps=500), step_seconds=0.4)
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == -signal.SIGTERM
+    assert load_checkpoint(Path(options().out)) is not None
+
+
+def test_killed_before_the_first_checkpoint_begins_again(options, tmp_path):
+    run(options(out=str(tmp_path / "whole")))
+    process = start(options(save_every=100, steps=100), step_seconds=0.05)
+    process.kill()
+    process.wait(30)
+    assert load_checkpoint(tmp_path / "run") is None
+    assert run(options(resume=True))[0] == 0
+    assert losses(tmp_path / "run")[:STEPS] == losses(tmp_path / "whole")
+
+
+def test_killed_while_saving_leaves_the_checkpoint_before(options, tmp_path, monkeypatch):
+    run(options(steps=2))
+
+    class Killed(BaseException):
+        pass
+
+    def die(*_arguments):
+        raise Killed
+
+    monkeypatch.setattr("shared_specs.app.checkpoint._digests", die)
+    run_on = options(resume=True)
+    monkeypatch.setattr("shared_specs.app.checkpoint._verify", lambda folder: None)
+    with pytest.raises(Killed):
+        run(run_on)
+    monkeypatch.undo()
+    partial = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir() if "partial" in path.name]
+    assert partial == [".partial-step-00000004"]
+    assert load_checkpoint(tmp_path / "run").record["step"] == 2
+    assert run(options(resume=True))[0] == 0
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == [f"step-{STEPS:08d}"]
+
+
+def test_bad_input_on_the_command_line(options, tmp_path):
+    result = subprocess.run(command(options(text=str(tmp_path / "none"))), cwd=ROOT, text=True, capture_output=True)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith("finetune: --text must be a text file")
+    assert result.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_records_are_strict_json(options, tmp_path):
+    run(options(), diverge_at=3)
+
+    def refuse(constant):
+        raise AssertionError(constant)
+
+    for line in (tmp_path / "run" / LOG_NAME).read_text().splitlines():
+        json.loads(line, parse_constant=refuse)

@@ -1,0 +1,52 @@
+"""The formulas against numbers worked out by hand; counted figures of the halves are compared in their own tests."""
+
+import pytest
+
+from shared_specs import costs
+from shared_specs.errors import SpecError
+from shared_specs.shards import ShardPlan, plan_tokens
+
+SHAPE = costs.MLPShape(tokens=1000, hidden=10, intermediate=30)
+PLAN = plan_tokens(1000, num_shards=10)
+
+
+def test_flop() -> None:
+    assert costs.thi(SHAPE) == 600_000
+    assert costs.mlp_flop(SHAPE, PLAN) == 11 * 600_000
+    assert costs.mlp_flop(SHAPE, PLAN, keep=0.5) == 10 * 600_000
+    assert costs.mlp_flop(SHAPE, PLAN, keep=1.0) == costs.plain_flop(SHAPE) == 9 * 600_000
+    assert costs.mlp_flop(SHAPE, PLAN, checkpointing="reentrant") == 14 * 600_000
+    assert costs.plain_flop(SHAPE, checkpointing="non-reentrant") == 11 * 600_000
+
+
+def test_saved_bytes() -> None:
+    assert costs.saved_bytes(SHAPE, PLAN) == 0
+    assert costs.saved_bytes(SHAPE, PLAN, keep=0.5) == 2 * 500 * 30 * 4
+    assert costs.plain_saved_bytes(SHAPE) == 4 * 1000 * 30 * 4
+
+
+def test_peak_does_not_grow_with_tokens() -> None:
+    peaks = {costs.peak_bytes(costs.MLPShape(tokens=T, hidden=64, intermediate=256), ShardPlan(T, 1024))
+             for T in (4096, 65536, 2**20)}  # fmt: skip
+    assert len(peaks) == 1
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_longest_shard_within_a_budget(itemsize: int) -> None:
+    shape = costs.MLPShape(tokens=50_000, hidden=64, intermediate=256, itemsize=itemsize, weight_itemsize=itemsize)
+    for budget in (2**21, 2**23, 2**30):
+        t = costs.shard_tokens_within("test", budget, shape)
+        assert costs.peak_bytes(shape, ShardPlan(50_000, t)) <= budget
+        assert t == 50_000 or costs.peak_bytes(shape, ShardPlan(50_000, t + 1)) > budget
+
+
+def test_too_small_a_budget_names_the_least() -> None:
+    with pytest.raises(SpecError, match=r"test: memory_budget must be >= \d+ bytes, one token at a time, got 10\."):
+        costs.shard_tokens_within("test", 10, SHAPE)
+
+
+def test_accumulators_only_where_the_gradient_cannot_hold_the_sum() -> None:
+    half = costs.MLPShape(tokens=1000, hidden=10, intermediate=30, itemsize=2, weight_itemsize=2)
+    assert costs.accumulator_bytes(SHAPE, PLAN) == 0
+    assert costs.accumulator_bytes(half, PLAN) == 3 * 300 * 4
+    assert costs.accumulator_bytes(half, ShardPlan(1000, 1000)) == 0

@@ -1,0 +1,68 @@
+"""Rolled loops over a shard plan, and the types that `shard_map` asks of their carries."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from shared_specs.shards import ShardPlan
+
+Carry = TypeVar("Carry")
+
+
+@dataclass(frozen=True)
+class Body(Generic[Carry]):
+    """What one shard does: run(first token, number of tokens, carry) -> carry.
+
+    The first token may be traced, the number never is. `after(start, carry)` gives both back, the start not before the
+    part of the carry that this body writes is complete. It must not wait for more: what nobody reads, as y when a
+    checkpoint replays the forward for its kept shards, would be computed for the wait alone.
+    """
+
+    run: Callable[[Any, int, Carry], Carry]
+    after: Callable[[jax.Array, Carry], tuple[jax.Array, Carry]]
+
+
+def for_each_shard(plan: ShardPlan, kept_start: int, recomputed: Body[Carry], kept: Body[Carry], carry: Carry) -> Carry:
+    """carry = body.run(start, tokens, carry) for every shard: `kept` from token `kept_start` on, else `recomputed`.
+
+    The last shard, the only one that may be shorter, runs first and straight-line; its result is the initial carry of
+    the rolled loops over the others. After a loop it would need a second copy of the carry, and a Python loop would
+    keep the buffers of every shard alive. XLA unrolls a loop of one step and may run that step beside the shard before,
+    with the buffers of both alive at once; waiting for the carry keeps them apart.
+    """
+    if len(plan) == 0:
+        return carry
+    t, last = plan.shard_tokens, len(plan) - 1
+    first_kept = min(-(-kept_start // t), len(plan))
+    carry = (recomputed if last < first_kept else kept).run(last * t, plan.tokens - last * t, carry)
+    for body, start, stop in ((kept, first_kept, last), (recomputed, 0, min(first_kept, last))):
+        if stop - start == 1:
+            first, carry = body.after(jnp.int32(start * t), carry)
+            carry = body.run(first, t, carry)
+        elif start < stop:
+            carry = lax.fori_loop(start, stop, lambda i, carry, body=body: body.run(i * t, t, carry), carry)
+    return carry
+
+
+def varying(a: jax.Array) -> set[str]:
+    """The mesh axes along which a differs from device to device; empty outside `shard_map`."""
+    return set(jax.typeof(a).manual_axis_type.varying)
+
+
+def vary_like(a: jax.Array, *others: jax.Array) -> jax.Array:
+    """The initial value of a carry with the type it leaves the loop with: varying wherever one of the others varies."""
+    axes = tuple(sorted(set().union(*map(varying, others)) - varying(a)))
+    return lax.pcast(a, axes, to="varying") if axes else a
+
+
+def gradient_of(primal: jax.Array, d: jax.Array) -> jax.Array:
+    """d with the dtype and type of its primal: summed over the axes along which d varies and the primal does not.
+
+    One sum per call, never one per shard.
+    """
+    axes = tuple(sorted(varying(d) - varying(primal)))
+    return (lax.psum(d, axes) if axes else d).astype(primal.dtype)

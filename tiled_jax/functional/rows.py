@@ -1,0 +1,116 @@
+"""Which arguments and results of a token-wise function have one row per token, and how a shard of them looks.
+
+No loops and no differentiation here.
+"""
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from shared_specs.errors import fail, fail_type, show_shape
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The flattened arguments of one call.
+
+    Args:
+        leaves: arrays, modules and everything else, in order. rowed: per leaf, whether it is cut.
+        lead: leading dims of x.
+    """
+
+    leaves: tuple[Any, ...]
+    rowed: tuple[bool, ...]
+    treedef: Any
+    lead: tuple[int, ...]
+
+    @property
+    def tokens(self) -> int:
+        return math.prod(self.lead)
+
+    @property
+    def batched(self) -> bool:
+        """x has three or more dims, so a shard is [1, t, ...] and not [t, ...]."""
+        return len(self.lead) > 1
+
+    def rows(self) -> list[jax.Array]:
+        """Every leaf that is cut, as [T, ...]."""
+        cut = (leaf for leaf, rowed in zip(self.leaves, self.rowed, strict=True) if rowed)
+        return [a.reshape(self.tokens, *a.shape[len(self.lead) :]) for a in cut]
+
+    def modules(self) -> list[Any]:
+        """Every leaf that is a module or another graph of variables."""
+        return [leaf for leaf in self.leaves if is_graph(leaf)]
+
+    def arguments(self, pieces: Sequence[jax.Array], modules: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The positional and keyword arguments for one shard: its rows [t, ...] and the modules as they are inside."""
+        cut, inside = iter(pieces), iter(modules)
+        leaves = []
+        for leaf, rowed in zip(self.leaves, self.rowed, strict=True):
+            if rowed:
+                piece = next(cut)
+                leaves.append(piece[None] if self.batched else piece)
+            else:
+                leaves.append(next(inside) if is_graph(leaf) else leaf)
+        return jax.tree.unflatten(self.treedef, leaves)
+
+
+def is_graph(leaf: Any) -> bool:
+    """Whether flax keeps variables in it that fn may read or write: a module, `nnx.Rngs`, one variable."""
+    return isinstance(leaf, nnx.Pytree | nnx.Variable)
+
+
+def split(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Layout:
+    """The layout of a call; SpecError or TypeError where x cannot be cut."""
+    x = args[0] if args else kwargs.get(_first_name(fn))
+    if not isinstance(x, jax.Array | np.ndarray):
+        fail_type("tile", "x, the first argument,", "an array", type(x).__name__)
+    if x.ndim < 2:
+        fail("tile", "x", "[tokens, hidden] or more dims", show_shape(tuple(x.shape)))
+    leaves, treedef = jax.tree.flatten((args, dict(kwargs)), is_leaf=is_graph)
+    lead = tuple(x.shape[:-1])
+    rowed = tuple(leaf is x or _has_rows(leaf, lead) for leaf in leaves)
+    arrays = (jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves)
+    return Layout(tuple(arrays), rowed, treedef, lead)
+
+
+def _has_rows(leaf: Any, lead: tuple[int, ...]) -> bool:
+    """Beside x [T, H] nothing else is cut: an array [T, ...] may as well be a weight, when T happens to be its size."""
+    return len(lead) > 1 and isinstance(leaf, jax.Array | np.ndarray) and tuple(leaf.shape[: len(lead)]) == lead
+
+
+def _first_name(fn: Callable[..., Any]) -> str:
+    """Name of fn's first parameter, for a call that gives x by name."""
+    try:
+        return next(iter(inspect.signature(fn).parameters), "")
+    except ValueError:  # a builtin without a signature
+        return ""
+
+
+@dataclass(frozen=True)
+class Form:
+    """How one result is put together: rows [T, *rest], seen as `shape`."""
+
+    shape: tuple[int, ...]
+    rest: tuple[int, ...]
+
+
+def form_of(index: int, result: Any, t: int, layout: Layout) -> Form:
+    """The form of fn's result number `index` for a shard of t tokens."""
+    if not isinstance(result, jax.Array | np.ndarray):
+        fail_type("tile", f"output {index} of fn", "an array or None", type(result).__name__)
+    shape = tuple(result.shape)
+    if layout.batched and shape[:2] == (1, t):
+        return Form((*layout.lead, *shape[2:]), shape[2:])
+    if shape[:1] == (t,):
+        return Form((layout.tokens, *shape[1:]), shape[1:])
+    rule = f"[1, {t}, ...] or [{t}, ...]" if layout.batched else f"[{t}, ...]"
+    advice = "fn has to return one row for each token of its shard."
+    fail("tile", f"output {index} of fn", rule, show_shape(shape), shapes=f"a shard of {t} tokens", advice=advice)

@@ -1,0 +1,104 @@
+"""The formulas of one shard of the MLP, forward and backward. No loops, no plans.
+
+Letters: t tokens of the shard, H hidden, I intermediate. `w` maps the names w_gate, w_up, w_down [in, out] and b_gate,
+b_up, b_down to the operands that exist, all in the dtype of x. Products take that dtype and accumulate in float32;
+elementwise work is float32 (float64 for float64). Derived in `shared_specs/README.md`.
+"""
+
+import math
+from collections.abc import Collection, Mapping
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+Weights = Mapping[str, jax.Array]
+
+_SQRT_HALF = math.sqrt(0.5)
+_NORMAL_PEAK = 1 / math.sqrt(2 * math.pi)
+_TANH_SCALE = math.sqrt(2 / math.pi)
+_TANH_CUBIC = 0.044715
+
+
+def wide(dtype: jnp.dtype) -> jnp.dtype:
+    """The dtype of elementwise work and of sums: float64 for float64, else float32."""
+    return jnp.dtype(jnp.float64) if dtype == jnp.float64 else jnp.dtype(jnp.float32)
+
+
+def activate(activation: str, a: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(act(a), act'(a)); what the caller does not use is never computed once compiled."""
+    match activation:
+        case "silu":
+            s = jax.nn.sigmoid(a)
+            return a * s, s * (1 + a * (1 - s))
+        case "gelu":
+            cdf = lax.erfc(-_SQRT_HALF * a) / 2
+            return a * cdf, cdf + a * jnp.exp(-a * a / 2) * _NORMAL_PEAK
+        case "gelu_tanh":
+            # (1 + tanh(u)) / 2 = sigmoid(2u), whose compiled form is the more accurate one
+            s = jax.nn.sigmoid(2 * _TANH_SCALE * (a + _TANH_CUBIC * a * a * a))
+            return a * s, s * (1 + 2 * _TANH_SCALE * a * (1 - s) * (1 + 3 * _TANH_CUBIC * a * a))
+        case "relu":
+            return jnp.maximum(a, 0), (a > 0).astype(a.dtype)
+        case "relu_squared":
+            positive = jnp.maximum(a, 0)
+            return positive * positive, 2 * positive
+    raise ValueError(f"unknown activation {activation!r}")
+
+
+def _product(a: jax.Array, b: jax.Array, dims: tuple[int, int], out: jnp.dtype) -> jax.Array:
+    """Sum over dim dims[0] of a and dims[1] of b, in `out`. float32 means IEEE float32 on every device."""
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    contract = (((dims[0],), (dims[1],)), ((), ()))
+    return lax.dot_general(a, b, contract, precision=precision, preferred_element_type=out)
+
+
+def _linear(x: jax.Array, w: Weights, name: str) -> jax.Array:
+    """x @ w_name + b_name, rounded to the dtype of x once."""
+    if f"b_{name}" not in w:
+        return _product(x, w[f"w_{name}"], (1, 0), x.dtype)
+    total = _product(x, w[f"w_{name}"], (1, 0), wide(x.dtype))
+    return (total + w[f"b_{name}"].astype(total.dtype)).astype(x.dtype)
+
+
+def gate_and_up(x: jax.Array, w: Weights) -> dict[str, jax.Array]:
+    """The pre-activations [t, I] that backward needs again: gate and up, or up alone in a plain MLP."""
+    return {name: _linear(x, w, name) for name in ("gate", "up") if f"w_{name}" in w}
+
+
+def down(pre: Mapping[str, jax.Array], w: Weights, activation: str) -> jax.Array:
+    """y [t, H_out] of one shard from its pre-activations."""
+    dtype = pre["up"].dtype
+    up = pre["up"].astype(wide(dtype))
+    h = activate(activation, pre["gate"].astype(up.dtype))[0] * up if "gate" in pre else activate(activation, up)[0]
+    return _linear(h.astype(dtype), w, "down")
+
+
+def gradients(
+    x: jax.Array, dy: jax.Array, pre: Mapping[str, jax.Array], w: Weights, activation: str, wanted: Collection[str]
+) -> dict[str, jax.Array]:
+    """The gradients of one shard for the operands named in `wanted`: x in its own dtype, the rest in the wide one.
+
+    Every [t, I] value is rounded to the dtype of x before its products: a float32 operand would make them float32
+    products, many times slower on a GPU.
+    """
+    dtype, acc = x.dtype, wide(x.dtype)
+    dh = _product(dy, w["w_down"], (1, 1), dtype).astype(acc)
+    up = pre["up"].astype(acc)
+    if "gate" in pre:
+        act, slope = activate(activation, pre["gate"].astype(acc))
+        h, d = act * up, {"gate": (dh * up * slope).astype(dtype), "up": (dh * act).astype(dtype)}
+    else:
+        h, slope = activate(activation, up)
+        d = {"up": (dh * slope).astype(dtype)}
+    d["down"] = dy
+    inputs = {"gate": x, "up": x, "down": h.astype(dtype)}
+    out = {}
+    for name, value in d.items():
+        if f"w_{name}" in wanted:
+            out[f"w_{name}"] = _product(inputs[name], value, (0, 0), acc)
+        if f"b_{name}" in wanted:
+            out[f"b_{name}"] = jnp.sum(value, axis=0, dtype=acc)
+    if "x" in wanted:
+        out["x"] = sum(_product(d[name], w[f"w_{name}"], (1, 1), acc) for name in pre).astype(dtype)
+    return out

@@ -1,0 +1,90 @@
+"""The state of Flax nnx modules inside a loop over shards: read as it is, random streams split, other writes refused."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from shared_specs.errors import UnsupportedError, error_text
+
+Path = tuple[Any, ...]
+
+
+class Modules:
+    """The modules that one tiled call uses, seen as arrays, so that a loop can rebuild them at its own trace level.
+
+    Every random stream gives each shard a key of its own, and is advanced once for the whole call if a shard drew from
+    it: two calls draw different numbers, and recomputation the same ones.
+    """
+
+    def __init__(self, modules: Sequence[Any], shards: int) -> None:
+        self._graph, state = nnx.split(list(modules))
+        self._variables = dict(nnx.to_flat_state(state))
+        self._streams = [path[:-1] for path, variable in self._variables.items() if isinstance(variable, nnx.RngKey)]
+        self._drawn: set[Path] = set()
+        self.shard_keys = [self._split(stream, shards) for stream in self._streams]
+
+    def _split(self, stream: Path, shards: int) -> jax.Array:
+        """One key per shard from the key of the stream's next draw."""
+        key, count = (_value(self._variables[(*stream, name)]) for name in ("key", "count"))
+        return jax.random.split(jax.random.fold_in(key, count), shards)
+
+    def inside(self, keys: Sequence[jax.Array]) -> "_Inside":
+        """The modules as one shard sees them, with its keys."""
+        values = {path: _value(variable) for path, variable in self._variables.items()}
+        for stream, key in zip(self._streams, keys, strict=True):
+            values[(*stream, "key")] = key
+            values[(*stream, "count")] = jnp.zeros_like(values[(*stream, "count")])
+        state = [(path, _with_value(self._variables[path], value)) for path, value in values.items()]
+        return _Inside(nnx.merge(self._graph, nnx.from_flat_state(state)), values, self._graph)
+
+    def drew(self, written: Sequence[Path]) -> None:
+        """Notes what a shard wrote; anything but the count of a stream is refused.
+
+        Raises:
+            UnsupportedError: fn writes statistics, counters or other state.
+        """
+        counts = {(*stream, "count"): stream for stream in self._streams}
+        for path in written:
+            if path not in counts:
+                name = type(self._variables[path]).__name__ if path in self._variables else "a new variable"
+                raise UnsupportedError(
+                    error_text(
+                        "tile",
+                        "fn",
+                        "free of writes to its modules' state",
+                        f"a write to {'.'.join(map(str, path[1:]))} ({name})",
+                        advice="Each shard would see the state of another; write it outside of fn, or switch it off "
+                        "(for statistics: use_running_average=True).",
+                    )
+                )
+            self._drawn.add(counts[path])
+
+    def advance(self) -> None:
+        """Moves every stream that a shard drew from to its next draw."""
+        for stream in self._drawn:
+            count = self._variables[(*stream, "count")]
+            count.set_value(count.get_value() + 1)
+
+
+class _Inside:
+    """Modules rebuilt for one shard, and what was in them before fn ran."""
+
+    def __init__(self, modules: list[Any], before: dict[Path, Any], graph: Any) -> None:
+        self.modules, self._before, self._graph = modules, before, graph
+
+    def written(self) -> list[Path]:
+        """Paths of the variables that hold another array now, or did not exist."""
+        _, state = nnx.split(self.modules)
+        after = {path: _value(variable) for path, variable in nnx.to_flat_state(state)}
+        return [path for path, value in after.items() if path not in self._before or value is not self._before[path]]
+
+
+def _value(variable: Any) -> Any:
+    return variable.get_value() if isinstance(variable, nnx.Variable) else variable
+
+
+def _with_value(variable: Any, value: Any) -> Any:
+    return variable.replace(value) if isinstance(variable, nnx.Variable) else value

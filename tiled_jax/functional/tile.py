@@ -1,0 +1,158 @@
+"""`tile`: any token-wise function or module, computed shard by shard and recomputed in backward, exactly."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from shared_specs import checks
+from shared_specs.config import Tiling
+from shared_specs.errors import fail, fail_type
+from shared_specs.shards import ShardPlan, plan_tokens
+from tiled_jax import backends
+from tiled_jax.functional import rows
+from tiled_jax.functional.streams import Modules
+
+
+def tile(
+    fn: Callable[..., Any], *, num_shards: int | None = None, tiling: Tiling | None = None, rngs: Any = None
+) -> Callable[..., Any]:
+    """A function of the same arguments that computes fn shard by shard, with exact gradients.
+
+    fn(x)[rows] = fn(x[rows]) is what makes a function token-wise, and is not checked. Of what fn computes only one
+    shard exists at a time; backward runs fn again, shard by shard, on the same random numbers.
+
+    A shard of x is [1, t, H] where x has three or more dims, and [t, H] where it has two. In the first case other arrays
+    among the arguments that have x's leading dims are cut the same way. Everything else is passed whole: modules,
+    other arrays, and beside x [T, H] every other array, since one with T rows may be a weight. Results may be any pytree
+    of arrays [1, t, ...] or [t, ...]; they come back as [*leading dims, ...] or [T, ...].
+
+    Gradients reach the arguments, what fn closes over, and the parameters of modules, given as fn, as arguments or as
+    the object of a bound method. A module that draws random numbers has to come in one of these three ways.
+
+    Args:
+        fn: an nnx.Module or a function; its first argument is x.
+        num_shards: at most this many shards of T, >= 1; None lets the plan choose. See shared_specs.shards.
+        tiling: the long form: num_shards or shard_tokens. keep and memory_budget do not apply.
+        rngs: a key, nnx.Rngs or nnx.RngStream for a function that draws random numbers: every shard calls
+            fn(..., rngs=its own split). A key is used by every call alike; streams advance once per call.
+    Returns:
+        A callable. Its x is [T, H] or [B, S, H] (any leading dims); T = 0 runs fn once without tokens.
+    Numerics: gradients of what shards share are summed over shards in its own dtype: keep weights in float32 and cast
+        them inside fn. `tiled_mlp` sums in float32 for every dtype.
+    Memory: keeps the arguments; peak is what fn needs for one shard.
+    Raises:
+        TypeError: fn cannot be called, x is no array, rngs is neither key nor streams, a result is no array.
+        SpecError: x has less than two dims; a result has no row per token.
+        UnsupportedError: fn writes other state of a module than its random streams.
+    Source: `lax.scan` over `jax.checkpoint`; the sharding idea is DeepSpeed's ALST (arXiv 2506.13996).
+    Example:
+        >>> block = nnx.Sequential(nnx.Linear(8, 32, rngs=nnx.Rngs(0)), nnx.gelu, nnx.Linear(32, 8, rngs=nnx.Rngs(1)))
+        >>> tile(block, num_shards=4)(jnp.ones((2, 5, 8))).shape
+        (2, 5, 8)
+    """
+    if not callable(fn):
+        fail_type("tile", "fn", "a module or a function", type(fn).__name__)
+    options = checks.resolve_tiling("tile", num_shards, 0.0, tiling)
+    if options.keep:
+        fail("tile", "keep", "0", options.keep, advice="A generic function has no gate and up to keep.")
+    if options.memory_budget is not None:
+        advice = "The bytes of a generic function are unknown; pass num_shards or shard_tokens."
+        fail("tile", "memory_budget", "None", options.memory_budget, advice=advice)
+    if rngs is not None and not isinstance(rngs, jax.Array | nnx.Rngs | nnx.RngStream):
+        fail_type("tile", "rngs", "a key, nnx.Rngs, nnx.RngStream or None", type(rngs).__name__)
+
+    def tiled(*args: Any, **kwargs: Any) -> Any:
+        return _call(fn, options, rngs, args, kwargs)
+
+    return wraps(fn)(tiled) if inspect.isroutine(fn) else tiled
+
+
+def _call(fn: Callable[..., Any], options: Tiling, rngs: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if rngs is not None and "rngs" in kwargs:
+        fail("tile", "rngs", "given once", "one to tile and one to the call")
+    layout = rows.split(fn, args, kwargs)
+    tokens, device = layout.tokens, backends.device_kind()
+    plan = plan_tokens(tokens, num_shards=options.num_shards, shard_tokens=options.shard_tokens, device=device)
+    shard = _Shard(fn, layout, rngs, max(1, len(plan)))
+    results = _loop(shard, plan, layout.rows())
+    shard.modules.advance()
+    return shard.assemble(results)
+
+
+class _Shard:
+    """fn on the rows of one shard, as a function of arrays alone."""
+
+    def __init__(self, fn: Callable[..., Any], layout: rows.Layout, rngs: Any, shards: int) -> None:
+        self.layout = layout
+        self._call, owner = _with_owner(fn)
+        has_streams = rngs is not None and not isinstance(rngs, jax.Array)
+        self._owners = [*owner, *([rngs] if has_streams else [])]
+        self._named_rngs, self._has_owner = has_streams, bool(owner)
+        self.modules = Modules([*self._owners, *layout.modules()], shards)
+        # Per shard: the key of every random stream and, where rngs is a key, one key more.
+        self.keys = [
+            *self.modules.shard_keys,
+            *([jax.random.split(rngs, shards)] if isinstance(rngs, jax.Array) else []),
+        ]
+        self._form: tuple[list[rows.Form], Any] | None = None
+
+    def run(self, keys: Sequence[jax.Array], pieces: Sequence[jax.Array]) -> list[jax.Array]:
+        streams = len(self.modules.shard_keys)
+        inside = self.modules.inside(keys[:streams])
+        owners, modules = inside.modules[: len(self._owners)], inside.modules[len(self._owners) :]
+        args, kwargs = self.layout.arguments(pieces, modules)
+        if self._named_rngs:
+            kwargs["rngs"] = owners[-1]
+        elif len(keys) > streams:
+            kwargs["rngs"] = keys[-1]
+        results = self._call(*owners[: 1 if self._has_owner else 0], *args, **kwargs)
+        self.modules.drew(inside.written())
+        leaves, treedef = jax.tree.flatten(results)
+        t = pieces[0].shape[0]
+        forms = [rows.form_of(index, leaf, t, self.layout) for index, leaf in enumerate(leaves)]
+        self._form = forms, treedef
+        return [jnp.asarray(leaf).reshape(t, *form.rest) for leaf, form in zip(leaves, forms, strict=True)]
+
+    def assemble(self, results: Sequence[jax.Array]) -> Any:
+        """fn's results from their rows [T, ...]."""
+        assert self._form is not None  # every call runs at least one shard
+        forms, treedef = self._form
+        return jax.tree.unflatten(treedef, [a.reshape(form.shape) for a, form in zip(results, forms, strict=True)])
+
+
+def _with_owner(fn: Callable[..., Any]) -> tuple[Callable[..., Any], list[Any]]:
+    """fn as a function of the module it belongs to, and that module: itself, or the object of a bound method."""
+    if isinstance(fn, nnx.Module):
+        return lambda module, *args, **kwargs: module(*args, **kwargs), [fn]
+    owner = getattr(fn, "__self__", None)
+    if inspect.ismethod(fn) and isinstance(owner, nnx.Module):
+        return fn.__func__, [owner]
+    return fn, []
+
+
+def _loop(shard: _Shard, plan: ShardPlan, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """The rows [T, ...] of every result: the shorter last shard straight-line, the equal ones in one rolled loop."""
+    if len(plan) <= 1:
+        return jax.checkpoint(shard.run)([keys[0] for keys in shard.keys], arrays)
+    equal = plan.tokens // plan.shard_tokens
+    stop = equal * plan.shard_tokens
+    if stop == plan.tokens:
+        return _equal_shards(shard, equal, arrays)
+    last = jax.checkpoint(shard.run)([keys[-1] for keys in shard.keys], [a[stop:] for a in arrays])
+    first = _equal_shards(shard, equal, [a[:stop] for a in arrays])
+    return [jnp.concatenate(pair) for pair in zip(first, last, strict=True)]
+
+
+def _equal_shards(shard: _Shard, count: int, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    cut = [a.reshape(count, a.shape[0] // count, *a.shape[1:]) for a in arrays]
+    # A loop keeps its body's recomputation apart from forward by itself.
+    body = jax.checkpoint(shard.run, prevent_cse=False)
+    keys = [each[:count] for each in shard.keys]
+    _, results = lax.scan(lambda _, inputs: (None, body(*inputs)), None, (keys, cut))
+    return [a.reshape(-1, *a.shape[2:]) for a in results]

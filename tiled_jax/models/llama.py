@@ -1,0 +1,132 @@
+"""A Llama decoder in Flax nnx whose MLP runs a shard of tokens and whose attention a block of queries at a time."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from shared_specs.config import Tiling
+from tiled_jax.models.attention import causal_attention, precision_of
+from tiled_jax.models.config import LlamaConfig
+from tiled_jax.models.mlp import PlainMLP
+from tiled_jax.models.rope import rotary_angles, rotate
+from tiled_jax.modules import TiledMLP
+
+Angles = tuple[jax.Array, jax.Array]
+
+
+class Llama(nnx.Module):
+    """Next-token logits of a pre-norm decoder with rotary positions, grouped heads and a gated MLP.
+
+    Args:
+        config: sizes and options, `LlamaConfig.from_hf(...)` for a Hugging Face model.
+        tiling: how the MLP's tokens are cut; None chooses. See shared_specs.config.Tiling.
+        plain: the MLP as it is, without tiling, for comparison. Excludes `tiling`.
+        checkpointing: recompute each layer in backward; only the layers' inputs are kept.
+        dtype: of the products; parameters, norms, the residual stream and the loss are float32.
+        rngs: initialises the parameters; `weights.load_hf` replaces them.
+    Memory: all layers are one loop over stacked parameters (`layers`, leading dim num_hidden_layers), compiled once.
+        With checkpointing backward keeps 4 * batch * tokens * hidden_size bytes a layer.
+    Source: Touvron et al. 2023, LLaMA; names and numerics of the Hugging Face implementation.
+    Example:
+        model = Llama(LlamaConfig.from_hf(config), checkpointing=True, rngs=nnx.Rngs(0))
+        logits = model(tokens)  # [batch, tokens] int32 -> [batch, tokens, vocab_size] float32
+    """
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        *,
+        tiling: Tiling | None = None,
+        plain: bool = False,
+        checkpointing: bool = False,
+        dtype: Any = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        self.config, self.checkpointing, self.dtype = config, checkpointing, jnp.dtype(dtype)
+        self.embed = nnx.Embed(config.vocab_size, config.hidden_size, rngs=rngs)
+
+        @nnx.split_rngs(splits=config.num_hidden_layers)
+        @nnx.vmap(in_axes=0, out_axes=0)
+        def stacked_layers(rngs: nnx.Rngs) -> DecoderLayer:
+            return DecoderLayer(config, mlp=_mlp(config, tiling, plain, self.dtype, rngs), dtype=self.dtype, rngs=rngs)
+
+        self.layers = stacked_layers(rngs)
+        self.norm = nnx.RMSNorm(config.hidden_size, epsilon=config.rms_norm_eps, dtype=self.dtype, rngs=rngs)
+        self.head = None
+        if not config.tie_word_embeddings:
+            self.head = _linear(config.hidden_size, config.vocab_size, False, self.dtype, rngs)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """[batch, tokens] int32 -> logits [batch, tokens, vocab_size] of the compute dtype."""
+        return self.logits(self.hidden(tokens)).reshape(*tokens.shape, -1)
+
+    def hidden(self, tokens: jax.Array) -> jax.Array:
+        """What the head sees: [batch, tokens] int32 -> [batch * tokens, hidden_size] of the compute dtype."""
+        angles = rotary_angles(self.config.rope, self.config.head_dim, tokens.shape[1])
+        graph, parameters = nnx.split(self.layers)
+
+        def layer(x: jax.Array, parameters: nnx.State) -> tuple[jax.Array, None]:
+            return nnx.merge(graph, parameters)(x, angles), None
+
+        # One dim of rows: with a batch dim of its own XLA transposes (copies) both operands of every weight gradient.
+        x = self.embed(tokens.reshape(-1))
+        x, _ = lax.scan(jax.checkpoint(layer) if self.checkpointing else layer, x, parameters)
+        return self.norm(x)
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """[rows, hidden_size] -> [rows, vocab_size], in the compute dtype."""
+        if self.head is not None:
+            return self.head(hidden)
+        return jnp.dot(hidden, self.embed.embedding[...].astype(hidden.dtype).T, precision=precision_of(hidden.dtype))
+
+
+class DecoderLayer(nnx.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)); x: [batch * tokens, hidden_size] float32."""
+
+    def __init__(self, config: LlamaConfig, *, mlp: nnx.Module, dtype: jnp.dtype, rngs: nnx.Rngs):
+        norm = partial(nnx.RMSNorm, config.hidden_size, epsilon=config.rms_norm_eps, dtype=dtype, rngs=rngs)
+        self.attention_norm = norm()
+        self.attention = Attention(config, dtype=dtype, rngs=rngs)
+        self.mlp_norm = norm()
+        self.mlp = mlp
+
+    def __call__(self, x: jax.Array, angles: Angles) -> jax.Array:
+        x = x + self.attention(self.attention_norm(x), angles).astype(x.dtype)
+        return x + self.mlp(self.mlp_norm(x)).astype(x.dtype)
+
+
+class Attention(nnx.Module):
+    """Causal self-attention with rotary positions and grouped key and value heads."""
+
+    def __init__(self, config: LlamaConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+        self.head_dim = config.head_dim
+        queries, keys = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
+        linear = partial(_linear, bias=config.attention_bias, dtype=dtype, rngs=rngs)
+        self.q = linear(config.hidden_size, queries)
+        self.k = linear(config.hidden_size, keys)
+        self.v = linear(config.hidden_size, keys)
+        self.o = linear(queries, config.hidden_size)
+
+    def __call__(self, x: jax.Array, angles: Angles) -> jax.Array:
+        """[batch * tokens, hidden_size] -> the same; `angles` tell how many tokens a sequence has."""
+        tokens = angles[0].shape[0]
+        q, k, v = (
+            a.reshape(-1, tokens, a.shape[-1] // self.head_dim, self.head_dim)
+            for a in (self.q(x), self.k(x), self.v(x))
+        )
+        y = causal_attention(rotate(q, *angles), rotate(k, *angles), v)
+        return self.o(y.reshape(x.shape[0], -1))
+
+
+def _linear(inputs: int, outputs: int, bias: bool, dtype: jnp.dtype, rngs: nnx.Rngs) -> nnx.Linear:
+    return nnx.Linear(inputs, outputs, use_bias=bias, dtype=dtype, precision=precision_of(dtype), rngs=rngs)
+
+
+def _mlp(config: LlamaConfig, tiling: Tiling | None, plain: bool, dtype: jnp.dtype, rngs: nnx.Rngs) -> nnx.Module:
+    sizes = config.hidden_size, config.intermediate_size
+    shared: dict[str, Any] = dict(activation=config.activation, bias=config.mlp_bias, dtype=dtype, rngs=rngs)
+    return PlainMLP(*sizes, **shared) if plain else TiledMLP(*sizes, tiling=tiling, **shared)

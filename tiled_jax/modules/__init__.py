@@ -1,0 +1,6 @@
+"""Modules: parameters, options and one call; no math."""
+
+from tiled_jax.modules import linen
+from tiled_jax.modules.mlp import TiledMLP
+
+__all__ = ["TiledMLP", "linen"]

@@ -1,0 +1,116 @@
+"""What the nnx and the linen module share: shapes and names of parameters, and the call they make with them."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shared_specs import checks
+from shared_specs.config import JAX, Tiling
+from shared_specs.errors import fail, fail_type
+from tiled_jax import backends
+from tiled_jax.functional import tiled_mlp
+
+# Names of the mesh axes of (hidden dim, intermediate dim); None leaves a dim whole.
+Sharding = tuple[str | None, str | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLPConfig:
+    """The checked options of one module."""
+
+    activation: str
+    gated: bool
+    fused_gate_up: bool
+    tiling: Tiling
+    backend: str
+
+    def apply(self, x: jax.Array, params: Mapping[str, jax.Array], dtype: Any) -> jax.Array:
+        """One `tiled_mlp` call: x and the parameters (by name) in `dtype`, or in the one they promote to.
+
+        float32 parameters beside a 16-bit dtype are handed over as they are, so that their gradients stay float32.
+        """
+        dtype = jnp.dtype(dtype or jnp.result_type(x, *params.values()))
+        params = {name: a if _is_master(a.dtype, dtype) else a.astype(dtype) for name, a in params.items()}
+        if self.fused_gate_up:
+            params = _split_gate_up(params)
+        return tiled_mlp(
+            x.astype(dtype),
+            params.get("w_gate"),
+            params["w_up"],
+            params["w_down"],
+            biases={name[2:]: bias for name, bias in params.items() if name.startswith("b_")},
+            activation=self.activation,
+            tiling=self.tiling,
+            backend=self.backend,
+        )
+
+
+def make_config(
+    activation: str,
+    gated: bool,
+    fused_gate_up: bool,
+    num_shards: int | None,
+    keep: float,
+    tiling: Tiling | None,
+    backend: str,
+) -> MLPConfig:
+    """The options of a module, checked when it is made and not when it is first called."""
+    checks.check_activation("TiledMLP", activation)
+    checks.check_fused("TiledMLP", gated, fused_gate_up)
+    checks.check_backend("TiledMLP", backend, JAX, backends.usable_backends())
+    return MLPConfig(
+        activation=activation,
+        gated=gated,
+        fused_gate_up=fused_gate_up,
+        tiling=checks.resolve_tiling("TiledMLP", num_shards, keep, tiling),
+        backend=backend,
+    )
+
+
+def param_shapes(
+    hidden_size: int, intermediate_size: int, *, gated: bool, bias: bool, fused_gate_up: bool
+) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every parameter, weights [in, out]."""
+    checks.check_sizes("TiledMLP", {"hidden_size": hidden_size, "intermediate_size": intermediate_size})
+    H, I = hidden_size, intermediate_size  # noqa: E741
+    ups = {"gate_up": (H, 2 * I)} if fused_gate_up else {"gate": (H, I), "up": (H, I)} if gated else {"up": (H, I)}
+    weights = {**ups, "down": (I, H)}
+    shapes: dict[str, tuple[int, ...]] = {f"w_{name}": shape for name, shape in weights.items()}
+    return shapes | ({f"b_{name}": shape[1:] for name, shape in weights.items()} if bias else {})
+
+
+def param_axes(sharding: Any, *, fused_gate_up: bool) -> Callable[[str], tuple[str | None, ...] | None]:
+    """Name of a parameter -> mesh axes of its dims, or None without sharding.
+
+    Gate and up are split by column and down by row, so that tensor-parallel ranks meet only in y.
+    """
+    if sharding is None:
+        return lambda name: None
+    if not isinstance(sharding, tuple) or len(sharding) != 2:
+        fail_type("TiledMLP", "sharding", "(axis of hidden, axis of intermediate) or None", type(sharding).__name__)
+    if fused_gate_up:
+        advice = "A slice of [H, 2I] holds columns of gate or of up, never a rank's share of both."
+        fail("TiledMLP", "sharding", "None with fused_gate_up", sharding, advice=advice)
+    hidden, intermediate = sharding
+
+    def axes(name: str) -> tuple[str | None, ...]:
+        of_weight = (intermediate, hidden) if name.endswith("down") else (hidden, intermediate)
+        return of_weight if name.startswith("w_") else of_weight[1:]
+
+    return axes
+
+
+def _is_master(param: Any, compute: Any) -> bool:
+    return param == jnp.float32 and compute in (jnp.bfloat16, jnp.float16)
+
+
+def _split_gate_up(params: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """w_gate_up [H, 2I] and b_gate_up [2I], gate first, as the two halves."""
+    out = dict(params)
+    for prefix in ("w", "b"):
+        if (both := out.pop(f"{prefix}_gate_up", None)) is not None:
+            out[f"{prefix}_gate"], out[f"{prefix}_up"] = jnp.split(both, 2, axis=-1)
+    return out

@@ -1,0 +1,37 @@
+"""Token-wise layers of long-context training, computed shard by shard, exactly, in PyTorch.
+
+Example:
+    >>> import torch
+    >>> x, mlp = torch.randn(2, 5, 8), TiledMLP(8, 12, num_shards=4)
+    >>> mlp(x).shape
+    torch.Size([2, 5, 8])
+"""
+
+from shared_specs.config import Tiling as Tiling
+from shared_specs.errors import SpecError as SpecError
+from shared_specs.errors import UnsupportedError as UnsupportedError
+from tiled_torch.backends import usable_backends as usable_backends
+from tiled_torch.functional import tile as tile
+from tiled_torch.functional import tiled_mlp as tiled_mlp
+from tiled_torch.modules import TiledMLP as TiledMLP
+
+__all__ = [
+    "SpecError",
+    "TiledMLP",
+    "Tiling",
+    "UnsupportedError",
+    "tile",
+    "tile_model",
+    "tiled_mlp",
+    "untile_model",
+    "usable_backends",
+]
+
+
+def __getattr__(name: str) -> object:
+    """`tile_model` and `untile_model` need transformers, so they load on first use."""
+    if name in ("tile_model", "untile_model"):
+        from tiled_torch import models
+
+        return getattr(models, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

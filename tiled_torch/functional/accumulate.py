@@ -1,0 +1,76 @@
+"""The gradient of one parameter, summed over shards in float32 and cast once at the end."""
+
+import torch
+from torch import Tensor
+
+from tiled_torch.functional.activations import wide_dtype
+
+
+class GradientSum:
+    """Sum of `a.T @ b` (a weight) or of row sums (a bias) over shards.
+
+    The sum lives in the parameter's `main_grad` where a training framework provides one (Megatron's convention), else in
+    one float32 buffer (float64 for float64), which is the returned gradient itself when the parameter has that dtype. With
+    a single shard nothing is summed, so the product is written in the parameter's own dtype.
+    """
+
+    def __init__(self, parameter: Tensor, main_grad: Tensor | None, *, single: bool) -> None:
+        self.dtype = parameter.dtype
+        self.main_grad = main_grad
+        if main_grad is not None:
+            self.acc, self.empty = main_grad.view(parameter.shape), False
+            return
+        dtype = self.dtype if single else wide_dtype(self.dtype)
+        self.acc, self.empty = torch.empty(parameter.shape, dtype=dtype, device=parameter.device), True
+
+    def add_product(self, a: Tensor, b: Tensor) -> None:
+        """acc += a.T @ b, in the accumulator's dtype. a: [t, rows], b: [t, columns]."""
+        acc, first = self.acc, self.empty
+        self.empty = False
+        if a.dtype == acc.dtype:
+            if first:
+                torch.mm(a.T, b, out=acc)
+            else:
+                acc.addmm_(a.T, b)
+        elif a.device.type == "cpu":  # CPU products cannot return float32 from 16-bit operands
+            if first:
+                torch.mm(a.T.to(acc.dtype), b.to(acc.dtype), out=acc)
+            else:
+                acc.addmm_(a.T.to(acc.dtype), b.to(acc.dtype))
+        elif first:
+            torch.mm(a.T, b, out_dtype=acc.dtype, out=acc)
+        else:
+            torch.addmm(acc, a.T, b, out_dtype=acc.dtype, out=acc)
+
+    def add_rows(self, d: Tensor) -> None:
+        """acc += d.sum(0), in the accumulator's dtype. d: [t, columns]."""
+        if self.empty:
+            torch.sum(d, 0, dtype=self.acc.dtype, out=self.acc)
+        else:
+            self.acc += d.sum(0, dtype=self.acc.dtype)
+        self.empty = False
+
+    def result(self) -> Tensor | None:
+        """The gradient in the parameter's dtype; None where it already is in `main_grad`."""
+        if self.main_grad is not None:
+            return None
+        if self.empty:  # no tokens
+            self.acc.zero_()
+        return self.acc.to(self.dtype)
+
+
+def main_grad_of(parameter: Tensor | None) -> Tensor | None:
+    """The buffer a training framework wants this parameter's gradient in, if it has one."""
+    return None if parameter is None else getattr(parameter, "main_grad", None)
+
+
+def returned_gradient(parameter: Tensor, gradient: Tensor | None) -> Tensor | None:
+    """What backward returns for a parameter whose gradient went to `main_grad` (gradient None): Megatron's contract.
+
+    Where the parameter carries `grad_added_to_main_grad` the flag is set and a placeholder is returned, so that
+    gradient hooks still fire; its values are never read.
+    """
+    if gradient is not None or not hasattr(parameter, "grad_added_to_main_grad"):
+        return gradient
+    parameter.grad_added_to_main_grad = True
+    return torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)

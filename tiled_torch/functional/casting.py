@@ -1,0 +1,27 @@
+"""Autocast as nn.Linear sees it, asked once per call."""
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+_CASTABLE = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """The dtype autocast would cast x and its weights to on x's device; None where it does not apply."""
+    device = x.device.type
+    if x.dtype not in _CASTABLE or not torch.amp.is_autocast_available(device):
+        return None
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+def after_autocast(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype of an operand once autocast to `dtype` (None: off) has been applied; float64 and integers stay."""
+    return dtype if dtype is not None and tensor.dtype in _CASTABLE else tensor.dtype
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[object]:
+    """Products inside run in the dtypes they are given."""
+    device = x.device.type
+    return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()

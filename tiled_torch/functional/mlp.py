@@ -1,0 +1,235 @@
+"""`tiled_mlp`: the token-wise MLP, exact, one shard of tokens at a time. The only file that knows its autograd structure.
+
+Two autograd nodes. `Save` keeps x and the weights, computes nothing (but the kept shards' gate and up) and owns the real
+backward; its differentiable output is an anchor, a zero-stride scalar of y's shape whose gradient is dy. `Run` computes y
+and hands dy to the anchor. Non-reentrant checkpointing replays a region only until its last saved tensor has been packed
+again, that is until `Save` returns: the replay stops before the MLP's products (derived in `shared_specs/README.md`).
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from shared_specs import checks, costs
+from shared_specs.config import TORCH, Activation, Tiling
+from shared_specs.errors import UnsupportedError
+from shared_specs.shards import ShardPlan
+from tiled_torch import backends
+from tiled_torch.functional import ops
+from tiled_torch.functional.accumulate import main_grad_of, returned_gradient
+from tiled_torch.functional.casting import after_autocast, autocast_dtype, without_autocast
+from tiled_torch.functional.mlp_shards import Weights, kept_up_projections, mlp_backward, mlp_forward
+
+
+def tiled_mlp(
+    x: Tensor,
+    w_gate: Tensor | None,
+    w_up: Tensor,
+    w_down: Tensor,
+    *,
+    biases: Mapping[str, Tensor] | None = None,
+    activation: Activation = "silu",
+    num_shards: int | None = None,
+    keep: float = 0.0,
+    tiling: Tiling | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """The MLP of x, computed shard by shard, with exact gradients.
+
+    y = (act(x w_gate^T + b_gate) * (x w_up^T + b_up)) w_down^T + b_down, or act(x w_up^T + b_up) w_down^T + b_down with
+    `w_gate=None`. No `[T, I]` tensor is ever allocated. Backward recomputes gate and up, never down.
+
+    Args:
+        x: [T, H] or [B, S, H] (any leading dims), float32 | bfloat16 | float16 | float64.
+        w_gate, w_up: [I, H], as in nn.Linear. w_gate None: a two-matrix MLP.
+        w_down: [H_out, I].
+        biases: any of "gate" [I], "up" [I], "down" [H_out].
+        activation: silu, gelu, gelu_tanh, relu or relu_squared.
+        num_shards: at most this many shards of T, >= 1; None lets the plan choose. See shared_specs.shards.
+        keep: fraction of shards, in [0, 1], whose gate and up are kept for backward instead of recomputed.
+        tiling: the long form of num_shards and keep, which it excludes.
+        backend: "auto", "eager" or "triton"; a backend named explicitly runs or raises.
+    Returns:
+        [same leading dims, H_out], dtype of x, or the autocast dtype under autocast.
+    Numerics: products in the compute dtype, elementwise work in float32 (float64 for float64), weight gradients summed
+        over shards in float32 and cast once to the weight's dtype, or added to `weight.main_grad` where it exists.
+    Memory: keeps x, the weights and `costs.saved_bytes`; peak `costs.peak_bytes`, independent of T.
+    Raises:
+        SpecError: shapes, dtypes or devices disagree, or a number is out of its range.
+        TypeError: an argument of the wrong kind.
+        UnsupportedError: a backend named explicitly that cannot run here; a backward with create_graph=True.
+    Source: derived in shared_specs/README.md; the sharding idea is DeepSpeed's ALST (arXiv 2506.13996).
+    Example:
+        >>> import torch
+        >>> x, w_up, w_down = torch.randn(2, 5, 8), torch.randn(12, 8), torch.randn(8, 12)
+        >>> tiled_mlp(x, torch.randn(12, 8), w_up, w_down, num_shards=4).shape
+        torch.Size([2, 5, 8])
+    """
+    tiling = checks.resolve_tiling("tiled_mlp", num_shards, keep, tiling, x=tuple(x.shape))
+    checks.check_backend("tiled_mlp", backend, TORCH, backends.usable_backends())
+    biases = dict(biases or {})
+    cast = autocast_dtype(x)
+    dtype = after_autocast(x, cast)
+    operands = {name: w for name, w in (("w_gate", w_gate), ("w_up", w_up), ("w_down", w_down)) if w is not None}
+    checks.check_mlp(
+        "tiled_mlp",
+        x=_operand(x, cast),
+        weights={name: _operand(w, cast) for name, w in operands.items()},
+        biases={name: _operand(bias, cast) for name, bias in biases.items()},
+        activation=activation,
+        names=TORCH,
+    )
+    weights = Weights(w_gate, w_up, w_down, biases.get("gate"), biases.get("up"), biases.get("down"))
+    plan = plan_for(x, weights, dtype, activation, tiling)
+    backends.record_run("tiled_mlp", "eager")
+    return _run(x, weights, dtype, activation, plan, plan.kept_start(tiling.keep))
+
+
+def plan_for(x: Tensor, weights: Weights, dtype: torch.dtype, activation: str, tiling: Tiling) -> ShardPlan:
+    """The plan of one call; under compilation T, H and I are static integers of the traced shapes."""
+    shape = costs.MLPShape(
+        tokens=checks.flat_tokens(x.shape),
+        hidden=x.shape[-1],
+        intermediate=weights.w_up.shape[0],
+        out=weights.w_down.shape[0],
+        gated=weights.w_gate is not None,
+        activation=activation,
+        itemsize=dtype.itemsize,
+        weight_itemsize=weights.w_up.dtype.itemsize,
+    )
+    return costs.plan_mlp(
+        "tiled_mlp",
+        shape,
+        num_shards=tiling.num_shards,
+        shard_tokens=tiling.shard_tokens,
+        memory_budget=tiling.memory_budget,
+        device="cpu" if x.device.type == "cpu" else "gpu",
+    )
+
+
+def _operand(tensor: Tensor, cast: torch.dtype | None) -> checks.Operand:
+    """The tensor as the checks see it, after the cast that autocast would make."""
+    name = str(after_autocast(tensor, cast)).removeprefix("torch.")
+    return checks.Operand(tuple(tensor.shape), name, str(tensor.device))
+
+
+def _run(x: Tensor, weights: Weights, dtype: torch.dtype, activation: str, plan: ShardPlan, kept_start: int) -> Tensor:
+    grads = torch.is_grad_enabled() and any(a is not None and a.requires_grad for a in (x, *weights))
+    if not grads:
+        return _forward(x, weights, None, dtype, activation, plan)
+    anchor, *kept = Save.apply(x, *weights, dtype, activation, plan.shard_tokens, kept_start)
+    detached = (None if w is None else w.detach() for w in (x, *weights))
+    return Run.apply(anchor, *kept, *detached, activation, plan.shard_tokens)
+
+
+def _forward(
+    x: Tensor,
+    weights: Weights,
+    kept: tuple[Tensor, Tensor] | None,
+    dtype: torch.dtype,
+    activation: str,
+    plan: ShardPlan,
+) -> Tensor:
+    if torch.compiler.is_compiling():
+        return ops.forward(x, *weights, *(kept or (None, None)), dtype, activation, plan.shard_tokens)
+    y = torch.empty((*x.shape[:-1], weights.w_down.shape[0]), dtype=dtype, device=x.device)
+    with torch.no_grad(), without_autocast(x):
+        mlp_forward(_rows(x), weights, kept, activation, plan, _rows(y))
+    return y
+
+
+def _rows(a: Tensor) -> Tensor:
+    """[T, last dim]; a copy only where the leading dims cannot be merged."""
+    return a.reshape(checks.flat_tokens(a.shape), a.shape[-1])
+
+
+class Save(torch.autograd.Function):
+    """Packs x, the weights and the kept gate and up; owns the backward. Outputs: anchor, kept gate, kept up."""
+
+    @staticmethod
+    def forward(x: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        weights, (dtype, _, shard_tokens, kept_start) = Weights(*args[:6]), args[6:]
+        shape = (*x.shape[:-1], weights.w_down.shape[0])
+        anchor = torch.zeros((), dtype=dtype, device=x.device).expand(shape)
+        plan = ShardPlan(checks.flat_tokens(x.shape), shard_tokens)
+        if torch.compiler.is_compiling():
+            if any(main_grad_of(w) is not None for w in weights):
+                raise UnsupportedError(
+                    "tiled_mlp: main_grad must be None under torch.compile, got a buffer. A compiled backward returns "
+                    "gradients; compile around the MLP, or let the optimizer read .grad."
+                )
+            return anchor, *ops.kept(x, *weights, dtype, shard_tokens, kept_start)
+        with without_autocast(x):
+            return anchor, *kept_up_projections(_rows(x), weights, plan, kept_start, dtype)
+
+    @staticmethod
+    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        x, *weights = inputs[:7]
+        _, kept_gate, kept_up = output
+        ctx.mark_non_differentiable(kept_gate, kept_up)
+        ctx.set_materialize_grads(False)
+        # x: gate and up are recomputed from it, and it is an operand of dw_gate, dw_up; weights: dh, dx and the
+        # recomputation; kept gate and up: instead of recomputing them.
+        ctx.save_for_backward(x, *weights, kept_gate, kept_up)
+        ctx.activation, ctx.shard_tokens = inputs[8], inputs[9]
+        # Saved-tensor hooks may hand back other tensor objects; only the parameters themselves carry main_grad.
+        ctx.fused = [w if main_grad_of(w) is not None else None for w in weights]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+        if dy is None:
+            return (None,) * 11
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise UnsupportedError(
+                "tiled_mlp: create_graph must be False in backward, got True. The hand-written backward has no second "
+                "derivative; differentiate the untiled MLP, or tile(fn) of it, or use tiled_jax."
+            )
+        x, *weights, kept_gate, kept_up = ctx.saved_tensors
+        needs = ctx.needs_input_grad[:7]
+        kept = (kept_gate, kept_up) if kept_up.shape[0] else None
+        grads = _backward(dy, x, Weights(*weights), kept, ctx, needs)
+        return *grads, None, None, None, None
+
+
+def _backward(
+    dy: Tensor,
+    x: Tensor,
+    weights: Weights,
+    kept: tuple[Tensor, Tensor] | None,
+    ctx: Any,
+    needs: Sequence[bool],
+) -> list[Tensor | None]:
+    if torch.compiler.is_compiling():
+        found = iter(
+            ops.backward(dy, x, *weights, *(kept or (None, None)), ctx.activation, ctx.shard_tokens, list(needs))
+        )
+        return [next(found) if need else None for need in needs]
+    plan = ShardPlan(checks.flat_tokens(x.shape), ctx.shard_tokens)
+    mains = [main_grad_of(w) for w in ctx.fused]
+    with without_autocast(x):
+        dx, *dws = mlp_backward(_rows(dy), _rows(x), weights, kept, ctx.activation, plan, needs, mains)
+    dx = None if dx is None else dx.view(x.shape)
+    returned = (dw if w is None else returned_gradient(w, dw) for w, dw in zip(ctx.fused, dws, strict=True))
+    return [dx, *returned]
+
+
+class Run(torch.autograd.Function):
+    """Computes y from detached operands; saves nothing and hands dy to the anchor."""
+
+    @staticmethod
+    def forward(anchor: Tensor, kept_gate: Tensor, kept_up: Tensor, x: Tensor, *args: Any) -> Tensor:
+        weights, (activation, shard_tokens) = Weights(*args[:6]), args[6:]
+        kept = (kept_gate, kept_up) if kept_up.shape[0] else None
+        plan = ShardPlan(checks.flat_tokens(x.shape), shard_tokens)
+        return _forward(x, weights, kept, anchor.dtype, activation, plan)
+
+    @staticmethod
+    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return (dy, *(None,) * 11)

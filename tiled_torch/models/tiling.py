@@ -1,0 +1,168 @@
+"""`tile_model` and `untile_model`: the MLPs of a Hugging Face model, tiled in place.
+
+A module keeps its attributes and parameters and only changes its class, to a subclass whose forward is tiled; state_dict
+keys, hooks, `save_pretrained` and sharding engines see the same module as before.
+"""
+
+from functools import cache
+from types import MethodType
+from typing import Any
+
+from torch import Tensor, nn
+
+from shared_specs import checks
+from shared_specs.config import TORCH, Tiling
+from shared_specs.errors import UnsupportedError, error_text
+from tiled_torch import backends
+from tiled_torch.functional.mlp import tiled_mlp
+from tiled_torch.functional.tile import tile
+from tiled_torch.models.family import Family, activation_of
+from tiled_torch.models.llama import LLAMA
+from tiled_torch.models.phi3 import PHI3
+
+FAMILIES = (LLAMA, PHI3)
+
+
+def tile_model(
+    model: nn.Module,
+    *,
+    num_shards: int | None = None,
+    keep: float = 0.0,
+    tiling: Tiling | None = None,
+    backend: str = "auto",
+) -> nn.Module:
+    """The same model, its MLPs computed shard by shard from now on. Parameters and state_dict keys do not change.
+
+    An MLP whose projections are plain linear layers runs through `tiled_mlp`; one with LoRA adapters, quantised or
+    separately sharded projections, or hooks on them, through `tile`. `tiling_paths` tells which, now.
+
+    Args:
+        model: a Hugging Face model, or any module, that contains MLPs of a known family (Llama, Mistral, Qwen, Gemma,
+            Phi-3, ...); changed in place.
+        num_shards, keep, tiling, backend: as in `tiled_mlp`, for every MLP.
+    Returns:
+        The model itself.
+    Raises:
+        SpecError, TypeError: a number out of its range.
+        UnsupportedError: no MLP of a known family, or an activation that is not in the specification; nothing changed.
+    Source: derived in shared_specs/README.md.
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2,
+        ...                      vocab_size=16)
+        >>> model = tile_model(LlamaForCausalLM(config), num_shards=4)
+        >>> tiling_paths(model)["model.layers.0.mlp"]
+        'tiled_mlp'
+    """
+    options = checks.resolve_tiling("tile_model", num_shards, keep, tiling)
+    checks.check_backend("tile_model", backend, TORCH, backends.usable_backends())
+    found = [(name, module, family_of(module)) for name, module in model.named_modules()]
+    known = [(name, module, family) for name, module, family in found if family is not None]
+    if not known:
+        names = sorted({type(module).__name__ for name, module in model.named_modules() if name.endswith("mlp")})
+        rule = "a model with MLPs of a known family: " + ", ".join(family.name for family in FAMILIES)
+        got = f"MLP classes {', '.join(names)}" if names else type(model).__name__
+        advice = "Use tile(module) for a token-wise module of another kind."
+        raise UnsupportedError(error_text("tile_model", "model", rule, got, advice=advice))
+    for name, module, family in known:
+        activation = getattr(module, family.activation)
+        if activation_of(activation) is None:
+            rule, got = "one of the specification's", type(activation).__name__
+            raise UnsupportedError(error_text("tile_model", f"activation of {name}", rule, got))
+    for _, module, _ in known:
+        if not isinstance(module, Tiled):
+            module.__class__ = _tiled_class(type(module))
+        module._tiling, module._backend = options, backend
+    return model
+
+
+def untile_model(model: nn.Module) -> nn.Module:
+    """The same model with its MLPs computed whole again; a model that was not tiled is returned as it is.
+
+    Args:
+        model: changed in place, also inside sharding wrappers that came after tiling.
+    Example:
+        >>> from transformers import LlamaConfig
+        >>> from transformers.models.llama.modeling_llama import LlamaMLP
+        >>> mlp = LlamaMLP(LlamaConfig(hidden_size=64, intermediate_size=96))
+        >>> type(untile_model(tile_model(mlp))).__name__
+        'LlamaMLP'
+    """
+    for module in model.modules():
+        if not isinstance(module, Tiled):
+            continue
+        if type(module) is not _tiled_class(module._untiled):
+            advice = "Untile the model before wrapping it."
+            got = type(module).__name__
+            raise UnsupportedError(
+                error_text("untile_model", "model", "free of classes added after tiling", got, advice=advice)
+            )
+        module.__class__ = module._untiled
+        del module._tiling, module._backend
+    return model
+
+
+def tiling_paths(model: nn.Module) -> dict[str, str]:
+    """Name of every tiled MLP -> "tiled_mlp", or "tile" and the reason why its projections are not plain."""
+    paths = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Tiled):
+            reason = reason_not_plain(module)
+            paths[name] = "tiled_mlp" if reason is None else f"tile: {reason}"
+    return paths
+
+
+def family_of(module: nn.Module) -> Family | None:
+    """The family a module belongs to, by the name of its class or of the class it had before tiling or sharding."""
+    if not any(hasattr(module, family.projections[0]) for family in FAMILIES):
+        return None
+    names = {base.__name__ for base in type(module).__mro__}
+    return next((family for family in FAMILIES if names & family.classes), None)
+
+
+def reason_not_plain(module: nn.Module) -> str | None:
+    """Why a projection is more than its weight and bias; None where every one is a plain nn.Linear."""
+    family = family_of(module)
+    for name in family.projections if family else ():
+        linear = getattr(module, name)
+        if type(linear) is not nn.Linear:
+            return f"{name} is {type(linear).__name__}"
+        if any(
+            getattr(linear, hooks)
+            for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+        ):
+            return f"{name} has hooks"
+        if type(linear.weight) not in (nn.Parameter, Tensor):
+            return f"the weight of {name} is {type(linear.weight).__name__}"
+    return None
+
+
+class Tiled:
+    """Marker and forward of a tiled MLP; comes before the original class in the order of methods."""
+
+    _untiled: type[nn.Module]
+    _tiling: Tiling
+    _backend: str
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if reason_not_plain(self) is not None or kwargs or len(args) != 1:  # type: ignore[arg-type]
+            whole = MethodType(self._untiled.forward, self)  # tile knows the parameters of a forward's module
+            return tile(whole, tiling=self._tiling)(*args, **kwargs)
+        family = family_of(self)  # type: ignore[arg-type]
+        assert family is not None
+        operands = family.operands(self)
+        return tiled_mlp(
+            args[0],
+            operands.w_gate,
+            operands.w_up,
+            operands.w_down,
+            biases=operands.biases,
+            activation=activation_of(getattr(self, family.activation)) or "silu",
+            tiling=self._tiling,
+            backend=self._backend,
+        )
+
+
+@cache
+def _tiled_class(untiled: type[nn.Module]) -> type[nn.Module]:
+    return type(f"Tiled{untiled.__name__}", (Tiled, untiled), {"_untiled": untiled, "__module__": untiled.__module__})
