@@ -20,7 +20,7 @@ class BadCase:
     Args:
         shapes: canonical shapes that differ from the good call; biases as b_gate, b_up, b_down.
         dtypes: dtypes that differ from float32. arguments: keyword arguments of the call.
-        transposed: weights handed over in the layout of the other half.
+        transposed: weights handed over in the layout of the other half. operands: handed over as they stand here.
         message: the whole text, with `{package}`, `{layout}`, `{backends}` and `{w_A_B}` to fill in.
         halves: where it applies; a half that is left out accepts the input by its framework's own custom.
     """
@@ -32,6 +32,7 @@ class BadCase:
     dtypes: dict[str, str] = field(default_factory=dict)
     arguments: dict[str, Any] = field(default_factory=dict)
     transposed: tuple[str, ...] = ()
+    operands: dict[str, Any] = field(default_factory=dict)
     halves: tuple[Half, ...] = HALVES
 
     def text(self, names: HalfNames) -> str:
@@ -143,6 +144,24 @@ BAD_CASES: tuple[BadCase, ...] = (
         id="backend-unknown",
         arguments={"backend": "cuda"},
         message="tiled_mlp: backend must be one of {backends}, got 'cuda'.",
+    ),
+    BadCase(
+        id="x-kind",
+        operands={"x": [[1.0] * 8]},
+        error=TypeError,
+        message="tiled_mlp: x must be an array, got list.",
+    ),
+    BadCase(
+        id="w_up-missing",
+        operands={"w_up": None},
+        error=TypeError,
+        message="tiled_mlp: w_up must be an array, got NoneType.",
+    ),
+    BadCase(
+        id="biases-kind",
+        arguments={"biases": [1.0]},
+        error=TypeError,
+        message="tiled_mlp: biases must be a mapping or None, got list.",
     ),
     BadCase(
         id="x-vector",

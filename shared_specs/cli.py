@@ -10,9 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from shared_specs.config import Tiling
-
-Dtype = Literal["float32", "bfloat16"]
-Device = Literal["auto", "cpu", "gpu"]
+from shared_specs.workloads import MLP_WORKLOADS
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
@@ -45,7 +43,7 @@ class FinetuneOptions:
     tokens: int = _option(1024, fixed=True, help="context length: tokens in a sequence")
     steps: int = _option(10, help="optimizer steps in total; a resumed run counts those already done")
     batch: int = _option(1, fixed=True, help="sequences in a step")
-    dtype: Dtype = _option(
+    dtype: Literal["float32", "bfloat16"] = _option(
         "float32",
         fixed=True,
         help="dtype of the computation; parameters, gradients and optimizer state are float32 in either",
@@ -66,7 +64,9 @@ class FinetuneOptions:
         "recorded in the saved config; without it the model's own",
     )
     seed: int = _option(0, fixed=True, help="decides which windows of the text are read, and in which order")
-    device: Device = _option("auto", help="where to compute; auto is a GPU if the framework sees one")
+    device: Literal["auto", "cpu", "gpu"] = _option(
+        "auto", help="where to compute; auto is a GPU if the framework sees one"
+    )
     out: str = _option("out/finetune", metavar="FOLDER", help="new folder for log, checkpoints, plot and model")
     save_every: int = _option(50, help="steps between checkpoints; one is always written at the end or on Ctrl-C")
     resume: bool = _option(
@@ -146,3 +146,21 @@ def _at_least(name: str, value: int, low: int) -> None:
 def _require(ok: bool, name: str, rule: str, value: object, hint: str) -> None:
     if not ok:
         raise InputError(f"finetune: {flag(name)} must {rule}, got {value}. {hint}".rstrip())
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions:
+    """Options of `bench`; the workloads are those of `shared_specs.workloads`."""
+
+    op: Literal["mlp"] = _option("mlp", help="what to measure")
+    workload: str | None = _option(None, metavar="NAME", help="one workload; without it every workload of the op")
+    repeats: int = _option(7, help="timed runs of each variant, interleaved")
+    out: str = _option("benchmarks/records", metavar="FOLDER", help="folder the record is written to")
+
+    def check(self) -> None:
+        """Raise InputError for the first option that is out of range."""
+        if self.repeats < 1:
+            raise InputError(f"bench: --repeats must be >= 1, got {self.repeats}.")
+        names = [workload.name for workload in MLP_WORKLOADS]
+        if self.workload is not None and self.workload not in names:
+            raise InputError(f"bench: --workload must be one of {', '.join(names)}, got {self.workload}.")

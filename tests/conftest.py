@@ -33,7 +33,7 @@ def has(framework: str) -> bool:
 collect_ignore = [
     folder
     for folder, needs in (("on_torch", ["torch"]), ("on_jax", ["jax"]), ("parity", ["torch", "jax"]))
-    if not all([has(framework) for framework in needs])
+    if not all(has(framework) for framework in needs)
 ]
 
 

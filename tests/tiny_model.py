@@ -28,7 +28,6 @@ CONFIG: dict[str, Any] = {
     "bos_token_id": 256,
     "eos_token_id": 257,
 }
-BLOCK = 32  # weights a GGUF block of Q8_0 quantises together; every row of the tiny model is a multiple of it
 
 
 def tiny_config(**changes: Any) -> dict[str, Any]:
@@ -52,14 +51,8 @@ def vocabulary() -> list[str]:
     return [*letters, "<|start|>", "<|end|>", *("".join(pair) for pair in MERGES)]
 
 
-MERGES = [("t", "h"), ("th", "e"), ("Ġ", "the"), ("a", "n"), ("i", "n"), ("Ġ", "a"), ("e", "r"), ("o", "n")] + [
-    ("Ġ", "o"),
-    ("r", "e"),
-    ("s", "t"),
-    ("e", "n"),
-    ("o", "u"),
-    ("Ġ", "Ġ"),
-]
+_PAIRS = "t+h th+e Ġ+the a+n i+n Ġ+a e+r o+n Ġ+o r+e s+t e+n o+u Ġ+Ġ"
+MERGES = [(first, second) for first, second in (pair.split("+") for pair in _PAIRS.split())]  # the first win
 
 
 def tiny_tokenizer() -> ModelTokenizer:

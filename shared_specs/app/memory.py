@@ -54,3 +54,8 @@ class PeakMemory:
 def _peak_resident() -> int:
     line = next(line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM:"))
     return int(line.split()[1]) * 1024  # the line is in kB
+
+
+def machine_bytes() -> int:
+    """Memory of this machine."""
+    return psutil.virtual_memory().total

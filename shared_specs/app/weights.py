@@ -135,7 +135,7 @@ def _weight_files(folder: Path) -> list[Path]:
 def _file_tensors(file: Path) -> Iterator[tuple[str, np.ndarray]]:
     try:
         with safe_open(file, framework="np") as opened:
-            for name in opened.keys():  # noqa: SIM118  (the file is no mapping)
+            for name in opened.keys():
                 if not name.endswith("rotary_emb.inv_freq"):  # a buffer that old folders saved
                     yield name, np.ascontiguousarray(opened.get_tensor(name), dtype=np.float32)
     except FileNotFoundError:

@@ -80,8 +80,8 @@ class LoRALinear(nn.Module):
 class LoRAMLP(GatedMLP):
     def __init__(self) -> None:
         super().__init__()
-        for name, layer in dict(self.named_children()).items():
-            setattr(self, name, LoRALinear(layer))
+        for name in ("gate", "up", "down"):
+            setattr(self, name, LoRALinear(getattr(self, name)))
 
 
 MLPS: dict[str, Callable[[int], nn.Module]] = {

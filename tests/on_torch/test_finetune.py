@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from shared_specs.app.log import read_log, step_records
 from shared_specs.app.loop import MODEL_NAME, finetune
 from shared_specs.app.model_config import scale_positions
+from shared_specs.app.predict import plain_step
 from shared_specs.app.trainer import ADAMW
 from shared_specs.app.weights import default_model, read_model
 from shared_specs.cli import FinetuneOptions, InputError
@@ -148,6 +149,29 @@ def test_checkpointing_recomputes_layers(options):
     assert held(checkpointing=True) < 0.5 * held()
 
 
+@pytest.mark.parametrize("layers", [1, 3])
+def test_plain_memory_formula_counts_what_autograd_keeps(options, layers):
+    config = tiny_config(num_hidden_layers=layers, intermediate_size=96)
+    trainer = loaded(options(plain=True), num_hidden_layers=layers, intermediate_size=96)
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in trainer._model.parameters()}
+    kept = {}
+
+    def note(tensor):
+        storage = tensor.untyped_storage()
+        if tensor.is_floating_point() and storage.data_ptr() not in parameters and tensor.numel() > 1:
+            kept[storage.data_ptr()] = storage  # held, so that no address comes twice
+        return tensor
+
+    ids = torch.from_numpy(windows()).long()
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        trainer._loss(ids[:, :-1], ids[:, 1:])
+    step = plain_step(config, 2 * 48)
+    rotation = 2 * 48 * config["head_dim"] * 4  # cosine and sine are kept once for the batch
+    log_probabilities = step.logits
+    assert sum(storage.nbytes() for storage in kept.values()) == step.activations + log_probabilities - rotation
+    assert step.weights == sum(parameter.nbytes for parameter in trainer._model.parameters())
+
+
 def test_bfloat16_computes_in_bfloat16_and_keeps_float32(options, tmp_path):
     exact = run(options(plain=True, out=str(tmp_path / "exact")))
     rounded = run(options(plain=True, dtype="bfloat16"))
@@ -211,7 +235,7 @@ def compare_with_transformers(file):
 
 def test_device_that_is_not_here_is_refused(options, monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(UnsupportedError, match="^finetune: --device must be cpu or auto here, got gpu"):
+    with pytest.raises(UnsupportedError, match=r"^finetune: --device must be cpu or auto here, got gpu"):
         run(options(device="gpu"))
     assert not (tmp_path / "run").exists()
 
@@ -220,7 +244,7 @@ def test_unknown_architecture_is_refused(options, tmp_path):
     folder = write_tiny_folder(tmp_path / "other")
     config = folder / "config.json"
     config.write_text(config.read_text().replace('"llama"', '"mamba"'))
-    with pytest.raises(InputError, match="must be a Llama-style causal language model"):
+    with pytest.raises(InputError, match=r"must be a Llama-style causal language model"):
         run(options(model=str(folder)))
     assert not (tmp_path / "run").exists()
 

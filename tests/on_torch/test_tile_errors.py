@@ -131,7 +131,7 @@ def test_writing_to_an_argument_is_refused(trainable):
 
 def test_what_fn_raises_comes_through_and_leaves_no_trace():
     """An error in the middle of a call restores random numbers, buffers, modes and hooks."""
-    module = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.BatchNorm1d(6))
+    module: Any = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.BatchNorm1d(6))
     shards = []
 
     class Broken(Exception):

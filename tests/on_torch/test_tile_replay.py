@@ -1,6 +1,7 @@
 """`tile` recomputes every shard as forward computed it, and leaves no trace of the probe or of the recomputation."""
 
 import copy
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ def draw(*shape: int, grad: bool = True, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_(grad)
 
 
-def mlp(*between: nn.Module) -> nn.Sequential:
+def mlp(*between: nn.Module) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         return nn.Sequential(nn.Linear(HIDDEN, 12), nn.SiLU(), *between, nn.Linear(12, HIDDEN)).double()
@@ -71,7 +72,7 @@ def test_dropout_gradient_is_the_slope_of_the_function():
     assert torch.autograd.gradcheck(seeded, (x,), fast_mode=True)
 
 
-def assert_as_accurate(found: list[Tensor], untiled: list[Tensor], truth: list[Tensor]) -> None:
+def assert_as_accurate(found: Iterable[Tensor], untiled: Iterable[Tensor], truth: Iterable[Tensor]) -> None:
     """In the untiled dtype, and no further from float64 than the untiled gradients in bfloat16 allow."""
     for f, u, t in zip(found, untiled, truth, strict=True):
         assert f.dtype == u.dtype
@@ -95,7 +96,8 @@ def test_autocast_is_as_in_forward(weights, inside, cached):
         with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=cached, enabled=inside):
             results.append(torch.autograd.grad(y.sum(), list(module.parameters())))
     assert set(seen) == {(torch.bfloat16, torch.bfloat16)}
-    assert_as_accurate(*results, torch.autograd.grad(exact(x.double()).sum(), list(exact.parameters())))
+    truth = torch.autograd.grad(exact(x.double()).sum(), list(exact.parameters()))
+    assert_as_accurate(results[0], results[1], truth)
 
 
 def test_autocast_cache_is_neither_read_nor_left_behind():
@@ -108,7 +110,7 @@ def test_autocast_cache_is_neither_read_nor_left_behind():
             loss = module(inner(module(x))).float().sum()
         results.append(torch.autograd.grad(loss, list(module.parameters())))
     truth = torch.autograd.grad(exact(exact(exact(x.double()))).sum(), list(exact.parameters()))
-    assert_as_accurate(*results, truth)
+    assert_as_accurate(results[0], results[1], truth)
 
 
 class Counting(nn.Module):
@@ -138,7 +140,8 @@ def test_a_buffer_is_written_in_forward_only(closure):
 
 
 def test_batch_statistics_are_updated_once_per_shard():
-    norm, x = nn.BatchNorm1d(HIDDEN).double(), draw(TOKENS, HIDDEN)
+    norm: Any = nn.BatchNorm1d(HIDDEN).double()
+    x = draw(TOKENS, HIDDEN)
     tile(norm, num_shards=2)(x).sum().backward()
     found = (norm.running_mean.clone(), norm.running_var.clone(), int(norm.num_batches_tracked))
     norm.reset_running_stats()

@@ -26,7 +26,7 @@ def operands(half: Half, case: BadCase) -> tuple[list[Any], dict[str, Any]]:
         )
         arrays[name] = ADAPTERS[half].from_numpy(np.ones(shape[::-1] if flip else shape).astype(dtype))
     biases = {name[2:]: array for name, array in arrays.items() if name.startswith("b_")}
-    return [arrays[name] for name in GOOD_SHAPES], biases
+    return [case.operands.get(name, arrays[name]) for name in GOOD_SHAPES], biases
 
 
 def tiled_mlp(half: Half) -> Any:

@@ -95,7 +95,8 @@ COPIED: dict[str, tuple[Callable[[], Tensor], str]] = {
     "expanded": (lambda: torch.tensor(2.0).expand(3, 4), "has gaps or zero strides"),
     "expanded row": (lambda: X.clone()[:1].expand(3, 4, 5), "has gaps or zero strides"),
     "overlapping": (lambda: torch.arange(8.0).as_strided((3, 4), (2, 1)), "has gaps or zero strides"),
-    "unaligned": (lambda: torch.arange(9.0)[1:], "is not 64-byte aligned"),
+    "4 bytes in": (lambda: torch.arange(9.0)[1:], "is not 64-byte aligned"),
+    "32 bytes in": (lambda: torch.arange(20.0)[8:], "is not 64-byte aligned"),
     "conjugate": (lambda: Z.clone().conj(), "has its conjugate or negative bit set"),
     "negative": (lambda: Z.clone().conj().imag, "has its conjugate or negative bit set"),
 }

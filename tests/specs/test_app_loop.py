@@ -177,7 +177,7 @@ def test_damaged_checkpoint_is_refused(options, tmp_path, name):
     run(options(steps=2))
     DAMAGES[name](tmp_path / "run" / "checkpoints" / "step-00000002")
     before = contents(tmp_path)
-    with pytest.raises(InputError, match="^finetune: --resume found a damaged checkpoint, .*step-00000002"):
+    with pytest.raises(InputError, match=r"^finetune: --resume found a damaged checkpoint, .*step-00000002"):
         run(options(resume=True))
     assert contents(tmp_path) == before
 
@@ -191,7 +191,7 @@ def test_output_that_exists_is_left_alone(options, tmp_path, kind):
         out.mkdir()
         (out / "mine").write_text("mine")
     before = contents(tmp_path)
-    with pytest.raises(InputError, match="^finetune: --out must be a new or empty folder"):
+    with pytest.raises(InputError, match=r"^finetune: --out must be a new or empty folder"):
         run(options())
     assert contents(tmp_path) == before
 
@@ -202,7 +202,7 @@ def test_empty_output_folder_is_taken(options, tmp_path):
 
 
 def test_resume_of_nothing_is_refused(options, tmp_path):
-    with pytest.raises(InputError, match="^finetune: --out .* holds no run"):
+    with pytest.raises(InputError, match=r"^finetune: --out .* holds no run"):
         run(options(resume=True))
     assert not (tmp_path / "run").exists()
 
@@ -215,7 +215,7 @@ def test_bad_input_writes_nothing(options, tmp_path):
 
 
 def test_context_beyond_the_positions_needs_scaling(options):
-    with pytest.raises(InputError, match="--tokens must be <= 64, .* Pass --rope-scale 2"):
+    with pytest.raises(InputError, match=r"--tokens must be <= 64, .* Pass --rope-scale 2"):
         run(options(tokens=100))
     assert run(options(tokens=100, rope_scale=2.0))[0] == 0
 

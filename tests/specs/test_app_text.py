@@ -43,13 +43,13 @@ def test_refused(tmp_path, content, words):
 
 
 def test_folder_is_refused(tmp_path):
-    with pytest.raises(InputError, match="--text .* cannot be read"):
+    with pytest.raises(InputError, match=r"--text .* cannot be read"):
         read_text(str(tmp_path))
 
 
 def test_words_beyond_the_vocabulary_are_refused(tmp_path):
     file = write_text(tmp_path / "text")
-    with pytest.raises(InputError, match="do not belong together"):
+    with pytest.raises(InputError, match=r"do not belong together"):
         make_windows(str(file), tiny_tokenizer(), 260, 64, 0)
 
 

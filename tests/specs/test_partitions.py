@@ -1,5 +1,7 @@
 """Rank math by properties."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,11 +13,11 @@ from shared_specs.partitions import bounds, even_range, mlp_partition, range_of,
 @given(total=st.integers(0, 10_000), parts=st.integers(1, 64))
 def test_bounds_cover_and_differ_by_at_most_one(total: int, parts: int) -> None:
     edges = bounds(total, parts)
-    sizes = [stop - start for start, stop in zip(edges, edges[1:], strict=False)]
+    sizes = [stop - start for start, stop in pairwise(edges)]
     assert (edges[0], edges[-1], len(sizes)) == (0, total, parts)
     assert max(sizes) - min(sizes) <= 1
     assert sizes == sorted(sizes, reverse=True)
-    assert [range_of(total, parts, part) for part in range(parts)] == list(zip(edges, edges[1:], strict=False))
+    assert [range_of(total, parts, part) for part in range(parts)] == list(pairwise(edges))
 
 
 def test_vocabulary_need_not_divide() -> None:

@@ -92,7 +92,8 @@ def tiled_mlp(
 def _array(name: str, value: Any) -> jax.Array:
     if not isinstance(value, jax.Array | np.ndarray):
         fail_type(_NAME, name, "an array", type(value).__name__)
-    return jnp.asarray(value)
+    # Not for a jax.Array: under differentiation jnp.asarray copies it.
+    return value if isinstance(value, jax.Array) else jnp.asarray(value)
 
 
 def _biases(biases: Any) -> Mapping[str, Any]:
@@ -198,9 +199,13 @@ def _forward_saving(call: _Call, x: Any, w: dict[str, Any]) -> tuple[jax.Array, 
 
 
 def _backward(call: _Call, saved: _Saved, dy: jax.Array | SymbolicZero) -> tuple[Any, dict[str, Any]]:
+    d = {} if isinstance(dy, SymbolicZero) else _gradients(call, saved, dy)
+    return d.get("x"), {name: d.get(name) for name in saved.w}
+
+
+def _gradients(call: _Call, saved: _Saved, dy: jax.Array) -> dict[str, jax.Array]:
+    """The gradient of every operand that needs one."""
     primals = {"x": saved.x, **saved.w}
-    if isinstance(dy, SymbolicZero):
-        return None, dict.fromkeys(saved.w)
     # Without the barrier XLA merges the recomputation outside the loop, and the casts, with those of forward, and
     # keeps their results alive in between.
     x, dy, w = lax.optimization_barrier((saved.x, dy, saved.w))
@@ -225,8 +230,7 @@ def _backward(call: _Call, saved: _Saved, dy: jax.Array | SymbolicZero) -> tuple
     recomputed, kept = (Body(partial(shard, kept=kept), _after_all) for kept in (False, True))
     carry = for_each_shard(call.plan, call.kept_start, recomputed, kept, carry)
     # The types of the saved operands: the barrier may have joined those of its own.
-    d = {name: gradient_of(primals[name], value) for name, value in carry.items()}
-    return d.get("x"), {name: d.get(name) for name in saved.w}
+    return {name: gradient_of(primals[name], value) for name, value in carry.items()}
 
 
 def _after_all(start: jax.Array, carry: Any) -> Any:

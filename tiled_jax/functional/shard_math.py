@@ -82,17 +82,9 @@ def gradients(
     Every [t, I] value is rounded to the dtype of x before its products: a float32 operand would make them float32
     products, many times slower on a GPU.
     """
-    dtype, acc = x.dtype, wide(x.dtype)
-    dh = _product(dy, w["w_down"], (1, 1), dtype).astype(acc)
-    up = pre["up"].astype(acc)
-    if "gate" in pre:
-        act, slope = activate(activation, pre["gate"].astype(acc))
-        h, d = act * up, {"gate": (dh * up * slope).astype(dtype), "up": (dh * act).astype(dtype)}
-    else:
-        h, slope = activate(activation, up)
-        d = {"up": (dh * slope).astype(dtype)}
-    d["down"] = dy
-    inputs = {"gate": x, "up": x, "down": h.astype(dtype)}
+    acc = wide(x.dtype)
+    h, d = _pre_activation_gradients(dy, pre, w, activation)
+    inputs, d = {"gate": x, "up": x, "down": h}, {**d, "down": dy}
     out = {}
     for name, value in d.items():
         if f"w_{name}" in wanted:
@@ -100,5 +92,19 @@ def gradients(
         if f"b_{name}" in wanted:
             out[f"b_{name}"] = jnp.sum(value, axis=0, dtype=acc)
     if "x" in wanted:
-        out["x"] = sum(_product(d[name], w[f"w_{name}"], (1, 1), acc) for name in pre).astype(dtype)
+        out["x"] = sum(_product(d[name], w[f"w_{name}"], (1, 1), acc) for name in pre).astype(x.dtype)
     return out
+
+
+def _pre_activation_gradients(
+    dy: jax.Array, pre: Mapping[str, jax.Array], w: Weights, activation: str
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """h, and dgate and dup by name, all [t, I] in the dtype of x."""
+    dtype = dy.dtype
+    dh = _product(dy, w["w_down"], (1, 1), dtype).astype(wide(dtype))
+    up = pre["up"].astype(dh.dtype)
+    if "gate" not in pre:
+        h, slope = activate(activation, up)
+        return h.astype(dtype), {"up": (dh * slope).astype(dtype)}
+    act, slope = activate(activation, pre["gate"].astype(dh.dtype))
+    return (act * up).astype(dtype), {"gate": (dh * up * slope).astype(dtype), "up": (dh * act).astype(dtype)}

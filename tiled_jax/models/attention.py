@@ -11,9 +11,11 @@ from jax import lax
 BLOCK_TOKENS = 64
 # Shorter blocks where one block's float32 scores would pass this. Backward holds about four such arrays.
 SCORE_BYTES = 64 * 2**20
-# Runs of blocks that share one loop and hence one static number of keys. With one run half the products are spent on
-# future keys that the mask drops; with n runs the share is 1 / (n + 1). Each run is compiled by itself.
-RUNS = 4
+# A run of blocks is one loop and has one static number of keys. In a single run half of the products meet future keys,
+# which the mask drops; in n runs 1 / (n + 1) do. Every run is compiled by itself, so their number is small, and
+# larger only for contexts whose products take longer than the compiler.
+MIN_RUNS, MAX_RUNS = 4, 8
+RUN_TOKENS = 1024
 
 
 def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array, *, block_tokens: int | None = None) -> jax.Array:
@@ -37,14 +39,14 @@ def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array, *, block_tokens: 
     kv_heads = k.shape[2]
     block = block_tokens or _block_tokens(batch, tokens, heads)
     # The loops below add up dk and dv in the dtype these two have here, so they enter in float32.
-    keys, values = (jnp.swapaxes(a, 1, 2).astype(jnp.float32) for a in (k, v))
+    keys, values = (jnp.swapaxes(a, 1, 2).astype(_wide(a.dtype)) for a in (k, v))
     queries = jnp.moveaxis(q.reshape(batch, tokens, kv_heads, heads // kv_heads, d), 1, 2)
     # The ragged block comes first in token order, where it has the fewest keys.
     ragged, blocks = tokens % block, tokens // block
     y = []
     if ragged:
         y.append(_block_attention(keys[:, :, :ragged], values[:, :, :ragged], queries[:, :, :ragged], jnp.int32(0)))
-    blocks_in_run = math.ceil(blocks / RUNS)
+    blocks_in_run = math.ceil(blocks / _runs(tokens))
     for first in range(0, blocks, max(blocks_in_run, 1)):
         count = min(blocks_in_run, blocks - first)
         start, stop = ragged + first * block, ragged + (first + count) * block
@@ -56,6 +58,10 @@ def _block_tokens(batch: int, tokens: int, heads: int) -> int:
     """BLOCK_TOKENS, or the largest power of two whose scores fit SCORE_BYTES; at least 8, at most the tokens."""
     fitting = max(8, SCORE_BYTES // (4 * batch * heads * max(tokens, 1)))
     return max(1, min(tokens, BLOCK_TOKENS, 2 ** (fitting.bit_length() - 1)))
+
+
+def _runs(tokens: int) -> int:
+    return min(MAX_RUNS, max(MIN_RUNS, tokens // RUN_TOKENS))
 
 
 def _run(keys: jax.Array, values: jax.Array, queries: jax.Array, start: int, block: int) -> jax.Array:
@@ -74,13 +80,18 @@ def _block_attention(keys: jax.Array, values: jax.Array, queries: jax.Array, sta
     """One block: queries [batch, kv_heads, block, group, d] at positions start .. over all the given keys."""
     dtype = queries.dtype
     block, keys_seen = queries.shape[2], keys.shape[2]
-    product = partial(jnp.einsum, preferred_element_type=jnp.float32, precision=precision_of(dtype))
+    product = partial(jnp.einsum, preferred_element_type=_wide(dtype), precision=precision_of(dtype))
     scores = product("bnqgd,bnkd->bnqgk", queries, keys.astype(dtype)) * queries.shape[-1] ** -0.5
     position = start + jnp.arange(block, dtype=jnp.int32)
     visible = position[:, None] >= jnp.arange(keys_seen, dtype=jnp.int32)[None, :]
     scores = jnp.where(visible[None, None, :, None, :], scores, -jnp.inf)
     probabilities = jax.nn.softmax(scores, axis=-1).astype(dtype)
     return product("bnqgk,bnkd->bnqgd", probabilities, values.astype(dtype)).astype(dtype)
+
+
+def _wide(dtype: jnp.dtype) -> jnp.dtype:
+    """The dtype of sums: float32, or float64 where everything is."""
+    return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
 
 
 def precision_of(dtype: jnp.dtype) -> lax.Precision | None:

@@ -9,6 +9,7 @@ from flax import nnx
 from jax import lax
 
 from shared_specs.config import Tiling
+from shared_specs.errors import fail
 from tiled_jax.models.attention import causal_attention, precision_of
 from tiled_jax.models.config import LlamaConfig
 from tiled_jax.models.mlp import PlainMLP
@@ -16,6 +17,7 @@ from tiled_jax.models.rope import rotary_angles, rotate
 from tiled_jax.modules import TiledMLP
 
 Angles = tuple[jax.Array, jax.Array]
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 class Llama(nnx.Module):
@@ -26,8 +28,10 @@ class Llama(nnx.Module):
         tiling: how the MLP's tokens are cut; None chooses. See shared_specs.config.Tiling.
         plain: the MLP as it is, without tiling, for comparison. Excludes `tiling`.
         checkpointing: recompute each layer in backward; only the layers' inputs are kept.
-        dtype: of the products; parameters, norms, the residual stream and the loss are float32.
+        dtype: "float32", "bfloat16" or "float16", of the products; parameters, norms, the residual stream and the loss are float32.
         rngs: initialises the parameters; `weights.load_hf` replaces them.
+    Raises:
+        SpecError: tiling options with plain=True, or another dtype.
     Memory: all layers are one loop over stacked parameters (`layers`, leading dim num_hidden_layers), compiled once.
         With checkpointing backward keeps 4 * batch * tokens * hidden_size bytes a layer.
     Source: Touvron et al. 2023, LLaMA; names and numerics of the Hugging Face implementation.
@@ -43,9 +47,13 @@ class Llama(nnx.Module):
         tiling: Tiling | None = None,
         plain: bool = False,
         checkpointing: bool = False,
-        dtype: Any = jnp.float32,
+        dtype: str = "float32",
         rngs: nnx.Rngs,
     ):
+        if plain and tiling is not None:
+            fail("Llama", "tiling", "None with plain=True", tiling, advice="The plain MLP is not tiled.")
+        if dtype not in DTYPES:
+            fail("Llama", "dtype", f"one of {', '.join(DTYPES)}", dtype)
         self.config, self.checkpointing, self.dtype = config, checkpointing, jnp.dtype(dtype)
         self.embed = nnx.Embed(config.vocab_size, config.hidden_size, rngs=rngs)
 
@@ -55,10 +63,9 @@ class Llama(nnx.Module):
             return DecoderLayer(config, mlp=_mlp(config, tiling, plain, self.dtype, rngs), dtype=self.dtype, rngs=rngs)
 
         self.layers = stacked_layers(rngs)
-        self.norm = nnx.RMSNorm(config.hidden_size, epsilon=config.rms_norm_eps, dtype=self.dtype, rngs=rngs)
-        self.head = None
-        if not config.tie_word_embeddings:
-            self.head = _linear(config.hidden_size, config.vocab_size, False, self.dtype, rngs)
+        self.norm = nnx.RMSNorm(config.hidden_size, epsilon=config.rms_norm_eps, rngs=rngs)
+        tied = config.tie_word_embeddings
+        self.head = None if tied else _linear(config.hidden_size, config.vocab_size, False, self.dtype, rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """[batch, tokens] int32 -> logits [batch, tokens, vocab_size] of the compute dtype."""
@@ -75,7 +82,7 @@ class Llama(nnx.Module):
         # One dim of rows: with a batch dim of its own XLA transposes (copies) both operands of every weight gradient.
         x = self.embed(tokens.reshape(-1))
         x, _ = lax.scan(jax.checkpoint(layer) if self.checkpointing else layer, x, parameters)
-        return self.norm(x)
+        return self.norm(x).astype(self.dtype)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """[rows, hidden_size] -> [rows, vocab_size], in the compute dtype."""
@@ -88,15 +95,16 @@ class DecoderLayer(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)); x: [batch * tokens, hidden_size] float32."""
 
     def __init__(self, config: LlamaConfig, *, mlp: nnx.Module, dtype: jnp.dtype, rngs: nnx.Rngs):
-        norm = partial(nnx.RMSNorm, config.hidden_size, epsilon=config.rms_norm_eps, dtype=dtype, rngs=rngs)
+        norm = partial(nnx.RMSNorm, config.hidden_size, epsilon=config.rms_norm_eps, rngs=rngs)
         self.attention_norm = norm()
         self.attention = Attention(config, dtype=dtype, rngs=rngs)
         self.mlp_norm = norm()
         self.mlp = mlp
 
     def __call__(self, x: jax.Array, angles: Angles) -> jax.Array:
-        x = x + self.attention(self.attention_norm(x), angles).astype(x.dtype)
-        return x + self.mlp(self.mlp_norm(x)).astype(x.dtype)
+        # Without the checkpoints each norm would keep four arrays like x for backward; this way x is the only one.
+        x = x + self.attention(jax.checkpoint(self.attention_norm)(x), angles).astype(x.dtype)
+        return x + self.mlp(jax.checkpoint(self.mlp_norm)(x)).astype(x.dtype)
 
 
 class Attention(nnx.Module):
@@ -118,7 +126,13 @@ class Attention(nnx.Module):
             a.reshape(-1, tokens, a.shape[-1] // self.head_dim, self.head_dim)
             for a in (self.q(x), self.k(x), self.v(x))
         )
-        y = causal_attention(rotate(q, *angles), rotate(k, *angles), v)
+
+        # Keeps q, k and v alone: not their turned copies, nor the keys of each run of query blocks.
+        @jax.checkpoint
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            return causal_attention(rotate(q, *angles), rotate(k, *angles), v)
+
+        y = attend(q, k, v)
         return self.o(y.reshape(x.shape[0], -1))
 
 

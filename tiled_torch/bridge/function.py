@@ -26,7 +26,8 @@ def jax_function(fn: Callable[..., Any]) -> Callable[..., Any]:
     Numerics: bit-equal to `jax.jit` of fn, or of its `jax.vjp` where a gradient is needed. The x64 setting and the
         matmul precision of the forward call hold in its backward. Complex gradients follow PyTorch's convention.
     Memory: what JAX needs for backward, as saved tensors, so that checkpointing and saved-tensor hooks see it; an input
-        among it is kept itself, uncopied, and changing it in place before backward raises as PyTorch does.
+        among it is kept itself, uncopied, and changing it in place before backward raises as PyTorch does. What fn
+        reshapes first is kept as a copy: `tiled_mlp` keeps an x of [T, H] itself, one of [B, S, H] as a copy.
     Raises:
         TypeError, SpecError, UnsupportedError: as `to_jax` and `to_torch`; devices differ; a backward with
         create_graph=True. Errors of fn come through unchanged.
@@ -153,7 +154,6 @@ class _Node(torch.autograd.Function):
     def forward(ctx: Any, call: _Call, outputs: tuple[Tensor, ...], saved: list[Tensor], *inputs: Tensor) -> Any:
         recipe = call.recipe.func
         ctx.call = call
-        ctx.mark_non_differentiable(*(y for y, d in zip(outputs, recipe.differentiable, strict=True) if not d))
         # The inputs among the residuals, so that changes in place are noticed; then what only JAX knows.
         ctx.save_for_backward(*(inputs[i] for i in recipe.used), *saved)
         return outputs

@@ -50,7 +50,7 @@ def in_place(captures: Sequence[Capture], targets: Sequence[Tensor]) -> Iterator
     try:
         for capture, target in zip(captures, targets, strict=True):
             for module, name in capture.homes:
-                table = module._parameters if name in module._parameters else vars(module)
+                table: dict[str, Any] = module._parameters if name in module._parameters else vars(module)  # type: ignore[assignment]
                 before.append((table, name, table[name]))
                 table[name] = target
         yield
@@ -164,7 +164,7 @@ def captures_of(
     A parameter that the probe did not reach may be reached by a later shard (an expert that no probed token chose).
     """
     parameters = [p for p in module.parameters() if p.requires_grad] if module is not None else []
-    refuse_foreign(parameters)
+    _refuse_foreign((*parameters, *leaves))
     # An engine may put a tensor with a history in a parameter's place; it is told from a leaf by its edge.
     edges = dict.fromkeys([*edges, *((p.grad_fn, p.output_nr) for p in parameters if p.grad_fn is not None)])
     arguments = {id(tensor) for tensor in own}
@@ -173,7 +173,7 @@ def captures_of(
     return [*(Capture(leaf, leaf._version) for leaf in found.values()), *(Capture(getattr(*h[0]), 0, h) for h in homes)]
 
 
-def refuse_foreign(parameters: Iterable[Tensor]) -> None:
+def _refuse_foreign(parameters: Iterable[Tensor]) -> None:
     """Parameters whose data another engine fetches layer by layer cannot be used shard by shard."""
     for parameter in parameters:
         if hasattr(parameter, "ds_id"):

@@ -15,7 +15,7 @@ from torch.autograd.function import FunctionCtx
 
 from shared_specs import checks, costs
 from shared_specs.config import TORCH, Activation, Tiling
-from shared_specs.errors import UnsupportedError
+from shared_specs.errors import UnsupportedError, fail_type
 from shared_specs.shards import ShardPlan
 from tiled_torch import backends
 from tiled_torch.functional import ops
@@ -68,24 +68,25 @@ def tiled_mlp(
         >>> tiled_mlp(x, torch.randn(12, 8), w_up, w_down, num_shards=4).shape
         torch.Size([2, 5, 8])
     """
+    weights = {} if w_gate is None else {"w_gate": w_gate}
+    weights |= {"w_up": w_up, "w_down": w_down}
+    biases = _check_kinds(x, weights, biases)
     tiling = checks.resolve_tiling("tiled_mlp", num_shards, keep, tiling, x=tuple(x.shape))
     checks.check_backend("tiled_mlp", backend, TORCH, backends.usable_backends())
-    biases = dict(biases or {})
     cast = autocast_dtype(x)
     dtype = after_autocast(x, cast)
-    operands = {name: w for name, w in (("w_gate", w_gate), ("w_up", w_up), ("w_down", w_down)) if w is not None}
     checks.check_mlp(
         "tiled_mlp",
         x=_operand(x, cast),
-        weights={name: _operand(w, cast) for name, w in operands.items()},
+        weights={name: _operand(w, cast) for name, w in weights.items()},
         biases={name: _operand(bias, cast) for name, bias in biases.items()},
         activation=activation,
         names=TORCH,
     )
-    weights = Weights(w_gate, w_up, w_down, biases.get("gate"), biases.get("up"), biases.get("down"))
-    plan = plan_for(x, weights, dtype, activation, tiling)
+    operands = Weights(w_gate, w_up, w_down, biases.get("gate"), biases.get("up"), biases.get("down"))
+    plan = plan_for(x, operands, dtype, activation, tiling)
     backends.record_run("tiled_mlp", "eager")
-    return _run(x, weights, dtype, activation, plan, plan.kept_start(tiling.keep))
+    return _run(x, operands, dtype, activation, plan, plan.kept_start(tiling.keep))
 
 
 def plan_for(x: Tensor, weights: Weights, dtype: torch.dtype, activation: str, tiling: Tiling) -> ShardPlan:
@@ -108,6 +109,18 @@ def plan_for(x: Tensor, weights: Weights, dtype: torch.dtype, activation: str, t
         memory_budget=tiling.memory_budget,
         device="cpu" if x.device.type == "cpu" else "gpu",
     )
+
+
+def _check_kinds(x: Any, weights: Mapping[str, Any], biases: Any) -> dict[str, Tensor]:
+    """The biases as a dict, once everything that must be a tensor is one."""
+    if biases is not None and not isinstance(biases, Mapping):
+        fail_type("tiled_mlp", "biases", "a mapping or None", type(biases).__name__)
+    biases = dict(biases or {})
+    named = {"x": x, **weights, **{f"biases[{name!r}]": bias for name, bias in biases.items()}}
+    for name, tensor in named.items():
+        if not isinstance(tensor, Tensor):
+            fail_type("tiled_mlp", name, "an array", type(tensor).__name__)
+    return biases
 
 
 def _operand(tensor: Tensor, cast: torch.dtype | None) -> checks.Operand:

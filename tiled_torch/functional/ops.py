@@ -99,4 +99,8 @@ def backward(
 @backward.register_fake
 def _(dy, x, w_gate, w_up, w_down, b_gate, b_up, b_down, kept_gate, kept_up, activation, shard_tokens, needs):  # type: ignore[no-untyped-def]
     operands = (x, w_gate, w_up, w_down, b_gate, b_up, b_down)
-    return [torch.empty_like(a, memory_format=torch.contiguous_format) for a, need in zip(operands, needs) if need]
+    return [
+        torch.empty_like(a, memory_format=torch.contiguous_format)
+        for a, need in zip(operands, needs, strict=True)
+        if need
+    ]

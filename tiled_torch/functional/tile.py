@@ -111,6 +111,7 @@ class Tiled:
         else:
             results = call.forward(flat)
         call.units.close(anchors)
+        assert call.spec is not None
         return pytree.tree_unflatten(results, call.spec)
 
 

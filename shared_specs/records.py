@@ -1,0 +1,97 @@
+"""A record: one measured run with all that is needed to believe or repeat it, as one JSON file."""
+
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+FORMAT = 1
+
+
+def hardware() -> dict[str, Any]:
+    """CPU model, cores this process may use, and memory in bytes."""
+    model = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        names = [
+            line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")
+        ]
+        model = names[0] if names else model
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else None
+    return {"cpu": model, "cores": cores, "memory_bytes": memory}
+
+
+def versions(packages: Iterable[str]) -> dict[str, str]:
+    """Installed versions; packages that are missing are left out."""
+    found = {"python": platform.python_version()}
+    for package in packages:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def commit() -> str:
+    """The commit of the source, with `+changes` where the tree differs from it; "unknown" outside a checkout."""
+    folder = Path(__file__).parent
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(
+            ["git", *arguments], cwd=folder, capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--untracked-files=no")
+        return git("rev-parse", "HEAD") + ("+changes" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def make_record(
+    kind: str, half: str, packages: Iterable[str], results: list[dict[str, Any]], **facts: Any
+) -> dict[str, Any]:
+    """The record of one run.
+
+    Args:
+        kind: what was measured, such as "mlp". half: the package that measured it.
+        packages: whose versions matter. results: one dict a measured line; times in seconds, memory in bytes.
+        facts: whatever else a reader has to know, such as which kernels of a peer were replaced.
+    """
+    return {
+        "format": FORMAT,
+        "kind": kind,
+        "half": half,
+        "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "command": " ".join(["python", "-m", half, *sys.argv[1:]]),
+        "commit": commit(),
+        "hardware": hardware(),
+        "versions": versions(packages),
+        **facts,
+        "results": results,
+    }
+
+
+def write_record(folder: str | Path, record: dict[str, Any]) -> Path:
+    """Writes `<kind>_<half>_<date>.json` and returns its path; an existing file is never replaced."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    stamp = record["date"].replace(":", "").replace("-", "")
+    path = folder / f"{record['kind']}_{record['half']}_{stamp}.json"
+    with path.open("x", encoding="utf-8") as file:
+        json.dump(record, file, indent=1)
+        file.write("\n")
+    return path
+
+
+def read_records(folder: str | Path) -> list[dict[str, Any]]:
+    """Every record of a folder, oldest first."""
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(Path(folder).glob("*.json"))]
+    return sorted(found, key=lambda record: record["date"])

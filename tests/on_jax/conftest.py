@@ -1,0 +1,35 @@
+"""Comparisons that every test of the JAX half may use."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from shared_specs.tolerances import FLOOR
+from tests.asserting import assert_within
+
+
+@pytest.fixture
+def x64() -> Iterator[None]:
+    """float64 arrays, so that a comparison sees mistakes and not roundings."""
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.fixture
+def same(x64: None) -> Any:
+    """Asserts that two pytrees of float64 arrays are equal but for rounding."""
+
+    def compare(actual: Any, expected: Any) -> None:
+        actual_leaves, actual_tree = jax.tree.flatten(actual)
+        expected_leaves, expected_tree = jax.tree.flatten(expected)
+        assert actual_tree == expected_tree
+        assert expected_leaves
+        for index, pair in enumerate(zip(actual_leaves, expected_leaves, strict=True)):
+            a, b = (np.asarray(jax.device_get(leaf)) for leaf in pair)
+            assert a.dtype == b.dtype == np.float64
+            assert_within(a, b, FLOOR["float64"], f"leaf {index}")
+
+    return compare

@@ -1,0 +1,50 @@
+"""Meters for exact tests: FLOP of matrix products, compiled temporary bytes, bytes kept between forward and backward."""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from jax.extend import core
+
+
+def flop(fn: Callable[..., Any], *arguments: Any) -> int:
+    """FLOP of the products of fn's jaxpr, a loop's body as often as it runs. Nothing is compiled or executed."""
+    return _flop(jax.jit(fn).trace(*arguments).jaxpr.jaxpr)
+
+
+def _flop(jaxpr: Any) -> int:
+    return sum(_flop_of(equation) for equation in jaxpr.eqns)
+
+
+def _flop_of(equation: Any) -> int:
+    name, params = equation.primitive.name, equation.params
+    if name == "dot_general":
+        shape, summed = equation.invars[0].aval.shape, params["dimension_numbers"][0][0]
+        return 2 * math.prod(shape[dim] for dim in summed) * equation.outvars[0].aval.size
+    if name in ("while", "cond"):
+        raise ValueError(f"{name}: how often it runs cannot be read from the program")
+    inner = sum(_flop(jaxpr) for value in params.values() for jaxpr in _jaxprs(value))
+    return inner * (params["length"] if name == "scan" else 1)
+
+
+def _jaxprs(value: Any) -> Iterator[Any]:
+    if isinstance(value, core.ClosedJaxpr):
+        yield value.jaxpr
+    elif isinstance(value, core.Jaxpr):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _jaxprs(item)
+
+
+def temp_bytes(fn: Callable[..., Any], *arguments: Any) -> int:
+    """Bytes the compiled program uses above its arguments and results."""
+    return jax.jit(fn).lower(*arguments).compile().memory_analysis().temp_size_in_bytes
+
+
+def kept_bytes(fn: Callable[..., Any], *arguments: Any) -> int:
+    """Bytes that backward is handed, the arguments themselves left out."""
+    _, pull = jax.vjp(fn, *arguments)
+    given = {id(leaf) for leaf in jax.tree.leaves(arguments)}
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(pull) if id(leaf) not in given)

@@ -1,0 +1,139 @@
+"""The demo's report, from made-up runs: what it compares, shows and refuses."""
+
+import io
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from shared_specs.app import demo
+from shared_specs.app.demo_report import Result, Run, largest_difference, picture, record, table, verdict
+from shared_specs.app.log import RunLog
+from shared_specs.app.memory import machine_bytes
+from shared_specs.app.predict import plain_step
+from shared_specs.tolerances import DEMO_LOSS_RTOL
+from tests.tiny_model import tiny_config
+
+GIB = 2**30
+
+
+def result(label, losses, tokens=64, long=False):
+    steps = [
+        {"step": i + 1, "loss": loss, "seconds": 2.0, "tokens_per_second": tokens / 2, "peak_bytes": (i + 1) * GIB}
+        for i, loss in enumerate(losses)
+    ]
+    start = {"config": tiny_config(), "options": {"tokens": tokens, "batch": 1}, "versions": {"numpy": "1"}}
+    return Result(run=Run(label=label, package="p", flags=("--x",), long=long), start=start, steps=steps)
+
+
+def shown(printable):
+    console = Console(file=io.StringIO(), width=160)
+    console.print(printable)
+    return console.file.getvalue()
+
+
+def test_difference_is_the_largest_of_any_step():
+    runs = [result("a", [2.0, 1.0]), result("b", [2.0, 1.01]), result("c", [2.1, 1.0])]
+    assert largest_difference(runs) == pytest.approx(0.05)
+    assert largest_difference(runs[:2]) == pytest.approx(0.01)
+
+
+@pytest.mark.parametrize(("factor", "code"), [(0.5, 0), (2.0, 1)])
+def test_verdict(factor, code):
+    console = Console(file=io.StringIO(), width=160)
+    runs = [result("a", [2.0, 3.0]), result("b", [2.0, 3.0 * (1 + factor * DEMO_LOSS_RTOL)])]
+    assert verdict([*runs, result("long", [7.0], long=True)], console) == code
+    assert ("MORE THAN" in console.file.getvalue()) is (code == 1)
+    assert "2 runs" in console.file.getvalue()
+
+
+def test_table_has_every_run_and_the_prediction():
+    runs = [result("torch, plain", [2.5, 2.25]), result("torch, long", [1.75], tokens=10**7, long=True)]
+    text = shown(table(runs))
+    for words in ("torch, plain", "2.500000", "2.250000", "1.750000", "2.0 GiB", "plain, predicted"):
+        assert words in text
+    assert f"> {plain_step(tiny_config(), 10**7).peak / GIB:.1f} GiB" in text
+    assert "predicted" not in shown(table(runs[:1]))
+
+
+def test_picture_and_record(tmp_path):
+    runs = [result("torch, plain", [2.5, 2.25]), result("torch, long", [1.75], long=True)]
+    for name, some in (("both", runs), ("long", runs[1:])):
+        picture(some, tmp_path / name)
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+    written = json.loads(json.dumps(record(runs, 12.0)))
+    assert written["machine"]["memory_bytes"] == machine_bytes()
+    assert [run["steps"] for run in written["runs"]] == [run.steps for run in runs]
+    assert written["runs"][1]["plain_peak_bytes_predicted"] == plain_step(tiny_config(), 64).peak
+
+
+@pytest.fixture
+def processes(monkeypatch, tmp_path):
+    """The demo with processes that only write a log; yields the command lines and the losses to write."""
+    lines, losses = [], {}
+
+    def run(words, env):
+        lines.append(words)
+        options = dict(itertools.pairwise(words))
+        out = Path(options["--out"])
+        out.mkdir(parents=True)
+        for saved in ("checkpoints", "model"):
+            (out / saved).mkdir()
+        log = RunLog(out)
+        count = int(options["--steps"])
+        tokens = int(options["--tokens"])
+        start = {"config": tiny_config(), "options": {"tokens": tokens, "batch": 1}, "versions": {}}
+        log.write("start", **start)
+        for step, loss in enumerate(losses.get(options["-m"], [3.0, 2.0, 1.0])[:count]):
+            numbers = {"seconds": 1.0, "tokens_per_second": 1.0, "peak_bytes": GIB}
+            log.write("step", step=step + 1, loss=loss, **numbers)
+        log.close()
+        return type("Done", (), {"returncode": losses.get("exit code", 0)})
+
+    monkeypatch.setattr(demo.subprocess, "run", run)
+    monkeypatch.setattr(demo.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    return lines, losses
+
+
+def test_demo_runs_four_and_then_the_long_one(processes, tmp_path, capsys):
+    assert demo.main([]) == 0
+    ran = [(words[2], "--plain" in words, "--rope-scale" in words) for words in processes[0]]
+    assert ran == [
+        ("tiled_torch", True, False),
+        ("tiled_torch", False, False),
+        ("tiled_jax", True, False),
+        ("tiled_jax", False, False),
+        ("tiled_torch", False, True),
+    ]
+    assert sorted(path.name for path in (tmp_path / "out" / "demo").iterdir()) == ["demo.json", "demo.png"]
+    assert "within the tolerance" in capsys.readouterr().out
+
+
+def test_demo_long_runs_both_halves(processes, tmp_path):
+    assert demo.main(["--long"]) == 0
+    assert [(words[2], "--rope-scale" in words) for words in processes[0]] == [
+        ("tiled_torch", True),
+        ("tiled_jax", True),
+    ]
+    assert sorted(path.name for path in (tmp_path / "out" / "demo").iterdir()) == ["demo-long.json", "demo-long.png"]
+
+
+def test_demo_fails_when_losses_differ(processes, capsys):
+    processes[1]["tiled_jax"] = [3.0, 2.0, 1.01]
+    assert demo.main([]) == 1
+    assert "MORE THAN the tolerance" in capsys.readouterr().out
+
+
+def test_demo_fails_with_a_run(processes, capsys, tmp_path):
+    processes[1]["exit code"] = 9
+    assert demo.main([]) == 1
+    assert "exit code 9" in capsys.readouterr().out
+    assert not (tmp_path / "out").exists()
+
+
+def test_demo_knows_one_option(capsys):
+    assert demo.main(["--short"]) == 2
+    assert "--long" in capsys.readouterr().err

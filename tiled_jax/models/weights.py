@@ -1,0 +1,96 @@
+"""Hugging Face names and layouts to the decoder's parameters and back, one table for both directions.
+
+Layers are stacked (leading dim num_hidden_layers) and kernels are [in, out] here, one array a layer and [out, in] there.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from shared_specs.errors import SpecError, error_text, show_shape
+
+Path = tuple[Any, ...]
+
+_OUTER: dict[str, Path] = {
+    "model.embed_tokens.weight": ("embed", "embedding"),
+    "model.norm.weight": ("norm", "scale"),
+    "lm_head.weight": ("head", "kernel"),
+}
+_IN_LAYER: dict[str, Path] = {
+    "input_layernorm.weight": ("attention_norm", "scale"),
+    "post_attention_layernorm.weight": ("mlp_norm", "scale"),
+    **{
+        f"self_attn.{name}_proj.{theirs}": ("attention", name, ours)
+        for name in "qkvo"
+        for theirs, ours in (("weight", "kernel"), ("bias", "bias"))
+    },
+    **{
+        f"mlp.{name}_proj.{theirs}": ("mlp", f"{ours}_{name}")
+        for name in ("gate", "up", "down")
+        for theirs, ours in (("weight", "w"), ("bias", "b"))
+    },
+}
+_HF_OUTER = {path: name for name, path in _OUTER.items()}
+_HF_IN_LAYER = {("layers", *path): name for name, path in _IN_LAYER.items()}
+_TRANSPOSED = ("kernel", "w_gate", "w_up", "w_down")
+
+
+def from_hf(parameters: nnx.State, tensors: Mapping[str, np.ndarray], device: jax.Device | None = None) -> nnx.State:
+    """The parameters with the values of `tensors`, copied, in the dtype of each parameter.
+
+    Args:
+        parameters: what `nnx.split(model)` or, without memory, `nnx.split(nnx.eval_shape(...))` gives.
+        tensors: arrays by Hugging Face name, [out, in]. Every parameter has to be there and nothing else.
+        device: where the copies go; None is JAX's default.
+    Raises:
+        SpecError: a tensor is missing, unknown or of another shape.
+    Example:
+        graph, parameters = nnx.split(nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0))))
+        model = nnx.merge(graph, from_hf(parameters, tensors))
+    """
+    unused = set(tensors)
+
+    def take(name: str, shape: tuple[int, ...], path: Path) -> np.ndarray:
+        if name not in tensors:
+            raise SpecError(error_text("from_hf", "tensors", f"complete for this model, with {name}", "none of it"))
+        unused.discard(name)
+        array = tensors[name].T if path[-1] in _TRANSPOSED else tensors[name]
+        if array.shape != shape:
+            wanted = show_shape(shape[::-1] if path[-1] in _TRANSPOSED else shape)
+            raise SpecError(error_text("from_hf", name, wanted, show_shape(tensors[name].shape)))
+        return array
+
+    def value(path: Path, like: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
+        if path in _HF_OUTER:
+            host = take(_HF_OUTER[path], like.shape, path)
+        else:
+            names = [f"model.layers.{layer}.{_HF_IN_LAYER[path]}" for layer in range(like.shape[0])]
+            host = np.stack([take(name, like.shape[1:], path) for name in names])
+        return jnp.array(host, dtype=like.dtype, device=device)
+
+    filled = [(path, leaf.replace(value(path, leaf.get_value()))) for path, leaf in nnx.to_flat_state(parameters)]
+    if unused:
+        raise SpecError(error_text("from_hf", "tensors", "free of names this model has no parameter for", min(unused)))
+    return nnx.from_flat_state(filled)
+
+
+def to_hf(parameters: nnx.State) -> dict[str, np.ndarray]:
+    """Arrays on the host by Hugging Face name, [out, in]: copies, or transposed views of copies.
+
+    Args:
+        parameters: of a model, or anything with the same paths, such as its gradients or an optimizer's moments.
+    """
+    tensors = {}
+    for path, leaf in nnx.to_flat_state(parameters):
+        host = np.array(leaf.get_value())
+        flip = np.matrix_transpose if path[-1] in _TRANSPOSED else np.asarray
+        if path in _HF_OUTER:
+            tensors[_HF_OUTER[path]] = flip(host)
+        else:
+            name = _HF_IN_LAYER[path]
+            tensors |= {f"model.layers.{layer}.{name}": flip(array) for layer, array in enumerate(host)}
+    return tensors

@@ -1,0 +1,85 @@
+"""The PyTorch half of `bench`: forward and backward of one MLP, every variant interleaved in this process."""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shared_specs import costs
+from shared_specs.app.bench import chosen_workloads, interleave, require_parity, show, summarise
+from shared_specs.cli import BenchOptions
+from shared_specs.records import make_record, write_record
+from shared_specs.rounding import relative_error
+from shared_specs.tolerances import BENCH_GRADIENTS
+from shared_specs.workloads import MLPWorkload
+from tiled_torch.commands.peers import PlainMLP, own_variants, peer_variants
+
+PACKAGES = ("torch", "liger-kernel", "deepspeed", "numpy")
+PEER_NOTE = (
+    "liger and deepspeed run their own sharding functions on the plain PyTorch MLP, with the same weights and shard "
+    "count; their fused elementwise kernels need a GPU and are not used"
+)
+
+
+def bench(options: BenchOptions) -> int:
+    """Parity first; then one table and one record."""
+    parity = require_parity("torch")
+    print(f"parity: {parity}", flush=True)
+    results: list[dict[str, Any]] = []
+    for workload in chosen_workloads(options.workload):
+        results += measure(workload, options.repeats)
+    facts = {"parity": parity, "peers": PEER_NOTE, "threads": torch.get_num_threads()}
+    path = write_record(options.out, make_record("mlp", "tiled_torch", PACKAGES, results, **facts))
+    print(f"record: {path}")
+    return 0
+
+
+def measure(workload: MLPWorkload, repeats: int) -> list[dict[str, Any]]:
+    """One result a variant, after checking that every variant computes the same gradients."""
+    torch.manual_seed(0)
+    dtype = getattr(torch, workload.dtype)
+    mlp = PlainMLP(workload.hidden, workload.intermediate, dtype)
+    x = torch.randn(1, workload.tokens, workload.hidden, dtype=dtype, requires_grad=True)
+    dy = torch.randn_like(x)
+    shape = costs.MLPShape(tokens=workload.tokens, hidden=workload.hidden, intermediate=workload.intermediate)
+    plan = costs.plan_mlp("bench", shape)
+    peers, missing = peer_variants(mlp, len(plan))
+    for name, reason in missing.items():
+        print(f"{name}: left out: {reason}", file=sys.stderr)
+    runs = {name: _step(forward, mlp, x, dy) for name, forward in (own_variants(mlp) | peers).items()}
+    check_gradients(runs, mlp, x)
+    summary = summarise(interleave(runs, repeats), "plain")
+    title = (
+        f"{workload.name}: T, H, I = {workload.tokens}, {workload.hidden}, {workload.intermediate}, {workload.dtype}"
+    )
+    show(f"{title}, {len(plan)} shards", summary, "plain")
+    shared = {"workload": workload.name, "shards": len(plan), "repeats": repeats}
+    return [{"variant": name, **shared, **row} for name, row in summary.items()]
+
+
+def _step(forward: Callable[[Tensor], Tensor], mlp: PlainMLP, x: Tensor, dy: Tensor) -> Callable[[], None]:
+    def run() -> None:
+        x.grad = None
+        mlp.zero_grad(set_to_none=True)
+        forward(x).backward(dy)
+
+    return run
+
+
+def check_gradients(runs: dict[str, Callable[[], None]], mlp: PlainMLP, x: Tensor) -> None:
+    """Every variant must compute the plain gradients: a benchmark of something else is worth nothing."""
+    expected: dict[str, Tensor] = {}
+    for name, run in runs.items():
+        run()
+        found = {"x": x.grad, **{n: p.grad for n, p in mlp.named_parameters()}}
+        if not expected:
+            expected = {n: grad.clone() for n, grad in found.items() if grad is not None}
+        for n, grad in expected.items():
+            theirs = found[n]
+            same = (
+                theirs is not None and relative_error(theirs.double().numpy(), grad.double().numpy()) <= BENCH_GRADIENTS
+            )
+            if not same:
+                raise RuntimeError(f"bench: {name} does not compute the plain gradient of {n}")

@@ -1,0 +1,81 @@
+"""The MLP variants that `bench` times against each other: plain, checkpointed, ours, and the peers' own functions.
+
+Peers run on the same weights in the same process. Their shard function is the plain PyTorch MLP, because their fused
+elementwise kernels need a GPU; what is compared is how they shard, recompute and accumulate.
+"""
+
+import importlib
+import importlib.util
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tiled_torch import tiled_mlp
+
+
+class PlainMLP(nn.Module):
+    """down(silu(gate(x)) * up(x)), with the attribute names the peers expect."""
+
+    def __init__(self, hidden: int, intermediate: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden, intermediate, bias=False, dtype=dtype)
+        self.up_proj = nn.Linear(hidden, intermediate, bias=False, dtype=dtype)
+        self.down_proj = nn.Linear(intermediate, hidden, bias=False, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+    @property
+    def weights(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight
+
+
+def own_variants(mlp: PlainMLP) -> dict[str, Callable[[Tensor], Any]]:
+    """Name -> forward of one variant."""
+    return {
+        "plain": mlp,
+        "checkpoint": lambda x: checkpoint(mlp, x, use_reentrant=False),
+        "checkpoint-reentrant": lambda x: checkpoint(mlp, x, use_reentrant=True),
+        "tiled": lambda x: tiled_mlp(x, *mlp.weights),
+        "tiled-keep-0.5": lambda x: tiled_mlp(x, *mlp.weights, keep=0.5),
+        "tiled-keep-1": lambda x: tiled_mlp(x, *mlp.weights, keep=1.0),
+    }
+
+
+def peer_variants(mlp: PlainMLP, num_shards: int) -> tuple[dict[str, Callable[[Tensor], Any]], dict[str, str]]:
+    """(name -> forward of each installed peer, at the same number of shards; name -> why a peer is left out)."""
+    variants: dict[str, Callable[[Tensor], Any]] = {}
+    missing: dict[str, str] = {}
+    for name, make in (("liger", _liger), ("deepspeed", _deepspeed)):
+        try:
+            variants[name] = make(mlp, num_shards)
+        except ImportError as error:
+            missing[name] = f"{error}. `make bench-env` installs it."
+    return variants, missing
+
+
+def _liger(mlp: PlainMLP, num_shards: int) -> Callable[[Tensor], Any]:
+    apply = importlib.import_module("liger_kernel.ops.tiled_mlp").apply_tiled_mlp
+    parameters = list(mlp.parameters())
+
+    def forward(x: Tensor) -> Any:
+        return apply(PlainMLP.forward, mlp, x, num_shards=num_shards, compute_params=parameters)
+
+    return forward
+
+
+def _deepspeed(mlp: PlainMLP, num_shards: int) -> Callable[[Tensor], Any]:
+    os.environ.setdefault("DS_ACCELERATOR", "cpu" if not torch.cuda.is_available() else "cuda")
+    function = importlib.import_module("deepspeed.runtime.sequence_parallel.ulysses_sp").TiledMLP
+    parameters = list(mlp.parameters())
+
+    def forward(x: Tensor) -> Any:
+        # Its shape is [batch, sequence, hidden].
+        return function.apply(PlainMLP.forward, mlp, x, num_shards, parameters)
+
+    return forward
