@@ -113,6 +113,13 @@ BAD_CASES: tuple[BadCase, ...] = (
         id="memory_budget-too-small",
         arguments={"tiling": Tiling(memory_budget=100)},
         message="tiled_mlp: memory_budget must be >= 240 bytes, one token at a time, got 100.",
+        halves=("torch",),  # the two halves use different numbers of bytes for the same shard
+    ),
+    BadCase(
+        id="memory_budget-too-small-compiled",
+        arguments={"tiling": Tiling(memory_budget=100)},
+        message="tiled_mlp: memory_budget must be >= 1536 bytes, one token at a time, got 100.",
+        halves=("jax",),
     ),
     BadCase(
         id="keep-above-one",

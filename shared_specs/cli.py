@@ -68,7 +68,7 @@ class FinetuneOptions:
         "auto", help="where to compute; auto is a GPU if the framework sees one"
     )
     out: str = _option("out/finetune", metavar="FOLDER", help="new folder for log, checkpoints, plot and model")
-    save_every: int = _option(50, help="steps between checkpoints; one is always written at the end or on Ctrl-C")
+    save_every: int = _option(5, help="steps between checkpoints; one is always written at the end or on Ctrl-C")
     resume: bool = _option(
         False, help="continue the run in --out from its newest checkpoint; repeat the options the run began with"
     )

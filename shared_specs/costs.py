@@ -113,17 +113,36 @@ def peak_bytes(shape: MLPShape, plan: ShardPlan, *, device: str = "cpu") -> int:
     return buffers + max(temporaries, copies) + accumulator_bytes(shape, plan)
 
 
+def compiled_peak_bytes(shape: MLPShape, plan: ShardPlan, *, device: str = "cpu") -> int:
+    """The most temporary bytes the compiled (XLA) forward and backward use above what `saved_bytes` names.
+
+    XLA writes no product over another: gate, up, dh and h, dgate, dup are six buffers [t, I] (four without a gate),
+    beside the shard's rows of x, dy and dx and float32 sums of the weight gradients, which may not lie in the results.
+    Weights of another dtype than x are cast once. On a CPU 16-bit products are float32 ones between casts, so every
+    buffer and every weight is there in float32 as well. An upper bound: what the compiler reuses differs by version.
+    """
+    t, out = plan.longest, shape.hidden if shape.out is None else shape.out
+    widened = 4 if shape.itemsize < 4 and device == "cpu" else 0
+    rows = (6 if shape.gated else 4) * t * shape.intermediate + t * (2 * shape.hidden + out)
+    casts = shape.weight_elements * shape.itemsize if shape.weight_itemsize != shape.itemsize else 0
+    sums = shape.weight_elements * max(4, shape.itemsize)
+    return rows * (shape.itemsize + widened) + sums + casts + shape.weight_elements * widened
+
+
 def plain_peak_bytes(shape: MLPShape) -> int:
     """Peak bytes of the untiled backward above inputs, outputs and gradients: what was saved and gradients of it."""
     return plain_saved_bytes(shape) + (3 if shape.gated else 2) * shape.tokens * shape.intermediate * shape.itemsize
 
 
-def shard_tokens_within(function: str, budget: int, shape: MLPShape, *, device: str = "cpu") -> int:
+def shard_tokens_within(
+    function: str, budget: int, shape: MLPShape, *, device: str = "cpu", compiled: bool = False
+) -> int:
     """The longest shard, in tokens, whose peak fits `budget` bytes; SpecError with the least budget where none does."""
     low, high = 1, max(1, shape.tokens)
+    peak = compiled_peak_bytes if compiled else peak_bytes
 
     def needed(shard_tokens: int) -> int:
-        return peak_bytes(shape, ShardPlan(shape.tokens, shard_tokens), device=device)
+        return peak(shape, ShardPlan(shape.tokens, shard_tokens), device=device)
 
     if needed(high) <= budget:
         return high
@@ -143,11 +162,16 @@ def plan_mlp(
     shard_tokens: int | None = None,
     memory_budget: int | None = None,
     device: str = "cpu",
+    compiled: bool = False,
     multiple_of: int = 1,
 ) -> ShardPlan:
-    """The plan of one MLP call. An automatic plan that would cost more memory than no tiling becomes one shard."""
+    """The plan of one MLP call. An automatic plan that would cost more memory than no tiling becomes one shard.
+
+    `compiled` says whose bytes a memory budget is compared with: XLA's (`compiled_peak_bytes`) or those of the eager
+    loop. Without a budget both halves make the same plan.
+    """
     if memory_budget is not None:
-        shard_tokens = shard_tokens_within(function, memory_budget, shape, device=device)
+        shard_tokens = shard_tokens_within(function, memory_budget, shape, device=device, compiled=compiled)
     plan = plan_tokens(
         shape.tokens, num_shards=num_shards, shard_tokens=shard_tokens, device=device, multiple_of=multiple_of
     )

@@ -3,6 +3,7 @@ values, never `.grad`."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import ml_dtypes
@@ -129,8 +130,15 @@ class JaxAdapter:
             yield
 
     def run(self, case: MLPCase, backend: str = "xla") -> Results:
+        return {name: self.to_numpy(array) for name, array in self.arrays(case, backend).items()}
+
+    @staticmethod
+    @cache  # compiling is most of the time, and the comparison of the halves asks for the same arrays
+    def arrays(case: MLPCase, backend: str) -> dict[str, Any]:
+        """y and the gradients as jax arrays."""
         import jax
 
+        self = ADAPTERS["jax"]
         with self.precision(case):
             arrays = {name: self.from_numpy(array) for name, array in make_inputs(case).items()}
             dy = arrays.pop("dy")
@@ -143,13 +151,12 @@ class JaxAdapter:
                 return y, pull(dy)[0]
 
             y, grads = jax.jit(y_and_gradients)(wanted, dy)
-            if case.fused:
-                for kind in ("w", "b"):
-                    if f"{kind}_gate_up" in grads:
-                        both = grads.pop(f"{kind}_gate_up")
-                        half = both.shape[-1] // 2
-                        grads |= {f"{kind}_gate": both[..., :half], f"{kind}_up": both[..., half:]}
-            return {"y": self.to_numpy(y)} | {f"d{name}": self.to_numpy(grad) for name, grad in grads.items()}
+            for kind in ("w", "b"):
+                if f"{kind}_gate_up" in grads:
+                    both = grads.pop(f"{kind}_gate_up")
+                    half = both.shape[-1] // 2
+                    grads |= {f"{kind}_gate": both[..., :half], f"{kind}_up": both[..., half:]}
+            return {"y": y} | {f"d{name}": grad for name, grad in grads.items()}
 
     def callable(
         self, case: MLPCase, backend: str, wanted: dict[str, Any], fixed: dict[str, Any]

@@ -3,7 +3,7 @@
 import sys
 
 from shared_specs.app.command import Command, main
-from shared_specs.cli import FinetuneOptions
+from shared_specs.cli import BenchOptions, FinetuneOptions
 
 
 def _finetune(options: FinetuneOptions) -> int:
@@ -13,12 +13,24 @@ def _finetune(options: FinetuneOptions) -> int:
     return finetune(JaxTrainer(), options)
 
 
+def _bench(options: BenchOptions) -> int:
+    from tiled_jax.commands.bench import bench
+
+    return bench(options)
+
+
 COMMANDS = (
     Command(
         name="finetune",
         help="Fine-tune a causal language model on a text file at a given context length.",
         options=FinetuneOptions,
         run=_finetune,
+    ),
+    Command(
+        name="bench",
+        help="Time one operation against its plain form and against peers, and write a record.",
+        options=BenchOptions,
+        run=_bench,
     ),
 )
 

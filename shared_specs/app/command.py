@@ -46,6 +46,13 @@ def main(package: str, commands: Sequence[Command], arguments: Sequence[str] | N
         return _fail(str(error))
     except typer.TyperException as error:
         return _fail(error.format_message())
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing in ("", "shared_specs", "tiled_torch", "tiled_jax"):
+            raise
+        return _fail(
+            f"{package}: the package {missing} is not installed. Install it with pip install 'tiled-mlp[all]'."
+        )
     return code if isinstance(code, int) else 0
 
 

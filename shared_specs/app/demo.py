@@ -21,7 +21,7 @@ from shared_specs.app.memory import machine_bytes
 from shared_specs.app.progress import show_bytes
 
 OUT = Path("out/demo")
-STEPS, TOKENS = 3, 1024
+STEPS, TOKENS, SHARDS = 3, 1024, 4
 LONG_TOKENS, LONG_SCALE = 12800, 2
 HALVES = {"PyTorch": "tiled_torch", "JAX": "tiled_jax"}
 
@@ -30,23 +30,23 @@ def short_runs() -> list[Run]:
     """Plain and tiled in both halves."""
     flags = ("--tokens", str(TOKENS), "--steps", str(STEPS))
     return [
-        Run(label=f"{half}, {kind}", package=package, flags=(*flags, *extra))
+        Run(label=f"{half} {kind}", package=package, flags=(*flags, *extra))
         for half, package in HALVES.items()
-        for kind, extra in (("plain", ("--plain",)), ("tiled", ()))
+        for kind, extra in (("plain", ("--plain",)), ("tiled", ("--num-shards", str(SHARDS))))
     ]
 
 
 def long_run(half: str) -> Run:
     """One tiled step at the long context."""
     flags = ("--tokens", str(LONG_TOKENS), "--steps", "1", "--rope-scale", str(LONG_SCALE))
-    return Run(label=f"{half}, tiled, long", package=HALVES[half], flags=flags, long=True)
+    return Run(label=f"{half} tiled", package=HALVES[half], flags=flags, long=True)
 
 
 def execute(run: Run, folder: Path, console: Console) -> Result | None:
     """Run one process to its end, its lines shown as they come; None where it failed."""
-    out = folder / run.package / "-".join(run.label.split(", ")[1:])
+    out = folder / run.label.replace(" ", "-") / ("long" if run.long else "short")
     words = ["-m", run.package, "finetune", *run.flags, "--device", "cpu", "--seed", "0", "--out", str(out)]
-    console.rule(run.label, align="left")
+    console.rule(f"{run.label}, {'a long context' if run.long else f'{STEPS} steps'}", align="left")
     code = subprocess.run([sys.executable, *words], env=os.environ | {"PYTHONUNBUFFERED": "1"}).returncode
     if code != 0:
         console.print(f"[bold]{run.label} ended with exit code {code}[/]")
@@ -79,10 +79,12 @@ def main(arguments: list[str]) -> int:
     (OUT / f"{name}.json").write_text(json.dumps(record(results, seconds), indent=2) + "\n")
     console.print(table(results))
     code = verdict(results, console)
-    memory = show_bytes(machine_bytes())
-    console.print(
-        f"This machine has {memory}. {seconds:.0f} s in all; picture and numbers are in {OUT}.", highlight=False
-    )
+    for result in results:
+        if result.run.long:
+            took = f"{result.steps[0]['seconds']:.0f} s"
+            console.print(f"{result.run.label}: one step on {result.tokens} tokens in {took}.", highlight=False)
+    last = f"This machine has {show_bytes(machine_bytes())}. {seconds:.0f} s in all; picture and numbers are in {OUT}."
+    console.print(last, highlight=False, soft_wrap=True)
     return code
 
 

@@ -54,7 +54,7 @@ class RunProgress:
         self._bar.update(self._task, completed=record["step"], numbers=numbers)
         if not self._console.is_terminal:
             left = f"{int(seconds_left // 60)}:{int(seconds_left % 60):02d}"
-            self._console.print(f"step {record['step']}/{self._total}  {numbers}  left {left}", highlight=False)
+            self.say(f"step {record['step']}/{self._total}  {numbers}  left {left}")
 
     def say(self, text: str) -> None:
         """A line above the live one."""

@@ -28,6 +28,21 @@ def _flop_of(equation: Any) -> int:
     return inner * (params["length"] if name == "scan" else 1)
 
 
+def collectives(fn: Callable[..., Any], *arguments: Any) -> dict[bool, int]:
+    """How many sums over a mesh axis the program holds outside (False) and inside (True) of its loops."""
+    found = {False: 0, True: 0}
+
+    def walk(jaxpr: Any, in_loop: bool) -> None:
+        for equation in jaxpr.eqns:
+            found[in_loop] += equation.primitive.name.startswith("psum")
+            for value in equation.params.values():
+                for inner in _jaxprs(value):
+                    walk(inner, in_loop or equation.primitive.name in ("scan", "while"))
+
+    walk(jax.jit(fn).trace(*arguments).jaxpr.jaxpr, False)
+    return found
+
+
 def _jaxprs(value: Any) -> Iterator[Any]:
     if isinstance(value, core.ClosedJaxpr):
         yield value.jaxpr
@@ -40,7 +55,8 @@ def _jaxprs(value: Any) -> Iterator[Any]:
 
 def temp_bytes(fn: Callable[..., Any], *arguments: Any) -> int:
     """Bytes the compiled program uses above its arguments and results."""
-    return jax.jit(fn).lower(*arguments).compile().memory_analysis().temp_size_in_bytes
+    analysis: Any = jax.jit(fn).lower(*arguments).compile().memory_analysis()
+    return analysis.temp_size_in_bytes
 
 
 def kept_bytes(fn: Callable[..., Any], *arguments: Any) -> int:

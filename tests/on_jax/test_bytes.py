@@ -73,10 +73,8 @@ def allowed(shard_tokens: int, intermediate: int = I) -> int:
     return (5 * shard_tokens * intermediate + 3 * H * intermediate) * FLOAT32
 
 
-@cache
-def temp(tokens: int, shard_tokens: int, keep: float = 0.0, layers: int = 1) -> int:
-    """Temporary bytes of y and every gradient of a stack, without the gate and up that `keep` pays for."""
-    layer = partial(tiled_mlp, tiling=Tiling(shard_tokens=shard_tokens, keep=keep))
+def with_gradients(layer: Any, layers: int = 1) -> Any:
+    """dy, x and weights -> y and every gradient of the layers, each added to its input if there are several."""
 
     def stack(x: jax.Array, *weights: jax.Array) -> jax.Array:
         for first in range(0, len(weights), 3):
@@ -88,9 +86,17 @@ def temp(tokens: int, shard_tokens: int, keep: float = 0.0, layers: int = 1) -> 
         y, pull = jax.vjp(stack, *arguments)
         return y, pull(dy)
 
+    return run
+
+
+@cache
+def temp(tokens: int, shard_tokens: int, keep: float = 0.0, layers: int = 1) -> int:
+    """Temporary bytes of y and every gradient of a stack, without the gate and up that `keep` pays for."""
+    layer = partial(tiled_mlp, tiling=Tiling(shard_tokens=shard_tokens, keep=keep))
     x, *weights = shapes(tokens, H, I)
     shape, plan = costs.MLPShape(tokens=tokens, hidden=H, intermediate=I), ShardPlan(tokens, shard_tokens)
-    return temp_bytes(run, x, x, *weights * layers) - layers * costs.saved_bytes(shape, plan, keep=keep)
+    used = temp_bytes(with_gradients(layer, layers), x, x, *weights * layers)
+    return used - layers * costs.saved_bytes(shape, plan, keep=keep)
 
 
 @pytest.mark.parametrize(("tokens", "shard_tokens"), [(8192, 1024), (9000, 1024), (8192, 256)])
@@ -132,3 +138,55 @@ def test_temp_bytes_of_four_layers(tokens: int) -> None:
 @pytest.mark.parametrize("keep", [0.0, 0.5])
 def test_temp_bytes_of_four_layers_grow_by_what_is_kept_alone(keep: float) -> None:
     assert temp(16384, 1024, keep, layers=4) - temp(8192, 1024, keep, layers=4) == 3 * 8192 * H * FLOAT32
+
+
+OTHER_CALLS = [
+    {},
+    {"keep": 0.5},
+    {"shard_tokens": 64},
+    {"hidden": 2048, "intermediate": 512},
+    {"activation": "gelu"},
+    {"gated": False},
+    {"dtype": "bfloat16"},
+    {"dtype": "bfloat16", "weight_dtype": "float32"},
+    {"dtype": "float16"},
+    {"shard_tokens": 4096},
+    pytest.param({"shard_tokens": 2048}, marks=needs_barriers),
+    pytest.param({"dtype": "bfloat16", "keep": 0.5}, marks=needs_barriers),
+]
+
+
+def described(call: dict[str, Any]) -> str:
+    return "-".join(f"{name}={value}" for name, value in call.items()) or "base"
+
+
+@pytest.mark.parametrize("call", OTHER_CALLS, ids=described)
+def test_temp_bytes_are_within_the_formula(call: dict[str, Any]) -> None:
+    given = {"shard_tokens": 512, "hidden": H, "intermediate": I, "dtype": "float32", "keep": 0.0, "gated": True} | call
+    x, w_gate, w_up, w_down = shapes(4096, given["hidden"], given["intermediate"])
+    x, weight_dtype = x.update(dtype=given["dtype"]), given.get("weight_dtype", given["dtype"])
+    weights = [
+        None if w is w_gate and not given["gated"] else w.update(dtype=weight_dtype) for w in (w_gate, w_up, w_down)
+    ]
+    shape = costs.MLPShape(
+        tokens=4096,
+        hidden=given["hidden"],
+        intermediate=given["intermediate"],
+        gated=given["gated"],
+        itemsize=x.dtype.itemsize,
+        weight_itemsize=w_up.update(dtype=weight_dtype).dtype.itemsize,
+    )
+    plan, tiling = (
+        ShardPlan(4096, given["shard_tokens"]),
+        Tiling(shard_tokens=given["shard_tokens"], keep=given["keep"]),
+    )
+    layer = partial(tiled_mlp, tiling=tiling, activation=given.get("activation", "silu"))
+    used = temp_bytes(with_gradients(layer), x, x, *weights) - costs.saved_bytes(shape, plan, keep=given["keep"])
+    assert used <= costs.compiled_peak_bytes(shape, plan)
+
+
+@pytest.mark.parametrize("budget", [16 * 2**20, 64 * 2**20])
+def test_a_memory_budget_is_kept_and_used(budget: int) -> None:
+    x, *weights = shapes(8192, H, I)
+    used = temp_bytes(with_gradients(partial(tiled_mlp, tiling=Tiling(memory_budget=budget))), x, x, *weights)
+    assert budget / 2 < used <= budget

@@ -41,6 +41,16 @@ def count_hooks(model: nn.Module) -> Counter[int]:
     return counts
 
 
+def blocks_in_order(model: Model) -> list[int]:
+    """The number of a block for every gradient of its MLP, as they are accumulated from now on."""
+    order: list[int] = []
+    for i, block in enumerate(model.blocks):
+        for parameter in block.mlp.parameters():  # type: ignore[union-attr]
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(lambda _, i=i: order.append(i))
+    return order
+
+
 def spread(gradients: list[Tensor]) -> float:
     """How far this rank's gradients are from rank 0's; DDP must leave none."""
     mine = torch.cat([g.flatten() for g in gradients])
@@ -154,7 +164,7 @@ def fsdp2(kind: str, checkpointed: bool, wrapped: str, rank: int, world: int, ca
     if case == "frozen_input":
         freeze_input(model)
     shard_fully(model, wrapped, mesh=init_device_mesh("cpu", (world,)))
-    counts = count_hooks(model)
+    counts, order = count_hooks(model), blocks_in_order(model)
     with Collectives() as collectives:
         for micro in range(MICRO_BATCHES):
             loss_of(model(batch(rank, micro, case))).backward()
@@ -166,6 +176,7 @@ def fsdp2(kind: str, checkpointed: bool, wrapped: str, rank: int, world: int, ca
         "errors": [error_between(found, expected), distance(y, untiled(kind)(batch(rank, 0, case)))],
         "fired": sorted(set(counts.values())),
         "collectives": dict(sorted(collectives.counts.items())),
+        "order": order[len(order) // 2 :],
     }
 
 

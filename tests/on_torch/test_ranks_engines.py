@@ -82,6 +82,7 @@ def assert_fsdp2(ranks: Ranks, answers: list[dict[str, Any]], untiled: str, **ar
         assert answer["fired"] == [MICRO_BATCHES]
         assert answer["collectives"] == expected[0]["collectives"]
         assert sum(answer["collectives"].values()) > 0
+        assert answer["order"] == sorted(answer["order"], reverse=True), "gradients were reduced at the very end"
 
 
 @CHECKPOINTED

@@ -154,6 +154,16 @@ def test_what_fn_raises_comes_through_and_leaves_no_trace():
     assert torch.is_grad_enabled()
 
 
+@pytest.mark.parametrize("closure", [False, True])
+def test_zero_3_is_refused(closure):
+    """Its parameters carry ds_id; their data is fetched and freed around every layer."""
+    module = nn.Linear(6, 6)
+    module.weight.ds_id = 0  # type: ignore[attr-defined]
+    message = "tile: a parameter of fn must be whole, got a ZeRO-3 part. Use ZeRO stage 0, 1 or 2, or fully_shard."
+    with fails(UnsupportedError, message):
+        tile((lambda x: module(x)) if closure else module)(X)
+
+
 def test_dtensors_are_refused():
     from torch.distributed.tensor import DTensor
 

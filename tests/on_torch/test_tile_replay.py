@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shared_specs import tolerances
+from shared_specs import Tiling, tolerances
 from shared_specs.rounding import relative_error
 from tests.adapters import ADAPTERS
 from tests.asserting import assert_within
-from tests.on_torch.counting import saved_bytes
+from tests.on_torch.counting import LiveBytes, saved_bytes
 from tiled_torch import tile
 
 HIDDEN, TOKENS = 6, 10
@@ -234,6 +234,31 @@ def test_checkpointing_around(reentrant, last):
         results.append([tensor.grad for tensor in wanted])
     for f, e in zip(*results, strict=True):
         assert_close(f, e, "checkpointed")
+
+
+@pytest.mark.parametrize("inner", ["checkpoint", "tile"])
+def test_recomputation_inside_recomputation(inner):
+    module, x = mlp(nn.Dropout(0.5)), draw(TOKENS, HIDDEN)
+    fn = tile(module, num_shards=2) if inner == "tile" else lambda x: checkpoint(module, x, use_reentrant=False)
+    results = []
+    for run in (tile(fn, num_shards=5), lambda x: torch.cat([fn(piece) for piece in x.split(2)])):
+        torch.manual_seed(11)
+        results.append(torch.autograd.grad(run(x).square().sum(), [x, *module.parameters()]))
+    for f, e in zip(*results, strict=True):
+        assert_close(f, e, "nested")
+
+
+def test_peak_bytes_do_not_grow_with_tokens():
+    """Above the result and the gradients of x, which are [T, H]: what fn needs for one shard and the sums."""
+
+    def peak(tokens: int) -> int:
+        module, x = mlp(), draw(tokens, HIDDEN)
+        with LiveBytes() as live:
+            dy = torch.ones(tokens, HIDDEN, dtype=torch.float64)
+            torch.autograd.grad(tile(module, tiling=Tiling(shard_tokens=64))(x), [x, *module.parameters()], dy)
+        return live.peak - 2 * x.nbytes - dy.nbytes
+
+    assert peak(256) == peak(1024)
 
 
 def test_only_the_arguments_are_kept():

@@ -13,7 +13,9 @@ from shared_specs.app.weights import read_model
 from shared_specs.cli import FinetuneOptions
 from shared_specs.tolerances import DEMO_LOSS_RTOL
 from tests.tiny_model import write_text, write_tiny_folder
+from tiled_jax import __main__ as jax_main
 from tiled_jax.commands.finetune import JaxTrainer
+from tiled_torch import __main__ as torch_main
 from tiled_torch.commands.finetune import TorchTrainer
 
 STEPS = 6
@@ -33,6 +35,12 @@ def run(trainer, inputs, out, model="model", **changes):
     options = FinetuneOptions(**base | {"lr": 1e-3, "out": str(out), "device": "cpu"} | changes)
     assert finetune(trainer(), options, Console(file=io.StringIO())) == 0
     return [record["loss"] for record in step_records(read_log(Path(out)))]
+
+
+def test_commands_have_the_same_words_and_options():
+    commands = [{c.name: (c.help, c.options) for c in half.COMMANDS} for half in (torch_main, jax_main)]
+    assert commands[0] == commands[1]
+    assert commands[0]["finetune"][1] is FinetuneOptions
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,19 @@ def test_exit_code_of_the_command_is_passed_on():
     assert main("package", [command], ["finetune"]) == 130
 
 
+def test_missing_package_is_named(capsys):
+    def needs(name):
+        def run(options):
+            raise ModuleNotFoundError(name=name)
+
+        return [Command(name="finetune", help="Help.", options=FinetuneOptions, run=run)]
+
+    assert main("package", needs("flax.nnx"), ["finetune"]) == 2
+    assert "the package flax is not installed" in capsys.readouterr().err
+    with pytest.raises(ModuleNotFoundError):  # a fault of our own is no advice to the user
+        main("package", needs("tiled_jax.models"), ["finetune"])
+
+
 def test_sizes():
     sizes = {"512MiB": 512 * 2**20, "2GB": 2 * 10**9, "1.5 KiB": 1536, "77": 77, "4gib": 2**32}
     assert {text: parse_size(text) for text in sizes} == sizes

@@ -52,7 +52,7 @@ def test_verdict(factor, code):
 def test_table_has_every_run_and_the_prediction():
     runs = [result("torch, plain", [2.5, 2.25]), result("torch, long", [1.75], tokens=10**7, long=True)]
     text = shown(table(runs))
-    for words in ("torch, plain", "2.500000", "2.250000", "1.750000", "2.0 GiB", "plain, predicted"):
+    for words in ("torch, plain", "2.50000", "2.25000", "1.75000", "2.0 GiB", "plain, predicted"):
         assert words in text
     assert f"> {plain_step(tiny_config(), 10**7).peak / GIB:.1f} GiB" in text
     assert "predicted" not in shown(table(runs[:1]))
@@ -109,7 +109,9 @@ def test_demo_runs_four_and_then_the_long_one(processes, tmp_path, capsys):
         ("tiled_torch", False, True),
     ]
     assert sorted(path.name for path in (tmp_path / "out" / "demo").iterdir()) == ["demo.json", "demo.png"]
-    assert "within the tolerance" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "within the tolerance" in out
+    assert f"PyTorch tiled: one step on {demo.LONG_TOKENS} tokens in 1 s" in out
 
 
 def test_demo_long_runs_both_halves(processes, tmp_path):

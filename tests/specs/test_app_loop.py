@@ -77,6 +77,14 @@ def test_what_a_run_leaves(options, tmp_path):
     assert "left" in shown
 
 
+def test_live_display_on_a_terminal(options):
+    shown = io.StringIO()
+    finetune(FakeTrainer(), options(), Console(file=shown, width=200, force_terminal=True, color_system=None))
+    for words in (f"{STEPS}/{STEPS}", "loss ", "tokens/s", "peak ", "left"):
+        assert words in shown.getvalue()
+    assert "\x1b[2K" in shown.getvalue()  # one line, drawn over and over
+
+
 def test_log(options, tmp_path):
     run(options())
     start, *steps, end = read_log(tmp_path / "run")

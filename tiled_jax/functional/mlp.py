@@ -58,7 +58,7 @@ def tiled_mlp(
         are rounded to the dtype of x; elementwise work is float32. Weight gradients are summed over shards in float32
         and rounded to the weight's dtype once. float64 is float64 throughout.
     Memory: x and the weights are kept for backward, and gate and up of the kept shards
-        (shared_specs.costs.saved_bytes). Compiled temporary bytes do not grow with T.
+        (shared_specs.costs.saved_bytes). Compiled temporary bytes do not grow with T (costs.compiled_peak_bytes).
     Raises:
         SpecError: shapes, dtypes or numbers out of range. TypeError: a wrong kind of value.
         UnsupportedError: a backend named explicitly that cannot run here.
@@ -83,7 +83,7 @@ def tiled_mlp(
         names=config.JAX,
         master_weights=True,
     )
-    plan = _plan(x, w, options)
+    plan = _plan(x, w, activation, options)
     call = _Call(plan=plan, kept_start=plan.kept_start(options.keep), activation=activation, backend=chosen)
     y = _run(call, x.reshape(plan.tokens, x.shape[-1]), w | {f"b_{name}": bias for name, bias in b.items()})
     return y.reshape(*x.shape[:-1], y.shape[-1])
@@ -107,13 +107,14 @@ def _operand(value: jax.Array) -> checks.Operand:
     return checks.Operand(tuple(value.shape), str(value.dtype))
 
 
-def _plan(x: jax.Array, w: Weights, options: Tiling) -> ShardPlan:
+def _plan(x: jax.Array, w: Weights, activation: str, options: Tiling) -> ShardPlan:
     shape = costs.MLPShape(
         tokens=checks.flat_tokens(x.shape),
         hidden=x.shape[-1],
         intermediate=w["w_up"].shape[1],
         out=w["w_down"].shape[1],
         gated="w_gate" in w,
+        activation=activation,
         itemsize=x.dtype.itemsize,
         weight_itemsize=w["w_up"].dtype.itemsize,
     )
@@ -124,6 +125,7 @@ def _plan(x: jax.Array, w: Weights, options: Tiling) -> ShardPlan:
         shard_tokens=options.shard_tokens,
         memory_budget=options.memory_budget,
         device=backends.device_kind(),
+        compiled=True,
     )
 
 
@@ -148,9 +150,8 @@ class _Saved:
     wanted: tuple[str, ...]  # operands that need a gradient: the others cost nothing
 
 
-@partial(jax.jit, static_argnums=0)  # outside of any jit too, forward and backward are one compiled program each
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run(call: _Call, x: jax.Array, w: dict[str, jax.Array]) -> jax.Array:
+def _mlp(call: _Call, x: jax.Array, w: dict[str, jax.Array]) -> jax.Array:
     return _forward(call, x, w, keep=False)[0]
 
 
@@ -237,4 +238,6 @@ def _after_all(start: jax.Array, carry: Any) -> Any:
     return lax.optimization_barrier((start, carry))
 
 
-_run.__wrapped__.defvjp(_forward_saving, _backward, symbolic_zeros=True)
+_mlp.defvjp(_forward_saving, _backward, symbolic_zeros=True)
+# Called outside of any jit too, forward and backward are one compiled program each.
+_run = jax.jit(_mlp, static_argnums=0)

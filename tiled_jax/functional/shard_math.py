@@ -92,7 +92,8 @@ def gradients(
         if f"b_{name}" in wanted:
             out[f"b_{name}"] = jnp.sum(value, axis=0, dtype=acc)
     if "x" in wanted:
-        out["x"] = sum(_product(d[name], w[f"w_{name}"], (1, 1), acc) for name in pre).astype(x.dtype)
+        parts = [_product(d[name], w[f"w_{name}"], (1, 1), acc) for name in pre]
+        out["x"] = (parts[0] + parts[1] if "gate" in pre else parts[0]).astype(x.dtype)
     return out
 
 

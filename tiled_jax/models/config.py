@@ -8,7 +8,17 @@ from shared_specs.config import HF_ACTIVATIONS, Activation
 from shared_specs.errors import SpecError, UnsupportedError, error_text
 
 _HERE = "LlamaConfig.from_hf"
-ROPE_TYPES = ("default", "linear", "llama3")
+# For every kind of scaling its terms by their Hugging Face name.
+_ROPE_TERMS = {
+    "default": {},
+    "linear": {"factor": "factor"},
+    "llama3": {
+        "factor": "factor",
+        "low_freq_factor": "low_freq_factor",
+        "high_freq_factor": "high_freq_factor",
+        "original_max_position_embeddings": "original_positions",
+    },
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,21 +110,16 @@ def _rope(config: Mapping[str, Any]) -> Rope:
     given = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     theta = float(given.get("rope_theta", config.get("rope_theta", 10000.0)))
     kind = given.get("rope_type", given.get("type", "default"))
-    if kind not in ROPE_TYPES:
+    if kind not in _ROPE_TERMS:
         advice = "Convert the model, or use the PyTorch half."
         raise UnsupportedError(
-            error_text(_HERE, "rope_type", f"one of {', '.join(ROPE_TYPES)}", repr(kind), advice=advice)
+            error_text(_HERE, "rope_type", f"one of {', '.join(_ROPE_TERMS)}", repr(kind), advice=advice)
         )
     if kind == "default":
         return Rope(theta=theta)
-    factor = float(given["factor"])
-    if kind == "linear":
-        return Rope(theta=theta, kind=kind, factor=factor)
-    return Rope(
-        theta=theta,
-        kind=kind,
-        factor=factor,
-        low_freq_factor=float(given["low_freq_factor"]),
-        high_freq_factor=float(given["high_freq_factor"]),
-        original_positions=int(given["original_max_position_embeddings"]),
-    )
+    missing = [name for name in _ROPE_TERMS[kind] if name not in given]
+    if missing:
+        rule = f"complete for rope_type {kind}, with {' and '.join(missing)}"
+        raise SpecError(error_text(_HERE, "rope_parameters", rule, given))
+    terms = {ours: given[theirs] for theirs, ours in _ROPE_TERMS[kind].items()}
+    return Rope(theta=theta, kind=kind, **terms)

@@ -28,8 +28,8 @@ class Llama(nnx.Module):
         tiling: how the MLP's tokens are cut; None chooses. See shared_specs.config.Tiling.
         plain: the MLP as it is, without tiling, for comparison. Excludes `tiling`.
         checkpointing: recompute each layer in backward; only the layers' inputs are kept.
-        dtype: "float32", "bfloat16" or "float16", of the products; parameters, norms, the residual stream and the loss are float32.
-        rngs: initialises the parameters; `weights.load_hf` replaces them.
+        dtype: of the products, "float32", "bfloat16" or "float16"; parameters, norms and the residual stream are float32.
+        rngs: initialises the parameters, which `from_hf` replaces.
     Raises:
         SpecError: tiling options with plain=True, or another dtype.
     Memory: all layers are one loop over stacked parameters (`layers`, leading dim num_hidden_layers), compiled once.

@@ -63,7 +63,7 @@ class TiledMLP(nnx.Module):
         axes = param_axes(sharding, fused_gate_up=fused_gate_up)
         for name, shape in shapes.items():
             init = _init_weight if name.startswith("w_") else _init_bias
-            metadata = {} if axes(name) is None else {"out_sharding": axes(name)}
+            metadata: dict[str, Any] = {} if axes(name) is None else {"out_sharding": axes(name)}
             setattr(self, name, nnx.Param(init(rngs.params(), shape, param_dtype), **metadata))
 
     @classmethod

@@ -31,6 +31,8 @@ class Call:
         self.fn, self.layout, self.device = fn, layout, device
         self.spans = plan.spans or ((0, 0),)  # without tokens fn still says what it returns
         self.modules = leaves.modules_of(fn)
+        module = leaves.owner(fn)
+        leaves.refuse_parted(module.parameters() if module is not None else ())
         self.units = Units(fn, self.modules)
         self.autocast = replay.Autocast(device)
         self.modes = replay.Modes(self.modules)

@@ -136,9 +136,8 @@ def reached(results: Sequence[Tensor], derived: Iterable[Edge], since: int) -> t
         if node in seen:
             continue
         seen.add(node)
-        variable = getattr(node, "variable", None)
-        if isinstance(variable, Tensor):
-            leaves[id(variable)] = variable
+        if type(node).__name__ == "AccumulateGrad":
+            leaves[id(node.variable)] = node.variable  # type: ignore[attr-defined]
         elif node._sequence_nr() < since:
             _refuse_history(node)
         ahead.extend((after, i) for after, i in node.next_functions if after is not None)
@@ -164,7 +163,7 @@ def captures_of(
     A parameter that the probe did not reach may be reached by a later shard (an expert that no probed token chose).
     """
     parameters = [p for p in module.parameters() if p.requires_grad] if module is not None else []
-    _refuse_foreign((*parameters, *leaves))
+    refuse_parted(leaves)
     # An engine may put a tensor with a history in a parameter's place; it is told from a leaf by its edge.
     edges = dict.fromkeys([*edges, *((p.grad_fn, p.output_nr) for p in parameters if p.grad_fn is not None)])
     arguments = {id(tensor) for tensor in own}
@@ -173,8 +172,8 @@ def captures_of(
     return [*(Capture(leaf, leaf._version) for leaf in found.values()), *(Capture(getattr(*h[0]), 0, h) for h in homes)]
 
 
-def _refuse_foreign(parameters: Iterable[Tensor]) -> None:
-    """Parameters whose data another engine fetches layer by layer cannot be used shard by shard."""
+def refuse_parted(parameters: Iterable[Tensor]) -> None:
+    """ZeRO-3 fetches a parameter's data layer by layer, which would be once for every shard."""
     for parameter in parameters:
         if hasattr(parameter, "ds_id"):
             advice = "Use ZeRO stage 0, 1 or 2, or fully_shard."

@@ -198,7 +198,7 @@ class Save(torch.autograd.Function):
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise UnsupportedError(
                 "tiled_mlp: create_graph must be False in backward, got True. The hand-written backward has no second "
-                "derivative; differentiate the untiled MLP, or tile(fn) of it, or use tiled_jax."
+                "derivative; differentiate the untiled MLP, or use tiled_jax."
             )
         x, *weights, kept_gate, kept_up = ctx.saved_tensors
         needs = ctx.needs_input_grad[:7]

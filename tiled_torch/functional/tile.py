@@ -57,8 +57,8 @@ def tile(fn: Callable[..., Any], *, num_shards: int | None = None, tiling: Tilin
     Example:
         >>> import torch
         >>> from torch import nn
-        >>> block = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Dropout(0.1), nn.Linear(32, 8))
-        >>> tile(block, num_shards=4)(torch.randn(2, 5, 8)).shape
+        >>> experts = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 8))
+        >>> tile(experts, num_shards=4)(torch.randn(2, 5, 8)).shape
         torch.Size([2, 5, 8])
     """
     if not callable(fn):
@@ -165,6 +165,3 @@ class Run(torch.autograd.Function):
             None,
             *(d for d, differentiable in zip(dresults, ctx.differentiable, strict=True) if differentiable),
         )
-
-
-__all__ = ["tile"]

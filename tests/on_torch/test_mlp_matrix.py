@@ -1,0 +1,66 @@
+"""Every combination of batch, length, shards, dims, layouts, frozen x, biases and accumulation, against plain PyTorch in
+float64: the table that would have caught the known defects of sequence-tiled MLPs."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shared_specs.rounding import relative_error
+from shared_specs.tolerances import DISTRIBUTED_FLOAT64
+from tiled_torch import tiled_mlp
+
+HIDDEN, INTERMEDIATE = 6, 10
+LAYOUTS = ("contiguous", "sliced", "transposed")
+
+
+def lay_out(layout: str, *shape: int) -> tuple[Tensor, Any]:
+    """(a leaf, a function from it to a tensor of the shape with that layout)."""
+    if layout == "sliced":
+        wider = (*shape[:-2], shape[-2] + 1, shape[-1] + 2)
+        return torch.randn(wider, dtype=torch.float64), lambda leaf: leaf[..., 1:, 1:-1]
+    if layout == "transposed":
+        swapped = (*shape[:-2], shape[-1], shape[-2])
+        return torch.randn(swapped, dtype=torch.float64), lambda leaf: leaf.transpose(-1, -2)
+    return torch.randn(shape, dtype=torch.float64), lambda leaf: leaf
+
+
+def run(mlp: Any, leaf: Tensor, view: Any, params: list[Tensor], dy: Tensor, times: int) -> list[Tensor]:
+    """y and what `times` backwards leave in every .grad."""
+    for tensor in (leaf, *params):
+        tensor.grad = None
+    for _ in range(times):
+        y = mlp(view(leaf), *params)
+        y.backward(dy)
+    return [y.detach(), *(t.grad for t in (leaf, *params) if t.requires_grad)]
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
+@pytest.mark.parametrize("num_shards", [1, 4, 8, 64])
+@pytest.mark.parametrize("S", [1, 9, 32, 33])
+def test_matrix(S: int, num_shards: int, bias: bool) -> None:
+    torch.manual_seed(S)
+    shapes = [(INTERMEDIATE, HIDDEN)] * 2 + [(HIDDEN, INTERMEDIATE)]
+    shapes += [(INTERMEDIATE,), (INTERMEDIATE,), (HIDDEN,)] if bias else []
+    params = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+
+    def plain(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, *b: Tensor) -> Tensor:
+        b_gate, b_up, b_down = b or (None, None, None)
+        return F.linear(F.silu(F.linear(x, gate, b_gate)) * F.linear(x, up, b_up), down, b_down)
+
+    def tiled(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, *b: Tensor) -> Tensor:
+        biases = dict(zip(("gate", "up", "down"), b, strict=True)) if b else None
+        return tiled_mlp(x, gate, up, down, biases=biases, num_shards=num_shards, keep=0.5)
+
+    combinations = itertools.product([(S,), (1, S), (3, S)], LAYOUTS, LAYOUTS, [True, False], [1, 2])
+    for dims, x_layout, dy_layout, x_grad, times in combinations:
+        leaf, view = lay_out(x_layout, *dims, HIDDEN)
+        dy_leaf, dy_view = lay_out(dy_layout, *dims, HIDDEN)
+        leaf.requires_grad_(x_grad)
+        results = [run(mlp, leaf, view, params, dy_view(dy_leaf), times) for mlp in (tiled, plain)]
+        assert len(results[0]) == len(results[1]) == 1 + len(params) + x_grad
+        for ours, theirs in zip(*results, strict=True):
+            assert relative_error(ours.numpy(), theirs.numpy()) <= DISTRIBUTED_FLOAT64, (dims, x_layout, dy_layout)
