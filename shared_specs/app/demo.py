@@ -76,7 +76,7 @@ def main(arguments: list[str]) -> int:
     seconds = time.perf_counter() - began
     OUT.mkdir(parents=True, exist_ok=True)
     picture(results, OUT / f"{name}.png")
-    (OUT / f"{name}.json").write_text(json.dumps(record(results, seconds), indent=2) + "\n")
+    (OUT / f"{name}.json").write_text(json.dumps(record(name, results, seconds), indent=1) + "\n")
     console.print(table(results))
     code = verdict(results, console)
     for result in results:

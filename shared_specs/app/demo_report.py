@@ -1,7 +1,5 @@
 """What the demo shows of its runs: one table, one picture, one record, and whether their losses agree."""
 
-import os
-import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +17,7 @@ from shared_specs.app.memory import machine_bytes
 from shared_specs.app.plots import GIB, save_figure
 from shared_specs.app.predict import plain_step
 from shared_specs.app.progress import show_bytes
+from shared_specs.records import make_record
 from shared_specs.tolerances import DEMO_LOSS_RTOL
 
 
@@ -131,26 +130,23 @@ def _draw_memory(axes: Axes, results: Sequence[Result]) -> None:
     axes.legend()
 
 
-def record(results: Sequence[Result], seconds: float) -> dict[str, Any]:
-    """What was measured, and on what; `seconds` is of the whole demo."""
-    return {
-        "machine": {
-            "system": f"{platform.system()} {platform.machine()}",
-            "cores": os.cpu_count(),
-            "memory_bytes": machine_bytes(),
-        },
-        "seconds": seconds,
-        "runs": [
-            {
-                "label": result.run.label,
-                "flags": result.run.flags,
-                "versions": result.start["versions"],
-                "steps": result.steps,
-                "plain_peak_bytes_predicted": result.plain_peak_bytes,
-            }
-            for result in results
-        ],
-    }
+def record(kind: str, results: Sequence[Result], seconds: float) -> dict[str, Any]:
+    """What was measured, and on what, in the form of `shared_specs.records`; `seconds` is of the whole demo."""
+    rows = [
+        {
+            "label": result.run.label,
+            "flags": list(result.run.flags),
+            "tokens": result.tokens,
+            "losses": result.losses,
+            "peak_bytes": result.peak_bytes,
+            "plain_peak_bytes_predicted": result.plain_peak_bytes,
+            "tokens_per_second": result.tokens_per_second,
+            "seconds": [step["seconds"] for step in result.steps],
+        }
+        for result in results
+    ]
+    packages = ("torch", "transformers", "jax", "jaxlib", "flax", "numpy")
+    return make_record(kind, "shared_specs.app.demo", packages, rows, seconds=seconds)
 
 
 def verdict(results: Sequence[Result], console: Console) -> int:

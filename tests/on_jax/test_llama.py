@@ -13,9 +13,10 @@ from shared_specs.tolerances import FLOOR, MODEL_FLOAT32
 from tests.asserting import assert_within
 from tests.on_jax.counting import temp_bytes
 from tests.tiny_model import tiny_config, tiny_weights
-from tiled_jax import backends
+from tiled_jax import TiledMLP
 from tiled_jax.models import Llama, LlamaConfig, attention, causal_attention, from_hf, next_token_loss, to_hf
 from tiled_jax.models.llama import Attention
+from tiled_jax.models.mlp import PlainMLP
 from tiled_jax.models.rope import rotary_angles
 
 SMOLLM2 = tiny_config(
@@ -55,7 +56,7 @@ def y_and_gradients(fn: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("tokens", "block"),
-    [(1, None), (5, None), (64, 64), (64, 8), (70, 8), (70, 64), (7, 8), (70, 1), (200, None), (81, 4)],
+    [(1, None), (5, None), (64, 8), (70, 64), (7, 8), (11, 1), (81, 4)],
 )
 def test_attention_in_blocks(same: Any, tokens: int, block: int | None) -> None:
     def blocks(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -65,7 +66,7 @@ def test_attention_in_blocks(same: Any, tokens: int, block: int | None) -> None:
     same(y_and_gradients(blocks)(*inputs), y_and_gradients(whole_attention)(*inputs))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16"])
 def test_attention_adds_key_gradients_in_float32(dtype: str) -> None:
     """Many blocks of 16-bit queries err no more than one block does."""
     inputs = heads(512, dtype, batch=1)
@@ -93,7 +94,7 @@ def attention_gradient(fn: Any, tokens: int) -> int:
     return temp_bytes(y_and_gradients(fn), *shapes)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_bytes_of_one_layers_attention_at_16384_tokens(dtype: str) -> None:
     """Projections, rotation, attention and all their gradients, in the shapes of SmolLM2-135M."""
     config, kind = LlamaConfig.from_hf(SMOLLM2), jnp.dtype(dtype)
@@ -119,31 +120,32 @@ def loaded(config: dict[str, Any], **options: Any) -> tuple[nnx.GraphDef, nnx.St
 
 def loss_and_gradients(config: dict[str, Any], **options: Any) -> tuple[float, dict[str, np.ndarray]]:
     graph, parameters = loaded(config, **options)
+    assert isinstance(nnx.merge(graph, parameters).layers.mlp, PlainMLP if options.get("plain") else TiledMLP)
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, config["vocab_size"], (2, 50)), jnp.int32)
     loss = jax.jit(jax.value_and_grad(lambda p: next_token_loss(nnx.merge(graph, p), tokens)))
     value, gradients = loss(parameters)
     return float(value), to_hf(gradients)
 
 
+@pytest.fixture(scope="module", params=[False, True], ids=["tied", "untied-biases"])
+def plain(request: pytest.FixtureRequest) -> Any:
+    """A configuration with the loss and gradients of the untiled model."""
+    bias = request.param
+    config = tiny_config(mlp_bias=bias, attention_bias=bias, tie_word_embeddings=not bias)
+    return config, *loss_and_gradients(config, plain=True)
+
+
 @pytest.mark.parametrize(
     "options",
     [
-        {},
-        {"tiling": Tiling(num_shards=5)},
         {"tiling": Tiling(shard_tokens=7, keep=0.5)},
-        {"checkpointing": True},
         {"tiling": Tiling(num_shards=3), "checkpointing": True},
-        {"plain": True, "checkpointing": True},
     ],
-    ids=str,
+    ids=["keep", "checkpointing"],
 )
-@pytest.mark.parametrize("bias", [False, True])
-def test_tiled_equals_plain(options: dict[str, Any], bias: bool) -> None:
-    config = tiny_config(mlp_bias=bias, attention_bias=bias, tie_word_embeddings=not bias)
-    expected_loss, expected = loss_and_gradients(config, plain=True)
-    backends.record_run("tiled_mlp", "nothing")
+def test_tiled_equals_plain(plain: Any, options: dict[str, Any]) -> None:
+    config, expected_loss, expected = plain
     loss, gradients = loss_and_gradients(config, **options)
-    assert backends.last_run("tiled_mlp") == ("nothing" if "plain" in options else "xla")
     assert loss == pytest.approx(expected_loss, rel=MODEL_FLOAT32)
     assert gradients.keys() == expected.keys() == tiny_weights(config).keys()
     for name, gradient in gradients.items():

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax import lax
 
 from shared_specs.cases import MLP_CASES, MLPCase
@@ -149,6 +150,14 @@ def test_the_backend_that_ran_is_recorded() -> None:
     jax.make_jaxpr(lambda *a: tiled_mlp(*a, backend="xla"))(*operands(7, dtype=jnp.float32))
     assert backends.last_run("tiled_mlp") == "xla"
     assert backends.last_run("another function") is None
+
+
+def test_flax_parameters_are_taken(same: Any) -> None:
+    x, *weights = operands(7)
+    params = [nnx.Param(w) for w in weights]
+    same(tiled_mlp(x, *params), mlp(x, *weights))
+    gradient = nnx.grad(lambda param: jnp.sum(jnp.sin(tiled_mlp(x, *params[:2], param))))(params[2])
+    same(gradient[...], jax.grad(lambda w: jnp.sum(jnp.sin(mlp(x, *weights[:2], w))))(weights[2]))
 
 
 def test_numpy_arrays_are_taken_and_other_kinds_refused() -> None:

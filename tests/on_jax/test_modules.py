@@ -11,6 +11,8 @@ from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from shared_specs.tolerances import MODEL_FLOAT32
+from tests.asserting import assert_within
 from tests.on_jax.untiled import mlp, operands
 from tiled_jax import SpecError, TiledMLP, Tiling, UnsupportedError, linen, tiled_mlp
 
@@ -135,7 +137,7 @@ def test_sharding_metadata() -> None:
         assert {name: getattr(module, name)[...].sharding.spec for name in expected} == expected
         y = jax.jit(lambda module, x: module(x))(module, x)
     weights = [jnp.asarray(np.asarray(getattr(module, name)[...])) for name in SHAPES]
-    np.testing.assert_allclose(np.asarray(y), np.asarray(tiled_mlp(x, *weights)), rtol=1e-5, atol=1e-6)
+    assert_within(np.asarray(y), np.asarray(tiled_mlp(x, *weights)), MODEL_FLOAT32, "sharded module")
 
     boxed: Any = linen.TiledMLP(8, 12, sharding=(None, "tensor")).init(jax.random.key(0), x)["params"]
     assert {name: box.names for name, box in boxed.items()} == {name: tuple(expected[name]) for name in SHAPES}

@@ -237,6 +237,9 @@ def test_statistics_that_are_only_read_are_fine(same: Any) -> None:
     same(tile(module, num_shards=4)(x), module(x))
 
 
+NOT_A_FUNCTION: Any = 3
+
+
 def fn(x: jax.Array) -> jax.Array:
     return x
 
@@ -244,7 +247,7 @@ def fn(x: jax.Array) -> jax.Array:
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda x: tile(*[3]), TypeError, "tile: fn must be a module or a function, got int."),
+        (lambda x: tile(NOT_A_FUNCTION), TypeError, "tile: fn must be a module or a function, got int."),
         (
             lambda x: tile(fn, num_shards=0),
             SpecError,

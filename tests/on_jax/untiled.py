@@ -27,7 +27,7 @@ def mlp(
 
 def operands(
     *lead: int, hidden: int = 8, intermediate: int = 12, dtype: Any = None, seed: int = 0, layers: int | None = None
-) -> list[jax.Array]:
+) -> list[Any]:
     """x [*lead, H], w_gate, w_up, w_down; the weights with a leading dim of `layers` where it is given."""
     stack = () if layers is None else (layers,)
     shapes = [(*lead, hidden), *[(*stack, hidden, intermediate)] * 2, (*stack, intermediate, hidden)]

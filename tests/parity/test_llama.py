@@ -59,8 +59,7 @@ def transformers_results(config: dict[str, Any], weights: dict[str, np.ndarray])
     return logits.detach().numpy(), {name: weight.grad.numpy() for name, weight in model.named_parameters()}
 
 
-@pytest.mark.parametrize("plain", [True, False], ids=["plain", "tiled"])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(("name", "plain"), [*((name, False) for name in CONFIGS), ("smollm2", True), ("biases", True)])
 def test_logits_and_gradients_are_those_of_transformers(name: str, plain: bool) -> None:
     config = CONFIGS[name]
     weights = tiny_weights(config)
@@ -68,9 +67,14 @@ def test_logits_and_gradients_are_those_of_transformers(name: str, plain: bool) 
     build = lambda: Llama(LlamaConfig.from_hf(config), plain=plain, rngs=nnx.Rngs(0))  # noqa: E731
     graph, parameters = nnx.split(nnx.eval_shape(build))
     parameters, tokens = from_hf(parameters, weights), jnp.asarray(windows())
-    ours = jax.jit(lambda p: nnx.merge(graph, p)(tokens[:, :-1]))(parameters)
+
+    def results(p: nnx.State) -> Any:
+        loss = jax.grad(lambda p: next_token_loss(nnx.merge(graph, p), tokens))
+        return nnx.merge(graph, p)(tokens[:, :-1]), loss(p)
+
+    ours, found = jax.jit(results)(parameters)
     assert_within(np.asarray(ours), logits, MODEL_FLOAT32, "logits")
-    found = to_hf(jax.jit(jax.grad(lambda p: next_token_loss(nnx.merge(graph, p), tokens)))(parameters))
+    found = to_hf(found)
     assert found.keys() == gradients.keys()
     for each, gradient in gradients.items():
         assert_within(found[each], gradient, MODEL_FLOAT32, each)
@@ -95,7 +99,7 @@ def trainers(**changes: Any) -> list[Trainer]:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"plain": True}, {"num_shards": 3}, {"shard_tokens": 32, "keep": 0.5}, {"checkpointing": True}, {}],
+    [{"plain": True}, {"shard_tokens": 32, "keep": 0.5}, {"num_shards": 3, "checkpointing": True}],
     ids=str,
 )
 def test_same_losses_and_state_in_both_halves(changes: dict[str, Any]) -> None:

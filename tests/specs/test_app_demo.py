@@ -11,7 +11,6 @@ from rich.console import Console
 from shared_specs.app import demo
 from shared_specs.app.demo_report import Result, Run, largest_difference, picture, record, table, verdict
 from shared_specs.app.log import RunLog
-from shared_specs.app.memory import machine_bytes
 from shared_specs.app.predict import plain_step
 from shared_specs.tolerances import DEMO_LOSS_RTOL
 from tests.tiny_model import tiny_config
@@ -63,10 +62,11 @@ def test_picture_and_record(tmp_path):
     for name, some in (("both", runs), ("long", runs[1:])):
         picture(some, tmp_path / name)
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
-    written = json.loads(json.dumps(record(runs, 12.0)))
-    assert written["machine"]["memory_bytes"] == machine_bytes()
-    assert [run["steps"] for run in written["runs"]] == [run.steps for run in runs]
-    assert written["runs"][1]["plain_peak_bytes_predicted"] == plain_step(tiny_config(), 64).peak
+    written = json.loads(json.dumps(record("demo", runs, 12.0)))
+    assert written["kind"] == "demo"
+    assert written["hardware"]["memory_bytes"]
+    assert [row["losses"] for row in written["results"]] == [run.losses for run in runs]
+    assert written["results"][1]["plain_peak_bytes_predicted"] == plain_step(tiny_config(), 64).peak
 
 
 @pytest.fixture
@@ -74,7 +74,11 @@ def processes(monkeypatch, tmp_path):
     """The demo with processes that only write a log; yields the command lines and the losses to write."""
     lines, losses = [], {}
 
-    def run(words, env):
+    real = demo.subprocess.run
+
+    def run(words, **options_of_run):
+        if words[0] == "git":  # the record asks for the commit
+            return real(words, **options_of_run)
         lines.append(words)
         options = dict(itertools.pairwise(words))
         out = Path(options["--out"])

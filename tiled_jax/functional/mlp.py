@@ -1,26 +1,20 @@
-"""The token-wise MLP, a shard of tokens at a time, with a hand-written backward."""
+"""`tiled_mlp`: the token-wise MLP, exact, one shard of tokens at a time: checks, the plan, and one call."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.custom_derivatives import SymbolicZero
 
 from shared_specs import checks, config, costs
 from shared_specs.config import Tiling
 from shared_specs.errors import fail_type
 from shared_specs.shards import ShardPlan
 from tiled_jax import backends
-from tiled_jax.functional.loops import Body, for_each_shard, gradient_of, vary_like
-from tiled_jax.functional.shard_math import Weights, down, gate_and_up, gradients, wide
+from tiled_jax.functional.mlp_vjp import Call, run
 
 _NAME = "tiled_mlp"
-_rows, _set_rows = lax.dynamic_slice_in_dim, lax.dynamic_update_slice_in_dim
 
 
 def tiled_mlp(
@@ -84,12 +78,14 @@ def tiled_mlp(
         master_weights=True,
     )
     plan = _plan(x, w, activation, options)
-    call = _Call(plan=plan, kept_start=plan.kept_start(options.keep), activation=activation, backend=chosen)
-    y = _run(call, x.reshape(plan.tokens, x.shape[-1]), w | {f"b_{name}": bias for name, bias in b.items()})
+    call = Call(plan=plan, kept_start=plan.kept_start(options.keep), activation=activation, backend=chosen)
+    y = run(call, x.reshape(plan.tokens, x.shape[-1]), w | {f"b_{name}": bias for name, bias in b.items()})
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
 def _array(name: str, value: Any) -> jax.Array:
+    if hasattr(value, "__jax_array__"):  # nnx.Param
+        value = value.__jax_array__()
     if not isinstance(value, jax.Array | np.ndarray):
         fail_type(_NAME, name, "an array", type(value).__name__)
     # Not for a jax.Array: under differentiation jnp.asarray copies it.
@@ -107,7 +103,7 @@ def _operand(value: jax.Array) -> checks.Operand:
     return checks.Operand(tuple(value.shape), str(value.dtype))
 
 
-def _plan(x: jax.Array, w: Weights, activation: str, options: Tiling) -> ShardPlan:
+def _plan(x: jax.Array, w: Mapping[str, jax.Array], activation: str, options: Tiling) -> ShardPlan:
     shape = costs.MLPShape(
         tokens=checks.flat_tokens(x.shape),
         hidden=x.shape[-1],
@@ -127,117 +123,3 @@ def _plan(x: jax.Array, w: Weights, activation: str, options: Tiling) -> ShardPl
         device=backends.device_kind(),
         compiled=True,
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Call:
-    """All that is static about one call; the plan of forward is the plan of backward."""
-
-    plan: ShardPlan
-    kept_start: int
-    activation: str
-    backend: str
-
-
-@partial(jax.tree_util.register_dataclass, data_fields=["x", "w", "kept"], meta_fields=["wanted"])
-@dataclass(frozen=True)
-class _Saved:
-    """What backward needs."""
-
-    x: jax.Array  # to compute gate and up again, and for dw_gate and dw_up
-    w: dict[str, jax.Array]  # as given: masters are cast again, so that no cast copy stays alive between the passes
-    kept: dict[str, jax.Array]  # gate and up [kept tokens, I] of the kept shards
-    wanted: tuple[str, ...]  # operands that need a gradient: the others cost nothing
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mlp(call: _Call, x: jax.Array, w: dict[str, jax.Array]) -> jax.Array:
-    return _forward(call, x, w, keep=False)[0]
-
-
-def _forward(call: _Call, x: jax.Array, w: dict[str, jax.Array], *, keep: bool) -> tuple[jax.Array, dict[str, Any]]:
-    """y [T, H_out], and with `keep` the pre-activations of the kept shards."""
-    backends.record_run(_NAME, call.backend)
-    plan, kept_start = call.plan, call.kept_start
-    cast = {name: value.astype(x.dtype) for name, value in w.items()}
-    kept_tokens = plan.tokens - kept_start if keep else 0
-
-    def zeros(tokens: int, size: int) -> jax.Array:
-        return vary_like(jnp.zeros((tokens, size), x.dtype), x, *w.values())
-
-    def recomputed(start: Any, tokens: int, carry: Any) -> Any:
-        y, buffers = carry
-        y_shard = down(gate_and_up(_rows(x, start, tokens), cast), cast, call.activation)
-        return _set_rows(y, y_shard, start, 0), buffers
-
-    def kept(start: Any, tokens: int, carry: Any) -> Any:
-        y, buffers = carry
-        pre = gate_and_up(_rows(x, start, tokens), cast)
-        buffers = {name: _set_rows(buffers[name], pre[name], start - kept_start, 0) for name in pre}
-        return _set_rows(y, down(pre, cast, call.activation), start, 0), buffers
-
-    def after_y(start: jax.Array, carry: Any) -> Any:
-        start, y = lax.optimization_barrier((start, carry[0]))
-        return start, (y, carry[1])
-
-    def after_buffers(start: jax.Array, carry: Any) -> Any:
-        start, buffers = lax.optimization_barrier((start, carry[1]))
-        return start, (carry[0], buffers)
-
-    intermediate = w["w_up"].shape[1]
-    names = [name for name in ("gate", "up") if f"w_{name}" in w] if kept_tokens else []
-    carry = zeros(plan.tokens, w["w_down"].shape[1]), {name: zeros(kept_tokens, intermediate) for name in names}
-    bodies = Body(recomputed, after_y), Body(kept, after_buffers)
-    return for_each_shard(plan, kept_start if keep else plan.tokens, *bodies, carry)
-
-
-def _forward_saving(call: _Call, x: Any, w: dict[str, Any]) -> tuple[jax.Array, _Saved]:
-    """The forward under differentiation: every operand comes with whether it needs a gradient."""
-    wanted = tuple(name for name, operand in {"x": x, **w}.items() if operand.perturbed)
-    values = {name: operand.value for name, operand in w.items()}
-    y, kept = _forward(call, x.value, values, keep=True)
-    return y, _Saved(x.value, values, kept, wanted)
-
-
-def _backward(call: _Call, saved: _Saved, dy: jax.Array | SymbolicZero) -> tuple[Any, dict[str, Any]]:
-    d = {} if isinstance(dy, SymbolicZero) else _gradients(call, saved, dy)
-    return d.get("x"), {name: d.get(name) for name in saved.w}
-
-
-def _gradients(call: _Call, saved: _Saved, dy: jax.Array) -> dict[str, jax.Array]:
-    """The gradient of every operand that needs one."""
-    primals = {"x": saved.x, **saved.w}
-    # Without the barrier XLA merges the recomputation outside the loop, and the casts, with those of forward, and
-    # keeps their results alive in between.
-    x, dy, w = lax.optimization_barrier((saved.x, dy, saved.w))
-    cast = {name: value.astype(x.dtype) for name, value in w.items()}
-    acc = wide(x.dtype)
-
-    def shard(start: Any, tokens: int, carry: dict[str, jax.Array], kept: bool) -> dict[str, jax.Array]:
-        x_shard, dy_shard = _rows(x, start, tokens), _rows(dy, start, tokens)
-        if kept:
-            pre = {name: _rows(value, start - call.kept_start, tokens) for name, value in saved.kept.items()}
-        else:
-            pre = gate_and_up(x_shard, cast)
-        d = gradients(x_shard, dy_shard, pre, cast, call.activation, saved.wanted)
-        return {
-            name: _set_rows(carry["x"], d["x"], start, 0) if name == "x" else carry[name] + d[name] for name in carry
-        }
-
-    carry = {
-        name: vary_like(jnp.zeros(primals[name].shape, x.dtype if name == "x" else acc), x, dy, *w.values())
-        for name in saved.wanted
-    }
-    recomputed, kept = (Body(partial(shard, kept=kept), _after_all) for kept in (False, True))
-    carry = for_each_shard(call.plan, call.kept_start, recomputed, kept, carry)
-    # The types of the saved operands: the barrier may have joined those of its own.
-    return {name: gradient_of(primals[name], value) for name, value in carry.items()}
-
-
-def _after_all(start: jax.Array, carry: Any) -> Any:
-    return lax.optimization_barrier((start, carry))
-
-
-_mlp.defvjp(_forward_saving, _backward, symbolic_zeros=True)
-# Called outside of any jit too, forward and backward are one compiled program each.
-_run = jax.jit(_mlp, static_argnums=0)

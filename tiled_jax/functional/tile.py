@@ -40,7 +40,8 @@ def tile(
         num_shards: at most this many shards of T, >= 1; None lets the plan choose. See shared_specs.shards.
         tiling: the long form: num_shards or shard_tokens. keep and memory_budget do not apply.
         rngs: a key, nnx.Rngs or nnx.RngStream for a function that draws random numbers: every shard calls
-            fn(..., rngs=its own split). A key is used by every call alike; streams advance once per call.
+            fn(..., rngs=its own split). A key is used by every call alike; streams advance once per call. A key among
+            fn's other arguments is passed whole, and every shard draws the same numbers from it.
     Returns:
         A callable. Its x is [T, H] or [B, S, H] (any leading dims); T = 0 runs fn once without tokens.
     Numerics: gradients of what shards share are summed over shards in its own dtype: keep weights in float32 and cast
@@ -76,10 +77,13 @@ def tile(
 def _call(fn: Callable[..., Any], options: Tiling, rngs: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if rngs is not None and "rngs" in kwargs:
         fail("tile", "rngs", "given once", "one to tile and one to the call")
+    key = rngs if isinstance(rngs, jax.Array) else None
+    if rngs is not None and key is None:
+        kwargs = {**kwargs, "rngs": rngs}  # streams are split and advanced as those of any module among the arguments
     layout = rows.split(fn, args, kwargs)
     tokens, device = layout.tokens, backends.device_kind()
     plan = plan_tokens(tokens, num_shards=options.num_shards, shard_tokens=options.shard_tokens, device=device)
-    shard = _Shard(fn, layout, rngs, max(1, len(plan)))
+    shard = _Shard(fn, layout, key, max(1, len(plan)))
     results = _loop(shard, plan, layout.rows())
     shard.modules.advance()
     return shard.assemble(results)
@@ -88,34 +92,26 @@ def _call(fn: Callable[..., Any], options: Tiling, rngs: Any, args: tuple[Any, .
 class _Shard:
     """fn on the rows of one shard, as a function of arrays alone."""
 
-    def __init__(self, fn: Callable[..., Any], layout: rows.Layout, rngs: Any, shards: int) -> None:
-        self.layout = layout
-        self._call, owner = _with_owner(fn)
-        has_streams = rngs is not None and not isinstance(rngs, jax.Array)
-        self._owners = [*owner, *([rngs] if has_streams else [])]
-        self._named_rngs, self._has_owner = has_streams, bool(owner)
-        self.modules = Modules([*self._owners, *layout.modules()], shards)
-        # Per shard: the key of every random stream and, where rngs is a key, one key more.
-        self.keys = [
-            *self.modules.shard_keys,
-            *([jax.random.split(rngs, shards)] if isinstance(rngs, jax.Array) else []),
-        ]
+    def __init__(self, fn: Callable[..., Any], layout: rows.Layout, key: jax.Array | None, shards: int) -> None:
+        self._layout, self._has_key = layout, key is not None
+        self._fn, self._owner = _with_owner(fn)
+        self.modules = Modules([*self._owner, *layout.modules()], shards)
+        # Of every random stream the keys of all shards, and those split from `key`.
+        self.keys = self.modules.shard_keys + ([] if key is None else [jax.random.split(key, shards)])
         self._form: tuple[list[rows.Form], Any] | None = None
 
     def run(self, keys: Sequence[jax.Array], pieces: Sequence[jax.Array]) -> list[jax.Array]:
-        streams = len(self.modules.shard_keys)
-        inside = self.modules.inside(keys[:streams])
-        owners, modules = inside.modules[: len(self._owners)], inside.modules[len(self._owners) :]
-        args, kwargs = self.layout.arguments(pieces, modules)
-        if self._named_rngs:
-            kwargs["rngs"] = owners[-1]
-        elif len(keys) > streams:
+        """The rows [t, ...] of every result, from the rows of the arguments and this shard's keys."""
+        inside = self.modules.inside(keys[: len(self.modules.shard_keys)])
+        owner, modules = inside.modules[: len(self._owner)], inside.modules[len(self._owner) :]
+        args, kwargs = self._layout.arguments(pieces, modules)
+        if self._has_key:
             kwargs["rngs"] = keys[-1]
-        results = self._call(*owners[: 1 if self._has_owner else 0], *args, **kwargs)
+        results = self._fn(*owner, *args, **kwargs)
         self.modules.drew(inside.written())
         leaves, treedef = jax.tree.flatten(results)
         t = pieces[0].shape[0]
-        forms = [rows.form_of(index, leaf, t, self.layout) for index, leaf in enumerate(leaves)]
+        forms = [rows.form_of(index, leaf, t, self._layout) for index, leaf in enumerate(leaves)]
         self._form = forms, treedef
         return [jnp.asarray(leaf).reshape(t, *form.rest) for leaf, form in zip(leaves, forms, strict=True)]
 

@@ -79,18 +79,19 @@ def from_hf(parameters: nnx.State, tensors: Mapping[str, np.ndarray], device: ja
 
 
 def to_hf(parameters: nnx.State) -> dict[str, np.ndarray]:
-    """Arrays on the host by Hugging Face name, [out, in]: copies, or transposed views of copies.
+    """Arrays on the host by Hugging Face name, [out, in]: read-only copies, each in one piece.
 
     Args:
         parameters: of a model, or anything with the same paths, such as its gradients or an optimizer's moments.
     """
     tensors = {}
     for path, leaf in nnx.to_flat_state(parameters):
-        host = np.array(leaf.get_value())
-        flip = np.matrix_transpose if path[-1] in _TRANSPOSED else np.asarray
+        value = leaf.get_value()
+        # NumPy looks at JAX's own copy: a view of the parameter itself would keep it from being donated.
+        host = np.asarray(jnp.matrix_transpose(value) if path[-1] in _TRANSPOSED else jnp.copy(value))
         if path in _HF_OUTER:
-            tensors[_HF_OUTER[path]] = flip(host)
+            tensors[_HF_OUTER[path]] = host
         else:
             name = _HF_IN_LAYER[path]
-            tensors |= {f"model.layers.{layer}.{name}": flip(array) for layer, array in enumerate(host)}
+            tensors |= {f"model.layers.{layer}.{name}": array for layer, array in enumerate(host)}
     return tensors

@@ -84,11 +84,11 @@ class TorchTrainer:
     def load_state(self, state: TrainerState) -> None:
         with torch.no_grad():
             for name, parameter in self._parameters.items():
-                parameter.copy_(torch.tensor(state.weights[name]))
+                parameter.copy_(_to_tensor(state.weights[name]))
         step = torch.tensor(float(state.optimizer["step"]))
         moments = {
             index: {"step": step.clone()}
-            | {theirs: torch.tensor(state.optimizer[f"{ours}.{name}"]) for ours, theirs in _MOMENTS.items()}
+            | {theirs: _to_tensor(state.optimizer[f"{ours}.{name}"]) for ours, theirs in _MOMENTS.items()}
             for index, name in enumerate(self._parameters)
         }
         groups = self._optimizer.state_dict()["param_groups"]
@@ -103,7 +103,7 @@ def build_model(config: dict[str, Any], tensors: dict[str, np.ndarray], device: 
     hf_config = LlamaConfig(**config)
     with torch.device("meta"):
         model = LlamaForCausalLM._from_config(hf_config, attn_implementation="sdpa", dtype=torch.float32)
-    weights = {name: torch.tensor(array, device=device) for name, array in tensors.items()}
+    weights = {name: _to_tensor(array).to(device) for name, array in tensors.items()}
     if config["tie_word_embeddings"]:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     model.load_state_dict(weights, strict=True, assign=True)
@@ -118,6 +118,11 @@ def _device(name: str) -> torch.device:
         raise UnsupportedError("finetune: --device must be cpu or auto here, got gpu. PyTorch sees no CUDA GPU.")
     gpu = name == "gpu" or (name == "auto" and torch.cuda.is_available())
     return torch.device("cuda" if gpu else "cpu")
+
+
+def _to_tensor(array: np.ndarray) -> torch.Tensor:
+    """A copy in one piece: torch.tensor keeps the strides, and fused AdamW reads the memory of all its inputs in order."""
+    return torch.tensor(np.ascontiguousarray(array))
 
 
 def _to_numpy(tensor: torch.Tensor) -> np.ndarray:

@@ -1,0 +1,228 @@
+"""The JAX command: a tiny Llama trained, saved, resumed, in a process that has no PyTorch too."""
+
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from rich.console import Console
+
+from shared_specs.app.log import read_log, step_records
+from shared_specs.app.loop import MODEL_NAME, finetune
+from shared_specs.app.trainer import ADAMW
+from shared_specs.app.weights import read_model
+from shared_specs.cli import FinetuneOptions
+from shared_specs.errors import UnsupportedError
+from shared_specs.tolerances import DEMO_LOSS_RTOL, MODEL_FLOAT32
+from tests.asserting import assert_within
+from tests.on_jax.test_llama import loaded as load_model
+from tests.tiny_model import tiny_config, tiny_weights, write_text, write_tiny_folder, write_tiny_gguf
+from tiled_jax.commands.finetune import JaxTrainer
+from tiled_jax.models import next_token_loss, to_hf
+
+ROOT = Path(__file__).parents[2]
+# Runs `python -m tiled_jax` with every import of PyTorch, and of what would bring it along, failing.
+WITHOUT_TORCH = """
+import importlib.abc, runpy, sys
+
+class Refuse(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("torch", "transformers", "tiled_torch", "triton"):
+            raise ImportError(f"{name} is blocked")
+
+sys.meta_path.insert(0, Refuse())
+try:
+    import torch
+except ImportError:
+    pass
+else:
+    sys.exit("torch is not blocked")
+sys.argv[0] = "tiled_jax"
+runpy.run_module("tiled_jax", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("inputs")
+    write_tiny_folder(folder / "model")
+    write_tiny_gguf(folder / "model.gguf")
+    write_text(folder / "text")
+    return folder
+
+
+def base(inputs: Path) -> dict[str, Any]:
+    """Options that every run here shares."""
+    paths = {"model": str(inputs / "model"), "text": str(inputs / "text")}
+    return paths | {"tokens": 48, "steps": 4, "batch": 2, "lr": 1e-3, "device": "cpu"}
+
+
+@pytest.fixture
+def options(inputs: Path, tmp_path: Path) -> Any:
+    def make(**changes: Any) -> FinetuneOptions:
+        return FinetuneOptions(**base(inputs) | {"out": str(tmp_path / "run")} | changes)
+
+    return make
+
+
+def run(options: FinetuneOptions) -> list[float]:
+    assert finetune(JaxTrainer(), options, Console(file=io.StringIO())) == 0
+    return [record["loss"] for record in step_records(read_log(Path(options.out)))]
+
+
+@pytest.fixture(scope="module")
+def plain_losses(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Of the run of `options` without tiling."""
+    out = str(tmp_path_factory.mktemp("plain") / "run")
+    losses = run(FinetuneOptions(**base(inputs), out=out, plain=True))
+    assert losses[-1] < losses[0]
+    return losses
+
+
+def windows(seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 272, size=(2, 49), dtype=np.int32)
+
+
+def loaded(options: FinetuneOptions, **config: Any) -> JaxTrainer:
+    trainer = JaxTrainer()
+    trainer.load(tiny_config(**config), tiny_weights(tiny_config(**config)), options)
+    return trainer
+
+
+def test_step_is_adamw_on_the_mean_cross_entropy(options: Any) -> None:
+    """Against the update written out by hand."""
+    trainer = loaded(options(plain=True))
+    graph, parameters = load_model(tiny_config(), plain=True)
+    tokens = jnp.asarray(windows())
+    loss, gradients = jax.value_and_grad(lambda p: next_token_loss(nnx.merge(graph, p), tokens))(parameters)
+    assert trainer.step(windows()) == pytest.approx(float(loss), rel=MODEL_FLOAT32)
+    state, before = trainer.state(), tiny_weights(tiny_config())
+    assert state.optimizer["step"] == 1
+    for name, gradient in to_hf(gradients).items():
+        m, v = (1 - ADAMW.beta1) * gradient, (1 - ADAMW.beta2) * gradient**2
+        step = (m / (1 - ADAMW.beta1)) / (np.sqrt(v / (1 - ADAMW.beta2)) + ADAMW.eps)
+        assert_within(state.optimizer[f"m.{name}"], m, MODEL_FLOAT32, f"m of {name}")
+        assert_within(state.optimizer[f"v.{name}"], v, MODEL_FLOAT32, f"v of {name}")
+        # The difference of two weights has lost digits.
+        assert_within(state.weights[name] - before[name], -1e-3 * step, 10 * MODEL_FLOAT32, f"update of {name}")
+
+
+def test_state_goes_round(options: Any) -> None:
+    first = loaded(options(plain=True))
+    for seed in range(2):
+        first.step(windows(seed))
+    second = loaded(options(plain=True))
+    second.load_state(first.state())
+    for seed in range(2, 4):
+        assert first.step(windows(seed)) == second.step(windows(seed))
+    for name, array in first.state().optimizer.items():
+        np.testing.assert_array_equal(array, second.state().optimizer[name], err_msg=name)
+
+
+def test_state_is_a_copy(options: Any) -> None:
+    """The next step updates the parameters in the very memory they have, which a state must not see or hinder."""
+    trainer = loaded(options(plain=True))
+    trainer.step(windows(0))
+    state = trainer.state()
+    kept = {name: array.copy() for name, array in state.weights.items()}
+    donated = jax.tree.leaves((trainer._parameters, trainer._optimizer))
+    where = {leaf.unsafe_buffer_pointer() for leaf in donated if leaf.ndim > 1}
+    trainer.step(windows(1))
+    for name, array in state.weights.items():
+        np.testing.assert_array_equal(array, kept[name], err_msg=name)
+    assert all(leaf.is_deleted() for leaf in donated)
+    now = jax.tree.leaves((trainer._parameters, trainer._optimizer))
+    assert where == {leaf.unsafe_buffer_pointer() for leaf in now if leaf.ndim > 1}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_shards": 5},
+        {"memory_budget": 100_000, "checkpointing": True},
+        {"shard_tokens": 7, "keep": 0.5},
+    ],
+    ids=str,
+)
+def test_same_losses_as_plain(options: Any, plain_losses: list[float], changes: dict[str, Any]) -> None:
+    assert run(options(**changes)) == pytest.approx(plain_losses, rel=DEMO_LOSS_RTOL / 10)
+
+
+def test_options_reach_the_model(options: Any) -> None:
+    chosen = loaded(options(shard_tokens=7, keep=0.5, checkpointing=True, dtype="bfloat16"))
+    model = nnx.merge(chosen._graph, chosen._parameters)
+    assert (model.layers.mlp.config.tiling.shard_tokens, model.layers.mlp.config.tiling.keep) == (7, 0.5)
+    assert model.checkpointing
+    assert model.dtype == model.layers.mlp.dtype == jnp.bfloat16
+
+
+def test_bfloat16_computes_in_bfloat16_and_keeps_float32(
+    options: Any, plain_losses: list[float], tmp_path: Path
+) -> None:
+    rounded = run(options(dtype="bfloat16"))
+    assert rounded != plain_losses
+    assert rounded == pytest.approx(plain_losses, rel=100 * DEMO_LOSS_RTOL)
+    saved = read_model(tmp_path / "run" / MODEL_NAME).tensors["model.layers.0.mlp.up_proj.weight"]
+    assert (saved.view(np.uint32) & 0xFFFF).any()  # more bits than a bfloat16 has
+
+
+def test_the_saved_model_is_the_trained_one(options: Any, tmp_path: Path) -> None:
+    trainer = JaxTrainer()
+    finetune(trainer, options(rope_scale=2.0, tokens=100), Console(file=io.StringIO()))
+    saved = read_model(tmp_path / "run" / MODEL_NAME)
+    assert saved.config["rope_parameters"] == {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+    weights = trainer.state().weights
+    assert saved.tensors.keys() == weights.keys()
+    for name, array in weights.items():
+        np.testing.assert_array_equal(saved.tensors[name], array, err_msg=name)
+
+
+def test_resumed_run_has_the_losses_of_the_uninterrupted_one(options: Any, tmp_path: Path) -> None:
+    whole = run(options(num_shards=3, out=str(tmp_path / "whole")))
+    run(options(num_shards=3, steps=2))
+    assert run(options(num_shards=3, resume=True)) == whole
+
+
+def test_device_that_is_not_here_is_refused(options: Any, tmp_path: Path) -> None:
+    if jax.default_backend() == "gpu":
+        pytest.skip("JAX sees a GPU here")
+    with pytest.raises(UnsupportedError, match=r"^finetune: --device must be cpu or auto here, got gpu"):
+        run(options(device="gpu"))
+    assert not (tmp_path / "run").exists()
+
+
+def command(*words: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"XLA_FLAGS": "", "JAX_NUMPY_DTYPE_PROMOTION": "standard"}
+    start = [sys.executable, "-W", "error", "-c", WITHOUT_TORCH, "finetune"]
+    return subprocess.run([*start, *words], cwd=ROOT, text=True, capture_output=True, env=environment)
+
+
+def test_the_command_runs_where_torch_cannot_be_imported(inputs: Path, tmp_path: Path) -> None:
+    words = ["--model", str(inputs / "model.gguf"), "--text", str(inputs / "text"), "--out", str(tmp_path / "run")]
+    words += ["--tokens", "40", "--steps", "2", "--num-shards", "3", "--device", "cpu"]
+    done = command(*words)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "step 2/2  loss " in done.stdout
+    assert read_model(tmp_path / "run" / MODEL_NAME).tensors
+    again = command(*words)
+    assert again.returncode == 2
+    assert again.stderr.startswith("finetune: --out must be a new or empty folder")
+
+
+def test_a_model_it_cannot_do_is_one_line_and_exit_code_2(inputs: Path, tmp_path: Path) -> None:
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}
+    folder = write_tiny_folder(tmp_path / "yarn", rope_parameters=rope)
+    done = command(
+        "--model", str(folder), "--text", str(inputs / "text"), "--out", str(tmp_path / "run"), "--tokens", "40"
+    )
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "rope_type must be one of default, linear, llama3, got 'yarn'" in done.stderr
+    assert not (tmp_path / "run").exists()
