@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from shared_specs import checks, config, costs
 from shared_specs.config import Tiling
@@ -84,8 +85,8 @@ def tiled_mlp(
 
 
 def _array(name: str, value: Any) -> jax.Array:
-    if hasattr(value, "__jax_array__"):  # nnx.Param
-        value = value.__jax_array__()
+    if isinstance(value, nnx.Variable):
+        value = value[...]
     if not isinstance(value, jax.Array | np.ndarray):
         fail_type(_NAME, name, "an array", type(value).__name__)
     # Not for a jax.Array: under differentiation jnp.asarray copies it.
