@@ -22,7 +22,7 @@ from shared_specs.app.progress import show_bytes
 
 OUT = Path("out/demo")
 STEPS, TOKENS, SHARDS = 3, 1024, 4
-LONG_TOKENS, LONG_SCALE = 12800, 2
+LONG_TOKENS, LONG_SCALE = 12288, 2
 HALVES = {"PyTorch": "tiled_torch", "JAX": "tiled_jax"}
 
 

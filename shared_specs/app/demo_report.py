@@ -59,8 +59,9 @@ class Result:
 
     @property
     def plain_peak_bytes(self) -> int:
-        """What the same step needs without tiling, by formula: model, optimizer and activations, not the process."""
-        return plain_step(self.start["config"], self.tokens * self.start["options"]["batch"]).peak
+        """What the same step needs without tiling: the formula's bytes on top of those the process had before."""
+        step = plain_step(self.start["config"], self.tokens * self.start["options"]["batch"])
+        return self.start["bytes_before_model"] + step.peak
 
 
 def largest_difference(results: Sequence[Result]) -> float:

@@ -14,7 +14,7 @@ from rich.console import Console
 from shared_specs.app.checkpoint import save_checkpoint, write_folder
 from shared_specs.app.job import Job, prepare
 from shared_specs.app.log import RunLog, read_log, step_records
-from shared_specs.app.memory import PeakMemory
+from shared_specs.app.memory import PeakMemory, resident_bytes
 from shared_specs.app.plots import plot_runs
 from shared_specs.app.progress import RunProgress
 from shared_specs.app.signals import StopRequest
@@ -37,6 +37,7 @@ def finetune(trainer: Trainer, options: FinetuneOptions, console: Console | None
     """
     console = console or Console()
     job = prepare(options)
+    before = resident_bytes()
     trainer.load(job.config, job.checkpoint.state.weights if job.checkpoint else job.files.tensors, options)
     if job.checkpoint:
         trainer.load_state(job.checkpoint.state)
@@ -47,7 +48,7 @@ def finetune(trainer: Trainer, options: FinetuneOptions, console: Console | None
     job.out.mkdir(parents=True, exist_ok=True)
     log = RunLog(job.out)
     try:
-        log.write("resume" if options.resume else "start", **_header(trainer, job))
+        log.write("resume" if options.resume else "start", **_header(trainer, job), bytes_before_model=before)
         return _Run(trainer, job, log, console).run()
     finally:
         log.close()

@@ -56,6 +56,11 @@ def _peak_resident() -> int:
     return int(line.split()[1]) * 1024  # the line is in kB
 
 
+def resident_bytes() -> int:
+    """Memory this process holds now."""
+    return psutil.Process().memory_info().rss
+
+
 def machine_bytes() -> int:
     """Memory of this machine."""
     return psutil.virtual_memory().total

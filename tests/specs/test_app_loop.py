@@ -17,6 +17,7 @@ from safetensors.numpy import load_file
 from shared_specs.app.checkpoint import load_checkpoint
 from shared_specs.app.log import LOG_NAME, read_log, step_records
 from shared_specs.app.loop import MODEL_NAME, PLOT_NAME, finetune
+from shared_specs.app.memory import machine_bytes
 from shared_specs.app.weights import read_model
 from shared_specs.cli import FinetuneOptions, InputError
 from tests.fake_trainer import FakeTrainer
@@ -91,6 +92,7 @@ def test_log(options, tmp_path):
     assert start["event"] == "start"
     assert start["options"]["tokens"] == 32
     assert start["versions"]["fake"] == "1"
+    assert 2**20 < start["bytes_before_model"] < machine_bytes()
     assert [record["step"] for record in steps] == list(range(1, STEPS + 1))
     for record in steps:
         assert record["peak_bytes"] > 2**20
