@@ -5,10 +5,12 @@
 
 A function takes `rank`, `world` and the keyword arguments (JSON), runs inside its own process group, and returns JSON.
 An error on any rank fails the call with every rank's traceback. A call that takes longer than HANG_SECONDS is reported
-as a hang: the ranks are ended, with the stack of each, and fresh ones serve the next call.
+as a hang, with the stack of each rank. After either, fresh ranks serve the next call, so that one failure stays one.
+Ranks that could not even meet (a stalled machine; nothing of the function has run yet) are replaced once and asked again.
 """
 
 import faulthandler
+import gc
 import importlib
 import json
 import os
@@ -26,8 +28,8 @@ from typing import Any, Self
 
 ROOT = Path(__file__).parents[1]
 LOOPBACK = {} if sys.platform != "linux" else {"GLOO_SOCKET_IFNAME": "lo"}  # the host's own name need not resolve
-GLOO_SECONDS = 30  # a rank that waits longer for another one raises
-HANG_SECONDS = 60
+GLOO_SECONDS = 60  # a rank that waits longer for another one raises
+HANG_SECONDS = 120
 START_SECONDS = 120
 
 
@@ -50,6 +52,18 @@ class Ranks:
 
     def run(self, function: str, **arguments: Any) -> list[Any]:
         """What `function` ("module:name") returns on every rank, in rank order."""
+        answers = self._ask(function, arguments)
+        if any(answer.get("met") is False for answer in answers):
+            print(f"The ranks could not meet for {function}; asking fresh ones. {answers}", file=sys.stderr)
+            self.end()
+            answers = self._ask(function, arguments)
+        errors = [f"rank {rank}:\n{answer['error']}" for rank, answer in enumerate(answers) if answer["error"]]
+        if errors:
+            self.end()
+            raise RankError(f"{function} failed.\n" + "\n".join(errors))
+        return [answer["result"] for answer in answers]
+
+    def _ask(self, function: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
         if not self.workers:
             self._start()
         self.calls += 1
@@ -61,15 +75,16 @@ class Ranks:
             stacks = "\n".join(f"rank {rank}:\n{worker.stack()}" for rank, worker in enumerate(self.workers))
             self.end()
             raise RankError(f"{function} did not return within {self.hang_seconds} s.\n{stacks}")
-        errors = [f"rank {rank}:\n{a['error']}" for rank, a in enumerate(answers) if a and a["error"]]
-        if errors:
-            raise RankError(f"{function} failed.\n" + "\n".join(errors))
-        return [answer["result"] for answer in answers if answer]
+        return [answer for answer in answers if answer is not None]
 
     def _start(self) -> None:
+        from torch.distributed import TCPStore
+
         self.folder = tempfile.TemporaryDirectory(prefix="ranks")
+        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        logs = [Path(self.folder.name) / f"rank{rank}.log" for rank in range(self.world)]
         self.workers = [
-            _Worker(rank, self.world, self.hang_seconds, Path(self.folder.name)) for rank in range(self.world)
+            _Worker(rank, self.world, self.hang_seconds, self.store.port, log) for rank, log in enumerate(logs)
         ]
         deadline = time.monotonic() + START_SECONDS
         ready = [worker.receive(deadline) for worker in self.workers]
@@ -86,14 +101,15 @@ class Ranks:
             worker.close()
         if self.workers:
             self.folder.cleanup()
+            del self.store
         self.workers = []
 
 
 class _Worker:
-    def __init__(self, rank: int, world: int, hang_seconds: float, folder: Path) -> None:
-        self.log = (folder / f"rank{rank}.log").open("w+")
+    def __init__(self, rank: int, world: int, hang_seconds: float, port: int, log: Path) -> None:
+        self.log = log.open("w+")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.ranks", *map(str, (rank, world, hang_seconds, folder))],
+            [sys.executable, "-m", "tests.ranks", *map(str, (rank, world, hang_seconds, port))],
             cwd=ROOT,
             env=os.environ | {"OMP_NUM_THREADS": "1", **LOOPBACK},
             stdin=subprocess.PIPE,
@@ -139,39 +155,46 @@ class _Worker:
                 stream.close()
 
 
-def serve(rank: int, world: int, hang_seconds: float, folder: Path) -> None:
-    """A worker's life: answers calls until its input ends."""
+def serve(rank: int, world: int, hang_seconds: float, port: int) -> None:
+    """A worker's life: answers calls until its input ends. Its groups meet at the store on `port`."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a function prints goes to the log
     import torch
+    from torch.distributed import TCPStore
 
     torch.set_num_threads(1)
+    store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=START_SECONDS))
     warnings.simplefilter("error")
     print(json.dumps({"error": None, "result": "ready"}), file=answers, flush=True)
     for line in sys.stdin:
         message = json.loads(line)
         faulthandler.dump_traceback_later(hang_seconds * 0.8)
-        answer = _answer(message, rank, world, folder)
+        answer = _answer(message, rank, world, store)
         faulthandler.cancel_dump_traceback_later()
         print(json.dumps(answer), file=answers, flush=True)
 
 
-def _answer(message: dict[str, Any], rank: int, world: int, folder: Path) -> dict[str, Any]:
+def _answer(message: dict[str, Any], rank: int, world: int, store: Any) -> dict[str, Any]:
     import torch.distributed as dist
 
+    gc.freeze()  # what is there already need not be searched for garbage again
+    met = False
     try:
-        store = f"file://{folder}/group{message['call']}"
+        group = dist.PrefixStore(f"call{message['call']}", store)
         timeout = timedelta(seconds=GLOO_SECONDS)
-        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=timeout)
+        dist.init_process_group("gloo", store=group, rank=rank, world_size=world, timeout=timeout)
+        met = True
         try:
             module, name = message["function"].split(":")
             function = getattr(importlib.import_module(module), name)
-            return {"error": None, "result": function(rank=rank, world=world, **message["arguments"])}
+            result = function(rank=rank, world=world, **message["arguments"])
+            return {"met": met, "error": None, "result": result}
         finally:
             dist.destroy_process_group()
+            gc.collect()  # the group's sockets and threads go with the model that held on to it
     except Exception:
-        return {"error": traceback.format_exc(), "result": None}
+        return {"met": met, "error": traceback.format_exc(), "result": None}
 
 
 if __name__ == "__main__":
-    serve(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), Path(sys.argv[4]))
+    serve(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4]))
