@@ -91,9 +91,10 @@ types: $(ENV) ## pyright, where it can run
 bench-env: $(BENCH_ENV) ## add the libraries measured against to .venv
 
 .PHONY: bench
-bench: $(BENCH_ENV) ## the MLP benchmark of both halves, one after the other
-	$(BIN)/python -m tiled_torch bench --op mlp $(ARGS)
-	$(BIN)/python -m tiled_jax bench --op mlp $(ARGS)
+bench: $(BENCH_ENV) ## the benchmarks of both halves, one after the other
+	for op in mlp loss; do for half in tiled_torch tiled_jax; do \
+	  $(BIN)/python -m $$half bench --op $$op $(ARGS) || exit 1; \
+	done; done
 
 ##@ Tidying
 

@@ -3,8 +3,17 @@
 Needs numpy and ml_dtypes only; importing it loads neither torch nor jax. Start with `shared_specs/README.md`.
 """
 
-from shared_specs.config import ACTIVATIONS, Activation, Tiling
+from shared_specs.config import ACTIVATIONS, Activation, LossOptions, LossResult, Tiling
 from shared_specs.errors import SpecError, UnsupportedError
 from shared_specs.shards import ShardPlan
 
-__all__ = ["ACTIVATIONS", "Activation", "ShardPlan", "SpecError", "Tiling", "UnsupportedError"]
+__all__ = [
+    "ACTIVATIONS",
+    "Activation",
+    "LossOptions",
+    "LossResult",
+    "ShardPlan",
+    "SpecError",
+    "Tiling",
+    "UnsupportedError",
+]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from shared_specs.config import Tiling
-from shared_specs.workloads import MLP_WORKLOADS
+from shared_specs.workloads import WORKLOADS
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
@@ -152,7 +152,7 @@ def _require(ok: bool, name: str, rule: str, value: object, hint: str) -> None:
 class BenchOptions:
     """Options of `bench`; the workloads are those of `shared_specs.workloads`."""
 
-    op: Literal["mlp"] = _option("mlp", help="what to measure")
+    op: Literal["mlp", "loss"] = _option("mlp", help="what to measure")
     workload: str | None = _option(None, metavar="NAME", help="one workload; without it every workload of the op")
     repeats: int = _option(7, help="timed runs of each variant, interleaved")
     out: str = _option("benchmarks/records", metavar="FOLDER", help="folder the record is written to")
@@ -161,6 +161,8 @@ class BenchOptions:
         """Raise InputError for the first option that is out of range."""
         if self.repeats < 1:
             raise InputError(f"bench: --repeats must be >= 1, got {self.repeats}.")
-        names = [workload.name for workload in MLP_WORKLOADS]
+        if self.op not in WORKLOADS:
+            raise InputError(f"bench: --op must be one of {', '.join(WORKLOADS)}, got {self.op}.")
+        names = [workload.name for workload in WORKLOADS[self.op]]
         if self.workload is not None and self.workload not in names:
             raise InputError(f"bench: --workload must be one of {', '.join(names)}, got {self.workload}.")

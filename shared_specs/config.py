@@ -1,7 +1,7 @@
 """Options as frozen, keyword-only data. What a field means is said here once, for both halves."""
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu_squared"]
 ACTIVATIONS: tuple[str, ...] = get_args(Activation)
@@ -26,20 +26,77 @@ HALVES: tuple[Half, ...] = ("torch", "jax")
 class Tiling:
     """How T tokens are cut into shards: the long form of `num_shards` and `keep`, which it excludes.
 
-    At most one of the first three is given; with none of them the plan chooses (`shards.plan_tokens`).
+    At most one of the first three is given; with none of them the plan chooses (`shards.plan_tokens`). A function that
+    has no use for a field refuses any value but its default.
 
     Args:
         num_shards: at most this many shards, >= 1.
         shard_tokens: tokens per shard, >= 1.
         memory_budget: bytes the call may use above its inputs, outputs and gradients; the longest shard that
             fits is taken (`costs.shard_tokens_within`).
-        keep: fraction of the shards, in [0, 1], whose gate and up are kept for backward instead of recomputed.
+        keep: fraction of the shards, in [0, 1], whose gate and up are kept for backward instead of recomputed (MLP).
+        vocab_shards: at most this many runs of the vocabulary, >= 1, whose logits exist one at a time (losses). More
+            than one costs a second computation of the logits: 8 THV FLOP instead of 6.
     """
 
     num_shards: int | None = None
     shard_tokens: int | None = None
     memory_budget: int | None = None
     keep: float = 0.0
+    vocab_shards: int | None = None
+
+
+LossReduction = Literal["mean", "sum", "none"]
+LOSS_REDUCTIONS: tuple[str, ...] = get_args(LossReduction)
+LossOutput = Literal["log_probs", "lse", "entropy", "accuracy"]
+LOSS_OUTPUTS: tuple[str, ...] = get_args(LossOutput)
+# Outputs with gradients of their own per token: the gradients cannot be computed before they are known.
+DIFFERENTIABLE_OUTPUTS = ("log_probs", "lse", "entropy")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossOptions:
+    """What the cross entropy of a language-model head computes. Formulas in `shared_specs/README.md`.
+
+    Args:
+        ignore_index: a target of this value has no loss, no gradient and does not count.
+        label_smoothing: in [0, 1], as in torch.nn.functional.cross_entropy.
+        z_loss: >= 0; z_loss * lse^2 is added to each token's loss.
+        logit_softcap: > 0 or None; logits become softcap * tanh(logits / softcap), after logit_scale.
+        logit_scale: factor on the logits.
+        reduction: "mean" over the valid tokens (weighted by class_weight), "sum", or "none" ([*tokens]).
+        class_weight: [V] array or None, as `weight` of torch.nn.functional.cross_entropy; gets no gradient.
+        num_valid: what "mean" divides by, a number or 0-d array > 0, where the count is not this call's own (gradient
+            accumulation, data parallel); None counts (sums the class weights of) the valid targets.
+        outputs: any of "log_probs" (of the targets, 0 where ignored), "lse", "entropy", each [*tokens] and with
+            gradients, and "accuracy" (reduced as the loss is, unweighted; no gradient). With any the result is a
+            `LossResult`. The first three make backward compute the logits again: 8 THV FLOP instead of 6.
+    """
+
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    logit_softcap: float | None = None
+    logit_scale: float = 1.0
+    reduction: LossReduction = "mean"
+    class_weight: Any = None
+    num_valid: Any = None
+    outputs: tuple[LossOutput, ...] = ()
+
+    @property
+    def gradients_in_forward(self) -> bool:
+        """Whether one upstream number scales every gradient, so that they can be computed with the loss."""
+        return self.reduction != "none" and not set(self.outputs) & set(DIFFERENTIABLE_OUTPUTS)
+
+
+class LossResult(NamedTuple):
+    """What a loss returns when `LossOptions.outputs` names something; what it does not name is None."""
+
+    loss: Any
+    log_probs: Any = None
+    lse: Any = None
+    entropy: Any = None
+    accuracy: Any = None
 
 
 @dataclass(frozen=True, kw_only=True)

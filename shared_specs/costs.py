@@ -4,8 +4,10 @@ Letters: T tokens, H hidden, I intermediate, t tokens of the longest shard, f th
 are kept. Bytes are peaks above inputs, outputs and gradients. One T x H x I product is 2 THI FLOP.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from typing import Literal
 
 from shared_specs.errors import fail
@@ -14,8 +16,9 @@ from shared_specs.shards import ShardPlan, plan_tokens
 Checkpointing = Literal["none", "non-reentrant", "reentrant"]
 
 # Elements that one elementwise step works on at a time in the eager backend: small enough to stay in a core's cache on
-# a CPU, large enough that launches do not show on a GPU.
+# a CPU, large enough that launches do not show on a GPU. A row of logits is long, so a loss takes a few rows at a time.
 ELEMENTWISE_ELEMENTS = {"cpu": 2**17, "gpu": 2**24}
+LOSS_ELEMENTS = {"cpu": 2**21, "gpu": 2**26}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,15 +137,12 @@ def plain_peak_bytes(shape: MLPShape) -> int:
     return plain_saved_bytes(shape) + (3 if shape.gated else 2) * shape.tokens * shape.intermediate * shape.itemsize
 
 
-def shard_tokens_within(
-    function: str, budget: int, shape: MLPShape, *, device: str = "cpu", compiled: bool = False
-) -> int:
+def shard_tokens_within(function: str, budget: int, tokens: int, peak: Callable[[ShardPlan], int]) -> int:
     """The longest shard, in tokens, whose peak fits `budget` bytes; SpecError with the least budget where none does."""
-    low, high = 1, max(1, shape.tokens)
-    peak = compiled_peak_bytes if compiled else peak_bytes
+    low, high = 1, max(1, tokens)
 
     def needed(shard_tokens: int) -> int:
-        return peak(shape, ShardPlan(shape.tokens, shard_tokens), device=device)
+        return peak(ShardPlan(tokens, shard_tokens))
 
     if needed(high) <= budget:
         return high
@@ -171,7 +171,8 @@ def plan_mlp(
     loop. Without a budget both halves make the same plan.
     """
     if memory_budget is not None:
-        shard_tokens = shard_tokens_within(function, memory_budget, shape, device=device, compiled=compiled)
+        peak = partial(compiled_peak_bytes if compiled else peak_bytes, shape, device=device)
+        shard_tokens = shard_tokens_within(function, memory_budget, shape.tokens, peak)
     plan = plan_tokens(
         shape.tokens, num_shards=num_shards, shard_tokens=shard_tokens, device=device, multiple_of=multiple_of
     )
@@ -179,3 +180,104 @@ def plan_mlp(
     if automatic and len(plan) > 1 and peak_bytes(shape, plan, device=device) >= plain_peak_bytes(shape):
         return ShardPlan(shape.tokens, shape.tokens)
     return plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossShape:
+    """What the formulas need of one linear cross entropy. `vocab`: entries that this call's weight has.
+
+    `itemsize` is of the compute dtype, `weight_itemsize` of the weight. `bends`: how many of logit_softcap and an entropy
+    there are; the gradients of each need one more temporary.
+    """
+
+    tokens: int
+    hidden: int
+    vocab: int
+    vocab_shards: int = 1
+    itemsize: int = 4
+    weight_itemsize: int = 4
+    bends: int = 0
+
+    @property
+    def vocab_shard(self) -> int:
+        """Entries of the longest vocabulary shard."""
+        return -(-self.vocab // self.vocab_shards)
+
+
+def loss_flop(shape: LossShape, *, gradients_in_forward: bool, dx: bool = True, dweight: bool = True) -> int:
+    """FLOP of the products of one forward and backward: 6 THV, or 8 where the logits are computed twice.
+
+    They are computed twice for upstream gradients per token (`LossOptions.gradients_in_forward` false) and with more than
+    one vocabulary shard. A gradient that nobody needs costs nothing.
+    """
+    again = (dx or dweight) and (not gradients_in_forward or shape.vocab_shards > 1)
+    return (1 + again + dx + dweight) * 2 * shape.tokens * shape.hidden * shape.vocab
+
+
+def loss_accumulator_bytes(shape: LossShape) -> int:
+    """Bytes of the float32 sum of dweight where it is not the returned gradient itself: 16-bit weights."""
+    return shape.vocab * shape.hidden * 4 if shape.weight_itemsize < 4 else 0
+
+
+def loss_block_rows(shape: LossShape, device: str) -> int:
+    """Rows of logits that one elementwise step works on at a time."""
+    return max(1, LOSS_ELEMENTS[device] // max(1, shape.vocab_shard))
+
+
+def loss_peak_bytes(shape: LossShape, plan: ShardPlan, *, device: str = "cpu") -> int:
+    """Peak bytes of one eager loss above inputs and gradients: one shard of logits.
+
+    On top: where logits are widened or bent, elementwise temporaries of `loss_block_rows` rows, the float32 sum of a 16-bit
+    weight's gradient, and for 16-bit operands on a CPU the float32 copies of one product's operands, because CPU products
+    cannot return float32.
+    With vocabulary shards a 16-bit dx is a float32 sum while its tokens are worked on.
+    """
+    t, wide = plan.longest, max(shape.itemsize, 4)
+    logits = t * shape.vocab_shard * shape.itemsize
+    dx_sum = t * shape.hidden * 4 if shape.itemsize < 4 and shape.vocab_shards > 1 else 0
+    block = min(t, loss_block_rows(shape, device)) * shape.vocab_shard
+    temporaries = block * wide * ((0 if shape.itemsize >= 4 else 1) + shape.bends)
+    copies = 0
+    if shape.itemsize < 4 and device == "cpu":
+        copies = t * (shape.vocab_shard + shape.hidden) * 4
+    return logits + dx_sum + max(temporaries, copies) + loss_accumulator_bytes(shape)
+
+
+def compiled_loss_peak_bytes(shape: LossShape, plan: ShardPlan, *, device: str = "cpu") -> int:
+    """The most temporary bytes the compiled (XLA) loss with its gradients uses: an upper bound.
+
+    Logits, their exponentials and their gradient as three buffers [t, V], the shard's rows of x and dx, and float32 sums
+    of dweight. On a CPU 16-bit products are float32 ones between casts, so logits and the weight are there in float32.
+    """
+    t = plan.longest
+    widened = 4 if shape.itemsize < 4 and device == "cpu" else 0
+    rows = 3 * t * shape.vocab_shard + 2 * t * shape.hidden
+    weight = shape.vocab * shape.hidden
+    casts = weight * shape.itemsize if shape.weight_itemsize != shape.itemsize else 0
+    return rows * (shape.itemsize + widened) + weight * (max(4, shape.itemsize) + widened) + casts
+
+
+def plain_loss_peak_bytes(shape: LossShape) -> int:
+    """Peak bytes of the untiled loss above inputs and gradients: log-probabilities, their gradient and that of the logits.
+
+    In float32 (float64), as frameworks compute a cross entropy; for 16-bit logits also these themselves.
+    """
+    elements = shape.tokens * shape.vocab
+    return elements * (3 * max(4, shape.itemsize) + (shape.itemsize if shape.itemsize < 4 else 0))
+
+
+def plan_loss(
+    function: str,
+    shape: LossShape,
+    *,
+    num_shards: int | None = None,
+    shard_tokens: int | None = None,
+    memory_budget: int | None = None,
+    device: str = "cpu",
+    compiled: bool = False,
+) -> ShardPlan:
+    """The plan of one loss call; as `plan_mlp`, but always tiled: one shard's logits are what it is for."""
+    if memory_budget is not None:
+        peak = partial(compiled_loss_peak_bytes if compiled else loss_peak_bytes, shape, device=device)
+        shard_tokens = shard_tokens_within(function, memory_budget, shape.tokens, peak)
+    return plan_tokens(shape.tokens, num_shards=num_shards, shard_tokens=shard_tokens, device=device)

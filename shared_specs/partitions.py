@@ -34,6 +34,31 @@ def vocab_range(vocab: int, ranks: int, rank: int) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
+class VocabPartition:
+    """Entries [start, start + size) of `vocab`; a rank's rows beyond `size` are padding and stand for nothing."""
+
+    start: int
+    size: int
+    vocab: int
+
+
+def vocab_partition(function: str, vocab_size: int | None, local: int, ranks: int, rank: int) -> VocabPartition:
+    """Which entries a rank's `local` rows hold, by `vocab_range` or, padded, `local` on every rank.
+
+    vocab_size None: every rank holds `local`. SpecError where neither rule gives this rank so many.
+    """
+    if vocab_size is None:
+        return VocabPartition(rank * local, local, ranks * local)
+    start, stop = vocab_range(vocab_size, ranks, rank)
+    if stop - start == local:
+        return VocabPartition(start, local, vocab_size)
+    if local * ranks < vocab_size:
+        rule = f">= {stop - start} entries on rank {rank} of {ranks} for a vocabulary of {vocab_size}"
+        fail(function, "the partition of the vocabulary", rule, local)
+    return VocabPartition(rank * local, max(0, min(local, vocab_size - rank * local)), vocab_size)
+
+
+@dataclass(frozen=True)
 class MLPPartition:
     """Which slice of a [in, out] MLP one rank holds and what its partial results still need.
 

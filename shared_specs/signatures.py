@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from shared_specs.config import HALVES, Half
+from shared_specs.config import HALVES, Half, LossOptions
 
 
 class _Required:
@@ -12,6 +12,7 @@ class _Required:
 
 
 REQUIRED: Any = _Required()
+VARIADIC: Any = "*"  # the "default" of `*args`
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,13 @@ def _keyword(name: str, default: Any = REQUIRED, halves: tuple[Half, ...] = HALV
 _TORCH: tuple[Half, ...] = ("torch",)
 _JAX: tuple[Half, ...] = ("jax",)
 _TILING = (_keyword("num_shards", None), _keyword("keep", 0.0), _keyword("tiling", None), _keyword("backend", "auto"))
+_LOSS_TILING = (_keyword("num_shards", None), _keyword("tiling", None), _keyword("backend", "auto"))
+_LOSS = (_keyword("bias", None), _keyword("loss", LossOptions()), *_LOSS_TILING)
+_VOCAB_PARALLEL = (
+    _keyword("vocab_size", None),
+    _keyword("group", None, _TORCH),  # a process group; None: all ranks
+    _keyword("axis_name", REQUIRED, _JAX),  # a mesh axis of the surrounding shard_map
+)
 
 # path inside the package -> arguments in order. "Class" stands for the arguments of its constructor.
 SIGNATURES: dict[str, tuple[Argument, ...]] = {
@@ -72,9 +80,63 @@ SIGNATURES: dict[str, tuple[Argument, ...]] = {
         _keyword("fused_gate_up", False),
         *_TILING,
     ),
+    "tiled_linear_cross_entropy": (Argument("x"), Argument("weight"), Argument("targets"), *_LOSS),
+    "tiled_loss": (
+        Argument("fn"),
+        Argument("x"),
+        Argument("args", VARIADIC),
+        _keyword("num_shards", None),
+        _keyword("tiling", None),
+    ),
+    "TiledLinearCrossEntropy": (
+        Argument("hidden_size"),
+        Argument("vocab_size"),
+        _keyword("bias", False),
+        _keyword("loss", LossOptions()),
+        *_LOSS_TILING,
+        _keyword("device", None, _TORCH),
+        _keyword("dtype", None),
+        _keyword("param_dtype", REQUIRED, _JAX),  # jax.numpy.float32
+        _keyword("rngs", REQUIRED, _JAX),
+        _keyword("sharding", None, _JAX),
+    ),
+    "TiledLinearCrossEntropy.from_weights": (
+        Argument("weight"),
+        _keyword("bias", None),
+        _keyword("loss", LossOptions()),
+        *_LOSS_TILING,
+    ),
+    "vocab_parallel_cross_entropy": (
+        Argument("vocab_parallel_logits"),
+        Argument("target"),
+        Argument("label_smoothing", 0.0),
+        *_VOCAB_PARALLEL,
+    ),
+    "vocab_parallel_linear_cross_entropy": (
+        Argument("x"),
+        Argument("weight"),
+        Argument("targets"),
+        *_LOSS,
+        *_VOCAB_PARALLEL,
+    ),
     "usable_backends": (),
 }
 
 # Public names of the package root, both halves.
-PUBLIC = ("SpecError", "Tiling", "TiledMLP", "UnsupportedError", "tile", "tiled_mlp", "usable_backends")
+PUBLIC = (
+    "LossOptions",
+    "LossResult",
+    "SpecError",
+    "TiledLinearCrossEntropy",
+    "TiledMLP",
+    "Tiling",
+    "UnsupportedError",
+    "tile",
+    "tiled_linear_cross_entropy",
+    "tiled_loss",
+    "tiled_mlp",
+    "usable_backends",
+    "vocab_parallel_cross_entropy",
+    "vocab_parallel_linear_cross_entropy",
+)
 PUBLIC_ONLY: dict[Half, tuple[str, ...]] = {"torch": ("tile_model", "untile_model"), "jax": ("linen",)}

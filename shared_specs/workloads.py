@@ -33,3 +33,31 @@ MLP_WORKLOADS = (
         reason="the MLP of a model of about a billion parameters at 4K tokens, on a CPU",
     ),
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossWorkload:
+    """One linear cross entropy: T tokens, H hidden, V entries of the vocabulary."""
+
+    name: str
+    tokens: int
+    hidden: int
+    vocab: int
+    dtype: str
+    reason: str
+
+
+LOSS_WORKLOADS = (
+    LossWorkload(
+        name="smollm2-loss-4k",
+        tokens=4096,
+        hidden=576,
+        vocab=49152,
+        dtype="float32",
+        reason="the head and loss of SmolLM2-135M at 4K tokens, on a CPU",
+    ),
+)
+WORKLOADS: dict[str, tuple[MLPWorkload, ...] | tuple[LossWorkload, ...]] = {
+    "mlp": MLP_WORKLOADS,
+    "loss": LOSS_WORKLOADS,
+}

@@ -9,11 +9,31 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from shared_specs.cases import MLPCase
-from shared_specs.inputs import is_frozen, make_inputs
+from shared_specs.cases import LossCase, MLPCase
+from shared_specs.config import DIFFERENTIABLE_OUTPUTS, LossResult, Tiling
+from shared_specs.inputs import is_frozen, loss_options, make_inputs, make_loss_inputs
 
 Array = np.ndarray[Any, Any]
 Results = dict[str, Array | None]
+
+
+def loss_call(case: LossCase, arrays: dict[str, Any], backend: str) -> dict[str, Any]:
+    """The keyword arguments of `tiled_linear_cross_entropy`, with arrays of either framework."""
+    tiling = {"num_shards": case.num_shards}
+    if case.vocab_shards is not None:
+        tiling = {"tiling": Tiling(num_shards=case.num_shards, vocab_shards=case.vocab_shards)}
+    return {"loss": loss_options(case, arrays.get("class_weight")), "backend": backend, **tiling}
+
+
+def loss_results(case: LossCase, result: Any) -> tuple[dict[str, Any], list[str]]:
+    """Every result by name, and the names of those that an upstream gradient exists for."""
+    found = result._asdict() if isinstance(result, LossResult) else {"loss": result}
+    assert isinstance(result, LossResult) == bool(case.outputs)
+    assert [name for name, value in found.items() if value is None] == [
+        name for name in found if name not in ("loss", *case.outputs)
+    ]
+    kept = {name: value for name, value in found.items() if value is not None}
+    return kept, ["loss", *(name for name in case.outputs if name in DIFFERENTIABLE_OUTPUTS)]
 
 
 class NumpyAdapter:
@@ -107,6 +127,27 @@ class TorchAdapter:
         leaves = {name: weight for name, weight in weights.items() if name not in case.frozen}
         return tiled_mlp(x, *operands, **options), leaves
 
+    def run_loss(self, case: LossCase, backend: str = "eager") -> Results:
+        import torch
+
+        from tiled_torch import tiled_linear_cross_entropy
+
+        arrays = {name: self.from_numpy(array) for name, array in make_loss_inputs(case).items()}
+        wanted = {
+            name: arrays[name].requires_grad_()
+            for name in ("x", "weight", "bias")
+            if name in arrays and name not in case.frozen
+        }
+        weight = arrays["weight"].T if "weight" in wanted else arrays["weight"].T.contiguous()
+        result = tiled_linear_cross_entropy(
+            arrays["x"], weight, arrays["targets"], bias=arrays.get("bias"), **loss_call(case, arrays, backend)
+        )
+        found, differentiated = loss_results(case, result)
+        outputs, upstream = [found[name] for name in differentiated], [arrays[f"d{name}"] for name in differentiated]
+        grads = torch.autograd.grad(outputs, list(wanted.values()), upstream)
+        results = found | {f"d{name}": grad for name, grad in zip(wanted, grads, strict=True)}
+        return {name: self.to_numpy(tensor) for name, tensor in results.items()}
+
 
 class JaxAdapter:
     """tiled_jax, under jit. Arrays have no strides in JAX, so a case's layouts only change nothing; weights [in, out]."""
@@ -190,6 +231,39 @@ class JaxAdapter:
             return tiled_mlp((operands | fixed)["x"], *weights, biases=biases, **options)
 
         return call, wanted
+
+    def run_loss(self, case: LossCase, backend: str = "xla") -> Results:
+        return {name: self.to_numpy(array) for name, array in self.loss_arrays(case, backend).items()}
+
+    @staticmethod
+    @cache
+    def loss_arrays(case: LossCase, backend: str) -> dict[str, Any]:
+        """Every result and gradient as jax arrays."""
+        import jax
+
+        from tiled_jax import tiled_linear_cross_entropy
+
+        self = ADAPTERS["jax"]
+        with self.precision(case):
+            arrays = {name: self.from_numpy(array) for name, array in make_loss_inputs(case).items()}
+            operands = {name: arrays[name] for name in ("x", "weight", "bias") if name in arrays}
+            wanted = {name: array for name, array in operands.items() if name not in case.frozen}
+
+            def call(wanted: dict[str, Any]) -> Any:
+                given = operands | wanted
+                x, weight, bias = given["x"], given["weight"], given.get("bias")
+                options = loss_call(case, arrays, backend)
+                return tiled_linear_cross_entropy(x, weight, arrays["targets"], bias=bias, **options)
+
+            def results_and_gradients(wanted: dict[str, Any]) -> dict[str, Any]:
+                result, pull = jax.vjp(call, wanted)
+                found, differentiated = loss_results(case, result)
+                zeros = {name: jax.numpy.zeros_like(value) for name, value in found.items()}
+                upstream = zeros | {name: arrays[f"d{name}"] for name in differentiated}
+                (grads,) = pull(LossResult(**upstream) if case.outputs else upstream["loss"])
+                return found | {f"d{name}": grad for name, grad in grads.items()}
+
+            return jax.jit(results_and_gradients)(wanted)
 
 
 ADAPTERS: dict[str, Any] = {"torch": TorchAdapter(), "jax": JaxAdapter(), "numpy": NumpyAdapter()}

@@ -6,15 +6,16 @@ from typing import Any
 import numpy as np
 
 from shared_specs import inputs
-from shared_specs.cases import MLPCase
-from shared_specs.rounding import DTYPES, relative_error
+from shared_specs.cases import LossCase, MLPCase
+from shared_specs.config import LOSS_OUTPUTS
+from shared_specs.rounding import DTYPES, compute_dtype, relative_error
 from shared_specs.tolerances import limit
 
 Array = np.ndarray[Any, Any]
 
 
 @cache
-def truth(case: MLPCase) -> tuple[dict[str, Array], dict[str, float]]:
+def truth(case: MLPCase | LossCase) -> tuple[dict[str, Array], dict[str, float]]:
     """The oracle's results and the largest relative error each may show."""
     oracle, baseline = inputs.oracle(case), inputs.baseline(case)
     return oracle, {name: limit(relative_error(baseline[name], oracle[name]), case.dtype) for name in oracle}
@@ -34,14 +35,18 @@ def assert_within(actual: Array | None, expected: Array, allowed: float, what: s
         raise AssertionError(f"{what}: relative error {error:.3e}, allowed {allowed:.3e}")
 
 
-def assert_case(case: MLPCase, actual: dict[str, Array | None]) -> None:
-    """Every quantity of the case, no more and no less, in the case's dtype and within its limit."""
+def assert_case(case: MLPCase | LossCase, actual: dict[str, Array | None]) -> None:
+    """Every quantity of the case, no more and no less, in its dtype and within its limit.
+
+    Gradients and y have the case's dtype; losses and their outputs are float32 (float64 for float64).
+    """
     __tracebackhide__ = True
     oracle, limits = truth(case)
     if set(actual) != set(oracle):
         raise AssertionError(f"{case.id}: got {sorted(actual)} instead of {sorted(oracle)}")
     for name, expected in oracle.items():
         found = actual[name]
-        if found is not None and found.dtype != DTYPES[case.dtype]:
-            raise AssertionError(f"{case.id} {name}: dtype {found.dtype} instead of {case.dtype}")
+        dtype = compute_dtype(case.dtype) if name in ("loss", *LOSS_OUTPUTS) else DTYPES[case.dtype]
+        if found is not None and found.dtype != dtype:
+            raise AssertionError(f"{case.id} {name}: dtype {found.dtype} instead of {dtype}")
         assert_within(found, expected, limits[name], f"{case.id} {name}")

@@ -7,24 +7,38 @@ Example:
     torch.Size([2, 5, 8])
 """
 
+from shared_specs.config import LossOptions as LossOptions
+from shared_specs.config import LossResult as LossResult
 from shared_specs.config import Tiling as Tiling
 from shared_specs.errors import SpecError as SpecError
 from shared_specs.errors import UnsupportedError as UnsupportedError
 from tiled_torch.backends import usable_backends as usable_backends
 from tiled_torch.functional import tile as tile
+from tiled_torch.functional import tiled_linear_cross_entropy as tiled_linear_cross_entropy
+from tiled_torch.functional import tiled_loss as tiled_loss
 from tiled_torch.functional import tiled_mlp as tiled_mlp
+from tiled_torch.modules import TiledLinearCrossEntropy as TiledLinearCrossEntropy
 from tiled_torch.modules import TiledMLP as TiledMLP
+from tiled_torch.parallel import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
+from tiled_torch.parallel import vocab_parallel_linear_cross_entropy as vocab_parallel_linear_cross_entropy
 
 __all__ = [
+    "LossOptions",
+    "LossResult",
     "SpecError",
+    "TiledLinearCrossEntropy",
     "TiledMLP",
     "Tiling",
     "UnsupportedError",
     "tile",
     "tile_model",
+    "tiled_linear_cross_entropy",
+    "tiled_loss",
     "tiled_mlp",
     "untile_model",
     "usable_backends",
+    "vocab_parallel_cross_entropy",
+    "vocab_parallel_linear_cross_entropy",
 ]
 
 

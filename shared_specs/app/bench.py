@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shared_specs.cli import InputError
-from shared_specs.workloads import MLP_WORKLOADS, MLPWorkload
+from shared_specs.workloads import LOSS_WORKLOADS, MLP_WORKLOADS, LossWorkload, MLPWorkload
 
 ROOT = Path(__file__).parents[2]
 
@@ -22,12 +22,26 @@ def chosen_workloads(name: str | None) -> list[MLPWorkload]:
     return [workload for workload in MLP_WORKLOADS if name in (None, workload.name)]
 
 
-def require_parity(half: str) -> str:
+def chosen_loss_workloads(name: str | None) -> list[LossWorkload]:
+    return [workload for workload in LOSS_WORKLOADS if name in (None, workload.name)]
+
+
+def require_parity(half: str, op: str = "mlp") -> str:
     """Runs the op's parity tests of one half; InputError unless they are green. Returns pytest's closing line."""
-    tests = ROOT / "tests" / "parity" / "test_mlp.py"
+    tests = ROOT / "tests" / "parity" / f"test_{op}.py"
     if not tests.exists():
         raise InputError("bench: the parity tests must be there, got none. Run it from a checkout of the repository.")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tests), "-k", f"{half} or collected"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        str(tests),
+        "-k",
+        f"(test_case and {half}) or collected",
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "TILED_REQUIRE": half})
     lines = done.stdout.strip().splitlines() or done.stderr.strip().splitlines() or ["no output"]
     closing = lines[-1].strip("= ")

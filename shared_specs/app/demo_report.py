@@ -150,17 +150,30 @@ def record(kind: str, results: Sequence[Result], seconds: float) -> dict[str, An
     return make_record(kind, "shared_specs.app.demo", packages, rows, seconds=seconds)
 
 
-def verdict(results: Sequence[Result], console: Console) -> int:
-    """Say whether the runs of several steps have the same losses; the exit code."""
-    several = [result for result in results if len(result.steps) > 1]
-    if not several:
-        return 0
-    difference = largest_difference(several)
-    agree = difference <= DEMO_LOSS_RTOL
-    console.print(
-        f"The losses of the {len(several)} runs differ by at most {difference:.1e} of their value, "
-        f"{'within' if agree else 'MORE THAN'} the tolerance of {DEMO_LOSS_RTOL:.0e}.",
-        highlight=False,
-        soft_wrap=True,
-    )
-    return 0 if agree else 1
+def verdict(results: Sequence[Result], console: Console, peak_bytes: int | None = None) -> int:
+    """Say whether runs of the same steps have the same losses, and whether all stayed below `peak_bytes`; the exit code."""
+    code = 0
+    for tokens in dict.fromkeys(result.tokens for result in results):
+        same = [result for result in results if result.tokens == tokens]
+        if len(same) > 1:
+            difference = largest_difference(same)
+            agree = difference <= DEMO_LOSS_RTOL
+            code |= not agree
+            _say(
+                console,
+                f"The losses of the {len(same)} runs on {tokens} tokens differ by at most {difference:.1e} of their value, "
+                f"{'within' if agree else 'MORE THAN'} the tolerance of {DEMO_LOSS_RTOL:.0e}.",
+            )
+    if peak_bytes is not None:
+        most = max(result.peak_bytes for result in results)
+        code |= most > peak_bytes
+        words = "below" if most <= peak_bytes else "MORE THAN"
+        _say(
+            console,
+            f"The most memory a run took is {most / 1e9:.2f} GB, {words} the {peak_bytes / 1e9:.0f} GB allowed.",
+        )
+    return int(code)
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, highlight=False, soft_wrap=True)

@@ -34,9 +34,9 @@ def _rows(header: list[str], rows: list[list[str]], source: Record) -> str:
     return "\n".join(lines)
 
 
-def mlp_table(records: list[Record], half: str) -> str:
-    """Time of every variant relative to the plain MLP, a column a workload."""
-    record = latest(records, "mlp", half)
+def op_table(records: list[Record], op: str, half: str) -> str:
+    """Time of every variant of an op relative to the plain one, a column a workload."""
+    record = latest(records, op, half)
     if record is None:
         return "No record yet.\n"
     workloads = list(dict.fromkeys(result["workload"] for result in record["results"]))
@@ -61,8 +61,10 @@ def demo_table(records: list[Record], kind: str) -> str:
 
 
 TABLES: dict[str, Callable[[list[Record]], str]] = {
-    "mlp-torch": lambda records: mlp_table(records, "tiled_torch"),
-    "mlp-jax": lambda records: mlp_table(records, "tiled_jax"),
+    "mlp-torch": lambda records: op_table(records, "mlp", "tiled_torch"),
+    "mlp-jax": lambda records: op_table(records, "mlp", "tiled_jax"),
+    "loss-torch": lambda records: op_table(records, "loss", "tiled_torch"),
+    "loss-jax": lambda records: op_table(records, "loss", "tiled_jax"),
     "demo": lambda records: demo_table(records, "demo"),
     "demo-long": lambda records: demo_table(records, "demo-long"),
 }

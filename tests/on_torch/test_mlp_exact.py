@@ -1,6 +1,7 @@
 """Exact figures of the PyTorch MLP: FLOP, saved bytes, peak bytes, hooks, and which backend ran."""
 
 import itertools
+from functools import partial
 from typing import Any
 
 import pytest
@@ -145,7 +146,7 @@ def test_memory_budget_is_kept_and_used() -> None:
     with LiveBytes() as backward:
         grads = torch.autograd.grad(y, leaves(x, weights), dy)
     peak = backward.peak - sum(grad.numel() * grad.itemsize for grad in grads)
-    t = costs.shard_tokens_within("test", budget, shape)
+    t = costs.shard_tokens_within("test", budget, 4096, partial(costs.peak_bytes, shape))
     assert peak <= budget
     assert costs.peak_bytes(shape, plan_tokens(4096, shard_tokens=t + 1)) > budget
 

@@ -1,17 +1,26 @@
 """Every bad input raises the one message of shared_specs/bad_inputs.py, in both halves, before any work."""
 
+from importlib import import_module
 from typing import Any
 
 import numpy as np
 import pytest
 
-from shared_specs.bad_inputs import BAD_CASES, GOOD_SHAPES, UNUSABLE_BACKEND, BadCase
-from shared_specs.config import NAMES, Half
+from shared_specs.bad_inputs import (
+    BAD_CASES,
+    BAD_LOSS_CASES,
+    GOOD_LOSS_SHAPES,
+    GOOD_SHAPES,
+    UNUSABLE_BACKEND,
+    BadCase,
+)
+from shared_specs.config import NAMES, Half, LossOptions
 from shared_specs.errors import UnsupportedError
 from shared_specs.rounding import DTYPES
 from tests.adapters import ADAPTERS
 
 PAIRS = [(case, half) for case in BAD_CASES for half in case.halves]
+LOSS_PAIRS = [(case, half) for case in BAD_LOSS_CASES for half in case.halves]
 
 
 def operands(half: Half, case: BadCase) -> tuple[list[Any], dict[str, Any]]:
@@ -46,10 +55,30 @@ def test_bad_input(case: BadCase, half: Half) -> None:
     assert str(caught.value) == case.text(NAMES[half])
 
 
+@pytest.mark.parametrize(("case", "half"), LOSS_PAIRS, ids=lambda value: getattr(value, "id", value))
+def test_bad_loss_input(case: BadCase, half: Half) -> None:
+    function = import_module(NAMES[half].package).tiled_linear_cross_entropy
+    arrays = {}
+    for name, shape in {**GOOD_LOSS_SHAPES, **case.shapes}.items():
+        dtype = np.dtype("int64" if half == "torch" else "int32") if name == "targets" else DTYPES["float32"]
+        if name in case.dtypes:
+            dtype = DTYPES.get(case.dtypes[name], np.dtype("int32"))
+        flip = name == "weight" and (half == "torch") != (name in case.transposed)
+        values = np.full(shape[::-1] if flip else shape, case.target if name == "targets" else 1)
+        arrays[name] = ADAPTERS[half].from_numpy(values.astype(dtype))
+    arguments = dict(case.arguments)
+    if case.class_weight is not None:
+        weights = ADAPTERS[half].from_numpy(np.ones(case.class_weight, np.float32))
+        arguments["loss"] = LossOptions(class_weight=weights)
+    operands = [case.operands.get(name, arrays[name]) for name in GOOD_LOSS_SHAPES]
+    with pytest.raises(case.error) as caught:
+        function(*operands, **({"bias": arrays["bias"]} if "bias" in arrays else {}), **arguments)
+    assert type(caught.value) is case.error
+    assert str(caught.value) == case.text(NAMES[half])
+
+
 @pytest.mark.parametrize(("half", "backend"), [("torch", "triton"), ("jax", "pallas")])
 def test_unusable_backend_says_why(half: Half, backend: str) -> None:
-    from importlib import import_module
-
     reason = import_module(NAMES[half].package).usable_backends()[backend]
     if reason is None:
         pytest.skip(f"{backend} is usable here")

@@ -6,7 +6,7 @@ from importlib import import_module
 import pytest
 
 from shared_specs.config import HALVES, NAMES, Half
-from shared_specs.signatures import PUBLIC, PUBLIC_ONLY, REQUIRED, SIGNATURES
+from shared_specs.signatures import PUBLIC, PUBLIC_ONLY, REQUIRED, SIGNATURES, VARIADIC
 
 
 def resolve(half: Half, path: str) -> object:
@@ -27,7 +27,9 @@ def test_signature(path: str, half: Half) -> None:
     assert [p.name for p in parameters] == [argument.name for argument in expected]
     for parameter, argument in zip(parameters, expected, strict=True):
         assert (parameter.kind is inspect.Parameter.KEYWORD_ONLY) == argument.keyword_only, parameter
-        if argument.default is REQUIRED:
+        if argument.default is VARIADIC:
+            assert parameter.kind is inspect.Parameter.VAR_POSITIONAL, parameter
+        elif argument.default is REQUIRED:
             if len(argument.halves) == len(HALVES):
                 assert parameter.default is inspect.Parameter.empty, parameter
         else:

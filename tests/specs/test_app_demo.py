@@ -44,9 +44,18 @@ def test_difference_is_the_largest_of_any_step():
 def test_verdict(factor, code):
     console = Console(file=io.StringIO(), width=160)
     runs = [result("a", [2.0, 3.0]), result("b", [2.0, 3.0 * (1 + factor * DEMO_LOSS_RTOL)])]
-    assert verdict([*runs, result("long", [7.0], long=True)], console) == code
+    assert verdict([*runs, result("long", [7.0], tokens=128, long=True)], console) == code
     assert ("MORE THAN" in console.file.getvalue()) is (code == 1)
     assert "2 runs" in console.file.getvalue()
+
+
+def test_verdict_on_long_runs():
+    console = Console(file=io.StringIO(), width=160)
+    runs = [result(name, [2.0], tokens=128, long=True) for name in ("a", "b")]
+    assert verdict(runs, console, peak_bytes=2 * GIB) == 0
+    assert verdict(runs, console, peak_bytes=GIB - 1) == 1
+    assert verdict([runs[0], result("b", [2.1], tokens=128, long=True)], console, peak_bytes=2 * GIB) == 1
+    assert "MORE THAN the 1 GB allowed" in console.file.getvalue()
 
 
 def test_table_has_every_run_and_the_prediction():

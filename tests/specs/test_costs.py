@@ -1,5 +1,7 @@
 """The formulas against numbers worked out by hand; counted figures of the halves are compared in their own tests."""
 
+from functools import partial
+
 import pytest
 
 from shared_specs import costs
@@ -35,14 +37,14 @@ def test_peak_does_not_grow_with_tokens() -> None:
 def test_longest_shard_within_a_budget(itemsize: int) -> None:
     shape = costs.MLPShape(tokens=50_000, hidden=64, intermediate=256, itemsize=itemsize, weight_itemsize=itemsize)
     for budget in (2**21, 2**23, 2**30):
-        t = costs.shard_tokens_within("test", budget, shape)
+        t = costs.shard_tokens_within("test", budget, shape.tokens, partial(costs.peak_bytes, shape))
         assert costs.peak_bytes(shape, ShardPlan(50_000, t)) <= budget
         assert t == 50_000 or costs.peak_bytes(shape, ShardPlan(50_000, t + 1)) > budget
 
 
 def test_too_small_a_budget_names_the_least() -> None:
     with pytest.raises(SpecError, match=r"test: memory_budget must be >= \d+ bytes, one token at a time, got 10\."):
-        costs.shard_tokens_within("test", 10, SHAPE)
+        costs.shard_tokens_within("test", 10, SHAPE.tokens, partial(costs.peak_bytes, SHAPE))
 
 
 def test_accumulators_only_where_the_gradient_cannot_hold_the_sum() -> None:
@@ -50,3 +52,31 @@ def test_accumulators_only_where_the_gradient_cannot_hold_the_sum() -> None:
     assert costs.accumulator_bytes(SHAPE, PLAN) == 0
     assert costs.accumulator_bytes(half, PLAN) == 3 * 300 * 4
     assert costs.accumulator_bytes(half, ShardPlan(1000, 1000)) == 0
+
+
+LOSS = costs.LossShape(tokens=1000, hidden=10, vocab=301)
+
+
+def test_loss_flop_counts_products() -> None:
+    product = 2 * 1000 * 10 * 301
+    parts = costs.LossShape(tokens=1000, hidden=10, vocab=301, vocab_shards=2)
+    assert costs.loss_flop(LOSS, gradients_in_forward=True) == 3 * product
+    assert costs.loss_flop(LOSS, gradients_in_forward=False) == 4 * product
+    assert costs.loss_flop(parts, gradients_in_forward=True) == 4 * product
+    assert costs.loss_flop(LOSS, gradients_in_forward=True, dweight=False) == 2 * product
+    assert costs.loss_flop(LOSS, gradients_in_forward=False, dx=False, dweight=False) == product
+
+
+def test_loss_peak_is_one_shard_of_logits() -> None:
+    for T in (2**14, 2**20):
+        shape = costs.LossShape(tokens=T, hidden=576, vocab=49152)
+        peak = costs.loss_peak_bytes(shape, ShardPlan(T, 1024))
+        assert 1 <= peak / (1024 * 49152 * 4) <= 1.02
+        assert costs.plain_loss_peak_bytes(shape) == 3 * T * 49152 * 4
+
+
+def test_a_budget_for_the_loss() -> None:
+    shape = costs.LossShape(tokens=2**14, hidden=576, vocab=49152)
+    for compiled, peak in ((False, costs.loss_peak_bytes), (True, costs.compiled_loss_peak_bytes)):
+        plan = costs.plan_loss("test", shape, memory_budget=2**29, compiled=compiled)
+        assert peak(shape, plan) <= 2**29 < peak(shape, ShardPlan(2**14, plan.shard_tokens + 1))

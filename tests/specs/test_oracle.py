@@ -5,9 +5,10 @@ import math
 import numpy as np
 import pytest
 
-from shared_specs.cases import MLP_CASES, MLPCase
-from shared_specs.config import ACTIVATIONS
-from shared_specs.inputs import baseline, make_inputs, oracle
+from shared_specs.cases import LOSS_CASES, MLP_CASES, LossCase, MLPCase
+from shared_specs.config import ACTIVATIONS, LossOptions
+from shared_specs.inputs import baseline, loss_options, make_inputs, make_loss_inputs, oracle
+from shared_specs.oracle.loss import linear_cross_entropy
 from shared_specs.oracle.mlp import activate, erf, mlp
 from shared_specs.rounding import DTYPES, relative_error, round_to
 from shared_specs.tolerances import FACTOR, FLOOR, limit
@@ -101,3 +102,54 @@ def test_relative_error() -> None:
 def test_limits() -> None:
     assert limit(0.25, "bfloat16") == FACTOR * 0.25 + FLOOR["bfloat16"]
     assert set(FLOOR) == set(DTYPES)
+
+
+@pytest.mark.parametrize("case", [case for case in LOSS_CASES if case.dtype == "float64"], ids=lambda case: case.id)
+def test_loss_gradients_by_central_differences(case: LossCase) -> None:
+    arrays, rng = make_loss_inputs(case), np.random.default_rng(3)
+    upstream = {
+        name[1:]: array.reshape(-1) if array.ndim else array for name, array in arrays.items() if name[0] == "d"
+    }
+
+    def run(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return linear_cross_entropy(
+            arrays["x"].reshape(-1, case.hidden),
+            arrays["weight"],
+            arrays["targets"].reshape(-1),
+            upstream,
+            bias=arrays.get("bias"),
+            options=loss_options(case, arrays.get("class_weight")),
+        )
+
+    gradients = run(arrays)
+    for name in ("x", "weight", "bias"):
+        if name in arrays:
+            direction = rng.standard_normal(arrays[name].shape)
+            results = [run({**arrays, name: arrays[name] + sign * STEP * direction}) for sign in (1, -1)]
+            sides = [sum((result[key] * g).sum() for key, g in upstream.items()) for result in results]
+            analytic = (gradients[f"d{name}"].reshape(direction.shape) * direction).sum()
+            assert abs(analytic - (sides[0] - sides[1]) / (2 * STEP)) <= CENTRAL * (1 + abs(analytic))
+
+
+def test_loss_by_its_definition() -> None:
+    """A few tokens by hand: two classes, one ignored token."""
+    x, weight, targets = np.eye(3), np.array([[2.0, 0.0], [1.0, 3.0], [5.0, 5.0]]), np.array([0, 0, -100])
+    options = LossOptions(outputs=("log_probs", "lse", "entropy", "accuracy"))
+    found = linear_cross_entropy(x, weight, targets, {"loss": np.array(1.0)}, options=options)
+    p = [1 / (1 + math.exp(-2)), 1 / (1 + math.exp(2))]
+    np.testing.assert_array_less(np.abs(found["log_probs"] - np.array([math.log(p[0]), math.log(p[1]), 0.0])), 1e-14)
+    np.testing.assert_array_less(np.abs(found["loss"] - np.array(-(math.log(p[0]) + math.log(p[1])) / 2)), 1e-14)
+    np.testing.assert_array_less(np.abs(found["lse"][2] - np.array(5 + math.log(2))), 1e-14)
+    np.testing.assert_array_less(np.abs(found["entropy"][2] - np.array(math.log(2))), 1e-14)
+    assert found["accuracy"] == 0.5
+    assert not found["dx"][2].any()
+
+
+def test_loss_of_nothing_is_zero() -> None:
+    for case in LOSS_CASES:
+        if case.ignored == "all" and not case.outputs:
+            assert not any(value.any() for value in oracle(case).values())
+
+
+def test_loss_case_ids_are_unique() -> None:
+    assert len({case.id for case in LOSS_CASES}) == len(LOSS_CASES)

@@ -1,6 +1,6 @@
 """Rolled loops over a shard plan, and the types that `shard_map` asks of their carries."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -48,21 +48,63 @@ def for_each_shard(plan: ShardPlan, kept_start: int, recomputed: Body[Carry], ke
     return carry
 
 
-def varying(a: jax.Array) -> set[str]:
-    """The mesh axes along which a differs from device to device; empty outside `shard_map`."""
-    return set(jax.typeof(a).manual_axis_type.varying)
+def for_each(plan: ShardPlan, body: Body[Carry], carry: Carry) -> Carry:
+    """`for_each_shard` where every shard does the same: shards of one length are all in one loop, compiled once."""
+    count, rest = divmod(plan.tokens, plan.shard_tokens)
+    if rest == 0 and count > 1:
+        t = plan.shard_tokens
+        return lax.fori_loop(0, count, lambda i, carry: body.run(i * t, t, carry), carry)
+    return for_each_shard(plan, plan.tokens, body, body, carry)
+
+
+def varying(a: jax.Array) -> frozenset[str]:
+    """The mesh axes along which a differs from device to device; empty outside `shard_map` and with check_vma=False."""
+    return frozenset(jax.typeof(a).manual_axis_type.varying)
+
+
+def varying_of(arrays: Iterable[jax.Array]) -> frozenset[str]:
+    """The mesh axes along which any of the arrays varies."""
+    return frozenset().union(*map(varying, arrays))
+
+
+def vary_over(a: jax.Array, axes: Iterable[str]) -> jax.Array:
+    """a, with the type of something that also varies along these axes."""
+    missing = tuple(sorted(set(axes) - varying(a)))
+    return lax.pcast(a, missing, to="varying") if missing else a
 
 
 def vary_like(a: jax.Array, *others: jax.Array) -> jax.Array:
     """The initial value of a carry with the type it leaves the loop with: varying wherever one of the others varies."""
-    axes = tuple(sorted(set().union(*map(varying, others)) - varying(a)))
-    return lax.pcast(a, axes, to="varying") if axes else a
+    return vary_over(a, varying_of(others))
 
 
-def gradient_of(primal: jax.Array, d: jax.Array) -> jax.Array:
+@dataclass(frozen=True)
+class Like:
+    """What a gradient needs to know of its primal."""
+
+    dtype: Any
+    axes: frozenset[str]
+
+    @classmethod
+    def of(cls, primal: jax.Array) -> "Like":
+        return cls(primal.dtype, varying(primal))
+
+
+def gradient_of(primal: jax.Array | Like, d: jax.Array) -> jax.Array:
     """d with the dtype and type of its primal: summed over the axes along which d varies and the primal does not.
 
     One sum per call, never one per shard.
     """
-    axes = tuple(sorted(varying(d) - varying(primal)))
-    return (lax.psum(d, axes) if axes else d).astype(primal.dtype)
+    like = primal if isinstance(primal, Like) else Like.of(primal)
+    axes = tuple(sorted(varying(d) - like.axes))
+    return (lax.psum(d, axes) if axes else d).astype(like.dtype)
+
+
+def upstream_of(axis: str, d: jax.Array) -> jax.Array:
+    """The whole upstream gradient of a result that every device of `axis` computes alike, from this device's share.
+
+    It is whole already where the type says that the result is the same on all devices. With check_vma=False there are
+    no such types, and `shard_map` hands each device a share: what JAX's own transpose of a sum does, adding them up.
+    """
+    typed = axis in varying(lax.axis_index(axis))
+    return d if typed and axis not in varying(d) else lax.psum(d, axis)

@@ -4,9 +4,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from flax import nnx
 
 from shared_specs import checks, config, costs
 from shared_specs.config import Tiling
@@ -14,6 +11,7 @@ from shared_specs.errors import fail_type
 from shared_specs.shards import ShardPlan
 from tiled_jax import backends
 from tiled_jax.functional.mlp_vjp import Call, run
+from tiled_jax.functional.operands import array, operand
 
 _NAME = "tiled_mlp"
 
@@ -59,21 +57,22 @@ def tiled_mlp(
         UnsupportedError: a backend named explicitly that cannot run here.
     Source: derived in shared_specs/README.md. Sharded tokens belong inside `jax.shard_map`: without it XLA gathers them.
     Example:
+        >>> import jax.numpy as jnp
         >>> x, w = jnp.ones((2, 5, 8)), jnp.ones((8, 16)) / 8
         >>> tiled_mlp(x, w, w, w.T, num_shards=3).shape
         (2, 5, 8)
     """
-    x = _array("x", x)
-    gate = {} if w_gate is None else {"w_gate": _array("w_gate", w_gate)}
-    w = {**gate, "w_up": _array("w_up", w_up), "w_down": _array("w_down", w_down)}
-    b = {name: _array(f"biases[{name!r}]", bias) for name, bias in _biases(biases).items()}
+    x = array(_NAME, "x", x)
+    gate = {} if w_gate is None else {"w_gate": array(_NAME, "w_gate", w_gate)}
+    w = {**gate, "w_up": array(_NAME, "w_up", w_up), "w_down": array(_NAME, "w_down", w_down)}
+    b = {name: array(_NAME, f"biases[{name!r}]", bias) for name, bias in _biases(biases).items()}
     options = checks.resolve_tiling(_NAME, num_shards, keep, tiling, x=x.shape)
     chosen = backends.choose(_NAME, backend)
     checks.check_mlp(
         _NAME,
-        x=_operand(x),
-        weights={name: _operand(value) for name, value in w.items()},
-        biases={name: _operand(value) for name, value in b.items()},
+        x=operand(x),
+        weights={name: operand(value) for name, value in w.items()},
+        biases={name: operand(value) for name, value in b.items()},
         activation=activation,
         names=config.JAX,
         master_weights=True,
@@ -84,24 +83,10 @@ def tiled_mlp(
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
-def _array(name: str, value: Any) -> jax.Array:
-    if isinstance(value, nnx.Variable):
-        value = value[...]
-    if not isinstance(value, jax.Array | np.ndarray):
-        fail_type(_NAME, name, "an array", type(value).__name__)
-    # Not for a jax.Array: under differentiation jnp.asarray copies it.
-    return value if isinstance(value, jax.Array) else jnp.asarray(value)
-
-
 def _biases(biases: Any) -> Mapping[str, Any]:
     if biases is not None and not isinstance(biases, Mapping):
         fail_type(_NAME, "biases", "a mapping or None", type(biases).__name__)
     return {} if biases is None else biases
-
-
-def _operand(value: jax.Array) -> checks.Operand:
-    """An array as the checks see it; JAX itself compares devices."""
-    return checks.Operand(tuple(value.shape), str(value.dtype))
 
 
 def _plan(x: jax.Array, w: Mapping[str, jax.Array], activation: str, options: Tiling) -> ShardPlan:

@@ -23,13 +23,14 @@ class Layout:
 
     Args:
         leaves: arrays, modules and everything else, in order. rowed: per leaf, whether it is cut.
-        lead: leading dims of x.
+        lead: leading dims of x. function: the public function called, for its messages.
     """
 
     leaves: tuple[Any, ...]
     rowed: tuple[bool, ...]
     treedef: Any
     lead: tuple[int, ...]
+    function: str = "tile"
 
     @property
     def tokens(self) -> int:
@@ -67,23 +68,28 @@ def is_graph(leaf: Any) -> bool:
     return isinstance(leaf, nnx.Pytree | nnx.Variable)
 
 
-def split(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Layout:
-    """The layout of a call; SpecError or TypeError where x cannot be cut."""
+def split(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], *, function: str = "tile"
+) -> Layout:
+    """The layout of a call; SpecError or TypeError where x cannot be cut.
+
+    Beside x [T, H] `tile` cuts nothing else: an array [T, ...] may as well be a weight, when T happens to be its size.
+    """
     x = args[0] if args else kwargs.get(_first_name(fn))
     if not isinstance(x, jax.Array | np.ndarray):
-        fail_type("tile", "x, the first argument,", "an array", type(x).__name__)
+        fail_type(function, "x, the first argument,", "an array", type(x).__name__)
     if x.ndim < 2:
-        fail("tile", "x", "[tokens, hidden] or more dims", show_shape(tuple(x.shape)))
+        fail(function, "x", "[tokens, hidden] or more dims", show_shape(tuple(x.shape)))
     leaves, treedef = jax.tree.flatten((args, dict(kwargs)), is_leaf=is_graph)
     lead = tuple(x.shape[:-1])
-    rowed = tuple(leaf is x or _has_rows(leaf, lead) for leaf in leaves)
+    alone = function == "tile" and len(lead) == 1
+    rowed = tuple(leaf is x or (not alone and _has_rows(leaf, lead)) for leaf in leaves)
     arrays = (jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves)
-    return Layout(tuple(arrays), rowed, treedef, lead)
+    return Layout(tuple(arrays), rowed, treedef, lead, function)
 
 
 def _has_rows(leaf: Any, lead: tuple[int, ...]) -> bool:
-    """Beside x [T, H] nothing else is cut: an array [T, ...] may as well be a weight, when T happens to be its size."""
-    return len(lead) > 1 and isinstance(leaf, jax.Array | np.ndarray) and tuple(leaf.shape[: len(lead)]) == lead
+    return isinstance(leaf, jax.Array | np.ndarray) and tuple(leaf.shape[: len(lead)]) == lead
 
 
 def _first_name(fn: Callable[..., Any]) -> str:
@@ -105,12 +111,21 @@ class Form:
 def form_of(index: int, result: Any, t: int, layout: Layout) -> Form:
     """The form of fn's result number `index` for a shard of t tokens."""
     if not isinstance(result, jax.Array | np.ndarray):
-        fail_type("tile", f"output {index} of fn", "an array or None", type(result).__name__)
+        fail_type(layout.function, f"output {index} of fn", "an array or None", type(result).__name__)
     shape = tuple(result.shape)
     if layout.batched and shape[:2] == (1, t):
         return Form((*layout.lead, *shape[2:]), shape[2:])
     if shape[:1] == (t,):
         return Form((layout.tokens, *shape[1:]), shape[1:])
     rule = f"[1, {t}, ...] or [{t}, ...]" if layout.batched else f"[{t}, ...]"
+    if layout.function != "tile":
+        rule = f"a scalar or {rule}"
     advice = "fn has to return one row for each token of its shard."
-    fail("tile", f"output {index} of fn", rule, show_shape(shape), shapes=f"a shard of {t} tokens", advice=advice)
+    fail(
+        layout.function,
+        f"output {index} of fn",
+        rule,
+        show_shape(shape),
+        shapes=f"a shard of {t} tokens",
+        advice=advice,
+    )

@@ -46,24 +46,24 @@ def activate(activation: str, a: jax.Array) -> tuple[jax.Array, jax.Array]:
     raise ValueError(f"unknown activation {activation!r}")
 
 
-def _product(a: jax.Array, b: jax.Array, dims: tuple[int, int], out: jnp.dtype) -> jax.Array:
+def product(a: jax.Array, b: jax.Array, dims: tuple[int, int], out: jnp.dtype) -> jax.Array:
     """Sum over dim dims[0] of a and dims[1] of b, in `out`. float32 means IEEE float32 on every device."""
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     contract = (((dims[0],), (dims[1],)), ((), ()))
     return lax.dot_general(a, b, contract, precision=precision, preferred_element_type=out)
 
 
-def _linear(x: jax.Array, w: Weights, name: str) -> jax.Array:
-    """x @ w_name + b_name, rounded to the dtype of x once."""
-    if f"b_{name}" not in w:
-        return _product(x, w[f"w_{name}"], (1, 0), x.dtype)
-    total = _product(x, w[f"w_{name}"], (1, 0), wide(x.dtype))
-    return (total + w[f"b_{name}"].astype(total.dtype)).astype(x.dtype)
+def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax.Array:
+    """x @ weight + bias, rounded to the dtype of x once."""
+    if bias is None:
+        return product(x, weight, (1, 0), x.dtype)
+    total = product(x, weight, (1, 0), wide(x.dtype))
+    return (total + bias.astype(total.dtype)).astype(x.dtype)
 
 
 def gate_and_up(x: jax.Array, w: Weights) -> dict[str, jax.Array]:
     """The pre-activations [t, I] that backward needs again: gate and up, or up alone in a plain MLP."""
-    return {name: _linear(x, w, name) for name in ("gate", "up") if f"w_{name}" in w}
+    return {name: linear(x, w[f"w_{name}"], w.get(f"b_{name}")) for name in ("gate", "up") if f"w_{name}" in w}
 
 
 def down(pre: Mapping[str, jax.Array], w: Weights, activation: str) -> jax.Array:
@@ -71,7 +71,7 @@ def down(pre: Mapping[str, jax.Array], w: Weights, activation: str) -> jax.Array
     dtype = pre["up"].dtype
     up = pre["up"].astype(wide(dtype))
     h = activate(activation, pre["gate"].astype(up.dtype))[0] * up if "gate" in pre else activate(activation, up)[0]
-    return _linear(h.astype(dtype), w, "down")
+    return linear(h.astype(dtype), w["w_down"], w.get("b_down"))
 
 
 def gradients(
@@ -88,11 +88,11 @@ def gradients(
     out = {}
     for name, value in d.items():
         if f"w_{name}" in wanted:
-            out[f"w_{name}"] = _product(inputs[name], value, (0, 0), acc)
+            out[f"w_{name}"] = product(inputs[name], value, (0, 0), acc)
         if f"b_{name}" in wanted:
             out[f"b_{name}"] = jnp.sum(value, axis=0, dtype=acc)
     if "x" in wanted:
-        parts = [_product(d[name], w[f"w_{name}"], (1, 1), acc) for name in pre]
+        parts = [product(d[name], w[f"w_{name}"], (1, 1), acc) for name in pre]
         out["x"] = (parts[0] + parts[1] if "gate" in pre else parts[0]).astype(x.dtype)
     return out
 
@@ -102,7 +102,7 @@ def _pre_activation_gradients(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """h, and dgate and dup by name, all [t, I] in the dtype of x."""
     dtype = dy.dtype
-    dh = _product(dy, w["w_down"], (1, 1), dtype).astype(wide(dtype))
+    dh = product(dy, w["w_down"], (1, 1), dtype).astype(wide(dtype))
     up = pre["up"].astype(dh.dtype)
     if "gate" not in pre:
         h, slope = activate(activation, up)

@@ -19,7 +19,8 @@ class Modules:
     it: two calls draw different numbers, and recomputation the same ones.
     """
 
-    def __init__(self, modules: Sequence[Any], shards: int) -> None:
+    def __init__(self, modules: Sequence[Any], shards: int, function: str) -> None:
+        self._function = function
         self._graph, state = nnx.split(list(modules))
         self._variables = dict(nnx.to_flat_state(state))
         self._streams = [path[:-1] for path, variable in self._variables.items() if isinstance(variable, nnx.RngKey)]
@@ -52,7 +53,7 @@ class Modules:
                 name = type(self._variables[path]).__name__ if path in self._variables else "a new variable"
                 raise UnsupportedError(
                     error_text(
-                        "tile",
+                        self._function,
                         "fn",
                         "free of writes to its modules' state",
                         f"a write to {'.'.join(map(str, path[1:]))} ({name})",

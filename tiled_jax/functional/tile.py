@@ -80,22 +80,26 @@ def _call(fn: Callable[..., Any], options: Tiling, rngs: Any, args: tuple[Any, .
     key = rngs if isinstance(rngs, jax.Array) else None
     if rngs is not None and key is None:
         kwargs = {**kwargs, "rngs": rngs}  # streams are split and advanced as those of any module among the arguments
-    layout = rows.split(fn, args, kwargs)
+    return run_shards(fn, rows.split(fn, args, kwargs), options, key)
+
+
+def run_shards(fn: Callable[..., Any], layout: rows.Layout, options: Tiling, key: jax.Array | None = None) -> Any:
+    """fn's results over all shards; random streams of its modules are advanced once."""
     tokens, device = layout.tokens, backends.device_kind()
     plan = plan_tokens(tokens, num_shards=options.num_shards, shard_tokens=options.shard_tokens, device=device)
-    shard = _Shard(fn, layout, key, max(1, len(plan)))
+    shard = Shard(fn, layout, key, max(1, len(plan)))
     results = _loop(shard, plan, layout.rows())
     shard.modules.advance()
     return shard.assemble(results)
 
 
-class _Shard:
+class Shard:
     """fn on the rows of one shard, as a function of arrays alone."""
 
     def __init__(self, fn: Callable[..., Any], layout: rows.Layout, key: jax.Array | None, shards: int) -> None:
         self._layout, self._has_key = layout, key is not None
-        self._fn, self._owner = _with_owner(fn)
-        self.modules = Modules([*self._owner, *layout.modules()], shards)
+        self._fn, self._owner = with_owner(fn)
+        self.modules = Modules([*self._owner, *layout.modules()], shards, layout.function)
         # Of every random stream the keys of all shards, and those split from `key`.
         self.keys = self.modules.shard_keys + ([] if key is None else [jax.random.split(key, shards)])
         self._form: tuple[list[rows.Form], Any] | None = None
@@ -122,7 +126,7 @@ class _Shard:
         return jax.tree.unflatten(treedef, [a.reshape(form.shape) for a, form in zip(results, forms, strict=True)])
 
 
-def _with_owner(fn: Callable[..., Any]) -> tuple[Callable[..., Any], list[Any]]:
+def with_owner(fn: Callable[..., Any]) -> tuple[Callable[..., Any], list[Any]]:
     """fn as a function of the module it belongs to, and that module: itself, or the object of a bound method."""
     if isinstance(fn, nnx.Module):
         return lambda module, *args, **kwargs: module(*args, **kwargs), [fn]
@@ -132,7 +136,7 @@ def _with_owner(fn: Callable[..., Any]) -> tuple[Callable[..., Any], list[Any]]:
     return fn, []
 
 
-def _loop(shard: _Shard, plan: ShardPlan, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+def _loop(shard: Shard, plan: ShardPlan, arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """The rows [T, ...] of every result: the shorter last shard straight-line, the equal ones in one rolled loop."""
     if len(plan) <= 1:
         return jax.checkpoint(shard.run)([keys[0] for keys in shard.keys], arrays)
@@ -145,7 +149,7 @@ def _loop(shard: _Shard, plan: ShardPlan, arrays: Sequence[jax.Array]) -> list[j
     return [jnp.concatenate(pair) for pair in zip(first, last, strict=True)]
 
 
-def _equal_shards(shard: _Shard, count: int, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+def _equal_shards(shard: Shard, count: int, arrays: Sequence[jax.Array]) -> list[jax.Array]:
     cut = [a.reshape(count, a.shape[0] // count, *a.shape[1:]) for a in arrays]
     # A loop keeps its body's recomputation apart from forward by itself.
     body = jax.checkpoint(shard.run, prevent_cse=False)

@@ -1,5 +1,6 @@
 """A Llama decoder in Flax nnx whose MLP runs a shard of tokens and whose attention a block of queries at a time."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,8 +26,8 @@ class Llama(nnx.Module):
 
     Args:
         config: sizes and options, `LlamaConfig.from_hf(...)` for a Hugging Face model.
-        tiling: how the MLP's tokens are cut; None chooses. See shared_specs.config.Tiling.
-        plain: the MLP as it is, without tiling, for comparison. Excludes `tiling`.
+        tiling: how the tokens of the MLP and of the loss are cut; None chooses. See shared_specs.config.Tiling.
+        plain: MLP and loss as they are, without tiling, for comparison. Excludes `tiling`.
         checkpointing: recompute each layer in backward; only the layers' inputs are kept.
         dtype: of the products, "float32", "bfloat16" or "float16"; parameters, norms and the residual stream are float32.
         rngs: initialises the parameters, which `from_hf` replaces.
@@ -55,6 +56,8 @@ class Llama(nnx.Module):
         if dtype not in DTYPES:
             fail("Llama", "dtype", f"one of {', '.join(DTYPES)}", dtype)
         self.config, self.checkpointing, self.dtype = config, checkpointing, jnp.dtype(dtype)
+        self.plain = plain
+        self.loss_tiling = None if tiling is None else replace(tiling, keep=0.0)  # a loss keeps nothing
         self.embed = nnx.Embed(config.vocab_size, config.hidden_size, rngs=rngs)
 
         @nnx.split_rngs(splits=config.num_hidden_layers)
@@ -83,6 +86,10 @@ class Llama(nnx.Module):
         x = self.embed(tokens.reshape(-1))
         x, _ = lax.scan(jax.checkpoint(layer) if self.checkpointing else layer, x, parameters)
         return self.norm(x).astype(self.dtype)
+
+    def head_weight(self) -> jax.Array:
+        """[hidden_size, vocab_size], float32."""
+        return self.embed.embedding[...].T if self.head is None else self.head.kernel[...]
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """[rows, hidden_size] -> [rows, vocab_size], in the compute dtype."""

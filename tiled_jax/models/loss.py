@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from tiled_jax.functional import tiled_linear_cross_entropy
 from tiled_jax.models.llama import Llama
 
 Saved = tuple[jax.Array, jax.Array, jax.Array]
@@ -12,13 +13,18 @@ def next_token_loss(model: Llama, tokens: jax.Array) -> jax.Array:
     """Mean cross-entropy of the next token, in nats, float32.
 
     Args:
+        model: its `loss_tiling` says how the tokens of the loss are cut; with plain=True they are not.
         tokens: [batch, tokens + 1] int32; the first `tokens` of a row go in, the last `tokens` are to be predicted.
     Returns:
         A float32 scalar.
     Numerics: logits and their gradient have the compute dtype; everything between is float32.
-    Memory: one array [batch * tokens, vocab_size], which in backward becomes its own gradient.
+    Memory: the logits of one shard of tokens; plain: one array [batch * tokens, vocab_size], which in backward becomes
+        its own gradient.
     """
-    return _mean_cross_entropy(model.logits(model.hidden(tokens[:, :-1])), tokens[:, 1:].reshape(-1))
+    hidden, targets = model.hidden(tokens[:, :-1]), tokens[:, 1:].reshape(-1)
+    if model.plain:
+        return _mean_cross_entropy(model.logits(hidden), targets)
+    return tiled_linear_cross_entropy(hidden, model.head_weight(), targets, tiling=model.loss_tiling)
 
 
 @jax.custom_vjp

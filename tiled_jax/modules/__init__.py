@@ -1,6 +1,7 @@
 """Modules: parameters, options and one call; no math."""
 
 from tiled_jax.modules import linen
+from tiled_jax.modules.loss import TiledLinearCrossEntropy
 from tiled_jax.modules.mlp import TiledMLP
 
-__all__ = ["TiledMLP", "linen"]
+__all__ = ["TiledLinearCrossEntropy", "TiledMLP", "linen"]

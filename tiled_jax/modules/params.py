@@ -32,8 +32,8 @@ class MLPConfig:
 
         float32 parameters beside a 16-bit dtype are handed over as they are, so that their gradients stay float32.
         """
-        dtype = jnp.dtype(dtype or jnp.result_type(x, *params.values()))
-        params = {name: a if _is_master(a.dtype, dtype) else a.astype(dtype) for name, a in params.items()}
+        dtype = compute_dtype(x, params, dtype)
+        params = as_operands(params, dtype)
         if self.fused_gate_up:
             params = _split_gate_up(params)
         return tiled_mlp(
@@ -89,8 +89,7 @@ def param_axes(sharding: Any, *, fused_gate_up: bool) -> Callable[[str], tuple[s
     """
     if sharding is None:
         return lambda name: None
-    if not isinstance(sharding, tuple) or len(sharding) != 2:
-        fail_type("TiledMLP", "sharding", "(axis of hidden, axis of intermediate) or None", type(sharding).__name__)
+    check_sharding("TiledMLP", sharding, "intermediate")
     if fused_gate_up:
         advice = "A slice of [H, 2I] holds columns of gate or of up, never a rank's share of both."
         fail("TiledMLP", "sharding", "None with fused_gate_up", sharding, advice=advice)
@@ -101,6 +100,21 @@ def param_axes(sharding: Any, *, fused_gate_up: bool) -> Callable[[str], tuple[s
         return of_weight if name.startswith("w_") else of_weight[1:]
 
     return axes
+
+
+def check_sharding(function: str, sharding: Any, second: str) -> None:
+    if not isinstance(sharding, tuple) or len(sharding) != 2:
+        fail_type(function, "sharding", f"(axis of hidden, axis of {second}) or None", type(sharding).__name__)
+
+
+def compute_dtype(x: jax.Array, params: Mapping[str, jax.Array], dtype: Any) -> jnp.dtype:
+    """`dtype`, or what x and the parameters promote to."""
+    return jnp.dtype(dtype or jnp.result_type(x, *params.values()))
+
+
+def as_operands(params: Mapping[str, jax.Array], dtype: jnp.dtype) -> dict[str, jax.Array]:
+    """The parameters in `dtype`; float32 beside a 16-bit dtype are master weights and stay what they are."""
+    return {name: a if _is_master(a.dtype, dtype) else a.astype(dtype) for name, a in params.items()}
 
 
 def _is_master(param: Any, compute: Any) -> bool:

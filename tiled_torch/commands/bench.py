@@ -14,6 +14,7 @@ from shared_specs.records import make_record, write_record
 from shared_specs.rounding import relative_error
 from shared_specs.tolerances import BENCH_GRADIENTS
 from shared_specs.workloads import MLPWorkload
+from tiled_torch.commands.bench_loss import bench_loss
 from tiled_torch.commands.peers import PlainMLP, own_variants, peer_variants
 
 PACKAGES = ("torch", "liger-kernel", "deepspeed", "numpy")
@@ -25,6 +26,8 @@ PEER_NOTE = (
 
 def bench(options: BenchOptions) -> int:
     """Parity first; then one table and one record."""
+    if options.op == "loss":
+        return bench_loss(options)
     parity = require_parity("torch")
     print(f"parity: {parity}", flush=True)
     results: list[dict[str, Any]] = []

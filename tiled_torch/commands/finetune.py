@@ -33,11 +33,11 @@ class TorchTrainer:
         self._device = _device(options.device)
         self._dtype = getattr(torch, options.dtype)
         self._model = build_model(config, tensors, self._device)
-        tiling = options.tiling()
-        if tiling is not None:
+        self._tiling = options.tiling()
+        if self._tiling is not None:
             from tiled_torch.models import tile_model
 
-            tile_model(self._model, tiling=tiling)
+            tile_model(self._model, tiling=self._tiling)
         if options.checkpointing:
             # The second name is the older one within transformers 5, deprecated where the first exists.
             enable = getattr(self._model, "activation_checkpointing_enable", None)
@@ -64,6 +64,9 @@ class TorchTrainer:
 
     def _loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         with torch.autocast(self._device.type, self._dtype, enabled=self._dtype != torch.float32):
+            if self._tiling is not None:
+                # The model's own loss; the targets are shifted already.
+                return self._model(input_ids=inputs, shift_labels=targets, use_cache=False).loss
             logits = self._model(input_ids=inputs, use_cache=False).logits
         log_probabilities = logits.flatten(0, 1).float().log_softmax(-1)
         del logits

@@ -1,5 +1,7 @@
 """The gradient of one parameter, summed over shards in float32 and cast once at the end."""
 
+from typing import Self
+
 import torch
 from torch import Tensor
 
@@ -22,6 +24,13 @@ class GradientSum:
             return
         dtype = self.dtype if single else wide_dtype(self.dtype)
         self.acc, self.empty = torch.empty(parameter.shape, dtype=dtype, device=parameter.device), True
+
+    @classmethod
+    def into(cls, buffer: Tensor) -> Self:
+        """A sum whose accumulator is `buffer`, whatever it holds now."""
+        total = cls.__new__(cls)
+        total.dtype, total.main_grad, total.acc, total.empty = buffer.dtype, None, buffer, True
+        return total
 
     def add_product(self, a: Tensor, b: Tensor) -> None:
         """acc += a.T @ b, in the accumulator's dtype. a: [t, rows], b: [t, columns]."""
@@ -50,12 +59,16 @@ class GradientSum:
             self.acc += d.sum(0, dtype=self.acc.dtype)
         self.empty = False
 
+    def finish(self) -> None:
+        """Zero where nothing was added: no tokens."""
+        if self.empty:
+            self.acc.zero_()
+
     def result(self) -> Tensor | None:
         """The gradient in the parameter's dtype; None where it already is in `main_grad`."""
         if self.main_grad is not None:
             return None
-        if self.empty:  # no tokens
-            self.acc.zero_()
+        self.finish()
         return self.acc.to(self.dtype)
 
 

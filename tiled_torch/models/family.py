@@ -59,3 +59,15 @@ def activation_of(module: nn.Module) -> Activation | None:
 
 def present_biases(**biases: Tensor | None) -> dict[str, Tensor]:
     return {name: bias for name, bias in biases.items() if bias is not None}
+
+
+def reason_linear_is_not_plain(name: str, linear: Any) -> str | None:
+    """Why a projection is more than its weight and bias; None where it is a plain nn.Linear."""
+    if type(linear) is not nn.Linear:
+        return f"{name} is {type(linear).__name__}"
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    if any(getattr(linear, kind) for kind in hooks):
+        return f"{name} has hooks"
+    if type(linear.weight) not in (nn.Parameter, Tensor):
+        return f"the weight of {name} is {type(linear.weight).__name__}"
+    return None

@@ -1,14 +1,15 @@
-"""`tile_model` and `untile_model`: the MLPs of a Hugging Face model, tiled in place.
+"""`tile_model` and `untile_model`: the MLPs of a Hugging Face model and its loss, tiled in place.
 
 A module keeps its attributes and parameters and only changes its class, to a subclass whose forward is tiled; state_dict
 keys, hooks, `save_pretrained` and sharding engines see the same module as before.
 """
 
+from dataclasses import replace
 from functools import cache
 from types import MethodType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from shared_specs import checks
 from shared_specs.config import TORCH, Tiling
@@ -16,7 +17,8 @@ from shared_specs.errors import UnsupportedError, error_text
 from tiled_torch import backends
 from tiled_torch.functional.mlp import tiled_mlp
 from tiled_torch.functional.tile import tile
-from tiled_torch.models.family import Family, activation_of
+from tiled_torch.models.causal_lm import TiledCausalLM, is_causal_lm, loss_path, tiled_causal_lm
+from tiled_torch.models.family import Family, activation_of, reason_linear_is_not_plain
 from tiled_torch.models.llama import LLAMA
 from tiled_torch.models.phi3 import PHI3
 
@@ -31,15 +33,20 @@ def tile_model(
     tiling: Tiling | None = None,
     backend: str = "auto",
 ) -> nn.Module:
-    """The same model, its MLPs computed shard by shard from now on. Parameters and state_dict keys do not change.
+    """The same model, its MLPs and its loss computed shard by shard from now on. Parameters and state_dict keys do not
+    change.
 
     An MLP whose projections are plain linear layers runs through `tiled_mlp`; one with LoRA adapters, quantised or
     separately sharded projections, or hooks on them, through `tile`. `tiling_paths` tells which, now.
 
+    Of a causal language model the loss is tiled as well: `model(..., labels=labels).loss` is the model's own
+    (`num_items_in_batch` and `shift_labels` included; 0 where every label is ignored), and `.logits` is None: pass
+    `logits_to_keep` for those of the last tokens, or no labels for all of them.
+
     Args:
         model: a Hugging Face model, or any module, that contains MLPs of a known family (Llama, Mistral, Qwen, Gemma,
             Phi-3, ...); changed in place.
-        num_shards, keep, tiling, backend: as in `tiled_mlp`, for every MLP.
+        num_shards, keep, tiling, backend: as in `tiled_mlp`, for every MLP; for the loss too, where keep has no meaning.
     Returns:
         The model itself.
     Raises:
@@ -73,6 +80,10 @@ def tile_model(
         if not isinstance(module, Tiled):
             module.__class__ = _tiled_class(type(module))
         module._tiling, module._backend = options, backend
+    for module in filter(is_causal_lm, model.modules()):
+        if not isinstance(module, TiledCausalLM):
+            module.__class__ = tiled_causal_lm(type(module))
+        module._tiling, module._backend = replace(options, keep=0.0), backend
     return model
 
 
@@ -89,9 +100,10 @@ def untile_model(model: nn.Module) -> nn.Module:
         'LlamaMLP'
     """
     for module in model.modules():
-        if not isinstance(module, Tiled):
+        if not isinstance(module, Tiled | TiledCausalLM):
             continue
-        if type(module) is not _tiled_class(module._untiled):
+        make = tiled_causal_lm if isinstance(module, TiledCausalLM) else _tiled_class
+        if type(module) is not make(module._untiled):
             advice = "Untile the model before wrapping it."
             got = type(module).__name__
             raise UnsupportedError(
@@ -103,12 +115,17 @@ def untile_model(model: nn.Module) -> nn.Module:
 
 
 def tiling_paths(model: nn.Module) -> dict[str, str]:
-    """Name of every tiled MLP -> "tiled_mlp", or "tile" and the reason why its projections are not plain."""
+    """Name of every tiled MLP -> "tiled_mlp", or "tile" and the reason why its projections are not plain.
+
+    Of a causal language model also its head -> "tiled_linear_cross_entropy", or how else its loss runs and why.
+    """
     paths = {}
     for name, module in model.named_modules():
         if isinstance(module, Tiled):
             reason = reason_not_plain(module)
             paths[name] = "tiled_mlp" if reason is None else f"tile: {reason}"
+        elif isinstance(module, TiledCausalLM):
+            paths[f"{name}.lm_head".removeprefix(".")] = loss_path(module)
     return paths
 
 
@@ -123,18 +140,10 @@ def family_of(module: nn.Module) -> Family | None:
 def reason_not_plain(module: nn.Module) -> str | None:
     """Why a projection is more than its weight and bias; None where every one is a plain nn.Linear."""
     family = family_of(module)
-    for name in family.projections if family else ():
-        linear = getattr(module, name)
-        if type(linear) is not nn.Linear:
-            return f"{name} is {type(linear).__name__}"
-        if any(
-            getattr(linear, hooks)
-            for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-        ):
-            return f"{name} has hooks"
-        if type(linear.weight) not in (nn.Parameter, Tensor):
-            return f"the weight of {name} is {type(linear.weight).__name__}"
-    return None
+    reasons = (
+        reason_linear_is_not_plain(name, getattr(module, name)) for name in (family.projections if family else ())
+    )
+    return next((reason for reason in reasons if reason is not None), None)
 
 
 class Tiled:

@@ -1,3 +1,4 @@
 """Parameters and options around one functional call each; no math."""
 
+from tiled_torch.modules.loss import TiledLinearCrossEntropy as TiledLinearCrossEntropy
 from tiled_torch.modules.mlp import TiledMLP as TiledMLP

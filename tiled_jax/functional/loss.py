@@ -1,0 +1,175 @@
+"""`tiled_linear_cross_entropy`: the loss of a language-model head, exact, without its logits: checks, plan, one call."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shared_specs import checks, config, costs
+from shared_specs.config import LossOptions, LossResult, Tiling
+from shared_specs.errors import fail_type
+from shared_specs.shards import ShardPlan
+from tiled_jax import backends
+from tiled_jax.functional.loss_math import Rules
+from tiled_jax.functional.loss_vjp import NAME, Call, run
+from tiled_jax.functional.operands import array, operand
+from tiled_jax.functional.shard_math import wide
+
+
+def tiled_linear_cross_entropy(
+    x: jax.Array,
+    weight: jax.Array,
+    targets: jax.Array,
+    *,
+    bias: jax.Array | None = None,
+    loss: LossOptions = LossOptions(),
+    num_shards: int | None = None,
+    tiling: Tiling | None = None,
+    backend: str = "auto",
+) -> Any:
+    """The cross entropy of logits x w + b, one shard of tokens at a time, exactly.
+
+    loss = mean or sum over tokens of log Σ exp(z) - z_target, z = x w + b, and what `LossOptions` adds. Logits exist for
+    one shard, [t, V], or with `Tiling(vocab_shards=n)` for a part of one, [t, ceil(V / n)]; never [T, V].
+
+    Args:
+        x: [T, H], [B, S, H] or any leading dims, float32 | bfloat16 | float16 | float64. What the head sees.
+        weight: [H, V], dtype of x; beside a 16-bit x also float32 (a master weight: cast once per call).
+        targets: [same leading dims], int32 | int64. Entries of the vocabulary, or loss.ignore_index.
+        bias: [V], as weight.
+        loss: see shared_specs.LossOptions. Its class_weight and num_valid may be traced; they get no gradient.
+        num_shards: at most this many shards of T, >= 1; None lets the plan choose. See shared_specs.shards.
+        tiling: the long form, with vocab_shards too. keep does not apply.
+        backend: "auto" | "xla" | "pallas"; one named explicitly runs or raises.
+    Returns:
+        The loss, [] or with reduction "none" [same leading dims], float32 (float64 for float64); a `LossResult` where
+        loss.outputs names any.
+    Numerics: logits and their gradient are rounded to the dtype of x; what lies between and every sum is float32.
+        Gradients of the logits are stored before the upstream gradient and 1 / num_valid multiply the products.
+    Memory: one shard of logits (shared_specs.costs.compiled_loss_peak_bytes). With reduction "mean" or "sum" and one
+        vocabulary shard the gradients are computed in forward, 6 THV FLOP, and kept; else x, the weight and two numbers
+        per token are, and backward computes the logits again, 8 THV. Without gradients 2 THV.
+    Raises:
+        SpecError: shapes, dtypes or numbers out of range, or a target that is neither an entry nor ignored. Under `jit`
+        a target cannot be read: there its token's loss and gradients are NaN. TypeError: a wrong kind of value.
+        UnsupportedError: a backend named explicitly that cannot run here.
+    Source: derived in shared_specs/README.md. Sharded tokens belong inside `jax.shard_map` (a mean is then each device's
+        own; divide by a global count with num_valid); a sharded vocabulary in `vocab_parallel_linear_cross_entropy`.
+    Example:
+        >>> x, weight, targets = jnp.ones((2, 5, 8)), jnp.zeros((8, 4)), jnp.zeros((2, 5), jnp.int32)
+        >>> print(f"{tiled_linear_cross_entropy(x, weight, targets, num_shards=3):.3f}")
+        1.386
+        >>> result = tiled_linear_cross_entropy(x, weight, targets, loss=LossOptions(outputs=("log_probs",)))
+        >>> result.log_probs.shape
+        (2, 5)
+    """
+    return linear_cross_entropy(NAME, x, weight, targets, bias, loss, num_shards, tiling, backend)
+
+
+def linear_cross_entropy(
+    function: str,
+    x: Any,
+    weight: Any,
+    targets: Any,
+    bias: Any,
+    loss: LossOptions,
+    num_shards: int | None,
+    tiling: Tiling | None,
+    backend: str,
+    *,
+    axis: str | None = None,
+    vocab: int | None = None,
+) -> Any:
+    """One checked call. `axis`: the mesh axis over which a vocabulary of `vocab` entries is split."""
+    given, x = targets, array(function, "x", x)
+    w = {"weight": array(function, "weight", weight)} | (
+        {} if bias is None else {"bias": array(function, "bias", bias)}
+    )
+    targets = array(function, "targets", targets)
+    options = checks.resolve_tiling(function, num_shards, 0.0, tiling, x=x.shape, unused=("keep",))
+    checks.check_loss_options(function, loss)
+    fixed = {"targets": targets} | _arrays(function, loss)
+    chosen = backends.choose(function, backend)
+    operands = {name: operand(value) for name, value in fixed.items()}
+    checks.check_linear_cross_entropy(
+        function,
+        x=operand(x),
+        weight=operand(w["weight"]),
+        targets=operands["targets"],
+        bias=operand(w["bias"]) if "bias" in w else None,
+        class_weight=operands.get("class_weight"),
+        num_valid=operands.get("num_valid"),
+        names=config.JAX,
+        vocab=vocab,
+        master_weights=True,
+    )
+    local = w["weight"].shape[1]
+    entries = local if vocab is None else vocab
+    check_targets(function, given, entries, loss.ignore_index)
+    plan = _plan(function, x, w["weight"], loss, options)
+    if loss.num_valid is not None:
+        fixed["num_valid"] = jnp.asarray(fixed.get("num_valid", loss.num_valid), wide(x.dtype))
+    call = Call(
+        plan=plan,
+        parts=ShardPlan(local, -(-local // (options.vocab_shards or 1))),
+        rules=Rules(
+            options=replace(loss, class_weight=None, num_valid=None),
+            vocab=entries,
+            padded=axis is not None and jax.lax.axis_size(axis) * local > entries,
+        ),
+        backend=chosen,
+        axis=axis,
+    )
+    fixed["targets"] = targets.reshape(plan.tokens)
+    return _result(run(call, x.reshape(plan.tokens, x.shape[-1]), w, fixed), loss, targets.shape)
+
+
+def check_targets(function: str, targets: Any, vocab: int, ignore_index: int) -> None:
+    """SpecError for the first target out of range, where the values can be read."""
+    if isinstance(targets, jax.core.Tracer) or not getattr(targets, "is_fully_addressable", True):
+        return
+    values = np.asarray(targets)
+    wrong = (values != ignore_index) & ((values < 0) | (values >= vocab))
+    if wrong.any():
+        checks.fail_target(function, int(values[wrong][0]), vocab, ignore_index)
+
+
+def _arrays(function: str, loss: LossOptions) -> dict[str, jax.Array]:
+    """The arrays among the options."""
+    found = (
+        {} if loss.class_weight is None else {"class_weight": array(function, "loss.class_weight", loss.class_weight)}
+    )
+    count = loss.num_valid
+    if count is None or isinstance(count, int | float):
+        return found
+    if not isinstance(count, jax.Array | np.ndarray | np.generic):
+        fail_type(function, "loss.num_valid", "a number or a 0-d array", type(count).__name__)
+    return found | {"num_valid": jnp.asarray(count)}
+
+
+def _plan(function: str, x: jax.Array, weight: jax.Array, loss: LossOptions, options: Tiling) -> ShardPlan:
+    shape = costs.LossShape(
+        tokens=checks.flat_tokens(x.shape),
+        hidden=x.shape[-1],
+        vocab=weight.shape[1],
+        vocab_shards=options.vocab_shards or 1,
+        itemsize=x.dtype.itemsize,
+        weight_itemsize=weight.dtype.itemsize,
+        bends=loss.logit_softcap is not None or "entropy" in loss.outputs,
+    )
+    return costs.plan_loss(
+        function,
+        shape,
+        num_shards=options.num_shards,
+        shard_tokens=options.shard_tokens,
+        memory_budget=options.memory_budget,
+        device=backends.device_kind(),
+        compiled=True,
+    )
+
+
+def _result(found: dict[str, jax.Array], loss: LossOptions, lead: tuple[int, ...]) -> Any:
+    shaped = {name: value.reshape(lead) if value.ndim else value for name, value in found.items()}
+    return LossResult(**shaped) if loss.outputs else shaped["loss"]

@@ -1,0 +1,278 @@
+"""The formulas of one shard of tokens over one part of the vocabulary, forward and backward. No loops, no plans.
+
+Letters: t tokens of the shard, H hidden, V vocabulary, v entries of the part; p, ω, A, B, C as in
+`shared_specs/README.md`. Logits and their gradient have the dtype of x; everything between is `wide`, and so is every
+number per token. The log-sum-exp is kept as top + log(total): what is near the largest logit keeps its digits.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from shared_specs.config import LossOptions
+from tiled_jax.functional.loops import vary_over, varying
+from tiled_jax.functional.shard_math import linear, product, wide
+
+# Below every logit: stands for padding, and for the largest logit of nothing. Finite, so that differences of it are.
+LEAST = -1e30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """All that is static about the loss: the options without their arrays, V, and whether parts may reach beyond V."""
+
+    options: LossOptions
+    vocab: int
+    padded: bool = False
+
+
+class Part(NamedTuple):
+    """A run of the vocabulary: its first entry, weight [H, v] (None where logits are given), and bias [v] and class
+    weights [v] where there are any."""
+
+    first: Any
+    weight: jax.Array | None
+    bias: jax.Array | None
+    class_weight: jax.Array | None
+
+
+class Labels(NamedTuple):
+    """What is known of every token before its logits, all [t]: `wrong` is neither in [0, V) nor ignored, `weight` is ω
+    of the target and 0 where ignored."""
+
+    target: jax.Array
+    valid: jax.Array
+    wrong: jax.Array
+    weight: jax.Array
+
+
+class Statistics(NamedTuple):
+    """Sums over a part of the vocabulary, all [t]; two parts make one (`merge`), and so do devices (`reduce_over`).
+
+    Logits are compared before anything bends them, so that the target's is equal to the largest where it is that one.
+    """
+
+    best: jax.Array  # the largest logit (a negative logit_scale: of the negated ones); `top` is z of it
+    total: jax.Array  # Σ exp(z - top)
+    target: jax.Array  # likewise the logit of the target, 0 where another part has it
+    weighted: jax.Array | None  # Σ ω z, for smoothing
+    spread: jax.Array | None  # Σ exp(z - top) (z - top), for the entropy
+
+
+class Slopes(NamedTuple):
+    """A, B, C and g_h of the gradient of z, all [t]; g_h where the entropy has a gradient."""
+
+    pull: jax.Array
+    hit: jax.Array
+    share: jax.Array | None
+    entropy: jax.Array | None
+
+
+def make_labels(rules: Rules, targets: jax.Array, class_weight: jax.Array | None, dtype: jnp.dtype) -> Labels:
+    """The labels of targets [t], class weights [V] given whole."""
+    valid = targets != rules.options.ignore_index
+    wrong = valid & ((targets < 0) | (targets >= rules.vocab))
+    weight = valid.astype(dtype)
+    if class_weight is not None:
+        weight = weight * class_weight.astype(dtype)[jnp.clip(targets, 0, rules.vocab - 1)]
+    return Labels(targets, valid, wrong, weight)
+
+
+def scores(rules: Rules, logits: jax.Array) -> tuple[jax.Array, jax.Array | float]:
+    """z and dz/dlogits of logits [t, v], which are in the wide dtype."""
+    scale, cap = rules.options.logit_scale, rules.options.logit_softcap
+    z = logits if scale == 1 else logits * scale
+    if cap is None:
+        return z, scale
+    bent = jnp.tanh(z / cap)
+    return cap * bent, scale * (1 - bent * bent)
+
+
+def score(rules: Rules, compared: jax.Array) -> jax.Array:
+    """z of what `Statistics` compares."""
+    return scores(rules, _signed(rules, compared))[0]
+
+
+def log_sum_exp(rules: Rules, found: Statistics) -> jax.Array:
+    return score(rules, found.best) + jnp.log(found.total)
+
+
+def _signed(rules: Rules, logits: jax.Array) -> jax.Array:
+    """Logits such that a larger one has a larger z, and back."""
+    return -logits if rules.options.logit_scale < 0 else logits
+
+
+def logits_of(x: jax.Array, part: Part) -> jax.Array:
+    assert part.weight is not None
+    return linear(x, part.weight, part.bias)
+
+
+def nothing(tokens: int, dtype: jnp.dtype, options: LossOptions) -> Statistics:
+    """The statistics of no entries at all."""
+    zeros = jnp.zeros(tokens, dtype)
+    return Statistics(
+        best=jnp.full(tokens, LEAST, dtype),
+        total=zeros,
+        target=zeros,
+        weighted=zeros if options.label_smoothing else None,
+        spread=zeros if "entropy" in options.outputs else None,
+    )
+
+
+def statistics(rules: Rules, logits: jax.Array, part: Part, target: jax.Array) -> Statistics:
+    """The statistics of one part from its logits [t, v]."""
+    entries, logits_wide = _entries(part, logits, target), logits.astype(wide(logits.dtype))
+    real = entries < rules.vocab if rules.padded else None
+    compared = _or(real, _signed(rules, logits_wide), LEAST)
+    # Only a reference: every sum below is made up for it, so it has no gradient.
+    best = lax.stop_gradient(jnp.maximum(jnp.max(compared, axis=1), LEAST))
+    z, _ = scores(rules, logits_wide)
+    below = z - score(rules, best)[:, None]
+    weight = _or(real, jnp.exp(below), 0)
+    weighted = spread = None
+    if rules.options.label_smoothing:
+        omega = _omega(rules, part, entries, z.dtype)
+        weighted = jnp.sum(z if omega is None else omega * z, axis=1)
+    if "entropy" in rules.options.outputs:
+        spread = jnp.sum(jnp.where(weight > 0, weight * below, 0), axis=1)
+    of_target = _signed(rules, _pick(logits, target - jnp.asarray(part.first, target.dtype)))
+    return Statistics(best, jnp.sum(weight, axis=1), of_target, weighted, spread)
+
+
+def merge(rules: Rules, a: Statistics, b: Statistics) -> Statistics:
+    """The statistics of two parts together."""
+    best = jnp.maximum(a.best, b.best)
+    a, b = _moved(rules, a, best), _moved(rules, b, best)
+    return Statistics(best, *(None if p is None or q is None else p + q for p, q in zip(a[1:], b[1:], strict=True)))
+
+
+def reduce_over(rules: Rules, axis: str, found: Statistics) -> Statistics:
+    """The statistics of the whole vocabulary from those of every device's part: one maximum and one sum."""
+    along = varying(lax.axis_index(axis))  # empty where arrays have no varying types
+    found = Statistics(*(None if a is None else vary_over(a, along) for a in found))
+    moved = _moved(rules, found, lax.stop_gradient(lax.pmax(found.best, axis)))
+    present = [a for a in moved[1:] if a is not None]
+    sums = iter(lax.psum(jnp.stack(present), axis))
+    return Statistics(moved.best, *(None if a is None else next(sums) for a in moved[1:]))
+
+
+def _moved(rules: Rules, found: Statistics, best: jax.Array) -> Statistics:
+    """The same relative to a larger best."""
+    shift = score(rules, found.best) - score(rules, best)
+    factor = jnp.exp(shift)
+    spread = None if found.spread is None else factor * (found.spread + shift * found.total)
+    return Statistics(best, factor * found.total, found.target, found.weighted, spread)
+
+
+def values(rules: Rules, labels: Labels, found: Statistics, class_total: jax.Array | float) -> dict[str, jax.Array]:
+    """The loss and every output of each token, [t]; what nobody asks for costs nothing once compiled."""
+    options = rules.options
+    log_total, lse = jnp.log(found.total), log_sum_exp(rules, found)
+    nll = log_total + (score(rules, found.best) - score(rules, found.target))
+    loss = (1 - options.label_smoothing) * labels.weight * nll
+    if found.weighted is not None:
+        loss += options.label_smoothing / rules.vocab * (class_total * lse - found.weighted)
+    if options.z_loss:
+        loss += options.z_loss * lse * lse
+    nan, dtype = jnp.nan, loss.dtype
+    out = {
+        "loss": jnp.where(labels.wrong, nan, jnp.where(labels.valid, loss, 0)),
+        "log_probs": jnp.where(labels.wrong, nan, jnp.where(labels.valid, -nll, 0)),
+        "lse": lse,
+        "accuracy": ((found.target == found.best) & labels.valid & ~labels.wrong).astype(dtype),
+        "best": found.best,
+        "total": found.total,
+    }
+    if found.spread is not None:
+        out["entropy"] = log_total - found.spread / found.total
+    return out
+
+
+def slopes(
+    rules: Rules, labels: Labels, lse: jax.Array, class_total: jax.Array | float, g: dict[str, jax.Array]
+) -> Slopes:
+    """The coefficients of every token [t] for upstream gradients g per token of loss, log_probs, lse and entropy."""
+    options, zero = rules.options, jnp.zeros_like(lse)
+    smooth = options.label_smoothing
+    g_loss = jnp.where(labels.valid, g["loss"], 0) if "loss" in g else zero
+    g_log_probs = jnp.where(labels.valid, g["log_probs"], 0) if "log_probs" in g else zero
+    hit = g_loss * (1 - smooth) * labels.weight - g_log_probs
+    pull = hit + g_loss * (smooth / rules.vocab * class_total + 2 * options.z_loss * lse)
+    return Slopes(
+        pull=pull + g["lse"] if "lse" in g else pull,
+        hit=hit,
+        share=g_loss * (smooth / rules.vocab) if smooth else None,
+        entropy=g.get("entropy"),
+    )
+
+
+def largest(found: Slopes) -> jax.Array:
+    """The largest coefficient of all tokens, by which dividing keeps gradients in the range of float16; 1 for none."""
+    sizes = [jnp.max(jnp.abs(a), initial=0) for a in (found.pull, found.hit, found.entropy) if a is not None]
+    size = jnp.max(jnp.stack(sizes))
+    return jnp.where(jnp.isfinite(size) & (size > 0), size, 1)
+
+
+def logit_gradients(
+    rules: Rules,
+    logits: jax.Array,
+    part: Part,
+    labels: Labels,
+    found: Statistics,
+    slope: Slopes,
+    entropy: jax.Array | None,
+) -> jax.Array:
+    """The gradient [t, v] of the logits, in their dtype. `found`: best and total over the whole vocabulary."""
+    z, bend = scores(rules, logits.astype(wide(logits.dtype)))
+    entries = _entries(part, logits, labels.target)
+    log_p = z - score(rules, found.best)[:, None] - jnp.log(found.total)[:, None]
+    p = jnp.exp(log_p)
+    pull = jnp.where(labels.wrong, jnp.nan, slope.pull)[:, None]
+    if slope.entropy is not None and entropy is not None:
+        pull = pull - slope.entropy[:, None] * jnp.where(p > 0, log_p + entropy[:, None], 0)
+    d = p * pull - jnp.where(labels.target[:, None] == entries, slope.hit[:, None], 0)
+    if slope.share is not None:
+        omega = _omega(rules, part, entries, z.dtype)
+        d -= slope.share[:, None] if omega is None else slope.share[:, None] * omega
+    return _or(entries < rules.vocab if rules.padded else None, d * bend, 0).astype(logits.dtype)
+
+
+def operand_gradients(x: jax.Array, dlogits: jax.Array, part: Part, wanted: tuple[str, ...]) -> dict[str, jax.Array]:
+    """What one shard and one part add to the gradients of x, weight and bias, in the wide dtype."""
+    acc, out = wide(x.dtype), {}
+    if "x" in wanted and part.weight is not None:
+        out["x"] = product(dlogits, part.weight, (1, 1), acc)
+    if "weight" in wanted:
+        # Transposed first, as an array of its own: XLA's product over the rows of both takes twice the time on a CPU.
+        out["weight"] = product(lax.optimization_barrier(x.T), dlogits, (1, 0), acc)
+    if "bias" in wanted:
+        out["bias"] = jnp.sum(dlogits, axis=0, dtype=acc)
+    return out
+
+
+def _entries(part: Part, logits: jax.Array, target: jax.Array) -> jax.Array:
+    """[1, v]: which entry of the vocabulary a column is."""
+    return (jnp.asarray(part.first, target.dtype) + jnp.arange(logits.shape[1], dtype=target.dtype))[None, :]
+
+
+def _or(real: jax.Array | None, a: jax.Array, padding: float) -> jax.Array:
+    """a, with `padding` where an entry is not real."""
+    return a if real is None else jnp.where(real, a, padding)
+
+
+def _pick(logits: jax.Array, column: jax.Array) -> jax.Array:
+    """The logit [t] of each token's column in the wide dtype, 0 where there is no such column."""
+    here = (column >= 0) & (column < logits.shape[1])
+    inside = vary_over(jnp.where(here, column, 0), varying(logits))
+    picked = jnp.take_along_axis(vary_over(logits, varying(column)), inside[:, None], axis=1)[:, 0]
+    return jnp.where(here, picked.astype(wide(logits.dtype)), 0)
+
+
+def _omega(rules: Rules, part: Part, entries: jax.Array, dtype: jnp.dtype) -> jax.Array | None:
+    """[1, v]: the class weights, 0 for padding; None where all are 1."""
+    if part.class_weight is not None:  # zero beyond V
+        return part.class_weight[None, :]
+    return (entries < rules.vocab).astype(dtype) if rules.padded else None

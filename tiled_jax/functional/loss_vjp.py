@@ -1,0 +1,319 @@
+"""The linear cross entropy as a differentiable function of [T, H] rows: the loops of forward and backward, and what is
+kept in between.
+
+`custom_vjp` with two ways to the gradients. Where one upstream number scales all of them, forward computes them while a
+shard's logits are there and backward multiplies: 6 THV. Otherwise forward keeps x, the weight and two numbers per token,
+and backward computes the logits again: 8 THV. Without differentiation only the logits are computed: 2 THV.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+
+from shared_specs.shards import ShardPlan
+from tiled_jax import backends
+from tiled_jax.functional import loss_math
+from tiled_jax.functional.loops import Body, Like, for_each, gradient_of, upstream_of, vary_over, varying, varying_of
+from tiled_jax.functional.loss_math import Labels, Part, Rules, Slopes, Statistics
+from tiled_jax.functional.shard_math import wide
+
+Arrays = dict[str, jax.Array]
+NAME = "tiled_linear_cross_entropy"
+
+_rows, _set_rows = lax.dynamic_slice_in_dim, lax.dynamic_update_slice_in_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """All that is static about one call; the plan of forward is the plan of backward.
+
+    Args:
+        plan: how the tokens are cut. parts: how the entries of the vocabulary that this weight has are cut.
+        axis: the mesh axis that the vocabulary is split over, or None.
+    """
+
+    plan: ShardPlan
+    parts: ShardPlan
+    rules: Rules
+    backend: str
+    axis: str | None = None
+
+    @property
+    def in_forward(self) -> bool:
+        """Whether gradients are computed with the loss: a log-sum-exp over several parts is known too late for it."""
+        return self.rules.options.gradients_in_forward and len(self.parts) == 1
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["operands", "numbers", "gradients", "mean"],
+    meta_fields=["names", "wanted"],
+)
+@dataclass(frozen=True)
+class _Saved:
+    """What backward needs."""
+
+    operands: tuple[Any, ...]  # x, w and fixed, to compute the logits again; nothing where gradients are there already
+    numbers: Arrays  # [T] best, total and perhaps entropy, for the same
+    gradients: Arrays  # of the sum of losses, to be multiplied: x in its dtype, weight and bias in the wide one
+    mean: jax.Array | None  # [] what a mean multiplies the sum with
+    names: tuple[tuple[str, ...], ...]  # of w and of fixed
+    wanted: tuple[tuple[str, Like], ...]  # operands that need a gradient: the others cost nothing
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _loss(call: Call, x: jax.Array, w: Arrays, fixed: Arrays) -> Arrays:
+    return _forward(call, x, w, fixed, ())[0]
+
+
+def _forward(call: Call, x: jax.Array, w: Arrays, fixed: Arrays, wanted: tuple[str, ...]) -> tuple[Arrays, _Saved]:
+    """The loss and the outputs asked for, and what backward needs for the gradients of `wanted`."""
+    backends.record_run(NAME, call.backend)
+    setting = _Setting.of(call, x, w, fixed)
+    names = {"loss", *call.rules.options.outputs}
+    if wanted and not call.in_forward:
+        names |= {"best", "total"}
+
+    def shard(start: Any, size: int, carry: tuple[Arrays, Arrays]) -> tuple[Arrays, Arrays]:
+        numbers, gradients = carry
+        x_shard, labels = _rows(x, start, size), _cut(setting.labels, start, size)
+        logits, found = _statistics(call, setting, x_shard, labels)
+        values = loss_math.values(call.rules, labels, found, setting.class_total)
+        numbers = {
+            name: _set_rows(rows, vary_over(values[name], setting.token_axes), start, 0)
+            for name, rows in numbers.items()
+        }
+        if gradients:
+            # Every reader of the logits but one done, their gradient is written over them.
+            logits, found = lax.optimization_barrier((logits, found))
+            ones = {"loss": jnp.ones_like(found.total)}
+            slope = loss_math.slopes(
+                call.rules, labels, loss_math.log_sum_exp(call.rules, found), setting.class_total, ones
+            )
+            of = _Shard(start, x_shard, labels, found, slope, logits=logits)
+            gradients = _with_shard(call, setting, gradients, of)
+        return numbers, gradients
+
+    numbers = {name: vary_over(jnp.zeros(x.shape[0], setting.dtype), setting.token_axes) for name in sorted(names)}
+    gradients = setting.zeros(x, w, wanted if call.in_forward else ())
+    numbers, gradients = for_each(call.plan, Body(shard, _after_all), (numbers, gradients))
+    results = {name: numbers[name] for name in ("loss", *call.rules.options.outputs)}
+    mean = None
+    if call.rules.options.reduction != "none":
+        results |= {name: jnp.sum(results[name]) for name in ("loss", "accuracy") if name in results}
+    if call.rules.options.reduction == "mean":
+        mean, mean_of_hits = _means(setting.labels, fixed.get("num_valid"))
+        results["loss"] *= mean
+        results |= {"accuracy": results["accuracy"] * mean_of_hits} if "accuracy" in results else {}
+    primals, later = {"x": x, **w}, bool(wanted) and not call.in_forward
+    return results, _Saved(
+        operands=(x, w, fixed) if later else (),
+        numbers={name: numbers[name] for name in ("best", "total", "entropy") if later and name in numbers},
+        gradients=gradients,
+        mean=mean,
+        names=(tuple(w), tuple(fixed)),
+        wanted=tuple((name, Like.of(primals[name])) for name in wanted),
+    )
+
+
+def _forward_saving(call: Call, x: Any, w: dict[str, Any], fixed: dict[str, Any]) -> tuple[Arrays, _Saved]:
+    """The forward under differentiation: every operand comes with whether it needs a gradient."""
+    wanted = tuple(name for name, operand in {"x": x, **w}.items() if operand.perturbed)
+    plain_w, plain_fixed = ({name: operand.value for name, operand in group.items()} for group in (w, fixed))
+    return _forward(call, x.value, plain_w, plain_fixed, wanted)
+
+
+def _backward(call: Call, saved: _Saved, upstream: dict[str, Any]) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    g = {name: d for name, d in upstream.items() if name != "accuracy" and not isinstance(d, SymbolicZero)}
+    if call.axis is not None:
+        g = {name: upstream_of(call.axis, d) for name, d in g.items()}
+    d: Arrays = {}
+    if g and saved.wanted:
+        d = _multiplied(saved, g["loss"]) if call.in_forward else _computed(call, saved, g)
+    weights, fixed = saved.names
+    return d.get("x"), {name: d.get(name) for name in weights}, dict.fromkeys(fixed)
+
+
+def _multiplied(saved: _Saved, g: jax.Array) -> Arrays:
+    """Gradients that forward computed, times the one upstream number, rounded once more."""
+    factor = g if saved.mean is None else g * saved.mean
+    return {name: gradient_of(like, saved.gradients[name].astype(g.dtype) * factor) for name, like in saved.wanted}
+
+
+def _computed(call: Call, saved: _Saved, g: Arrays) -> Arrays:
+    """Gradients from the logits of every shard and part, computed again."""
+    # Without the barrier XLA merges the logits of a single shard with those of forward and keeps them in between.
+    (x, w, fixed), numbers, g = lax.optimization_barrier((saved.operands, saved.numbers, g))
+    wanted = tuple(name for name, _ in saved.wanted)
+    setting = _Setting.of(call, x, w, fixed)
+    if saved.mean is not None:
+        g = g | {"loss": g["loss"] * saved.mean} if "loss" in g else g
+    found = _whole(numbers)
+    lse = loss_math.log_sum_exp(call.rules, found)
+    g = {name: jnp.broadcast_to(d, lse.shape) for name, d in g.items()}
+    slope = loss_math.slopes(call.rules, setting.labels, lse, setting.class_total, g)
+    sigma = loss_math.largest(slope)
+    slope = Slopes(*(None if a is None else a / sigma for a in slope))
+
+    def shard(start: Any, size: int, gradients: Arrays) -> Arrays:
+        labels, at = _cut(setting.labels, start, size), _cut(numbers, start, size)
+        of = _Shard(
+            start, _rows(x, start, size), labels, _whole(at), _cut(slope, start, size), at.get("entropy"), sigma
+        )
+        return _with_shard(call, setting, gradients, of)
+
+    gradients = for_each(call.plan, Body(shard, _after_all), setting.zeros(x, w, wanted))
+    return {
+        name: gradient_of(like, gradients[name] if name == "x" else gradients[name] * sigma)
+        for name, like in saved.wanted
+    }
+
+
+def _whole(numbers: Arrays) -> Statistics:
+    """What backward knows of the statistics over the whole vocabulary."""
+    return Statistics(numbers["best"], numbers["total"], target=numbers["best"], weighted=None, spread=None)
+
+
+class _Shard(NamedTuple):
+    """What the gradients of one shard are made of; `logits` where they are still there."""
+
+    start: Any
+    x: jax.Array
+    labels: Labels
+    found: Statistics
+    slope: Slopes
+    entropy: jax.Array | None = None
+    sigma: jax.Array | int = 1
+    logits: jax.Array | None = None
+
+
+def _with_shard(call: Call, setting: "_Setting", gradients: Arrays, of: _Shard) -> Arrays:
+    """The gradients with what a shard adds: its rows of dx, written once, and its share of the sums over tokens."""
+
+    def part(first: Any, entries: int, sums: Arrays) -> Arrays:
+        own = setting.part(first, entries)
+        logits = loss_math.logits_of(of.x, own) if of.logits is None else of.logits
+        dlogits = loss_math.logit_gradients(call.rules, logits, own, of.labels, of.found, of.slope, of.entropy)
+        d = loss_math.operand_gradients(of.x, dlogits, own, tuple(sums))
+        return {name: added(name, value, vary_over(d[name], setting.axes), first) for name, value in sums.items()}
+
+    def added(name: str, value: jax.Array, d: jax.Array, first: Any) -> jax.Array:
+        if name == "x" or d.shape == value.shape:
+            return value + d
+        last = value.ndim - 1
+        return _set_rows(value, _rows(value, first, d.shape[-1], last) + d, first, last)
+
+    rows = {"x": vary_over(jnp.zeros(of.x.shape, setting.dtype), setting.axes)} if "x" in gradients else {}
+    sums = for_each(call.parts, Body(part, _after_all), gradients | rows)
+    if not rows:
+        return sums
+    return sums | {"x": _set_rows(gradients["x"], (sums["x"] * of.sigma).astype(of.x.dtype), of.start, 0)}
+
+
+class _Setting(NamedTuple):
+    """What every shard of a call shares.
+
+    `axes`: mesh axes along which anything of the call varies. `token_axes`: those of a number per token, which is the
+    same on every device of the axis that the vocabulary is split over.
+    """
+
+    labels: Labels  # of all tokens
+    class_total: jax.Array | int  # Σ ω over the vocabulary
+    part: Callable[[Any, int], Part]  # (first entry, entries) of this weight
+    dtype: Any
+    axes: frozenset[str]
+    token_axes: frozenset[str]
+
+    @classmethod
+    def of(cls, call: Call, x: jax.Array, w: Arrays, fixed: Arrays) -> "_Setting":
+        dtype, rules = wide(x.dtype), call.rules
+        own = frozenset() if call.axis is None else varying(lax.axis_index(call.axis))
+        known = varying_of(fixed[name] for name in ("targets", "class_weight") if name in fixed)
+        logits = varying_of([x, *w.values()])
+        token_axes = known | (logits - {call.axis})
+        targets = vary_over(fixed["targets"], token_axes)
+        class_weight = fixed.get("class_weight")
+        if class_weight is not None:
+            class_weight = vary_over(class_weight.astype(dtype), token_axes)
+        return cls(
+            labels=loss_math.make_labels(rules, targets, class_weight, dtype),
+            class_total=rules.vocab if class_weight is None else jnp.sum(class_weight),
+            part=_parts(call, {name: a.astype(x.dtype) for name, a in w.items()}, class_weight),
+            dtype=dtype,
+            axes=known | logits | own,
+            token_axes=token_axes,
+        )
+
+    def zeros(self, x: jax.Array, w: Arrays, names: tuple[str, ...]) -> Arrays:
+        """What the gradients of these operands begin with."""
+        primals = {"x": x, **w}
+        return {
+            name: vary_over(jnp.zeros(primals[name].shape, x.dtype if name == "x" else self.dtype), self.axes)
+            for name in names
+        }
+
+
+def _parts(call: Call, w: Arrays, class_weight: jax.Array | None) -> Callable[[Any, int], Part]:
+    local = call.parts.tokens
+    before: Any = 0 if call.axis is None else lax.axis_index(call.axis) * local
+    if call.axis is not None and class_weight is not None:
+        padding = lax.axis_size(call.axis) * local - call.rules.vocab
+        padded = vary_over(jnp.pad(class_weight, (0, padding)), varying(before))
+        class_weight = _rows(padded, before, local)
+
+    def part(first: Any, entries: int) -> Part:
+        def own(a: jax.Array | None) -> jax.Array | None:
+            return a if a is None or entries == local else _rows(a, first, entries, a.ndim - 1)
+
+        return Part(before + first, own(w["weight"]), own(w.get("bias")), own(class_weight))
+
+    return part
+
+
+def _statistics(
+    call: Call, setting: _Setting, x_shard: jax.Array, labels: Labels
+) -> tuple[jax.Array | None, Statistics]:
+    """One shard's statistics over the whole vocabulary, and its logits where they are all there at once."""
+
+    def of(first: Any, entries: int) -> tuple[jax.Array, Statistics]:
+        own = setting.part(first, entries)
+        logits = loss_math.logits_of(x_shard, own)
+        return logits, loss_math.statistics(call.rules, logits, own, labels.target)
+
+    def part(first: Any, entries: int, found: Statistics) -> Statistics:
+        return jax.tree.map(vary, loss_math.merge(call.rules, found, of(first, entries)[1]))
+
+    vary = partial(vary_over, axes=setting.axes)
+    if len(call.parts) == 1:
+        logits, found = of(0, call.parts.tokens)
+    else:
+        none = loss_math.nothing(x_shard.shape[0], setting.dtype, call.rules.options)
+        logits, found = None, for_each(call.parts, Body(part, _after_all), jax.tree.map(vary, none))
+    return logits, found if call.axis is None else loss_math.reduce_over(call.rules, call.axis, found)
+
+
+def _means(labels: Labels, num_valid: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """What the sums of losses and of hits are multiplied with; a mean of nothing is zero."""
+    hits = labels.valid.astype(labels.weight.dtype)
+    counts = [jnp.sum(a) if num_valid is None else num_valid.astype(a.dtype) for a in (labels.weight, hits)]
+    loss, accuracy = (jnp.where(n == 0, 0, 1 / jnp.where(n == 0, 1, n)) for n in counts)
+    return loss, accuracy
+
+
+def _after_all(start: jax.Array, carry: Any) -> Any:
+    return lax.optimization_barrier((start, carry))
+
+
+def _cut(rows: Any, start: Any, size: int) -> Any:
+    return jax.tree.map(lambda a: _rows(a, start, size), rows)
+
+
+_loss.defvjp(_forward_saving, _backward, symbolic_zeros=True)
+# Called outside of any jit too, forward and backward are one compiled program each.
+run = jax.jit(_loss, static_argnums=0)

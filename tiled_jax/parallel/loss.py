@@ -1,0 +1,157 @@
+"""Cross entropy over a vocabulary that is split over a mesh axis: of given logits, or fused with the tiled head."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+from jax import lax
+
+from shared_specs import checks
+from shared_specs.config import LossOptions, Tiling
+from shared_specs.errors import fail, show_shape
+from shared_specs.partitions import vocab_partition
+from tiled_jax.functional import loss_math
+from tiled_jax.functional.loops import Like, gradient_of, upstream_of
+from tiled_jax.functional.loss import check_targets, linear_cross_entropy
+from tiled_jax.functional.loss_math import Part, Rules, Statistics
+from tiled_jax.functional.operands import array, operand
+from tiled_jax.functional.shard_math import wide
+
+
+def vocab_parallel_linear_cross_entropy(
+    x: jax.Array,
+    weight: jax.Array,
+    targets: jax.Array,
+    *,
+    bias: jax.Array | None = None,
+    loss: LossOptions = LossOptions(),
+    num_shards: int | None = None,
+    tiling: Tiling | None = None,
+    backend: str = "auto",
+    vocab_size: int | None = None,
+    axis_name: str,
+) -> Any:
+    """`tiled_linear_cross_entropy` where every device of a mesh axis has a run of the vocabulary, in order.
+
+    No device holds more than one shard's logits of its own entries, [t, V / R]. Devices meet twice a shard, in a maximum
+    and in a sum of a few numbers per token, and once a call, in the sum of dx.
+
+    Args:
+        x, targets: as there, the same on all devices of the axis. weight: [H, V / R], this device's entries.
+        bias: [V / R]. loss: as there; its class_weight is whole, [V].
+        num_shards, tiling, backend: as there; vocab_shards cuts a device's own entries.
+        vocab_size: V; None is R times what a device has. Where it is less, the last entries of the last devices are
+            padding: no token has them as its target, and their gradients are zero.
+        axis_name: the axis of the surrounding `jax.shard_map`. Other axes may split the tokens.
+    Returns:
+        What `tiled_linear_cross_entropy` of the whole weight returns, the same on all devices of the axis.
+    Numerics, Memory: as there, of V / R entries.
+    Raises:
+        As there; SpecError where the devices have fewer entries than vocab_size.
+    Source: derived in shared_specs/README.md; the split is Megatron-LM's, arXiv 1909.08053.
+    Example:
+        loss = jax.shard_map(
+            partial(vocab_parallel_linear_cross_entropy, axis_name="tensor"),
+            mesh=mesh, in_specs=(P(), P(None, "tensor"), P()), out_specs=P(),
+        )(x, weight, targets)
+    """
+    name = "vocab_parallel_linear_cross_entropy"
+    weight = array(name, "weight", weight)
+    vocab = _vocab(name, vocab_size, weight.shape[-1], axis_name)
+    return linear_cross_entropy(
+        name, x, weight, targets, bias, loss, num_shards, tiling, backend, axis=axis_name, vocab=vocab
+    )
+
+
+def vocab_parallel_cross_entropy(
+    vocab_parallel_logits: jax.Array,
+    target: jax.Array,
+    label_smoothing: float = 0.0,
+    *,
+    vocab_size: int | None = None,
+    axis_name: str,
+) -> jax.Array:
+    """The cross entropy of every token from logits whose vocabulary is split over a mesh axis.
+
+    loss = (1 - ε) (lse - z_target) + ε / V Σ (lse - z). No array but the given logits and their gradient has their size.
+
+    Args:
+        vocab_parallel_logits: [*tokens, V / R], this device's entries of the vocabulary, in the order of the devices.
+        target: [*tokens], int32 | int64, the same on all devices of the axis. -100 has no loss and no gradient; any other
+            value outside [0, V) makes its token's loss and gradients NaN.
+        label_smoothing: ε in [0, 1], as in torch.nn.functional.cross_entropy.
+        vocab_size, axis_name: as in `vocab_parallel_linear_cross_entropy`.
+    Returns:
+        [*tokens] float32 (float64 for float64), the same on all devices of the axis.
+    Numerics: elementwise work and sums in float32; the gradient has the dtype of the logits.
+    Memory: keeps the logits and two numbers per token for backward.
+    Raises:
+        SpecError: shapes, dtypes or numbers out of range. TypeError: a wrong kind of value.
+    Source: named after and called as Megatron-LM's (arXiv 1909.08053), whose smoothing differs.
+    Example:
+        loss = jax.shard_map(
+            partial(vocab_parallel_cross_entropy, axis_name="tensor"),
+            mesh=mesh, in_specs=(P(None, "tensor"), P()), out_specs=P(),
+        )(logits, target)
+    """
+    name = "vocab_parallel_cross_entropy"
+    logits = array(name, "vocab_parallel_logits", vocab_parallel_logits)
+    given, target = target, array(name, "target", target)
+    options = LossOptions(label_smoothing=label_smoothing, reduction="none")
+    checks.check_loss_options(name, options)
+    if logits.shape[:-1] != target.shape:
+        fail(name, "target", show_shape(logits.shape[:-1]), show_shape(target.shape))
+    checks.check_targets_dtype(name, "target", operand(target))
+    if str(logits.dtype) not in checks.FLOAT_DTYPES:
+        fail(name, "vocab_parallel_logits", "of dtype " + ", ".join(checks.FLOAT_DTYPES), logits.dtype)
+    local = logits.shape[-1]
+    vocab = _vocab(name, vocab_size, local, axis_name)
+    check_targets(name, given, vocab, options.ignore_index)
+    rules = Rules(options=options, vocab=vocab, padded=vocab < local * lax.axis_size(axis_name))
+    losses = _logits_loss(_Call(rules, axis_name), logits.reshape(-1, local), target.reshape(-1))
+    return losses.reshape(target.shape)
+
+
+def _vocab(function: str, vocab_size: int | None, local: int, axis_name: str) -> int:
+    """V, from the entries of every device; SpecError where there are fewer than vocab_size."""
+    checks.check_count(function, "vocab_size", vocab_size)
+    return vocab_partition(function, vocab_size, local, lax.axis_size(axis_name), 0).vocab
+
+
+@dataclass(frozen=True)
+class _Call:
+    rules: Rules
+    axis: str
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _logits_loss(call: _Call, logits: jax.Array, target: jax.Array) -> jax.Array:
+    return _forward(call, logits, target)[0]
+
+
+def _forward(call: _Call, logits: jax.Array, target: jax.Array) -> tuple[jax.Array, tuple[Any, ...]]:
+    """The loss of logits [T, V / R], and what backward needs: the logits, and two numbers per token."""
+    labels = loss_math.make_labels(call.rules, target, None, wide(logits.dtype))
+    found = loss_math.statistics(call.rules, logits, _part(call, logits), target)
+    found = loss_math.reduce_over(call.rules, call.axis, found)
+    losses = loss_math.values(call.rules, labels, found, call.rules.vocab)["loss"]
+    return losses, (logits, target, found.best, found.total)
+
+
+def _backward(call: _Call, saved: tuple[Any, ...], g: jax.Array) -> tuple[jax.Array, None]:
+    logits, target, best, total = saved
+    labels = loss_math.make_labels(call.rules, target, None, wide(logits.dtype))
+    found = Statistics(best, total, target=best, weighted=None, spread=None)
+    upstream = {"loss": upstream_of(call.axis, g)}
+    slope = loss_math.slopes(call.rules, labels, loss_math.log_sum_exp(call.rules, found), call.rules.vocab, upstream)
+    d = loss_math.logit_gradients(call.rules, logits, _part(call, logits), labels, found, slope, None)
+    return gradient_of(Like.of(logits), d), None
+
+
+def _part(call: _Call, logits: jax.Array) -> Part:
+    """This device's entries."""
+    return Part(lax.axis_index(call.axis) * logits.shape[-1], None, None, None)
+
+
+_logits_loss.defvjp(_forward, _backward)

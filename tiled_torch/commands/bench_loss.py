@@ -1,0 +1,102 @@
+"""`bench --op loss` in PyTorch: forward and backward of one linear cross entropy, every variant interleaved."""
+
+import importlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from shared_specs import costs
+from shared_specs.app.bench import chosen_loss_workloads, interleave, require_parity, show, summarise
+from shared_specs.cli import BenchOptions
+from shared_specs.records import make_record, write_record
+from shared_specs.rounding import relative_error
+from shared_specs.tolerances import BENCH_GRADIENTS
+from shared_specs.workloads import LossWorkload
+from tiled_torch import tiled_linear_cross_entropy
+
+PACKAGES = ("torch", "liger-kernel", "numpy")
+NOTE = (
+    "torch-linear-cross-entropy is torch.nn.functional.linear_cross_entropy as it comes, -chunked with its default "
+    "LinearCrossEntropyOptions; Liger's fused linear cross entropy is a Triton kernel and needs a GPU"
+)
+
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def bench_loss(options: BenchOptions) -> int:
+    """Parity first; then one table and one record."""
+    parity = require_parity("torch", "loss")
+    print(f"parity: {parity}", flush=True)
+    results: list[dict[str, Any]] = []
+    for workload in chosen_loss_workloads(options.workload):
+        results += measure(workload, options.repeats)
+    facts = {"parity": parity, "peers": NOTE, "threads": torch.get_num_threads()}
+    print(f"record: {write_record(options.out, make_record('loss', 'tiled_torch', PACKAGES, results, **facts))}")
+    return 0
+
+
+def plain(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(F.linear(x, weight), targets)
+
+
+def variants() -> dict[str, Loss]:
+    """Name -> loss of hidden states, weight and targets."""
+    found: dict[str, Loss] = {
+        "plain": plain,
+        "checkpoint": lambda x, w, t: checkpoint(plain, x, w, t, use_reentrant=False),  # type: ignore[return-value]
+        "tiled": lambda x, w, t: tiled_linear_cross_entropy(x, w, t),  # type: ignore[return-value]
+    }
+    if hasattr(F, "linear_cross_entropy"):  # torch 2.13
+        chunks = torch.nn.LinearCrossEntropyOptions()
+        found["torch-linear-cross-entropy"] = F.linear_cross_entropy
+        found["torch-linear-cross-entropy-chunked"] = lambda x, w, t: F.linear_cross_entropy(x, w, t, options=chunks)
+    if torch.cuda.is_available():
+        ops = importlib.import_module("liger_kernel.ops.fused_linear_cross_entropy")
+        found["liger"] = lambda x, w, t: ops.LigerFusedLinearCrossEntropyFunction.apply(x, w, t)[0]
+    return found
+
+
+def measure(workload: LossWorkload, repeats: int) -> list[dict[str, Any]]:
+    """One result a variant, after checking that every variant computes the same loss and gradients."""
+    torch.manual_seed(0)
+    dtype = getattr(torch, workload.dtype)
+    x = torch.randn(workload.tokens, workload.hidden, dtype=dtype, requires_grad=True)
+    weight = (torch.randn(workload.vocab, workload.hidden, dtype=dtype) / workload.hidden**0.5).requires_grad_()
+    targets = torch.randint(0, workload.vocab, (workload.tokens,))
+    plan = costs.plan_loss("bench", costs.LossShape(tokens=x.shape[0], hidden=x.shape[1], vocab=weight.shape[0]))
+    runs: dict[str, Callable[[], Tensor]] = {}
+    expected: dict[str, Tensor] = {}
+    for name, loss in variants().items():
+        run = _step(loss, x, weight, targets)
+        try:
+            found = {"loss": run(), "dx": x.grad, "dweight": weight.grad}
+        except (NotImplementedError, RuntimeError) as error:
+            print(f"{name}: left out: {error}", file=sys.stderr)
+            continue
+        expected = expected or {key: value.detach().clone() for key, value in found.items() if value is not None}
+        for key, value in expected.items():
+            theirs = found[key]
+            wrong = theirs is None or relative_error(theirs.detach().numpy(), value.numpy()) > BENCH_GRADIENTS
+            if wrong:
+                raise RuntimeError(f"bench: {name} does not compute the plain {key}")
+        runs[name] = run
+    summary = summarise(interleave(runs, repeats), "plain")
+    sizes = f"T, H, V = {workload.tokens}, {workload.hidden}, {workload.vocab}"
+    show(f"{workload.name}: {sizes}, {workload.dtype}, {len(plan)} shards", summary, "plain")
+    shared = {"workload": workload.name, "shards": len(plan), "repeats": repeats}
+    return [{"variant": name, **shared, **row} for name, row in summary.items()]
+
+
+def _step(loss: Loss, x: Tensor, weight: Tensor, targets: Tensor) -> Callable[[], Tensor]:
+    def run() -> Tensor:
+        x.grad = weight.grad = None
+        value = loss(x, weight, targets)
+        value.backward()
+        return value
+
+    return run

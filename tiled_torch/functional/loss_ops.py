@@ -1,0 +1,225 @@
+"""The tiled cross entropy as opaque operators, for torch.compile only: a traced graph holds one node, not N shards.
+
+Differentiated by `register_autograd`: unlike the MLP, a loss has nothing to gain from two nodes under checkpointing.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shared_specs.config import LossOptions
+from tiled_torch.functional.activations import wide_dtype
+
+Parts = tuple[Tensor, Tensor, Tensor]
+_OTHERS = 3 + 11 + 2  # arguments of an operator that have no gradient: arrays, the fields of Static, dtype and needs
+
+
+class Static(NamedTuple):
+    """The part of a call that is no tensor, as operators take it: plain values, which may be symbolic."""
+
+    function: str
+    shard_tokens: int
+    cuts: int
+    vocab: int
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
+    logit_softcap: float | None
+    logit_scale: float
+    reduction: str
+    outputs: str
+
+    @classmethod
+    def of(cls, function: str, shard_tokens: int, cuts: int, vocab: int, o: LossOptions) -> "Static":
+        numbers = o.ignore_index, o.label_smoothing, o.z_loss, o.logit_softcap, o.logit_scale
+        return cls(function, shard_tokens, cuts, vocab, *numbers, o.reduction, ",".join(o.outputs))
+
+    @property
+    def options(self) -> LossOptions:
+        return LossOptions(
+            ignore_index=self.ignore_index,
+            label_smoothing=self.label_smoothing,
+            z_loss=self.z_loss,
+            logit_softcap=self.logit_softcap,
+            logit_scale=self.logit_scale,
+            reduction=self.reduction,  # type: ignore[arg-type]
+            outputs=tuple(self.outputs.split(",")) if self.outputs else (),  # type: ignore[arg-type]
+        )
+
+
+class Loops:
+    """The functions that do the work, set by `functional/loss.py`, which imports this file."""
+
+    with_gradients: Callable[..., tuple[Tensor | None, ...]]
+    values: Callable[..., tuple[Tensor | None, ...]]
+    backward: Callable[..., Sequence[Tensor | None]]
+
+
+def _filled(a: Tensor | None, like: Tensor) -> Tensor:
+    return like.new_empty(0) if a is None else a
+
+
+@torch.library.custom_op("tiled_mlp::loss_with_gradients", mutates_args=())
+def with_gradients(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    class_weight: Tensor | None,
+    num_valid: Tensor | None,
+    function: str,
+    shard_tokens: int,
+    cuts: int,
+    vocab: int,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    logit_softcap: float | None,
+    logit_scale: float,
+    reduction: str,
+    outputs: str,
+    dtype: torch.dtype,
+    needs: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The loss, the accuracy, the factor of the gradients, and the unscaled gradients (empty where nobody needs them)."""
+    numbers = ignore_index, label_smoothing, z_loss, logit_softcap, logit_scale
+    static = Static(function, shard_tokens, cuts, vocab, *numbers, reduction, outputs)
+    found = Loops.with_gradients(x, weight, bias, targets, class_weight, num_valid, static, dtype, needs)
+    return tuple(_filled(a, x) for a in found)  # type: ignore[return-value]
+
+
+@with_gradients.register_fake
+def _(x, weight, bias, *args):  # type: ignore[no-untyped-def]
+    dtype, needs = args[-2:]
+    wide = wide_dtype(dtype)
+    scalars = [x.new_empty((), dtype=wide) for _ in range(3)]
+    parts = [
+        a.new_empty(a.shape, dtype=a.dtype if a is x else wide) if a is not None and need else x.new_empty(0)
+        for a, need in zip((x, weight, bias), needs, strict=True)
+    ]
+    return (*scalars, *parts)
+
+
+def _keep_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, right, factor, *parts = output
+    ctx.mark_non_differentiable(right, factor, *parts)
+    ctx.save_for_backward(factor, *parts)
+    ctx.dtypes = [None if a is None else a.dtype for a in inputs[:3]]
+    ctx.needs = inputs[-1]
+
+
+def _scale_gradients(ctx: Any, dvalue: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    factor, *parts = ctx.saved_tensors
+    scale = dvalue.to(factor.dtype) * factor
+    grads = [
+        (part.to(factor.dtype) * scale).to(dtype) if need else None
+        for part, dtype, need in zip(parts, ctx.dtypes, ctx.needs, strict=True)
+    ]
+    return *grads, *(None for _ in range(_OTHERS))
+
+
+with_gradients.register_autograd(_scale_gradients, setup_context=_keep_gradients)
+
+
+@torch.library.custom_op("tiled_mlp::loss_values", mutates_args=())
+def values(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    class_weight: Tensor | None,
+    num_valid: Tensor | None,
+    function: str,
+    shard_tokens: int,
+    cuts: int,
+    vocab: int,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    logit_softcap: float | None,
+    logit_scale: float,
+    reduction: str,
+    outputs: str,
+    dtype: torch.dtype,
+    needs: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The loss, log_probs, lse, entropy (empty where not asked for) and the accuracy."""
+    numbers = ignore_index, label_smoothing, z_loss, logit_softcap, logit_scale
+    static = Static(function, shard_tokens, cuts, vocab, *numbers, reduction, outputs)
+    found = Loops.values(x, weight, bias, targets, class_weight, num_valid, static, dtype)
+    return tuple(_filled(a, x) for a in found)  # type: ignore[return-value]
+
+
+@values.register_fake
+def _(x, weight, bias, targets, class_weight, num_valid, *args):  # type: ignore[no-untyped-def]
+    options, wide = Static(*args[: len(Static._fields)]).options, wide_dtype(args[-2])
+
+    def rows(asked: bool = True) -> Tensor:
+        return x.new_empty(targets.shape, dtype=wide) if asked else x.new_empty(0)
+
+    def reduced() -> Tensor:
+        return rows() if options.reduction == "none" else x.new_empty((), dtype=wide)
+
+    return reduced(), rows(), rows(), rows("entropy" in options.outputs), reduced()
+
+
+@torch.library.custom_op("tiled_mlp::loss_backward", mutates_args=())
+def backward(
+    dvalue: Tensor,
+    dlog_probs: Tensor,
+    dlse: Tensor,
+    dentropy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    class_weight: Tensor | None,
+    num_valid: Tensor | None,
+    lse: Tensor,
+    entropy: Tensor,
+    function: str,
+    shard_tokens: int,
+    cuts: int,
+    vocab: int,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    logit_softcap: float | None,
+    logit_scale: float,
+    reduction: str,
+    outputs: str,
+    dtype: torch.dtype,
+    needs: Sequence[bool],
+) -> Parts:
+    upstream = (dvalue, dlog_probs, dlse, dentropy if dentropy.numel() else None)
+    operands = (x, weight, bias, targets, class_weight, num_valid, lse, entropy if entropy.numel() else None)
+    numbers = ignore_index, label_smoothing, z_loss, logit_softcap, logit_scale
+    static = Static(function, shard_tokens, cuts, vocab, *numbers, reduction, outputs)
+    found = Loops.backward(upstream, operands, static, dtype, needs)
+    return tuple(_filled(a, x) for a in found)  # type: ignore[return-value]
+
+
+@backward.register_fake
+def _(*args):  # type: ignore[no-untyped-def]
+    x, weight, bias, needs = *args[4:7], args[-1]
+    pairs = zip((x, weight, bias), needs, strict=True)
+    return tuple(a.new_empty(a.shape) if a is not None and need else x.new_empty(0) for a, need in pairs)
+
+
+def _keep_operands(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    operands, static, (dtype, needs) = inputs[:6], inputs[6:-2], inputs[-2:]
+    _, _, lse, entropy, right = output
+    ctx.mark_non_differentiable(right)
+    ctx.save_for_backward(*operands, lse, entropy)
+    ctx.static, ctx.dtype, ctx.needs = static, dtype, needs
+
+
+def _call_backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+    found = backward(*upstream[:4], *ctx.saved_tensors, *ctx.static, ctx.dtype, ctx.needs)
+    grads = [a if need else None for a, need in zip(found, ctx.needs, strict=True)]
+    return *grads, *(None for _ in range(_OTHERS))
+
+
+values.register_autograd(_call_backward, setup_context=_keep_operands)

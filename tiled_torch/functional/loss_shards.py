@@ -1,0 +1,289 @@
+"""The loops of the tiled cross entropy over shards of tokens and of the vocabulary. No autograd here.
+
+Letters: T tokens, H hidden, V vocabulary, t tokens and v entries of a shard. One buffer [t, v] of logits is the largest
+thing that exists; every shard reuses it, and dlogits are written over it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from shared_specs.config import LossOptions
+from shared_specs.shards import ShardPlan
+from tiled_torch.functional import loss_math
+from tiled_torch.functional.accumulate import GradientSum
+from tiled_torch.functional.activations import wide_dtype
+from tiled_torch.functional.loss_math import Coefficients, Columns, Labels, Statistics
+
+
+class Ranks(Protocol):
+    """The other holders of the vocabulary: reductions over them, in place."""
+
+    def maximum_(self, a: Tensor) -> Tensor: ...
+
+    def sum_(self, a: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Head:
+    """A linear head, or one rank's partition of it: logits of the entries [start, start + weight.shape[0]) of `vocab`.
+
+    weight: [v, H] and bias: [v] or None, in the compute dtype. cuts: how many vocabulary shards.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    vocab: int
+    start: int = 0
+    cuts: int = 1
+    ranks: Ranks | None = None
+
+    @property
+    def pieces(self) -> tuple[slice, ...]:
+        """Rows of the weight, one slice per vocabulary shard; none longer than the first. An empty one without entries."""
+        plan = ShardPlan(self.weight.shape[0], -(-self.weight.shape[0] // self.cuts) or 1)
+        return tuple(slice(*span) for span in plan.spans or ((0, 0),))
+
+    def columns(self, piece: slice) -> Columns:
+        return Columns(self.start + piece.start, self.start + piece.stop)
+
+    def logits(self, x: Tensor, piece: slice, buffer: Tensor) -> Tensor:
+        """[t, v] of one vocabulary shard, written into the buffer."""
+        width = piece.stop - piece.start
+        out = buffer[: x.shape[0] * width].view(x.shape[0], width)
+        w = self.weight[piece]
+        return torch.mm(x, w.T, out=out) if self.bias is None else torch.addmm(self.bias[piece], x, w.T, out=out)
+
+    def buffer(self, plan: ShardPlan) -> Tensor:
+        return self.weight.new_empty(plan.longest * self.pieces[0].stop)
+
+
+class Needs(NamedTuple):
+    """Which gradients somebody needs."""
+
+    x: bool
+    weight: bool
+    bias: bool
+
+
+class Tokens(NamedTuple):
+    """Results per token, [T] each; entropy only where asked for."""
+
+    loss: Tensor
+    log_probs: Tensor
+    lse: Tensor
+    right: Tensor
+    entropy: Tensor | None
+
+    def __getitem__(self, rows: slice) -> "Tokens":  # type: ignore[override]
+        return Tokens(*(None if part is None else part[rows] for part in self))  # type: ignore[arg-type]
+
+    def write(self, found: Statistics, labels: Labels, options: LossOptions, vocab: int) -> None:
+        """The results of one shard into these rows."""
+        self.loss.copy_(loss_math.token_losses(found, labels, options, vocab))
+        self.log_probs.copy_(torch.where(labels.counted == 0, 0.0, -found.nll * labels.counted))
+        self.lse.copy_(found.lse)
+        self.right.copy_(found.right * labels.counted)
+        if self.entropy is not None and found.entropy is not None:
+            self.entropy.copy_(found.entropy)
+
+
+def empty_tokens(x: Tensor, *, entropy: bool) -> Tokens:
+    def rows() -> Tensor:
+        return torch.empty(x.shape[0], dtype=wide_dtype(x.dtype), device=x.device)
+
+    return Tokens(rows(), rows(), rows(), rows(), rows() if entropy else None)
+
+
+class Gradients:
+    """dx, dweight and dbias, put together shard by shard; sums in float32 (float64 for float64).
+
+    dx is [T, H] in `dtype`; the sums are the returned gradients themselves where the weight has that dtype.
+    """
+
+    def __init__(self, x: Tensor, head: Head, needs: Needs, dtype: torch.dtype, ranks: Ranks | None) -> None:
+        self.head, self.ranks = head, ranks
+        w = head.weight
+        self.dx = torch.empty(x.shape, dtype=dtype, device=x.device) if needs.x else None
+        wide = wide_dtype(w.dtype)
+        self.dweight = torch.empty(w.shape, dtype=wide, device=w.device) if needs.weight else None
+        self.dbias = torch.empty(w.shape[0], dtype=wide, device=w.device) if needs.bias else None
+        parts = (self.dweight, self.dbias)
+        self.sums = [
+            [None if part is None else GradientSum.into(part[piece]) for part in parts] for piece in head.pieces
+        ]
+        # With vocabulary shards a 16-bit dx is summed in float32, one shard of tokens at a time: [t, H].
+        self.dx_sum: Tensor | None = None
+
+    def add(self, x: Tensor, dlogits: Tensor, number: int, rows: slice) -> None:
+        """One vocabulary shard of one shard of tokens. x: [t, H]; dlogits: [t, v] of piece `number`."""
+        weight_sum, bias_sum = self.sums[number]
+        if weight_sum is not None:
+            weight_sum.add_product(dlogits, x)
+        if bias_sum is not None:
+            bias_sum.add_rows(dlogits)
+        if self.dx is None:
+            return
+        w, into = self.head.weight[self.head.pieces[number]], self.dx[rows]
+        last = len(self.head.pieces) - 1
+        if last and into.dtype != wide_dtype(into.dtype):
+            if number == 0:
+                self.dx_sum = torch.zeros_like(into, dtype=wide_dtype(into.dtype))
+            assert self.dx_sum is not None
+            self.dx_sum += dlogits @ w
+            if number == last:
+                into.copy_(self.dx_sum)
+                self.dx_sum = None
+        elif number == 0 and into.dtype == w.dtype:
+            torch.mm(dlogits, w, out=into)
+        elif number == 0:
+            into.copy_(dlogits @ w)
+        elif into.dtype == w.dtype:
+            into.addmm_(dlogits, w)
+        else:
+            into += dlogits @ w
+
+    def finish(self) -> "Gradients":
+        """Zeros where no shard wrote; dx summed over the holders of the vocabulary."""
+        for part in (part for pair in self.sums for part in pair if part is not None):
+            part.finish()
+        if self.dx is not None and self.ranks is not None:
+            self.ranks.sum_(self.dx)
+        return self
+
+
+def losses(x: Tensor, head: Head, labels: Labels, options: LossOptions, plan: ShardPlan, *, entropy: bool) -> Tokens:
+    """Results per token, without gradients: 2 THV FLOP. x: [T, H] in any dtype that the head's converts from."""
+    tokens, buffer = empty_tokens(x, entropy=entropy), head.buffer(plan)
+    for start, stop in plan.spans:
+        rows = slice(start, stop)
+        piece = x[rows].to(head.weight.dtype)
+        found = _statistics(piece, head, labels[rows], options, buffer, entropy=entropy, keep=False)
+        tokens[rows].write(found, labels[rows], options, head.vocab)
+    return tokens
+
+
+def losses_and_gradients(
+    x: Tensor, head: Head, labels: Labels, options: LossOptions, plan: ShardPlan, needs: Needs
+) -> tuple[Tokens, Gradients]:
+    """Results per token and the gradients of the sum of the losses: 6 THV FLOP, 8 with vocabulary shards."""
+    tokens, buffer = empty_tokens(x, entropy=False), head.buffer(plan)
+    gradients = Gradients(x, head, needs, x.dtype, head.ranks)
+    whole = len(head.pieces) == 1 and head.ranks is None
+    for start, stop in plan.spans:
+        rows = slice(start, stop)
+        x_shard, of_shard = x[rows].to(head.weight.dtype), labels[rows]
+        if whole:
+            logits = head.logits(x_shard, head.pieces[0], buffer)
+            for block in loss_math.blocks(logits):
+                columns = head.columns(head.pieces[0])
+                found = loss_math.fused_gradient_(logits[block], of_shard[block], columns, options, head.vocab)
+                tokens[rows][block].write(found, of_shard[block], options, head.vocab)
+            gradients.add(x_shard, logits, 0, rows)
+            continue
+        found = _statistics(x_shard, head, of_shard, options, buffer, entropy=False, keep=len(head.pieces) == 1)
+        tokens[rows].write(found, of_shard, options, head.vocab)
+        k = loss_math.loss_coefficients(found.lse, of_shard, options, head.vocab)
+        kept = len(head.pieces) == 1
+        _add_gradients(x_shard, head, of_shard, options, buffer, (found.lse, None, k), gradients, rows, kept=kept)
+    return tokens, gradients.finish()
+
+
+def gradients_of(
+    x: Tensor,
+    head: Head,
+    labels: Labels,
+    options: LossOptions,
+    plan: ShardPlan,
+    needs: Needs,
+    saved: tuple[Tensor, Tensor | None],
+    k: Coefficients,
+) -> tuple[Gradients, Tensor]:
+    """Gradients for coefficients per token [T], and the factor that still multiplies them; logits are computed again.
+
+    The coefficients are divided by the largest finite one, so that dlogits keep their precision in float16 and a token
+    whose upstream gradient is not finite spoils its own row of dx only.
+    """
+    buffer = head.buffer(plan)
+    gradients = Gradients(x, head, needs, x.dtype, head.ranks)
+    parts = torch.stack([part.abs() for part in k if part is not None])
+    scale = torch.where(parts.isfinite(), parts, 0.0).amax() if parts.numel() else parts.new_ones(())
+    scale = torch.where(scale == 0, 1.0, scale)
+    k = Coefficients(*(None if part is None else part / scale for part in k))  # type: ignore[arg-type]
+    lse, entropy = saved
+    for start, stop in plan.spans:
+        rows = slice(start, stop)
+        x_shard = x[rows].to(head.weight.dtype)
+        of_rows = (lse[rows], None if entropy is None else entropy[rows], k[rows])
+        _add_gradients(x_shard, head, labels[rows], options, buffer, of_rows, gradients, rows, kept=False)
+    return gradients.finish(), scale
+
+
+def _statistics(
+    x: Tensor, head: Head, labels: Labels, options: LossOptions, buffer: Tensor, *, entropy: bool, keep: bool
+) -> Statistics:
+    """Of one shard of tokens over the whole vocabulary; with `keep` the buffer still holds the logits afterwards."""
+    found: Statistics | None = None
+    for piece in head.pieces:  # never none
+        logits, columns = head.logits(x, piece, buffer), head.columns(piece)
+        parts = []
+        for block in loss_math.blocks(logits):
+            z = loss_math.transformed(logits[block], options, slope=False, copy=keep)[0]
+            smooth = bool(options.label_smoothing)
+            parts.append(loss_math.exponentials_(z, labels[block], columns, weighted=smooth, moment=entropy))
+            del z  # may be a copy: before the next one is made
+        of_piece = _joined(parts)
+        found = of_piece if found is None else found.merge(of_piece)
+    assert found is not None
+    if head.ranks is None:
+        return found
+    top = head.ranks.maximum_(found.top.clone())
+    return found.above(top, list(head.ranks.sum_(torch.stack(found.below(top)))))
+
+
+def _joined(parts: Sequence[Statistics]) -> Statistics:
+    if len(parts) == 1:
+        return parts[0]
+    columns = zip(*parts, strict=True)
+    return Statistics(*(None if column[0] is None else torch.cat(column) for column in columns))  # type: ignore[arg-type]
+
+
+def _add_gradients(
+    x: Tensor,
+    head: Head,
+    labels: Labels,
+    options: LossOptions,
+    buffer: Tensor,
+    of_rows: tuple[Tensor, Tensor | None, Coefficients],
+    gradients: Gradients,
+    rows: slice,
+    *,
+    kept: bool,
+) -> None:
+    """Adds one shard of tokens. of_rows: its lse, entropy and coefficients; with `kept` its logits are in the buffer."""
+    lse, entropy, k = of_rows
+    for number, piece in enumerate(head.pieces):
+        width = piece.stop - piece.start
+        logits = buffer[: x.shape[0] * width].view(-1, width) if kept else head.logits(x, piece, buffer)
+        for block in loss_math.blocks(logits):
+            of_block = (lse[block], None if entropy is None else entropy[block], k[block])
+            loss_math.gradient_(logits[block], *of_block, labels[block], head.columns(piece), options)
+        gradients.add(x, logits, number, rows)
+
+
+def scaled(gradient: Tensor, scale: Tensor, dtype: torch.dtype, *, in_place: bool) -> Tensor:
+    """gradient * scale (0-d, wide), the product in float32, rounded to dtype once; a few rows at a time where it must
+    be widened."""
+    wide = wide_dtype(gradient.dtype)
+    if gradient.dtype == wide:
+        product = gradient.mul_(scale) if in_place else gradient * scale
+        return product.to(dtype)
+    out = gradient if in_place and gradient.dtype == dtype else torch.empty_like(gradient, dtype=dtype)
+    if gradient.dim() == 1:
+        return out.copy_(gradient.to(wide).mul_(scale))
+    for block in loss_math.blocks(gradient):
+        out[block] = gradient[block].to(wide).mul_(scale)
+    return out

@@ -1,0 +1,237 @@
+"""Cross entropy over a vocabulary that is split over ranks: of given logits, and fused with the tiled head.
+
+Two reductions of a few numbers per token: the maximum, then the sums relative to it. The loops are those of
+`functional/loss_shards.py`; every rank of the group makes the same calls, since shards follow from T alone.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from shared_specs import checks
+from shared_specs.config import LossOptions, LossResult, Tiling
+from shared_specs.errors import UnsupportedError, error_text, fail, fail_type, show_shape
+from shared_specs.partitions import VocabPartition, vocab_partition
+from tiled_torch import backends
+from tiled_torch.functional import loss_math
+from tiled_torch.functional.activations import wide_dtype
+from tiled_torch.functional.loss import Given, Problem
+from tiled_torch.functional.loss_math import Coefficients, Columns, Statistics
+
+_LOGITS, _HEAD = "vocab_parallel_cross_entropy", "vocab_parallel_linear_cross_entropy"
+
+
+class Group:
+    """One process group as the loops see it: reductions in place."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+
+    def maximum_(self, a: Tensor) -> Tensor:
+        return self._reduce(a, torch.distributed.ReduceOp.MAX)
+
+    def sum_(self, a: Tensor) -> Tensor:
+        return self._reduce(a, torch.distributed.ReduceOp.SUM)
+
+    def _reduce(self, a: Tensor, op: Any) -> Tensor:
+        if torch.distributed.get_world_size(self.group) > 1:
+            torch.distributed.all_reduce(a, op=op, group=self.group)
+        return a
+
+
+def vocab_parallel_linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    loss: LossOptions = LossOptions(),
+    num_shards: int | None = None,
+    tiling: Tiling | None = None,
+    backend: str = "auto",
+    vocab_size: int | None = None,
+    group: Any = None,
+) -> Tensor | LossResult:
+    """`tiled_linear_cross_entropy` with the head split over the ranks of a group by vocabulary.
+
+    No rank ever holds [T, V / R] logits: one shard of tokens exists at a time, [t, V / R]. Results are the same on every
+    rank; dx is complete on every rank, dweight and dbias are those of the rank's own entries.
+
+    Args:
+        x, targets: the same on every rank of the group.
+        weight: this rank's rows [V / R, H], or the whole head as a DTensor that one mesh dim shards by rows (group and
+            vocab_size are then its own). bias: this rank's [V / R], or a DTensor split alike.
+        loss: class_weight is whole, [V]. outputs as in `tiled_linear_cross_entropy`, complete on every rank.
+        vocab_size: V, where ranks do not all hold V / R entries: partitions are those of
+            `shared_specs.partitions.vocab_range`, or equal with padding at the end, which gets no gradient.
+        group: a torch.distributed process group, or a DeviceMesh of one dim; None is the default group.
+        the rest: as in `tiled_linear_cross_entropy`.
+    Raises:
+        SpecError, TypeError, UnsupportedError: as `tiled_linear_cross_entropy`; SpecError where the partition does not
+            fit vocab_size; UnsupportedError without an initialised process group.
+    Source: derived in shared_specs/README.md; the two reductions: Megatron-LM, arXiv 1909.08053.
+    """
+    if _is_dtensor(weight):
+        weight, bias, group, part = _from_dtensor(weight, bias, vocab_size, group)
+    else:
+        group = _group(_HEAD, group)
+        part = None
+    given = Given(_HEAD, x, weight, targets, bias, loss)
+    if isinstance(weight, Tensor) and weight.dim() == 2 and part is None:
+        part = _partition(_HEAD, vocab_size, weight.shape[0], group)
+    plan, cuts = given.check(num_shards, tiling, backend, 0 if part is None else part.vocab)
+    assert part is not None
+    if part.size < weight.shape[0]:
+        given = given._replace(weight=weight[: part.size], bias=None if bias is None else bias[: part.size])
+    backends.record_run(_HEAD, "eager")
+    problem = Problem.of(given, plan, cuts, part.vocab, part.start, Group(group))
+    return torch.compiler.disable(given.run)(problem) if torch.compiler.is_compiling() else given.run(problem)
+
+
+def vocab_parallel_cross_entropy(
+    vocab_parallel_logits: Tensor,
+    target: Tensor,
+    label_smoothing: float = 0.0,
+    *,
+    vocab_size: int | None = None,
+    group: Any = None,
+) -> Tensor:
+    """The cross entropy of each token, from logits whose vocabulary is split over the ranks of a group.
+
+    Args:
+        vocab_parallel_logits: [*tokens, V / R], this rank's entries, of any float dtype; left as they are.
+        target: [*tokens], the same on every rank; -100 where there is none.
+        label_smoothing: in [0, 1], as in torch.nn.functional.cross_entropy.
+        vocab_size, group: as in `vocab_parallel_linear_cross_entropy`.
+    Returns:
+        [*tokens], float32 (float64 for float64), the same on every rank; 0 where target is -100.
+    Memory: the gradient of the logits, and a few rows of them in float32.
+    Raises:
+        SpecError: shapes or dtypes disagree; on a CPU, a target outside [0, V) (on other devices its loss is NaN).
+        TypeError, UnsupportedError: as `vocab_parallel_linear_cross_entropy`.
+    Source: derived in shared_specs/README.md; Megatron-LM, arXiv 1909.08053.
+    """
+    for name, tensor in (("vocab_parallel_logits", vocab_parallel_logits), ("target", target)):
+        if not isinstance(tensor, Tensor):
+            fail_type(_LOGITS, name, "an array", type(tensor).__name__)
+    options = LossOptions(label_smoothing=label_smoothing, reduction="none")
+    checks.check_loss_options(_LOGITS, options)
+    dims = tuple(vocab_parallel_logits.shape[:-1])
+    if tuple(target.shape) != dims or vocab_parallel_logits.dim() < 2:
+        fail(_LOGITS, "target", f"{show_shape(dims)}, one for each row of logits", show_shape(tuple(target.shape)))
+    dtypes = [str(a.dtype).removeprefix("torch.") for a in (vocab_parallel_logits, target)]
+    if dtypes[0] not in checks.FLOAT_DTYPES:
+        fail(_LOGITS, "vocab_parallel_logits", "of dtype " + ", ".join(checks.FLOAT_DTYPES), dtypes[0])
+    checks.check_targets_dtype(_LOGITS, "target", checks.Operand(dims, dtypes[1]))
+    if target.device != vocab_parallel_logits.device:
+        fail(_LOGITS, "target", f"on the logits' device {vocab_parallel_logits.device}", target.device)
+    group = _group(_LOGITS, group)
+    part = _partition(_LOGITS, vocab_size, vocab_parallel_logits.shape[-1], group)
+    if target.device.type == "cpu":
+        missing = loss_math.first_missing_target(target, part.vocab, options.ignore_index)
+        if missing is not None:
+            checks.fail_target(_LOGITS, missing, part.vocab, options.ignore_index)
+    backends.record_run(_LOGITS, "eager")
+    return _OfLogits.apply(vocab_parallel_logits, target, options, part, Group(group))
+
+
+class _OfLogits(torch.autograd.Function):
+    @staticmethod
+    def forward(logits: Tensor, target: Tensor, options: LossOptions, part: VocabPartition, ranks: Group) -> Any:
+        rows, labels, columns = _rows_and_labels(logits, target, options, part)
+        parts: list[Statistics] = []
+        for block in loss_math.blocks(rows):
+            z, _ = loss_math.transformed(rows[block], options, slope=False, copy=True)
+            smooth = bool(options.label_smoothing)
+            parts.append(loss_math.exponentials_(z, labels[block], columns, weighted=smooth, moment=False))
+        if not parts:
+            empty = logits.new_zeros(target.shape, dtype=wide_dtype(logits.dtype))
+            return empty, empty.clone()
+        local = Statistics(*(None if c[0] is None else torch.cat(c) for c in zip(*parts, strict=True)))  # type: ignore[arg-type]
+        top = ranks.maximum_(local.top.clone())
+        found = local.above(top, list(ranks.sum_(torch.stack(local.below(top)))))
+        return loss_math.token_losses(found, labels, options, part.vocab).view(target.shape), found.lse
+
+    @staticmethod
+    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        logits, target, options, part, _ = inputs
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(logits, target, output[1])  # the gradient is exp(logits - lse), minus 1 at the target
+        ctx.options, ctx.part = options, part
+
+    @staticmethod
+    def backward(ctx: Any, dloss: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+        logits, target, lse = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            raise UnsupportedError(
+                f"{_LOGITS}: create_graph must be False in backward, got True. The hand-written backward has no second "
+                "derivative."
+            )
+        options, part = ctx.options, ctx.part
+        dlogits = torch.zeros_like(logits, memory_format=torch.contiguous_format)
+        rows, labels, columns = _rows_and_labels(dlogits, target, options, part)
+        given = logits.reshape(-1, logits.shape[-1])[:, : part.size]
+        k = loss_math.loss_coefficients(lse, labels, options, part.vocab)
+        upstream = dloss.reshape(-1).to(lse.dtype)
+        k = Coefficients(*(None if a is None else torch.where(labels.counted == 0, 0.0, a * upstream) for a in k))  # type: ignore[arg-type]
+        for block in loss_math.blocks(rows):
+            rows[block] = given[block]
+            loss_math.gradient_(rows[block], lse[block], None, k[block], labels[block], columns, options)
+        return dlogits, None, None, None, None
+
+
+def _rows_and_labels(
+    logits: Tensor, target: Tensor, options: LossOptions, part: VocabPartition
+) -> tuple[Tensor, loss_math.Labels, Columns]:
+    rows = logits.reshape(-1, logits.shape[-1])[:, : part.size]
+    wide = wide_dtype(logits.dtype)
+    labels = loss_math.labels_of(target.reshape(-1), part.vocab, None, options.ignore_index, wide)
+    return rows, labels, Columns(part.start, part.start + part.size)
+
+
+def _partition(function: str, vocab_size: int | None, local: int, group: Any) -> VocabPartition:
+    checks.check_count(function, "vocab_size", vocab_size)
+    ranks, rank = torch.distributed.get_world_size(group), torch.distributed.get_rank(group)
+    return vocab_partition(function, vocab_size, local, ranks, rank)
+
+
+def _group(function: str, group: Any) -> Any:
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        text = error_text(function, "group", "usable here", "no initialised process group")
+        raise UnsupportedError(text + " Call torch.distributed.init_process_group first.")
+    if isinstance(group, torch.distributed.device_mesh.DeviceMesh):
+        if group.ndim != 1:
+            fail(function, "group", "a mesh of one dim", f"one of {group.ndim}")
+        return group.get_group()
+    if group is not None and not isinstance(group, torch.distributed.ProcessGroup):
+        fail_type(function, "group", "a process group, a DeviceMesh or None", type(group).__name__)
+    if group is not None and torch.distributed.get_rank(group) < 0:
+        fail(function, "group", "one that this rank is in", "one it is not in")
+    return group
+
+
+def _is_dtensor(weight: Any) -> bool:
+    return isinstance(weight, Tensor) and type(weight).__name__ == "DTensor"
+
+
+def _from_dtensor(
+    weight: Any, bias: Any, vocab_size: int | None, group: Any
+) -> tuple[Tensor, Tensor | None, Any, VocabPartition]:
+    """This rank's rows, the group, and which entries they are."""
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    mesh, placements = weight.device_mesh, weight.placements
+    if mesh.ndim != 1 or placements != (Shard(0),):
+        fail(_HEAD, "weight", "sharded by rows over a mesh of one dim", f"{placements} over {mesh.ndim}")
+    if group is not None or vocab_size is not None:
+        name = "group" if group is not None else "vocab_size"
+        fail(_HEAD, name, "left out beside a DTensor", group if group is not None else vocab_size)
+    if bias is not None and not (_is_dtensor(bias) and bias.placements == placements and bias.device_mesh == mesh):
+        fail(_HEAD, "bias", "a DTensor split as weight is", type(bias).__name__)
+    shape, offset = compute_local_shape_and_global_offset(weight.shape, mesh, placements)
+    local = weight.to_local()
+    part = VocabPartition(offset[0], shape[0], weight.shape[0])
+    return local, None if bias is None else bias.to_local(), mesh.get_group(), part
