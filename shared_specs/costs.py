@@ -246,15 +246,21 @@ def loss_peak_bytes(shape: LossShape, plan: ShardPlan, *, device: str = "cpu") -
 def compiled_loss_peak_bytes(shape: LossShape, plan: ShardPlan, *, device: str = "cpu") -> int:
     """The most temporary bytes the compiled (XLA) loss with its gradients uses: an upper bound.
 
-    Logits, their exponentials and their gradient as three buffers [t, V], the shard's rows of x and dx, and float32 sums
-    of dweight. On a CPU 16-bit products are float32 ones between casts, so logits and the weight are there in float32.
+    One shard of logits, over which their gradient is written (what `bends` them comes between: two more), the shard's
+    rows of x and dx, and one shard's product x^T dlogits before it is added to the sum of dweight. That sum is the
+    returned gradient unless the weight has 16 bits. Parts of the vocabulary are cut out of the weight and of the sum.
+    Weights of another dtype than x are cast once. On a CPU 16-bit products are float32 ones between casts, so logits, their
+    gradient and the weight are there in float32.
     """
-    t = plan.longest
-    widened = 4 if shape.itemsize < 4 and device == "cpu" else 0
-    rows = 3 * t * shape.vocab_shard + 2 * t * shape.hidden
-    weight = shape.vocab * shape.hidden
-    casts = weight * shape.itemsize if shape.weight_itemsize != shape.itemsize else 0
-    return rows * (shape.itemsize + widened) + weight * (max(4, shape.itemsize) + widened) + casts
+    t, wide = plan.longest, max(4, shape.itemsize)
+    widened = shape.itemsize < 4 and device == "cpu"
+    of_logit = 2 * wide if widened else shape.itemsize * (1 if shape.itemsize >= 4 else 2)
+    logits = t * shape.vocab_shard * (of_logit + 2 * wide * shape.bends)
+    rows = t * shape.hidden * (2 * shape.itemsize + 2 * wide)
+    weight, part = shape.vocab * shape.hidden, shape.vocab_shard * shape.hidden
+    casts = weight * (shape.itemsize * (shape.weight_itemsize != shape.itemsize) + wide * widened)
+    products = part * wide * (1 if shape.vocab_shards == 1 else 3)
+    return logits + rows + products + casts + loss_accumulator_bytes(shape)
 
 
 def plain_loss_peak_bytes(shape: LossShape) -> int:

@@ -96,6 +96,18 @@ def test_a_frozen_operand_changes_no_other_gradient(frozen: tuple[str, ...], sam
     same(gradients(partial(tiled_mlp, num_shards=4, keep=0.3)), gradients(mlp))
 
 
+def test_gradients_of_other_operands_first_change_nothing(same: Any) -> None:
+    """JAX keeps what a rule saves by program; a checkpoint once got the structure of another gradient's trace."""
+    arguments, tiled = operands(33), partial(tiled_mlp, num_shards=4, keep=0.5)
+
+    def gradient(fn: Any, argnums: tuple[int, ...]) -> Any:
+        return jax.jit(jax.grad(lambda *a: jnp.sum(jnp.sin(fn(*a))), argnums))
+
+    jax.make_jaxpr(gradient(tiled, (1,)))(*arguments)
+    every = (0, 1, 2, 3)
+    same(gradient(jax.checkpoint(tiled), every)(*arguments), gradient(mlp, every)(*arguments))
+
+
 def test_an_unused_result_has_zero_gradients(same: Any) -> None:
     x, *weights = operands(33)
     gradient = jax.grad(lambda x: jnp.sum(x) + 0 * jnp.sum(lax.stop_gradient(tiled_mlp(x, *weights))))(x)

@@ -17,6 +17,7 @@ from shared_specs.rounding import relative_error
 from shared_specs.tolerances import BENCH_GRADIENTS
 from shared_specs.workloads import MLPWorkload
 from tiled_jax import tiled_mlp
+from tiled_jax.commands.bench_loss import bench_loss
 
 PACKAGES = ("jax", "jaxlib", "flax", "numpy")
 MLP = Callable[..., jax.Array]
@@ -24,6 +25,8 @@ MLP = Callable[..., jax.Array]
 
 def bench(options: BenchOptions) -> int:
     """Parity first; then one table a workload and one record."""
+    if options.op == "loss":
+        return bench_loss(options)
     parity = require_parity("jax")
     print(f"parity: {parity}", flush=True)
     results: list[dict[str, Any]] = []

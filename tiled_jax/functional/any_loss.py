@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from shared_specs import checks
 from shared_specs.config import Tiling
@@ -93,8 +94,9 @@ class _Sums:
         return jax.tree.unflatten(treedef, summed)
 
     def scalars(self, results: Sequence[jax.Array]) -> list[float]:
-        """The scalars among the flat results of one shard, as numbers of the host."""
-        return [float(jnp.sum(a)) for a, scalar in zip(results, self._scalar, strict=True) if scalar]
+        """The floating-point scalars among the flat results of one shard, as numbers of the host."""
+        pairs = zip(results, self._scalar, strict=True)
+        return [float(jnp.sum(a)) for a, scalar in pairs if scalar and jnp.issubdtype(a.dtype, jnp.floating)]
 
 
 def _wide(scalar: Any) -> jax.Array:
@@ -127,4 +129,4 @@ def _refuse_means(sums: _Sums, layout: rows.Layout) -> None:
 
 
 def _unreadable(a: jax.Array) -> bool:
-    return isinstance(a, jax.core.Tracer) or not a.is_fully_addressable
+    return isinstance(a, Tracer) or not a.is_fully_addressable

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from shared_specs import checks, config, costs
 from shared_specs.config import LossOptions, LossResult, Tiling
@@ -128,7 +129,7 @@ def linear_cross_entropy(
 
 def check_targets(function: str, targets: Any, vocab: int, ignore_index: int) -> None:
     """SpecError for the first target out of range, where the values can be read."""
-    if isinstance(targets, jax.core.Tracer) or not getattr(targets, "is_fully_addressable", True):
+    if isinstance(targets, Tracer) or not getattr(targets, "is_fully_addressable", True):
         return
     values = np.asarray(targets)
     wrong = (values != ignore_index) & ((values < 0) | (values >= vocab))
@@ -157,7 +158,7 @@ def _plan(function: str, x: jax.Array, weight: jax.Array, loss: LossOptions, opt
         vocab_shards=options.vocab_shards or 1,
         itemsize=x.dtype.itemsize,
         weight_itemsize=weight.dtype.itemsize,
-        bends=loss.logit_softcap is not None or "entropy" in loss.outputs,
+        bends=loss.logit_softcap is not None or loss.logit_scale != 1 or "entropy" in loss.outputs,
     )
     return costs.plan_loss(
         function,

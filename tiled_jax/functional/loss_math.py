@@ -145,18 +145,18 @@ def statistics(rules: Rules, logits: jax.Array, part: Part, target: jax.Array) -
 def merge(rules: Rules, a: Statistics, b: Statistics) -> Statistics:
     """The statistics of two parts together."""
     best = jnp.maximum(a.best, b.best)
-    a, b = _moved(rules, a, best), _moved(rules, b, best)
-    return Statistics(best, *(None if p is None or q is None else p + q for p, q in zip(a[1:], b[1:], strict=True)))
+    added: Statistics = jax.tree.map(jnp.add, _moved(rules, a, best), _moved(rules, b, best))
+    return added._replace(best=best)
 
 
 def reduce_over(rules: Rules, axis: str, found: Statistics) -> Statistics:
     """The statistics of the whole vocabulary from those of every device's part: one maximum and one sum."""
     along = varying(lax.axis_index(axis))  # empty where arrays have no varying types
-    found = Statistics(*(None if a is None else vary_over(a, along) for a in found))
-    moved = _moved(rules, found, lax.stop_gradient(lax.pmax(found.best, axis)))
-    present = [a for a in moved[1:] if a is not None]
-    sums = iter(lax.psum(jnp.stack(present), axis))
-    return Statistics(moved.best, *(None if a is None else next(sums) for a in moved[1:]))
+    found = jax.tree.map(lambda a: vary_over(a, along), found)
+    best = lax.stop_gradient(lax.pmax(found.best, axis))
+    sums, structure = jax.tree.flatten(_moved(rules, found, best)._replace(best=None))  # type: ignore[arg-type]
+    whole: Statistics = jax.tree.unflatten(structure, list(lax.psum(jnp.stack(sums), axis)))
+    return whole._replace(best=best)
 
 
 def _moved(rules: Rules, found: Statistics, best: jax.Array) -> Statistics:

@@ -22,9 +22,11 @@ from tiled_jax.functional import loss_math
 from tiled_jax.functional.loops import Body, Like, for_each, gradient_of, upstream_of, vary_over, varying, varying_of
 from tiled_jax.functional.loss_math import Labels, Part, Rules, Slopes, Statistics
 from tiled_jax.functional.shard_math import wide
+from tiled_jax.functional.wanted import Marks, mark, marked, perturbed
 
 Arrays = dict[str, jax.Array]
 NAME = "tiled_linear_cross_entropy"
+_KEPT = ("best", "total", "entropy")
 
 _rows, _set_rows = lax.dynamic_slice_in_dim, lax.dynamic_update_slice_in_dim
 
@@ -52,32 +54,35 @@ class Call:
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["operands", "numbers", "gradients", "mean"],
-    meta_fields=["names", "wanted"],
+    data_fields=["operands", "numbers", "gradients", "mean", "wanted"],
+    meta_fields=["names", "like"],
 )
 @dataclass(frozen=True)
 class _Saved:
-    """What backward needs."""
+    """What backward needs. Which operands are wanted changes shapes in here and never the structure (`wanted.py`)."""
 
     operands: tuple[Any, ...]  # x, w and fixed, to compute the logits again; nothing where gradients are there already
     numbers: Arrays  # [T] best, total and perhaps entropy, for the same
     gradients: Arrays  # of the sum of losses, to be multiplied: x in its dtype, weight and bias in the wide one
     mean: jax.Array | None  # [] what a mean multiplies the sum with
+    wanted: Marks  # operands that need a gradient: the others cost nothing
     names: tuple[tuple[str, ...], ...]  # of w and of fixed
-    wanted: tuple[tuple[str, Like], ...]  # operands that need a gradient: the others cost nothing
+    like: tuple[tuple[str, Like], ...]  # dtype and type of every operand's gradient
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _loss(call: Call, x: jax.Array, w: Arrays, fixed: Arrays) -> Arrays:
-    return _forward(call, x, w, fixed, ())[0]
+    return _forward(call, x, w, fixed, (), save=False)[0]
 
 
-def _forward(call: Call, x: jax.Array, w: Arrays, fixed: Arrays, wanted: tuple[str, ...]) -> tuple[Arrays, _Saved]:
-    """The loss and the outputs asked for, and what backward needs for the gradients of `wanted`."""
+def _forward(
+    call: Call, x: jax.Array, w: Arrays, fixed: Arrays, wanted: tuple[str, ...], *, save: bool
+) -> tuple[Arrays, _Saved]:
+    """The loss and the outputs asked for, and with `save` what backward needs for the gradients of `wanted`."""
     backends.record_run(NAME, call.backend)
     setting = _Setting.of(call, x, w, fixed)
     names = {"loss", *call.rules.options.outputs}
-    if wanted and not call.in_forward:
+    if save and not call.in_forward:
         names |= {"best", "total"}
 
     def shard(start: Any, size: int, carry: tuple[Arrays, Arrays]) -> tuple[Arrays, Arrays]:
@@ -111,22 +116,24 @@ def _forward(call: Call, x: jax.Array, w: Arrays, fixed: Arrays, wanted: tuple[s
         mean, mean_of_hits = _means(setting.labels, fixed.get("num_valid"))
         results["loss"] *= mean
         results |= {"accuracy": results["accuracy"] * mean_of_hits} if "accuracy" in results else {}
-    primals, later = {"x": x, **w}, bool(wanted) and not call.in_forward
+    primals = {"x": x, **w}
+    nothing = jnp.zeros(0, setting.dtype)
     return results, _Saved(
-        operands=(x, w, fixed) if later else (),
-        numbers={name: numbers[name] for name in ("best", "total", "entropy") if later and name in numbers},
-        gradients=gradients,
+        operands=() if call.in_forward else (x, w, fixed),
+        numbers={name: rows for name, rows in numbers.items() if name in _KEPT},
+        gradients={name: gradients.get(name, nothing) for name in primals} if call.in_forward else {},
         mean=mean,
+        wanted=mark(primals, wanted),
         names=(tuple(w), tuple(fixed)),
-        wanted=tuple((name, Like.of(primals[name])) for name in wanted),
+        like=tuple((name, Like.of(a)) for name, a in primals.items()),
     )
 
 
 def _forward_saving(call: Call, x: Any, w: dict[str, Any], fixed: dict[str, Any]) -> tuple[Arrays, _Saved]:
     """The forward under differentiation: every operand comes with whether it needs a gradient."""
-    wanted = tuple(name for name, operand in {"x": x, **w}.items() if operand.perturbed)
+    wanted = perturbed({"x": x, **w})
     plain_w, plain_fixed = ({name: operand.value for name, operand in group.items()} for group in (w, fixed))
-    return _forward(call, x.value, plain_w, plain_fixed, wanted)
+    return _forward(call, x.value, plain_w, plain_fixed, wanted, save=True)
 
 
 def _backward(call: Call, saved: _Saved, upstream: dict[str, Any]) -> tuple[Any, dict[str, Any], dict[str, Any]]:
@@ -134,23 +141,22 @@ def _backward(call: Call, saved: _Saved, upstream: dict[str, Any]) -> tuple[Any,
     if call.axis is not None:
         g = {name: upstream_of(call.axis, d) for name, d in g.items()}
     d: Arrays = {}
-    if g and saved.wanted:
-        d = _multiplied(saved, g["loss"]) if call.in_forward else _computed(call, saved, g)
+    if g and (wanted := marked(saved.wanted)):
+        d = _multiplied(saved, wanted, g["loss"]) if call.in_forward else _computed(call, saved, wanted, g)
     weights, fixed = saved.names
     return d.get("x"), {name: d.get(name) for name in weights}, dict.fromkeys(fixed)
 
 
-def _multiplied(saved: _Saved, g: jax.Array) -> Arrays:
+def _multiplied(saved: _Saved, wanted: tuple[str, ...], g: jax.Array) -> Arrays:
     """Gradients that forward computed, times the one upstream number, rounded once more."""
-    factor = g if saved.mean is None else g * saved.mean
-    return {name: gradient_of(like, saved.gradients[name].astype(g.dtype) * factor) for name, like in saved.wanted}
+    factor, like = g if saved.mean is None else g * saved.mean, dict(saved.like)
+    return {name: gradient_of(like[name], saved.gradients[name].astype(g.dtype) * factor) for name in wanted}
 
 
-def _computed(call: Call, saved: _Saved, g: Arrays) -> Arrays:
+def _computed(call: Call, saved: _Saved, wanted: tuple[str, ...], g: Arrays) -> Arrays:
     """Gradients from the logits of every shard and part, computed again."""
     # Without the barrier XLA merges the logits of a single shard with those of forward and keeps them in between.
     (x, w, fixed), numbers, g = lax.optimization_barrier((saved.operands, saved.numbers, g))
-    wanted = tuple(name for name, _ in saved.wanted)
     setting = _Setting.of(call, x, w, fixed)
     if saved.mean is not None:
         g = g | {"loss": g["loss"] * saved.mean} if "loss" in g else g
@@ -159,7 +165,7 @@ def _computed(call: Call, saved: _Saved, g: Arrays) -> Arrays:
     g = {name: jnp.broadcast_to(d, lse.shape) for name, d in g.items()}
     slope = loss_math.slopes(call.rules, setting.labels, lse, setting.class_total, g)
     sigma = loss_math.largest(slope)
-    slope = Slopes(*(None if a is None else a / sigma for a in slope))
+    slope = jax.tree.map(lambda a: a / sigma, slope)
 
     def shard(start: Any, size: int, gradients: Arrays) -> Arrays:
         labels, at = _cut(setting.labels, start, size), _cut(numbers, start, size)
@@ -169,9 +175,9 @@ def _computed(call: Call, saved: _Saved, g: Arrays) -> Arrays:
         return _with_shard(call, setting, gradients, of)
 
     gradients = for_each(call.plan, Body(shard, _after_all), setting.zeros(x, w, wanted))
+    like = dict(saved.like)
     return {
-        name: gradient_of(like, gradients[name] if name == "x" else gradients[name] * sigma)
-        for name, like in saved.wanted
+        name: gradient_of(like[name], gradients[name] if name == "x" else gradients[name] * sigma) for name in wanted
     }
 
 

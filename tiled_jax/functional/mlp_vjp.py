@@ -17,6 +17,7 @@ from shared_specs.shards import ShardPlan
 from tiled_jax import backends
 from tiled_jax.functional.loops import Body, for_each_shard, gradient_of, vary_like
 from tiled_jax.functional.shard_math import down, gate_and_up, gradients, wide
+from tiled_jax.functional.wanted import Marks, mark, marked, perturbed
 
 _rows, _set_rows = lax.dynamic_slice_in_dim, lax.dynamic_update_slice_in_dim
 
@@ -31,7 +32,7 @@ class Call:
     backend: str
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["x", "w", "kept"], meta_fields=["wanted"])
+@partial(jax.tree_util.register_dataclass, data_fields=["x", "w", "kept", "wanted"], meta_fields=[])
 @dataclass(frozen=True)
 class _Saved:
     """What backward needs."""
@@ -39,7 +40,7 @@ class _Saved:
     x: jax.Array  # to compute gate and up again, and for dw_gate and dw_up
     w: dict[str, jax.Array]  # as given: masters are cast again, so that no cast copy stays alive between the passes
     kept: dict[str, jax.Array]  # gate and up [kept tokens, I] of the kept shards
-    wanted: tuple[str, ...]  # operands that need a gradient: the others cost nothing
+    wanted: Marks  # operands that need a gradient: the others cost nothing
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -85,7 +86,8 @@ def _forward(call: Call, x: jax.Array, w: dict[str, jax.Array], *, keep: bool) -
 
 def _forward_saving(call: Call, x: Any, w: dict[str, Any]) -> tuple[jax.Array, _Saved]:
     """The forward under differentiation: every operand comes with whether it needs a gradient."""
-    wanted = tuple(name for name, operand in {"x": x, **w}.items() if operand.perturbed)
+    operands = {"x": x, **w}
+    wanted = mark(operands, perturbed(operands))
     values = {name: operand.value for name, operand in w.items()}
     y, kept = _forward(call, x.value, values, keep=True)
     return y, _Saved(x.value, values, kept, wanted)
@@ -98,7 +100,7 @@ def _backward(call: Call, saved: _Saved, dy: jax.Array | SymbolicZero) -> tuple[
 
 def _gradients(call: Call, saved: _Saved, dy: jax.Array) -> dict[str, jax.Array]:
     """The gradient of every operand that needs one."""
-    primals = {"x": saved.x, **saved.w}
+    primals, wanted = {"x": saved.x, **saved.w}, marked(saved.wanted)
     # Without the barrier XLA merges the recomputation outside the loop, and the casts, with those of forward, and
     # keeps their results alive in between.
     x, dy, w = lax.optimization_barrier((saved.x, dy, saved.w))
@@ -111,14 +113,14 @@ def _gradients(call: Call, saved: _Saved, dy: jax.Array) -> dict[str, jax.Array]
             pre = {name: _rows(value, start - call.kept_start, tokens) for name, value in saved.kept.items()}
         else:
             pre = gate_and_up(x_shard, cast)
-        d = gradients(x_shard, dy_shard, pre, cast, call.activation, saved.wanted)
+        d = gradients(x_shard, dy_shard, pre, cast, call.activation, wanted)
         return {
             name: _set_rows(carry["x"], d["x"], start, 0) if name == "x" else carry[name] + d[name] for name in carry
         }
 
     carry = {
         name: vary_like(jnp.zeros(primals[name].shape, x.dtype if name == "x" else acc), x, dy, *w.values())
-        for name in saved.wanted
+        for name in wanted
     }
     recomputed, kept = (Body(partial(shard, kept=kept), _after_all) for kept in (False, True))
     carry = for_each_shard(call.plan, call.kept_start, recomputed, kept, carry)

@@ -91,9 +91,9 @@ class TiledLinearCrossEntropy(nnx.Module):
         )
         # The smallest module with these options; its parameter is replaced by the one given.
         module = cls(1, 1, loss=loss, num_shards=num_shards, tiling=tiling, backend=backend, rngs=nnx.Rngs(0))
-        module.weight = nnx.Param(jnp.asarray(weight))
-        if bias is not None:
-            module.bias = nnx.Param(jnp.asarray(bias))
+        given = {"weight": weight} | ({} if bias is None else {"bias": bias})
+        for name, value in given.items():
+            setattr(module, name, nnx.Param(jnp.asarray(value)))
         return module
 
     def __call__(self, x: jax.Array, targets: jax.Array, *, num_valid: Any = None) -> Any:

@@ -109,7 +109,7 @@ def vocab_parallel_cross_entropy(
     vocab = _vocab(name, vocab_size, local, axis_name)
     check_targets(name, given, vocab, options.ignore_index)
     rules = Rules(options=options, vocab=vocab, padded=vocab < local * lax.axis_size(axis_name))
-    losses = _logits_loss(_Call(rules, axis_name), logits.reshape(-1, local), target.reshape(-1))
+    losses: Any = _logits_loss(_Call(rules, axis_name), logits.reshape(-1, local), target.reshape(-1))
     return losses.reshape(target.shape)
 
 

@@ -110,8 +110,13 @@ class Given(NamedTuple):
     bias: Tensor | None
     loss: LossOptions
 
-    def check(self, num_shards: int | None, tiling: Tiling | None, backend: str, vocab: int) -> tuple[ShardPlan, int]:
-        """The plan and the number of vocabulary shards, once every argument is right."""
+    def check(
+        self, num_shards: int | None, tiling: Tiling | None, backend: str, vocab: int, entries: int | None = None
+    ) -> tuple[ShardPlan, int]:
+        """The plan and the number of vocabulary shards, once every argument is right.
+
+        entries: the most that any rank holds, where ranks must come to the same plan; else the weight's own.
+        """
         name, loss = self.function, self.loss
         tensors = {"x": self.x, "weight": self.weight, "targets": self.targets}
         tensors |= {} if self.bias is None else {"bias": self.bias}
@@ -142,11 +147,12 @@ class Given(NamedTuple):
             names=TORCH,
             vocab=vocab,
         )
-        cuts = min(tiling.vocab_shards or 1, max(1, self.weight.shape[0]))
+        entries = self.weight.shape[0] if entries is None else entries
+        cuts = min(tiling.vocab_shards or 1, max(1, entries))
         shape = costs.LossShape(
             tokens=checks.flat_tokens(self.x.shape),
             hidden=self.x.shape[-1],
-            vocab=self.weight.shape[0],
+            vocab=entries,
             vocab_shards=cuts,
             itemsize=after_autocast(self.x, cast).itemsize,
             weight_itemsize=self.weight.dtype.itemsize,

@@ -267,7 +267,7 @@ def _add_gradients(
     lse, entropy, k = of_rows
     for number, piece in enumerate(head.pieces):
         width = piece.stop - piece.start
-        logits = buffer[: x.shape[0] * width].view(-1, width) if kept else head.logits(x, piece, buffer)
+        logits = buffer[: x.shape[0] * width].view(x.shape[0], width) if kept else head.logits(x, piece, buffer)
         for block in loss_math.blocks(logits):
             of_block = (lse[block], None if entropy is None else entropy[block], k[block])
             loss_math.gradient_(logits[block], *of_block, labels[block], head.columns(piece), options)

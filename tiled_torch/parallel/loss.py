@@ -24,20 +24,36 @@ _LOGITS, _HEAD = "vocab_parallel_cross_entropy", "vocab_parallel_linear_cross_en
 
 
 class Group:
-    """One process group as the loops see it: reductions in place."""
+    """One process group as the loops see it: reductions in place.
 
-    def __init__(self, group: Any) -> None:
-        self.group = group
+    `alike`: the entries that every rank of the group has to hold, sent along with the first maximum, so that comparing
+    them costs no collective of its own; None where ranks may differ.
+    """
+
+    def __init__(self, function: str, group: Any, alike: int | None = None) -> None:
+        self.function, self.group, self.alike = function, group, alike
+        self.several = torch.distributed.get_world_size(group) > 1
 
     def maximum_(self, a: Tensor) -> Tensor:
-        return self._reduce(a, torch.distributed.ReduceOp.MAX)
+        if not self.several:
+            return a
+        if self.alike is None:
+            return self._reduce(a, torch.distributed.ReduceOp.MAX)
+        found = self._reduce(torch.cat([a, a.new_tensor([self.alike, -self.alike])]), torch.distributed.ReduceOp.MAX)
+        a, most, least = found[:-2], found[-2], -found[-1]
+        self.alike = None
+        if a.device.type != "cpu":  # reading it would stall the device
+            return torch.where(most == least, a, torch.nan)
+        if most != least:
+            advice = "Pass vocab_size where they do not."
+            fail(self.function, "vocab_size", "given unless every rank holds as many entries", None, advice=advice)
+        return a
 
     def sum_(self, a: Tensor) -> Tensor:
-        return self._reduce(a, torch.distributed.ReduceOp.SUM)
+        return self._reduce(a, torch.distributed.ReduceOp.SUM) if self.several else a
 
     def _reduce(self, a: Tensor, op: Any) -> Tensor:
-        if torch.distributed.get_world_size(self.group) > 1:
-            torch.distributed.all_reduce(a, op=op, group=self.group)
+        torch.distributed.all_reduce(a, op=op, group=self.group)
         return a
 
 
@@ -70,10 +86,12 @@ def vocab_parallel_linear_cross_entropy(
         the rest: as in `tiled_linear_cross_entropy`.
     Raises:
         SpecError, TypeError, UnsupportedError: as `tiled_linear_cross_entropy`; SpecError where the partition does not
-            fit vocab_size; UnsupportedError without an initialised process group.
+            fit vocab_size, or, on a CPU, ranks without vocab_size do not hold as many entries each (on other devices
+            the results are NaN); UnsupportedError without an initialised process group.
     Source: derived in shared_specs/README.md; the two reductions: Megatron-LM, arXiv 1909.08053.
     """
-    if _is_dtensor(weight):
+    split_by_mesh = _is_dtensor(weight)
+    if split_by_mesh:
         weight, bias, group, part = _from_dtensor(weight, bias, vocab_size, group)
     else:
         group = _group(_HEAD, group)
@@ -81,12 +99,15 @@ def vocab_parallel_linear_cross_entropy(
     given = Given(_HEAD, x, weight, targets, bias, loss)
     if isinstance(weight, Tensor) and weight.dim() == 2 and part is None:
         part = _partition(_HEAD, vocab_size, weight.shape[0], group)
-    plan, cuts = given.check(num_shards, tiling, backend, 0 if part is None else part.vocab)
+    ranks = torch.distributed.get_world_size(group)
+    entries = None if part is None else max(weight.shape[0], -(-part.vocab // ranks))  # the same on every rank
+    plan, cuts = given.check(num_shards, tiling, backend, 0 if part is None else part.vocab, entries)
     assert part is not None
     if part.size < weight.shape[0]:
         given = given._replace(weight=weight[: part.size], bias=None if bias is None else bias[: part.size])
     backends.record_run(_HEAD, "eager")
-    problem = Problem.of(given, plan, cuts, part.vocab, part.start, Group(group))
+    alike = weight.shape[0] if vocab_size is None and not split_by_mesh else None
+    problem = Problem.of(given, plan, cuts, part.vocab, part.start, Group(_HEAD, group, alike))
     return torch.compiler.disable(given.run)(problem) if torch.compiler.is_compiling() else given.run(problem)
 
 
@@ -134,7 +155,8 @@ def vocab_parallel_cross_entropy(
         if missing is not None:
             checks.fail_target(_LOGITS, missing, part.vocab, options.ignore_index)
     backends.record_run(_LOGITS, "eager")
-    return _OfLogits.apply(vocab_parallel_logits, target, options, part, Group(group))
+    alike = vocab_parallel_logits.shape[-1] if vocab_size is None else None
+    return _OfLogits.apply(vocab_parallel_logits, target, options, part, Group(_LOGITS, group, alike))[0]
 
 
 class _OfLogits(torch.autograd.Function):
@@ -172,7 +194,7 @@ class _OfLogits(torch.autograd.Function):
         options, part = ctx.options, ctx.part
         dlogits = torch.zeros_like(logits, memory_format=torch.contiguous_format)
         rows, labels, columns = _rows_and_labels(dlogits, target, options, part)
-        given = logits.reshape(-1, logits.shape[-1])[:, : part.size]
+        given = logits.reshape(target.numel(), logits.shape[-1])[:, : part.size]
         k = loss_math.loss_coefficients(lse, labels, options, part.vocab)
         upstream = dloss.reshape(-1).to(lse.dtype)
         k = Coefficients(*(None if a is None else torch.where(labels.counted == 0, 0.0, a * upstream) for a in k))  # type: ignore[arg-type]
@@ -185,7 +207,7 @@ class _OfLogits(torch.autograd.Function):
 def _rows_and_labels(
     logits: Tensor, target: Tensor, options: LossOptions, part: VocabPartition
 ) -> tuple[Tensor, loss_math.Labels, Columns]:
-    rows = logits.reshape(-1, logits.shape[-1])[:, : part.size]
+    rows = logits.reshape(target.numel(), logits.shape[-1])[:, : part.size]
     wide = wide_dtype(logits.dtype)
     labels = loss_math.labels_of(target.reshape(-1), part.vocab, None, options.ignore_index, wide)
     return rows, labels, Columns(part.start, part.start + part.size)
