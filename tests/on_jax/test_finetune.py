@@ -19,11 +19,13 @@ from shared_specs.app.loop import MODEL_NAME, finetune
 from shared_specs.app.trainer import ADAMW
 from shared_specs.app.weights import read_model
 from shared_specs.cli import FinetuneOptions
+from shared_specs.config import Tiling
 from shared_specs.errors import UnsupportedError
 from shared_specs.tolerances import DEMO_LOSS_RTOL, MODEL_FLOAT32
 from tests.asserting import assert_within
 from tests.on_jax.test_llama import loaded as load_model
 from tests.tiny_model import tiny_config, tiny_weights, write_text, write_tiny_folder, write_tiny_gguf
+from tiled_jax import backends
 from tiled_jax.commands.finetune import JaxTrainer
 from tiled_jax.models import next_token_loss, to_hf
 
@@ -159,8 +161,17 @@ def test_options_reach_the_model(options: Any) -> None:
     chosen = loaded(options(shard_tokens=7, keep=0.5, checkpointing=True, dtype="bfloat16"))
     model = nnx.merge(chosen._graph, chosen._parameters)
     assert (model.layers.mlp.config.tiling.shard_tokens, model.layers.mlp.config.tiling.keep) == (7, 0.5)
+    assert model.loss_tiling == Tiling(shard_tokens=7), "a loss keeps nothing"
     assert model.checkpointing
     assert model.dtype == model.layers.mlp.dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize(("plain", "ran"), [(False, "xla"), (True, "nothing")])
+def test_the_loss_is_tiled_unless_plain(options: Any, plain: bool, ran: str) -> None:
+    trainer, tokens = loaded(options(plain=plain)), jnp.asarray(windows())
+    backends.record_run("tiled_linear_cross_entropy", "nothing")
+    jax.eval_shape(lambda p: next_token_loss(nnx.merge(trainer._graph, p), tokens), trainer._parameters)
+    assert backends.last_run("tiled_linear_cross_entropy") == ran
 
 
 def test_bfloat16_computes_in_bfloat16_and_keeps_float32(

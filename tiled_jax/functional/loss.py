@@ -108,7 +108,7 @@ def linear_cross_entropy(
     )
     local = w["weight"].shape[1]
     entries = local if vocab is None else vocab
-    check_targets(function, given, entries, loss.ignore_index)
+    check_targets(function, given if isinstance(given, np.ndarray) else targets, entries, loss.ignore_index)
     plan = _plan(function, x, w["weight"], loss, options)
     if loss.num_valid is not None:
         fixed["num_valid"] = jnp.asarray(fixed.get("num_valid", loss.num_valid), wide(x.dtype))
@@ -128,7 +128,7 @@ def linear_cross_entropy(
 
 
 def check_targets(function: str, targets: Any, vocab: int, ignore_index: int) -> None:
-    """SpecError for the first target out of range, where the values can be read."""
+    """SpecError for the first target out of range, where the values can be read (a NumPy array's before they wrap)."""
     if isinstance(targets, Tracer) or not getattr(targets, "is_fully_addressable", True):
         return
     values = np.asarray(targets)

@@ -97,7 +97,7 @@ def vocab_parallel_cross_entropy(
     """
     name = "vocab_parallel_cross_entropy"
     logits = array(name, "vocab_parallel_logits", vocab_parallel_logits)
-    given, target = target, array(name, "target", target)
+    target = array(name, "target", target)
     options = LossOptions(label_smoothing=label_smoothing, reduction="none")
     checks.check_loss_options(name, options)
     if logits.shape[:-1] != target.shape:
@@ -107,7 +107,7 @@ def vocab_parallel_cross_entropy(
         fail(name, "vocab_parallel_logits", "of dtype " + ", ".join(checks.FLOAT_DTYPES), logits.dtype)
     local = logits.shape[-1]
     vocab = _vocab(name, vocab_size, local, axis_name)
-    check_targets(name, given, vocab, options.ignore_index)
+    check_targets(name, target, vocab, options.ignore_index)
     rules = Rules(options=options, vocab=vocab, padded=vocab < local * lax.axis_size(axis_name))
     losses: Any = _logits_loss(_Call(rules, axis_name), logits.reshape(-1, local), target.reshape(-1))
     return losses.reshape(target.shape)
