@@ -1,18 +1,17 @@
 """Every bad input once, with the one message both halves must raise before any work is done.
 
 A case is a change to a good call in float32, shapes canonical ([in, out]): `tiled_mlp(x [2, 3, 8], w_gate [8, 12],
-w_up [8, 12], w_down [12, 8])` or `tiled_linear_cross_entropy(x [2, 3, 8], weight [8, 12], targets [2, 3])`. In a
-message, `{w_A_B}` is the pair (A, B) in the half's own layout: `[A, B]` or `[B, A]`.
+w_up [8, 12], w_down [12, 8])`. In a message, `{w_A_B}` is the pair (A, B) in the half's own layout: `[A, B]` or `[B, A]`.
+Those of the losses: bad_loss_inputs.py.
 """
 
 from dataclasses import dataclass, field
 from typing import Any
 
-from shared_specs.config import ACTIVATIONS, HALVES, Half, HalfNames, LossOptions, Tiling
+from shared_specs.config import ACTIVATIONS, HALVES, Half, HalfNames, Tiling
 from shared_specs.errors import SpecError, UnsupportedError
 
 GOOD_SHAPES: dict[str, tuple[int, ...]] = {"x": (2, 3, 8), "w_gate": (8, 12), "w_up": (8, 12), "w_down": (12, 8)}
-GOOD_LOSS_SHAPES: dict[str, tuple[int, ...]] = {"x": (2, 3, 8), "weight": (8, 12), "targets": (2, 3)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,20 +54,20 @@ class _Words(dict[str, str]):
         return "[{}, {}]".format(*((inputs, outputs) if self.names.input_dim_first else (outputs, inputs)))
 
 
-_X = " (x is [2, 3, 8])"
-_LET_PLAN = " Pass num_shards=None to let the plan choose."
+X_IS = " (x is [2, 3, 8])"
+LET_PLAN = " Pass num_shards=None to let the plan choose."
 _KEEP = " It is the fraction of shards whose gate and up are kept."
 
 BAD_CASES: tuple[BadCase, ...] = (
     BadCase(
         id="num_shards-zero",
         arguments={"num_shards": 0},
-        message=f"tiled_mlp: num_shards must be >= 1, got 0{_X}.{_LET_PLAN}",
+        message=f"tiled_mlp: num_shards must be >= 1, got 0{X_IS}.{LET_PLAN}",
     ),
     BadCase(
         id="num_shards-negative",
         arguments={"num_shards": -3},
-        message=f"tiled_mlp: num_shards must be >= 1, got -3{_X}.{_LET_PLAN}",
+        message=f"tiled_mlp: num_shards must be >= 1, got -3{X_IS}.{LET_PLAN}",
     ),
     BadCase(
         id="num_shards-float",
@@ -112,12 +111,12 @@ BAD_CASES: tuple[BadCase, ...] = (
     BadCase(
         id="shard_tokens-zero",
         arguments={"tiling": Tiling(shard_tokens=0)},
-        message=f"tiled_mlp: shard_tokens must be >= 1, got 0{_X}.",
+        message=f"tiled_mlp: shard_tokens must be >= 1, got 0{X_IS}.",
     ),
     BadCase(
         id="memory_budget-zero",
         arguments={"tiling": Tiling(memory_budget=0)},
-        message=f"tiled_mlp: memory_budget must be >= 1, got 0{_X}. It is a number of bytes.",
+        message=f"tiled_mlp: memory_budget must be >= 1, got 0{X_IS}. It is a number of bytes.",
     ),
     BadCase(
         id="memory_budget-too-small",
@@ -262,176 +261,6 @@ BAD_CASES: tuple[BadCase, ...] = (
         shapes={"b_down": (8,)},
         dtypes={"b_down": "float16"},
         message="tiled_mlp: biases['down'] must be of x's dtype float32, got float16. Cast one of them.",
-    ),
-)
-
-_LOSS = "tiled_linear_cross_entropy"
-
-BAD_LOSS_CASES: tuple[BadCase, ...] = (
-    BadCase(
-        id="num_shards-zero",
-        arguments={"num_shards": 0},
-        message=f"{_LOSS}: num_shards must be >= 1, got 0{_X}.{_LET_PLAN}",
-    ),
-    BadCase(
-        id="vocab_shards-zero",
-        arguments={"tiling": Tiling(vocab_shards=0)},
-        message=f"{_LOSS}: vocab_shards must be >= 1, got 0{_X}.",
-    ),
-    BadCase(
-        id="keep",
-        arguments={"tiling": Tiling(keep=0.5)},
-        message=f"{_LOSS}: keep must be left out, got 0.5. This function has no use for it.",
-    ),
-    BadCase(
-        id="backend-unknown",
-        arguments={"backend": "cuda"},
-        message=f"{_LOSS}: backend must be one of {{backends}}, got 'cuda'.",
-    ),
-    BadCase(
-        id="x-kind",
-        operands={"x": [[1.0] * 8]},
-        error=TypeError,
-        message=f"{_LOSS}: x must be an array, got list.",
-    ),
-    BadCase(
-        id="targets-kind",
-        operands={"targets": None},
-        error=TypeError,
-        message=f"{_LOSS}: targets must be an array, got NoneType.",
-    ),
-    BadCase(
-        id="x-vector",
-        shapes={"x": (8,)},
-        message=f"{_LOSS}: x must be [tokens, hidden] or more dims, got [8].",
-    ),
-    BadCase(
-        id="x-width",
-        shapes={"x": (2, 3, 9)},
-        message=f"{_LOSS}: x must be [..., 8], the input size of weight, got [2, 3, 9].",
-    ),
-    BadCase(
-        id="weight-not-a-matrix",
-        shapes={"weight": (8,)},
-        message=f"{_LOSS}: weight must be a matrix {{layout}}, got [8].",
-    ),
-    BadCase(
-        id="weight-transposed",
-        transposed=("weight",),
-        message=f"{_LOSS}: weight must be {{w_hidden_vocab}} = {{w_8_12}}, got {{w_12_8}}. "
-        "{package} keeps weights {layout}. This one is transposed.",
-    ),
-    BadCase(
-        id="targets-shape",
-        shapes={"targets": (3, 2)},
-        message=f"{_LOSS}: targets must be [2, 3], got [3, 2]{_X}.",
-    ),
-    BadCase(
-        id="targets-one-hot",
-        shapes={"targets": (2, 3, 12)},
-        message=f"{_LOSS}: targets must be [2, 3], got [2, 3, 12]{_X}.",
-    ),
-    BadCase(
-        id="targets-dtype",
-        dtypes={"targets": "float32"},
-        message=f"{_LOSS}: targets must be of dtype int64, int32, got float32.",
-    ),
-    BadCase(
-        id="target-too-large",
-        target=12,
-        message=f"{_LOSS}: targets must be in [0, 12) or ignore_index = -100, got 12. "
-        "Mark tokens without a label with ignore_index.",
-    ),
-    BadCase(
-        id="target-negative",
-        target=-1,
-        message=f"{_LOSS}: targets must be in [0, 12) or ignore_index = -100, got -1. "
-        "Mark tokens without a label with ignore_index.",
-    ),
-    BadCase(
-        id="target-other-ignore-index",
-        target=-100,
-        arguments={"loss": LossOptions(ignore_index=-1)},
-        message=f"{_LOSS}: targets must be in [0, 12) or ignore_index = -1, got -100. "
-        "Mark tokens without a label with ignore_index.",
-    ),
-    BadCase(
-        id="bias-size",
-        shapes={"bias": (8,)},
-        message=f"{_LOSS}: bias must be [12], got [8].",
-    ),
-    BadCase(
-        id="class_weight-size",
-        class_weight=(8,),
-        message=f"{_LOSS}: loss.class_weight must be [12], got [8].",
-    ),
-    BadCase(
-        id="dtype-integer",
-        dtypes={"x": "int32"},
-        message=f"{_LOSS}: x must be of dtype float32, bfloat16, float16, float64, got int32.",
-    ),
-    BadCase(
-        id="dtype-narrow-weight",
-        dtypes={"weight": "bfloat16"},
-        message=f"{_LOSS}: weight must be of x's dtype float32, got bfloat16. Cast one of them.",
-    ),
-    BadCase(
-        id="loss-kind",
-        arguments={"loss": "mean"},
-        error=TypeError,
-        message=f"{_LOSS}: loss must be a LossOptions, got str.",
-    ),
-    BadCase(
-        id="ignore_index-kind",
-        arguments={"loss": LossOptions(ignore_index=None)},  # type: ignore[arg-type]
-        error=TypeError,
-        message=f"{_LOSS}: loss.ignore_index must be an integer, got NoneType.",
-    ),
-    BadCase(
-        id="label_smoothing-above-one",
-        arguments={"loss": LossOptions(label_smoothing=1.5)},
-        message=f"{_LOSS}: loss.label_smoothing must be in [0, 1], got 1.5.",
-    ),
-    BadCase(
-        id="z_loss-negative",
-        arguments={"loss": LossOptions(z_loss=-1e-4)},
-        message=f"{_LOSS}: loss.z_loss must be >= 0, got -0.0001.",
-    ),
-    BadCase(
-        id="logit_softcap-zero",
-        arguments={"loss": LossOptions(logit_softcap=0.0)},
-        message=f"{_LOSS}: loss.logit_softcap must be > 0, got 0.0.",
-    ),
-    BadCase(
-        id="logit_scale-nan",
-        arguments={"loss": LossOptions(logit_scale=float("nan"))},
-        message=f"{_LOSS}: loss.logit_scale must be finite, got nan.",
-    ),
-    BadCase(
-        id="reduction-unknown",
-        arguments={"loss": LossOptions(reduction="average")},  # type: ignore[arg-type]
-        message=f"{_LOSS}: loss.reduction must be one of mean, sum, none, got 'average'.",
-    ),
-    BadCase(
-        id="outputs-kind",
-        arguments={"loss": LossOptions(outputs="lse")},  # type: ignore[arg-type]
-        error=TypeError,
-        message=f"{_LOSS}: loss.outputs must be a tuple of names, got str.",
-    ),
-    BadCase(
-        id="outputs-unknown",
-        arguments={"loss": LossOptions(outputs=("logits",))},  # type: ignore[arg-type]
-        message=f"{_LOSS}: loss.outputs must be among log_probs, lse, entropy, accuracy, got 'logits'.",
-    ),
-    BadCase(
-        id="num_valid-with-sum",
-        arguments={"loss": LossOptions(num_valid=8, reduction="sum")},
-        message=f'{_LOSS}: loss.num_valid must be left out unless loss.reduction is "mean", got 8.',
-    ),
-    BadCase(
-        id="num_valid-zero",
-        arguments={"loss": LossOptions(num_valid=0)},
-        message=f"{_LOSS}: loss.num_valid must be > 0, got 0.",
     ),
 )
 

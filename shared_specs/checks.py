@@ -258,6 +258,31 @@ def check_linear_cross_entropy(
             fail(function, name, f"on x's device {x.device}", operand.device)
 
 
+def check_sum(function: str, both: float, first: float, second: float) -> None:
+    """SpecError where fn's scalar of two tokens is plainly the mean of those of each alone, and not their sum.
+
+    Sum and mean differ by the mean: where that is no visible part of its terms, or not a number, nothing can be told.
+    """
+    mean, size = (first + second) / 2, max(abs(first), abs(second))
+    if abs(both - mean) <= 1e-4 * abs(mean) and abs(mean) > 1e-2 * size:
+        advice = "Return sums (reduction='sum') and divide the results by a count."
+        fail(function, "fn", "a sum over its tokens", "a mean", advice=advice)
+
+
+def check_vocab_parallel_logits(function: str, logits: Operand, target: Operand) -> None:
+    """Shapes, dtypes and devices of given logits [*tokens, V / R] and of their targets."""
+    if len(logits.shape) < 2:
+        fail(function, "vocab_parallel_logits", "[tokens, vocab] or more dims", show_shape(logits.shape))
+    if target.shape != logits.shape[:-1]:
+        shapes = f"vocab_parallel_logits is {show_shape(logits.shape)}"
+        fail(function, "target", show_shape(logits.shape[:-1]), show_shape(target.shape), shapes=shapes)
+    check_targets_dtype(function, "target", target)
+    if logits.dtype not in FLOAT_DTYPES:
+        fail(function, "vocab_parallel_logits", "of dtype " + ", ".join(FLOAT_DTYPES), logits.dtype)
+    if target.device != logits.device:
+        fail(function, "target", f"on the logits' device {logits.device}", target.device)
+
+
 def check_targets_dtype(function: str, name: str, targets: Operand) -> None:
     if targets.dtype not in ("int64", "int32"):
         fail(function, name, "of dtype int64, int32", targets.dtype)

@@ -4,6 +4,7 @@ Every rank makes the whole problem from a seed, keeps its part of the vocabulary
 of the result that one process computes.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from shared_specs import LossOptions, LossResult, SpecError, Tiling
@@ -199,10 +200,15 @@ def logits(
 
     mine = padded(whole.movedim(-1, 0), start, stop, rows).movedim(0, -1).requires_grad_()
     before = mine.detach().clone()
-    with Collectives() as forward:
-        found = vocab_parallel_cross_entropy(
-            mine, targets, label_smoothing, vocab_size=None if partition == "equal" else vocab, group=over
+    arguments: dict[str, Any] = {"vocab_size": None if partition == "equal" else vocab, "group": over}
+    given: Any = mine
+    if partition == "dtensor":
+        given = DTensor.from_local(
+            mine, init_device_mesh("cpu", (ranks,)), [Shard(-1)], shape=whole.shape, stride=whole.stride()
         )
+        arguments = {}
+    with Collectives() as forward:
+        found = vocab_parallel_cross_entropy(given, targets, label_smoothing, **arguments)
     with Collectives() as backward:
         (grad,) = torch.autograd.grad(found, [mine], upstream.to(found.dtype))
     return {
@@ -292,13 +298,18 @@ def refused(rank: int, world: int, what: str) -> str:
         case "bias":
             weight = distribute_tensor(draw(10, HIDDEN, seed=1), init_device_mesh("cpu", (world,)), [Shard(0)])
         case "logits":
-            try:
-                vocab_parallel_cross_entropy(draw(6, 4, seed=0), targets, vocab_size=4 * world + 3)
-            except SpecError as error:
-                return str(error)
-            return "accepted"
+            return message_of(
+                lambda: vocab_parallel_cross_entropy(draw(6, 4, seed=0), targets, vocab_size=4 * world + 3)
+            )
+        case "logits split by tokens":
+            split = distribute_tensor(draw(6, 10, seed=0), init_device_mesh("cpu", (world,)), [Shard(0)])
+            return message_of(lambda: vocab_parallel_cross_entropy(split, targets))
+    return message_of(lambda: vocab_parallel_linear_cross_entropy(x, weight, targets, bias=bias, **given))
+
+
+def message_of(call: Callable[[], Any]) -> str:
     try:
-        vocab_parallel_linear_cross_entropy(x, weight, targets, bias=bias, **given)
+        call()
     except (SpecError, TypeError) as error:
         return str(error)
     return "accepted"

@@ -9,6 +9,7 @@ from torch import Tensor
 from shared_specs import LossOptions, SpecError, Tiling
 from tiled_torch import LossResult, TiledLinearCrossEntropy, tiled_linear_cross_entropy
 from tiled_torch.functional import loss_ops
+from tiled_torch.functional.loss_call import Problem
 
 OPTIONS = {
     "mean": LossOptions(),
@@ -54,7 +55,7 @@ def test_compiled_equals_eager(name: str, vocab_shards: int, autocast: bool) -> 
 def test_opcheck(operator: str) -> None:
     x, weight, bias, targets = operands()
     options = LossOptions() if operator == "with_gradients" else LossOptions(reduction="none", outputs=("entropy",))
-    static = loss_ops.Static.of("test", 4, 2, 41, options)
+    static = loss_ops.Static.of(Problem("test", options, 4, 2, torch.float32, 41))
     arguments = (x, weight, bias, targets, None, None, *static, torch.float32, [True, True, True])
     torch.library.opcheck(getattr(loss_ops, operator), arguments)
 

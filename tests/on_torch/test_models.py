@@ -193,6 +193,7 @@ def test_the_loss_is_the_one_transformers_computes(name: str) -> None:
     def run() -> tuple[Tensor, list[Tensor]]:
         model.zero_grad()
         found = model(input_ids=IDS, **LOSS_ARGUMENTS[name])
+        assert isinstance(found, tuple) == (name == "tuple")
         loss = found[0] if isinstance(found, tuple) else found.loss
         loss.backward()
         return loss.detach(), [p.grad for p in model.parameters()]

@@ -151,6 +151,7 @@ def test_bfloat16_head(pools, world, reduction):
         ("range", 23, 0.2),
         ("padded", 23, 0.2),
         ("equal", 24, 0.2),
+        ("dtensor", 23, 0.2),
         ("range", 3, 0.2),
         ("padded", 5, 0.2),
         ("range", 1, 0.0),  # no gradient at all; with smoothing what is left are roundings
@@ -188,6 +189,8 @@ REFUSED = {
     "vocab_size and DTensor": "vocab_parallel_linear_cross_entropy: vocab_size must be left out beside a DTensor, got 10.",
     "bias": "vocab_parallel_linear_cross_entropy: bias must be a DTensor split as weight is, got Tensor.",
     "logits": "vocab_parallel_cross_entropy: the partition of the vocabulary must be >= ",
+    "logits split by tokens": "vocab_parallel_cross_entropy: vocab_parallel_logits must be sharded by its last dim over a "
+    "mesh of one dim, got ",
 }
 
 

@@ -59,9 +59,9 @@ def test_fn_must_be_callable():
 def test_x_must_have_tokens():
     with fails(SpecError, "tile: x must be [tokens, hidden] or more dims, got [6]."):
         tile(torch.sin)(torch.ones(6))
-    with fails(TypeError, "tile: x, the first argument, must be a tensor, got list."):
+    with fails(TypeError, "tile: x, the first argument, must be an array, got list."):
         tile(torch.sin)([X])
-    with fails(TypeError, "tile: x, the first argument, must be a tensor, got NoneType."):
+    with fails(TypeError, "tile: x, the first argument, must be an array, got NoneType."):
         tile(lambda x, y: x)(y=X)
 
 
@@ -86,7 +86,7 @@ BAD_RESULTS: list[tuple[str, Callable[[], Callable[[Tensor], Any]], type[Excepti
         "tile: output 0 of fn must be [1, 4, ...] or [4, ...], got [1, 6] (a shard of 4 tokens). "
         "fn has to return one row for each token of its shard.",
     ),
-    ("number", lambda: lambda x: (x, 3), TypeError, "tile: output 1 of fn must be a tensor or None, got int."),
+    ("number", lambda: lambda x: (x, 3), TypeError, "tile: output 1 of fn must be an array or None, got int."),
     (
         "another width",
         lambda: numbered(lambda x, i: x[..., : 6 - i]),

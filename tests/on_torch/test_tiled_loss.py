@@ -349,12 +349,12 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "x": (
         lambda: tiled_loss(identity, [1.0]),  # type: ignore[arg-type]
         TypeError,
-        "tiled_loss: x must be an array, got list.",
+        "tiled_loss: x, the first argument, must be an array, got list.",
     ),
     "vector": (
         lambda: tiled_loss(identity, draw(6)),
         SpecError,
-        "tile: x must be [tokens, hidden] or more dims, got [6].",
+        "tiled_loss: x must be [tokens, hidden] or more dims, got [6].",
     ),
     "num_shards": (
         lambda: tiled_loss(identity, draw(4, 6), num_shards=0),
@@ -389,13 +389,13 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "rows": (
         lambda: tiled_loss(lambda x: x.sum(0), draw(4, 6), num_shards=2),
         SpecError,
-        "tile: output 0 of fn must be [2, ...], got [6] (a shard of 2 tokens). "
+        "tiled_loss: output 0 of fn must be a scalar or [2, ...], got [6] (a shard of 2 tokens). "
         "fn has to return one row for each token of its shard.",
     ),
     "a number": (
         lambda: tiled_loss(lambda x: 1.0, draw(4, 6), num_shards=2),
         TypeError,
-        "tile: output 0 of fn must be a tensor or None, got float.",
+        "tiled_loss: output 0 of fn must be an array or None, got float.",
     ),
 }
 

@@ -8,12 +8,11 @@ import pytest
 
 from shared_specs.bad_inputs import (
     BAD_CASES,
-    BAD_LOSS_CASES,
-    GOOD_LOSS_SHAPES,
     GOOD_SHAPES,
     UNUSABLE_BACKEND,
     BadCase,
 )
+from shared_specs.bad_loss_inputs import BAD_LOSS_CASES, GOOD_LOSS_SHAPES
 from shared_specs.config import NAMES, Half, LossOptions
 from shared_specs.errors import UnsupportedError
 from shared_specs.rounding import DTYPES

@@ -9,7 +9,6 @@ from jax import lax
 
 from shared_specs import checks
 from shared_specs.config import LossOptions, Tiling
-from shared_specs.errors import fail, show_shape
 from shared_specs.partitions import vocab_partition
 from tiled_jax.functional import loss_math
 from tiled_jax.functional.loops import Like, gradient_of, upstream_of
@@ -100,11 +99,7 @@ def vocab_parallel_cross_entropy(
     target = array(name, "target", target)
     options = LossOptions(label_smoothing=label_smoothing, reduction="none")
     checks.check_loss_options(name, options)
-    if logits.shape[:-1] != target.shape:
-        fail(name, "target", show_shape(logits.shape[:-1]), show_shape(target.shape))
-    checks.check_targets_dtype(name, "target", operand(target))
-    if str(logits.dtype) not in checks.FLOAT_DTYPES:
-        fail(name, "vocab_parallel_logits", "of dtype " + ", ".join(checks.FLOAT_DTYPES), logits.dtype)
+    checks.check_vocab_parallel_logits(name, operand(logits), operand(target))
     local = logits.shape[-1]
     vocab = _vocab(name, vocab_size, local, axis_name)
     check_targets(name, target, vocab, options.ignore_index)

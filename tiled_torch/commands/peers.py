@@ -1,7 +1,7 @@
-"""The MLP variants that `bench` times against each other: plain, checkpointed, ours, and the peers' own functions.
+"""The variants that `bench` times against each other: plain, checkpointed, ours, and the peers' own functions.
 
-Peers run on the same weights in the same process. Their shard function is the plain PyTorch MLP, because their fused
-elementwise kernels need a GPU; what is compared is how they shard, recompute and accumulate.
+Peers run on the same weights in the same process. Where there is no GPU for their fused elementwise kernels, PyTorch
+operations stand in for these; what is compared is how they shard, recompute and accumulate.
 """
 
 import importlib
@@ -79,3 +79,28 @@ def _deepspeed(mlp: PlainMLP, num_shards: int) -> Callable[[Tensor], Any]:
         return function.apply(PlainMLP.forward, mlp, x, num_shards, parameters)
 
     return forward
+
+
+def liger_loss() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Liger's fused linear cross entropy; its Triton kernel replaced by `_CrossEntropyPass` without a GPU."""
+    module: Any = importlib.import_module("liger_kernel.ops.fused_linear_cross_entropy")
+    if not torch.cuda.is_available():
+        module.liger_cross_entropy_kernel = _CrossEntropyPass()
+    return lambda x, weight, targets: module.LigerFusedLinearCrossEntropyFunction.apply(x, weight, targets)[0]
+
+
+class _CrossEntropyPass:
+    """Launched as the kernel is, for a mean over targets that are all valid: losses, and logits become their gradient."""
+
+    def __getitem__(self, grid: object) -> Callable[..., None]:
+        return self.run
+
+    @staticmethod
+    def run(*, X_ptr: Tensor, Y_ptr: Tensor, loss_ptr: Tensor, n_non_ignore: int, **_: Any) -> None:
+        logits, targets = X_ptr, Y_ptr[:, None]
+        logits -= logits.amax(1, keepdim=True)
+        right = logits.gather(1, targets)
+        total = logits.exp_().sum(1, keepdim=True)
+        loss_ptr.copy_(((total.log() - right) / n_non_ignore)[:, 0])
+        logits /= total * n_non_ignore
+        logits.scatter_add_(1, targets, torch.full_like(right, -1 / n_non_ignore))

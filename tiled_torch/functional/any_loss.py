@@ -13,11 +13,11 @@ from torch.utils import _pytree as pytree
 
 from shared_specs import checks
 from shared_specs.config import Tiling
-from shared_specs.errors import fail, fail_type
+from shared_specs.errors import fail_type
 from tiled_torch.functional import replay, rows
 from tiled_torch.functional.activations import wide_dtype
 from tiled_torch.functional.leaves import modules_of
-from tiled_torch.functional.tile import tile
+from tiled_torch.functional.tile import Tiled
 from tiled_torch.functional.units import Units
 
 _NAME = "tiled_loss"
@@ -59,8 +59,6 @@ def tiled_loss(
     if not callable(fn):
         fail_type(_NAME, "fn", "a module or a function", type(fn).__name__)
     options = checks.resolve_tiling(_NAME, num_shards, 0.0, tiling, unused=("keep", "vocab_shards", "memory_budget"))
-    if not isinstance(x, Tensor):
-        fail_type(_NAME, "x", "an array", type(x).__name__)
     _refuse_mean(fn, x, args)
     scalar: list[bool] = []
 
@@ -70,7 +68,7 @@ def tiled_loss(
         t = x.shape[:-1].numel()
         return pytree.tree_unflatten([_column(a, t) if s else a for a, s in zip(leaves, scalar, strict=True)], spec)
 
-    results, spec = pytree.tree_flatten(tile(_same_module(fn, columns), tiling=options)(x, *args))
+    results, spec = pytree.tree_flatten(Tiled(_same_module(fn, columns), options, _NAME)(x, *args))
     summed = [column.sum() if s else column for column, s in zip(results, scalar, strict=True)]
     return pytree.tree_unflatten(summed, spec)
 
@@ -99,25 +97,21 @@ def _same_module(fn: Callable[..., Any], columns: Callable[..., Any]) -> Callabl
 @torch.no_grad()
 def _refuse_mean(fn: Callable[..., Any], x: Tensor, args: tuple[Any, ...]) -> None:
     """SpecError where fn's scalars of the first two tokens are the mean, and not the sum, of those of each alone."""
-    if x.dim() < 2 or x.shape[:-1].numel() < 2 or torch._C._are_functorch_transforms_active():
+    layout, tensors = rows.split(fn, (x, *args), {}, function=_NAME)
+    if layout.tokens < 2 or torch._C._are_functorch_transforms_active():
         return
     modules = modules_of(fn)
     units = Units(fn, modules)
     if units.states or units.refused:  # they would communicate, and a rank with fewer tokens would not
         return
-    layout, tensors = rows.split(fn, (x, *args), {})
     flat = layout.flat(tensors)
 
-    def scalars(start: int, stop: int) -> list[Tensor]:
+    def scalars(start: int, stop: int) -> list[float]:
         cut, _ = layout.arguments(layout.pieces(flat, start, stop))
         found = pytree.tree_leaves(fn(*cut))
-        return [a.double() for a in found if isinstance(a, Tensor) and a.dim() == 0 and a.is_floating_point()]
+        return [float(a) for a in found if isinstance(a, Tensor) and a.dim() == 0 and a.is_floating_point()]
 
     with replay.buffers_kept(modules), replay.random_state_kept(x.device):
         both, first, second = scalars(0, 2), scalars(0, 1), scalars(1, 2)
-    for together, one, other in zip(both, first, second, strict=True):
-        total, mean = one + other, (one + other) / 2
-        near = 1e-4 * torch.maximum(one.abs(), other.abs())
-        if bool((together - mean).abs() <= near) and bool((together - total).abs() > 100 * near):
-            advice = "Return sums (reduction='sum') and divide the results by a count."
-            fail(_NAME, "fn", "a sum over its tokens", "a mean", advice=advice)
+    for values in zip(both, first, second, strict=True):
+        checks.check_sum(_NAME, *values)

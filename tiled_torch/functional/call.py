@@ -79,14 +79,14 @@ class Call:
                 self._write(results, wholes, start, stop)
         for tensor, version in zip(flat, versions, strict=True):
             if version is not None and tensor._version != version:
-                fail("tile", "fn", "free of in-place writes to its arguments", "a write to one of them")
+                fail(self.layout.function, "fn", "free of in-place writes to its arguments", "a write to one of them")
         return wholes
 
     @torch.no_grad()
     def _write(self, results: Sequence[Any], wholes: Sequence[Tensor | None], start: int, stop: int) -> None:
         for i, (result, form, whole) in enumerate(zip(results, self.forms, wholes, strict=True)):
             target = None if form is None or whole is None else form.rows(whole, self.layout.tokens)
-            rows.write(i, result, form, target, start, stop)
+            rows.write(self.layout.function, i, result, form, target, start, stop)
 
     def backward(self, tensors: Sequence[Tensor], doutputs: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Gradients of tensors and captures from those of the differentiable results, shard by shard."""
@@ -155,7 +155,7 @@ class Call:
         if self.spec is None:
             self.spec = spec
         elif spec != self.spec:
-            fail("tile", "fn's output", f"of one structure, {self.spec}", spec)
+            fail(self.layout.function, "fn's output", f"of one structure, {self.spec}", spec)
         return results
 
     @contextmanager
@@ -192,7 +192,7 @@ class Call:
                 advice = "Make it depend on a tensor that requires grad for every token, or detach it."
                 got = "a shard in which it does after first tokens for which it does not"
                 rule = "in need of a gradient for every token or for none"
-                raise UnsupportedError(error_text("tile", f"output {i} of fn", rule, got, advice=advice))
+                raise UnsupportedError(error_text(self.layout.function, f"output {i} of fn", rule, got, advice=advice))
 
 
 def _same(tensor: Tensor) -> Tensor:

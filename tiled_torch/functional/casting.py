@@ -5,6 +5,8 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+from shared_specs import checks
+
 _CASTABLE = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -25,3 +27,9 @@ def without_autocast(x: Tensor) -> AbstractContextManager[object]:
     """Products inside run in the dtypes they are given."""
     device = x.device.type
     return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
+
+
+def operand(tensor: Tensor, cast: torch.dtype | None) -> checks.Operand:
+    """The tensor as the checks see it, after the cast that autocast would make."""
+    name = str(after_autocast(tensor, cast)).removeprefix("torch.")
+    return checks.Operand(tuple(tensor.shape), name, str(tensor.device))

@@ -3,14 +3,17 @@
 Differentiated by `register_autograd`: unlike the MLP, a loss has nothing to gain from two nodes under checkpointing.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from shared_specs.config import LossOptions
+from tiled_torch.functional import loss_call
 from tiled_torch.functional.activations import wide_dtype
+from tiled_torch.functional.loss_call import Operands, Problem
+from tiled_torch.functional.loss_shards import Needs, scaled
 
 Parts = tuple[Tensor, Tensor, Tensor]
 _OTHERS = 3 + 11 + 2  # arguments of an operator that have no gradient: arrays, the fields of Static, dtype and needs
@@ -32,9 +35,11 @@ class Static(NamedTuple):
     outputs: str
 
     @classmethod
-    def of(cls, function: str, shard_tokens: int, cuts: int, vocab: int, o: LossOptions) -> "Static":
+    def of(cls, problem: Problem) -> "Static":
+        o = problem.options
         numbers = o.ignore_index, o.label_smoothing, o.z_loss, o.logit_softcap, o.logit_scale
-        return cls(function, shard_tokens, cuts, vocab, *numbers, o.reduction, ",".join(o.outputs))
+        sizes = problem.shard_tokens, problem.cuts, problem.vocab
+        return cls(problem.function, *sizes, *numbers, o.reduction, ",".join(o.outputs))
 
     @property
     def options(self) -> LossOptions:
@@ -48,13 +53,8 @@ class Static(NamedTuple):
             outputs=tuple(self.outputs.split(",")) if self.outputs else (),  # type: ignore[arg-type]
         )
 
-
-class Loops:
-    """The functions that do the work, set by `functional/loss.py`, which imports this file."""
-
-    with_gradients: Callable[..., tuple[Tensor | None, ...]]
-    values: Callable[..., tuple[Tensor | None, ...]]
-    backward: Callable[..., Sequence[Tensor | None]]
+    def problem(self, dtype: torch.dtype) -> Problem:
+        return Problem(self.function, self.options, self.shard_tokens, self.cuts, dtype, self.vocab)
 
 
 def _filled(a: Tensor | None, like: Tensor) -> Tensor:
@@ -86,8 +86,10 @@ def with_gradients(
     """The loss, the accuracy, the factor of the gradients, and the unscaled gradients (empty where nobody needs them)."""
     numbers = ignore_index, label_smoothing, z_loss, logit_softcap, logit_scale
     static = Static(function, shard_tokens, cuts, vocab, *numbers, reduction, outputs)
-    found = Loops.with_gradients(x, weight, bias, targets, class_weight, num_valid, static, dtype, needs)
-    return tuple(_filled(a, x) for a in found)  # type: ignore[return-value]
+    given = Operands(x, weight, bias, targets, class_weight, num_valid)
+    *results, dx, dweight, dbias = loss_call.with_gradients(given, static.problem(dtype), Needs(*needs))
+    parts = (None if dx is None else dx.view(x.shape), dweight, dbias)
+    return tuple(_filled(a, x) for a in (*results, *parts))  # type: ignore[return-value]
 
 
 @with_gradients.register_fake
@@ -148,8 +150,8 @@ def values(
     """The loss, log_probs, lse, entropy (empty where not asked for) and the accuracy."""
     numbers = ignore_index, label_smoothing, z_loss, logit_softcap, logit_scale
     static = Static(function, shard_tokens, cuts, vocab, *numbers, reduction, outputs)
-    found = Loops.values(x, weight, bias, targets, class_weight, num_valid, static, dtype)
-    return tuple(_filled(a, x) for a in found)  # type: ignore[return-value]
+    given = Operands(x, weight, bias, targets, class_weight, num_valid)
+    return tuple(_filled(a, x) for a in loss_call.values(given, static.problem(dtype)))  # type: ignore[return-value]
 
 
 @values.register_fake
@@ -194,11 +196,14 @@ def backward(
     needs: Sequence[bool],
 ) -> Parts:
     upstream = (dvalue, dlog_probs, dlse, dentropy if dentropy.numel() else None)
-    operands = (x, weight, bias, targets, class_weight, num_valid, lse, entropy if entropy.numel() else None)
     numbers = ignore_index, label_smoothing, z_loss, logit_softcap, logit_scale
     static = Static(function, shard_tokens, cuts, vocab, *numbers, reduction, outputs)
-    found = Loops.backward(upstream, operands, static, dtype, needs)
-    return tuple(_filled(a, x) for a in found)  # type: ignore[return-value]
+    given = Operands(x, weight, bias, targets, class_weight, num_valid)
+    saved = (lse, entropy if entropy.numel() else None)
+    found, scale = loss_call.gradients(upstream, given, saved, static.problem(dtype), Needs(*needs))
+    pairs = zip((found.dx, found.dweight, found.dbias), (x, weight, bias), strict=True)
+    grads = [None if d is None or a is None else scaled(d, scale, a.dtype).view(a.shape) for d, a in pairs]
+    return tuple(_filled(a, x) for a in grads)  # type: ignore[return-value]
 
 
 @backward.register_fake

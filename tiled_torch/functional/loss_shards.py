@@ -274,14 +274,15 @@ def _add_gradients(
         gradients.add(x, logits, number, rows)
 
 
-def scaled(gradient: Tensor, scale: Tensor, dtype: torch.dtype, *, in_place: bool) -> Tensor:
-    """gradient * scale (0-d, wide), the product in float32, rounded to dtype once; a few rows at a time where it must
-    be widened."""
+def scaled(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """gradient * scale (0-d, wide), over the gradient itself where it has `dtype`.
+
+    The product is float32, rounded once; a few rows at a time where they must be widened.
+    """
     wide = wide_dtype(gradient.dtype)
     if gradient.dtype == wide:
-        product = gradient.mul_(scale) if in_place else gradient * scale
-        return product.to(dtype)
-    out = gradient if in_place and gradient.dtype == dtype else torch.empty_like(gradient, dtype=dtype)
+        return gradient.mul_(scale).to(dtype)
+    out = gradient if gradient.dtype == dtype else torch.empty_like(gradient, dtype=dtype)
     if gradient.dim() == 1:
         return out.copy_(gradient.to(wide).mul_(scale))
     for block in loss_math.blocks(gradient):

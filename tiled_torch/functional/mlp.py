@@ -20,7 +20,7 @@ from shared_specs.shards import ShardPlan
 from tiled_torch import backends
 from tiled_torch.functional import ops
 from tiled_torch.functional.accumulate import main_grad_of, returned_gradient
-from tiled_torch.functional.casting import after_autocast, autocast_dtype, without_autocast
+from tiled_torch.functional.casting import after_autocast, autocast_dtype, operand, without_autocast
 from tiled_torch.functional.mlp_shards import Weights, kept_up_projections, mlp_backward, mlp_forward
 
 
@@ -77,9 +77,9 @@ def tiled_mlp(
     dtype = after_autocast(x, cast)
     checks.check_mlp(
         "tiled_mlp",
-        x=_operand(x, cast),
-        weights={name: _operand(w, cast) for name, w in weights.items()},
-        biases={name: _operand(bias, cast) for name, bias in biases.items()},
+        x=operand(x, cast),
+        weights={name: operand(w, cast) for name, w in weights.items()},
+        biases={name: operand(bias, cast) for name, bias in biases.items()},
         activation=activation,
         names=TORCH,
     )
@@ -121,12 +121,6 @@ def _check_kinds(x: Any, weights: Mapping[str, Any], biases: Any) -> dict[str, T
         if not isinstance(tensor, Tensor):
             fail_type("tiled_mlp", name, "an array", type(tensor).__name__)
     return biases
-
-
-def _operand(tensor: Tensor, cast: torch.dtype | None) -> checks.Operand:
-    """The tensor as the checks see it, after the cast that autocast would make."""
-    name = str(after_autocast(tensor, cast)).removeprefix("torch.")
-    return checks.Operand(tuple(tensor.shape), name, str(tensor.device))
 
 
 def _run(x: Tensor, weights: Weights, dtype: torch.dtype, activation: str, plan: ShardPlan, kept_start: int) -> Tensor:

@@ -25,6 +25,7 @@ class Layout:
         others: flattened arguments, None where a tensor stands. positions: where the tensors stand.
         rowed: per tensor, whether it has one row per token and is cut; the others are passed whole.
         lead: leading dims of x. batched: x has three or more dims, so a shard is [1, t, ...] and not [t, ...].
+        function: the public function called, for its messages.
     """
 
     others: tuple[Any, ...]
@@ -32,6 +33,7 @@ class Layout:
     positions: tuple[int, ...]
     rowed: tuple[bool, ...]
     lead: tuple[int, ...]
+    function: str = "tile"
 
     @property
     def tokens(self) -> int:
@@ -58,22 +60,24 @@ class Layout:
         return pytree.tree_unflatten(leaves, self.spec)
 
 
-def split(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Layout, list[Tensor]]:
+def split(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], *, function: str = "tile"
+) -> tuple[Layout, list[Tensor]]:
     """The layout of a call and its tensors; SpecError or TypeError where x cannot be cut."""
     x = args[0] if args else kwargs.get(_first_name(fn))
     if not isinstance(x, Tensor):
-        fail_type("tile", "x, the first argument,", "a tensor", type(x).__name__)
+        fail_type(function, "x, the first argument,", "an array", type(x).__name__)
     if x.dim() < 2:
-        fail("tile", "x", "[tokens, hidden] or more dims", show_shape(tuple(x.shape)))
+        fail(function, "x", "[tokens, hidden] or more dims", show_shape(tuple(x.shape)))
     leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
     positions = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
     tensors = [leaves[i] for i in positions]
     for tensor in tensors:
-        refuse_dtensor("an argument of fn", tensor)
+        refuse_dtensor(function, "an argument of fn", tensor, _TO_LOCAL)
     lead = tuple(x.shape[:-1])
     rowed = tuple(t is x or _has_rows(t, lead) for t in tensors)
     others = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-    return Layout(others, spec, positions, rowed, lead), tensors
+    return Layout(others, spec, positions, rowed, lead, function), tensors
 
 
 def _has_rows(tensor: Tensor, lead: tuple[int, ...]) -> bool:
@@ -88,11 +92,18 @@ def _first_name(fn: Callable[..., Any]) -> str:
         return ""
 
 
-def refuse_dtensor(what: str, tensor: Tensor) -> None:
+_TO_LOCAL = "Convert it with to_local(), or let the parallel plan of fn's own layers do it."
+
+
+def is_dtensor(value: Any) -> bool:
+    """Whether a value is a DTensor; does not load torch.distributed.tensor."""
     module = sys.modules.get("torch.distributed.tensor")
-    if module is not None and isinstance(tensor, module.DTensor):
-        advice = "Convert it with to_local(), or let the parallel plan of fn's own layers do it."
-        raise UnsupportedError(error_text("tile", what, "a plain tensor", "a DTensor", advice=advice))
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def refuse_dtensor(function: str, what: str, value: Any, advice: str) -> None:
+    if is_dtensor(value):
+        raise UnsupportedError(error_text(function, what, "a plain tensor", "a DTensor", advice=advice))
 
 
 @dataclass(frozen=True)
@@ -124,8 +135,8 @@ def form_of(index: int, result: Any, t: int, layout: Layout) -> Form | None:
     if result is None:
         return None
     if not isinstance(result, Tensor):
-        fail_type("tile", f"output {index} of fn", "a tensor or None", type(result).__name__)
-    refuse_dtensor(f"output {index} of fn", result)
+        fail_type(layout.function, f"output {index} of fn", "an array or None", type(result).__name__)
+    refuse_dtensor(layout.function, f"output {index} of fn", result, _TO_LOCAL)
     shape = tuple(result.shape)
     if layout.batched and shape[:2] == (1, t):
         rest, batched = shape[2:], True
@@ -134,21 +145,26 @@ def form_of(index: int, result: Any, t: int, layout: Layout) -> Form | None:
     else:
         rule = f"[1, {t}, ...] or [{t}, ...]" if layout.batched else f"[{t}, ...]"
         advice = "fn has to return one row for each token of its shard."
-        fail("tile", f"output {index} of fn", rule, show_shape(shape), shapes=f"a shard of {t} tokens", advice=advice)
+        if layout.function != "tile":  # tiled_loss, where a scalar is a sum
+            rule = f"a scalar or {rule}"
+        shapes = f"a shard of {t} tokens"
+        fail(layout.function, f"output {index} of fn", rule, show_shape(shape), shapes=shapes, advice=advice)
     lead = layout.lead if batched else (layout.tokens,)
     return Form((*lead, *rest), rest, batched, result.dtype, result.device)
 
 
-def write(index: int, result: Any, form: Form | None, rows: Tensor | None, start: int, stop: int) -> None:
+def write(
+    function: str, index: int, result: Any, form: Form | None, rows: Tensor | None, start: int, stop: int
+) -> None:
     """Stores one shard's result in its rows, after checking that it has the form of the others."""
     if form is None or rows is None or result is None:
         if form is not None or result is not None:
-            fail("tile", f"output {index} of fn", "None for every shard or for none", _show(result))
+            fail(function, f"output {index} of fn", "None for every shard or for none", _show(result))
         return
     if not isinstance(result, Tensor) or tuple(result.shape) != form.shard_shape(stop - start):
-        fail("tile", f"output {index} of fn", show_shape(form.shard_shape(stop - start)), _show(result))
+        fail(function, f"output {index} of fn", show_shape(form.shard_shape(stop - start)), _show(result))
     if result.dtype != form.dtype:
-        fail("tile", f"output {index} of fn", f"of dtype {form.dtype} for every shard", result.dtype)
+        fail(function, f"output {index} of fn", f"of dtype {form.dtype} for every shard", result.dtype)
     rows[start:stop] = result.reshape(stop - start, *form.rest)
 
 

@@ -73,10 +73,10 @@ def tile(fn: Callable[..., Any], *, num_shards: int | None = None, tiling: Tilin
 
 
 class Tiled:
-    """What `tile` returns."""
+    """What `tile` returns. function: the public function called, for its messages."""
 
-    def __init__(self, fn: Callable[..., Any], tiling: Tiling) -> None:
-        self.fn, self.tiling = fn, tiling
+    def __init__(self, fn: Callable[..., Any], tiling: Tiling, function: str = "tile") -> None:
+        self.fn, self.tiling, self.function = fn, tiling, function
 
     def __repr__(self) -> str:
         return f"tile({self.fn!r}, tiling={self.tiling!r})"
@@ -89,8 +89,10 @@ class Tiled:
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         if torch._C._are_functorch_transforms_active():
             advice = "Differentiate fn itself, or use tiled_jax."
-            raise UnsupportedError(error_text("tile", "a call", "outside torch.func", "one inside", advice=advice))
-        layout, tensors = rows.split(self.fn, args, kwargs)
+            raise UnsupportedError(
+                error_text(self.function, "a call", "outside torch.func", "one inside", advice=advice)
+            )
+        layout, tensors = rows.split(self.fn, args, kwargs, function=self.function)
         device = tensors[layout.rowed.index(True)].device
         plan = plan_tokens(
             layout.tokens,
@@ -138,8 +140,8 @@ class Save(torch.autograd.Function):
         token = torch.zeros((), device=call.device) if ctx.needs_input_grad[1] else None
         if torch.is_grad_enabled():
             raise UnsupportedError(
-                "tile: create_graph must be False in backward, got True. The recomputed backward has no second "
-                "derivative; differentiate fn itself, or use tiled_jax."
+                f"{call.layout.function}: create_graph must be False in backward, got True. The recomputed backward has no "
+                "second derivative; differentiate fn itself, or use tiled_jax."
             )
         if all(danchor is None for danchor in danchors):
             return (None, token, *(None for _ in ctx.needs_input_grad[2:]))

@@ -108,6 +108,7 @@ def _forward_of(untiled: type[nn.Module]) -> Callable[..., Any]:
     signature = inspect.signature(untiled.forward)
 
     @wraps(untiled.forward)
+    @can_return_tuple
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = signature.bind(self, *args, **kwargs).arguments
         extra = given.pop("kwargs", {})
@@ -119,18 +120,16 @@ def _forward_of(untiled: type[nn.Module]) -> Callable[..., Any]:
     return forward
 
 
-@can_return_tuple
 def _with_loss(model: Any, given: dict[str, Any], extra: dict[str, Any]) -> CausalLMOutputWithPast:
     """`given`: the named arguments of forward; `extra`: its kwargs, the loss's among them."""
     given = {name: value for name, value in given.items() if name != "self"}
     labels, keep = given.pop("labels", None), given.pop("logits_to_keep", 0)
     extra = dict(extra)
-    extra.pop("return_dict", None)
     count, targets = extra.pop("num_items_in_batch", None), extra.pop("shift_labels", None)
     ignore_index = extra.pop("ignore_index", -100)
     outputs = model.model(**given, **extra)
     hidden = outputs.last_hidden_state
-    targets = shifted(labels, ignore_index) if targets is None else targets.view(hidden.shape[:-1])
+    targets = shifted(labels, ignore_index) if targets is None else targets.reshape(hidden.shape[:-1])
     options = loss_options(model, count, ignore_index)
     loss = linear_loss(model, hidden, targets.to(hidden.device), options, model._tiling, model._backend)
     logits = None

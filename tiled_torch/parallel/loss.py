@@ -12,13 +12,15 @@ from torch.autograd.function import FunctionCtx
 
 from shared_specs import checks
 from shared_specs.config import LossOptions, LossResult, Tiling
-from shared_specs.errors import UnsupportedError, error_text, fail, fail_type, show_shape
+from shared_specs.errors import UnsupportedError, error_text, fail, fail_type
 from shared_specs.partitions import VocabPartition, vocab_partition
 from tiled_torch import backends
 from tiled_torch.functional import loss_math
 from tiled_torch.functional.activations import wide_dtype
-from tiled_torch.functional.loss import Given, Problem
+from tiled_torch.functional.casting import operand
+from tiled_torch.functional.loss import Given
 from tiled_torch.functional.loss_math import Coefficients, Columns, Statistics
+from tiled_torch.functional.rows import is_dtensor, refuse_dtensor
 
 _LOGITS, _HEAD = "vocab_parallel_cross_entropy", "vocab_parallel_linear_cross_entropy"
 
@@ -90,9 +92,16 @@ def vocab_parallel_linear_cross_entropy(
             the results are NaN); UnsupportedError without an initialised process group.
     Source: derived in shared_specs/README.md; the two reductions: Megatron-LM, arXiv 1909.08053.
     """
-    split_by_mesh = _is_dtensor(weight)
+    for name, tensor in (("x", x), ("targets", targets)):
+        refuse_dtensor(_HEAD, name, tensor, "Convert it with to_local() or full_tensor().")
+    split_by_mesh = is_dtensor(weight)
     if split_by_mesh:
-        weight, bias, group, part = _from_dtensor(weight, bias, vocab_size, group)
+        whole = weight
+        weight, group, part = _local(_HEAD, "weight", whole, 0, vocab_size, group)
+        if bias is not None:
+            if not is_dtensor(bias) or (bias.placements, bias.device_mesh) != (whole.placements, whole.device_mesh):
+                fail(_HEAD, "bias", "a DTensor split as weight is", type(bias).__name__)
+            bias = bias.to_local()
     else:
         group = _group(_HEAD, group)
         part = None
@@ -107,8 +116,8 @@ def vocab_parallel_linear_cross_entropy(
         given = given._replace(weight=weight[: part.size], bias=None if bias is None else bias[: part.size])
     backends.record_run(_HEAD, "eager")
     alike = weight.shape[0] if vocab_size is None and not split_by_mesh else None
-    problem = Problem.of(given, plan, cuts, part.vocab, part.start, Group(_HEAD, group, alike))
-    return torch.compiler.disable(given.run)(problem) if torch.compiler.is_compiling() else given.run(problem)
+    run = torch.compiler.disable(given.run) if torch.compiler.is_compiling() else given.run
+    return run(plan, cuts, part.vocab, part.start, Group(_HEAD, group, alike))
 
 
 def vocab_parallel_cross_entropy(
@@ -122,7 +131,8 @@ def vocab_parallel_cross_entropy(
     """The cross entropy of each token, from logits whose vocabulary is split over the ranks of a group.
 
     Args:
-        vocab_parallel_logits: [*tokens, V / R], this rank's entries, of any float dtype; left as they are.
+        vocab_parallel_logits: [*tokens, V / R], this rank's entries, of any float dtype, or all of them as a DTensor
+            that one mesh dim shards by its last dim (group and vocab_size are then its own); left as they are.
         target: [*tokens], the same on every rank; -100 where there is none.
         label_smoothing: in [0, 1], as in torch.nn.functional.cross_entropy.
         vocab_size, group: as in `vocab_parallel_linear_cross_entropy`.
@@ -139,24 +149,23 @@ def vocab_parallel_cross_entropy(
             fail_type(_LOGITS, name, "an array", type(tensor).__name__)
     options = LossOptions(label_smoothing=label_smoothing, reduction="none")
     checks.check_loss_options(_LOGITS, options)
-    dims = tuple(vocab_parallel_logits.shape[:-1])
-    if tuple(target.shape) != dims or vocab_parallel_logits.dim() < 2:
-        fail(_LOGITS, "target", f"{show_shape(dims)}, one for each row of logits", show_shape(tuple(target.shape)))
-    dtypes = [str(a.dtype).removeprefix("torch.") for a in (vocab_parallel_logits, target)]
-    if dtypes[0] not in checks.FLOAT_DTYPES:
-        fail(_LOGITS, "vocab_parallel_logits", "of dtype " + ", ".join(checks.FLOAT_DTYPES), dtypes[0])
-    checks.check_targets_dtype(_LOGITS, "target", checks.Operand(dims, dtypes[1]))
-    if target.device != vocab_parallel_logits.device:
-        fail(_LOGITS, "target", f"on the logits' device {vocab_parallel_logits.device}", target.device)
-    group = _group(_LOGITS, group)
-    part = _partition(_LOGITS, vocab_size, vocab_parallel_logits.shape[-1], group)
+    split_by_mesh = is_dtensor(vocab_parallel_logits)
+    if split_by_mesh:
+        last = vocab_parallel_logits.dim() - 1
+        logits, group, part = _local(_LOGITS, "vocab_parallel_logits", vocab_parallel_logits, last, vocab_size, group)
+    else:
+        group = _group(_LOGITS, group)
+        logits, part = vocab_parallel_logits, None
+    checks.check_vocab_parallel_logits(_LOGITS, *(operand(a, None) for a in (logits, target)))
+    if part is None:
+        part = _partition(_LOGITS, vocab_size, logits.shape[-1], group)
     if target.device.type == "cpu":
         missing = loss_math.first_missing_target(target, part.vocab, options.ignore_index)
         if missing is not None:
             checks.fail_target(_LOGITS, missing, part.vocab, options.ignore_index)
     backends.record_run(_LOGITS, "eager")
-    alike = vocab_parallel_logits.shape[-1] if vocab_size is None else None
-    return _OfLogits.apply(vocab_parallel_logits, target, options, part, Group(_LOGITS, group, alike))[0]
+    alike = logits.shape[-1] if vocab_size is None and not split_by_mesh else None
+    return _OfLogits.apply(logits, target, options, part, Group(_LOGITS, group, alike))[0]
 
 
 class _OfLogits(torch.autograd.Function):
@@ -234,26 +243,19 @@ def _group(function: str, group: Any) -> Any:
     return group
 
 
-def _is_dtensor(weight: Any) -> bool:
-    return isinstance(weight, Tensor) and type(weight).__name__ == "DTensor"
-
-
-def _from_dtensor(
-    weight: Any, bias: Any, vocab_size: int | None, group: Any
-) -> tuple[Tensor, Tensor | None, Any, VocabPartition]:
-    """This rank's rows, the group, and which entries they are."""
+def _local(
+    function: str, name: str, whole: Any, dim: int, vocab_size: int | None, group: Any
+) -> tuple[Tensor, Any, VocabPartition]:
+    """This rank's part of a DTensor that is split along the vocabulary, `dim`: it, the group, and which entries it has."""
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    mesh, placements = weight.device_mesh, weight.placements
-    if mesh.ndim != 1 or placements != (Shard(0),):
-        fail(_HEAD, "weight", "sharded by rows over a mesh of one dim", f"{placements} over {mesh.ndim}")
+    mesh, placements = whole.device_mesh, whole.placements
+    if mesh.ndim != 1 or not isinstance(placements[0], Shard) or placements[0].dim % whole.dim() != dim:
+        words = {0: "rows"}.get(dim, "its last dim")
+        fail(function, name, f"sharded by {words} over a mesh of one dim", f"{placements} over {mesh.ndim}")
     if group is not None or vocab_size is not None:
-        name = "group" if group is not None else "vocab_size"
-        fail(_HEAD, name, "left out beside a DTensor", group if group is not None else vocab_size)
-    if bias is not None and not (_is_dtensor(bias) and bias.placements == placements and bias.device_mesh == mesh):
-        fail(_HEAD, "bias", "a DTensor split as weight is", type(bias).__name__)
-    shape, offset = compute_local_shape_and_global_offset(weight.shape, mesh, placements)
-    local = weight.to_local()
-    part = VocabPartition(offset[0], shape[0], weight.shape[0])
-    return local, None if bias is None else bias.to_local(), mesh.get_group(), part
+        given = "group" if group is not None else "vocab_size"
+        fail(function, given, "left out beside a DTensor", group if group is not None else vocab_size)
+    shape, offset = compute_local_shape_and_global_offset(whole.shape, mesh, placements)
+    return whole.to_local(), mesh.get_group(), VocabPartition(offset[dim], shape[dim], whole.shape[dim])
