@@ -11,6 +11,7 @@ BIN := .venv/bin
 ENV := .venv/.installed
 BENCH_ENV := .venv/.installed-bench
 NEW_JAX_ENV := .venv-new-jax/.installed
+AOT_ENV := .venv-aot/.installed
 # The project goes in with the setuptools of the lock, and pip resolves nothing for it.
 INSTALL_PROJECT := -m pip install --quiet --no-deps --no-build-isolation --editable .
 # Without the one test that asks an index, so that this needs no network.
@@ -18,6 +19,8 @@ FAST := tests/specs tests/meta --deselect tests/meta/test_lock.py::test_the_lock
 NEW_JAX := tests/specs tests/on_jax tests/meta/test_lock.py tests/meta/test_examples.py
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+gpu: export JAX_PLATFORMS := cuda,cpu
+gpu: export XLA_PYTHON_CLIENT_PREALLOCATE := false
 
 ##@ Everyday
 
@@ -61,6 +64,12 @@ test-new-jax: ## shared_specs and the JAX half on Python 3.12 with the newest su
 	  echo "test-new-jax: skipped: no working Python 3.12 on PATH, in pyenv or in uv"; \
 	fi
 
+.PHONY: aot
+aot: ## the JAX half compiled for an H200 without a GPU: registers, spills, bytes (Python 3.12, CUDA plugin)
+	@python=$$(.ci/find-python 3.12) || { echo "make aot: no working Python 3.12 on PATH, in pyenv or in uv" >&2; exit 1; }; \
+	$(MAKE) --no-print-directory $(AOT_ENV) NEW_JAX_PYTHON="$$python"
+	TILED_AOT=1 TILED_REQUIRE=jax .venv-aot/bin/python -m pytest tests/aot $(ARGS)
+
 ##@ Changing the code
 
 .PHONY: check
@@ -96,6 +105,25 @@ bench: $(BENCH_ENV) ## the benchmarks of both halves, one after the other
 	  $(BIN)/python -m $$half bench --op $$op $(ARGS) || exit 1; \
 	done; done
 
+# On a machine with an NVIDIA GPU, by the interpreter at hand: .venv holds builds for CPUs. Each part ends within minutes,
+# writes records as it goes, and can be repeated. JAX takes the GPU's memory piece by piece, so that both fit.
+GPU_PYTHON := $(if $(PYTHON),$(PYTHON),python3)
+PART ?= parity kernels mlp loss
+HALF ?= tiled_torch tiled_jax
+GPU_parity = $(GPU_PYTHON) -m pytest -m gpu tests/gpu
+GPU_kernels = for half in $(HALF); do $(GPU_PYTHON) -m $$half bench --device gpu --op kernels --repeats 20 || exit 1; done
+GPU_mlp = for half in $(HALF); do $(GPU_PYTHON) -m $$half bench --device gpu --op mlp --repeats 5 || exit 1; done
+GPU_loss = for half in $(HALF); do $(GPU_PYTHON) -m $$half bench --device gpu --op loss --repeats 5 || exit 1; done
+
+.PHONY: gpu
+gpu: ## on a GPU: PART=parity, kernels, mlp or loss (all without it); HALF=tiled_torch or tiled_jax (both without it)
+	for part in $(PART); do \
+	  case $$part in \
+	    parity) $(GPU_parity) $(ARGS) ;; kernels) $(GPU_kernels) ;; mlp) $(GPU_mlp) ;; loss) $(GPU_loss) ;; \
+	    *) echo "make gpu: PART must be among parity, kernels, mlp, loss, got $$part"; false ;; \
+	  esac || exit 1; \
+	done
+
 ##@ Tidying
 
 .PHONY: clean
@@ -105,7 +133,7 @@ clean: ## remove caches and build outputs, keep the environments
 
 .PHONY: clean-env
 clean-env: ## remove the environments
-	rm -rf .venv .venv-new-jax
+	rm -rf .venv .venv-new-jax .venv-aot
 
 $(ENV): requirements/main.txt requirements/no-deps.txt
 	@python=$$(.ci/find-python 3.11 "$(PYTHON)") || \
@@ -127,4 +155,12 @@ $(NEW_JAX_ENV): requirements/new-jax.txt
 	$(NEW_JAX_PYTHON) -m venv .venv-new-jax
 	.venv-new-jax/bin/python -m pip install --quiet -r requirements/new-jax.txt
 	.venv-new-jax/bin/python $(INSTALL_PROJECT)
+	@touch $@
+
+$(AOT_ENV): requirements/new-jax.txt requirements/aot.txt
+	@echo "make aot: .venv-aot from $(NEW_JAX_PYTHON)"
+	$(NEW_JAX_PYTHON) -m venv .venv-aot
+	.venv-aot/bin/python -m pip install --quiet -r requirements/new-jax.txt
+	.venv-aot/bin/python -m pip install --quiet --no-deps -r requirements/aot.txt
+	.venv-aot/bin/python $(INSTALL_PROJECT)
 	@touch $@

@@ -27,6 +27,11 @@ BAD_LOSS_CASES: tuple[BadCase, ...] = (
         message=f"{_LOSS}: keep must be left out, got 0.5. This function has no use for it.",
     ),
     BadCase(
+        id="deterministic",
+        arguments={"tiling": Tiling(deterministic=True)},
+        message=f"{_LOSS}: deterministic must be left out, got True. This function has no use for it.",
+    ),
+    BadCase(
         id="backend-unknown",
         arguments={"backend": "cuda"},
         message=f"{_LOSS}: backend must be one of {{backends}}, got 'cuda'.",

@@ -105,6 +105,12 @@ def check_backend(function: str, backend: object, names: HalfNames, reasons: Map
         )
 
 
+def check_deterministic(function: str, tiling: Tiling, refused: str | None) -> None:
+    """UnsupportedError where `tiling.deterministic` is asked for and `refused` says why it cannot be had."""
+    if tiling.deterministic and refused is not None:
+        raise UnsupportedError(error_text(function, "deterministic", "False here", True, advice=refused))
+
+
 def _check_weight(
     function: str, name: str, weight: Operand, inputs: tuple[str, int], outputs: tuple[str, int], names: HalfNames
 ) -> None:

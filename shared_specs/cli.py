@@ -152,8 +152,9 @@ def _require(ok: bool, name: str, rule: str, value: object, hint: str) -> None:
 class BenchOptions:
     """Options of `bench`; the workloads are those of `shared_specs.workloads`."""
 
-    op: Literal["mlp", "loss"] = _option("mlp", help="what to measure")
-    workload: str | None = _option(None, metavar="NAME", help="one workload; without it every workload of the op")
+    op: Literal["mlp", "loss", "kernels"] = _option("mlp", help="what to measure; kernels on a GPU only")
+    device: Literal["cpu", "gpu"] = _option("cpu", help="where; the GPU's workloads are those of `make gpu`")
+    workload: str | None = _option(None, metavar="NAME", help="one workload; without it every workload of the op (CPU)")
     repeats: int = _option(7, help="timed runs of each variant, interleaved")
     out: str = _option("benchmarks/records", metavar="FOLDER", help="folder the record is written to")
 
@@ -161,8 +162,33 @@ class BenchOptions:
         """Raise InputError for the first option that is out of range."""
         if self.repeats < 1:
             raise InputError(f"bench: --repeats must be >= 1, got {self.repeats}.")
-        if self.op not in WORKLOADS:
-            raise InputError(f"bench: --op must be one of {', '.join(WORKLOADS)}, got {self.op}.")
+        ops = (*WORKLOADS, "kernels") if self.device == "gpu" else tuple(WORKLOADS)
+        if self.op not in ops:
+            raise InputError(f"bench: --op must be one of {', '.join(ops)} on a {self.device}, got {self.op}.")
+        if self.device == "gpu":
+            if self.workload is not None:
+                raise InputError("bench: --workload must be left out with --device gpu, which has its own sizes.")
+            return
         names = [workload.name for workload in WORKLOADS[self.op]]
         if self.workload is not None and self.workload not in names:
             raise InputError(f"bench: --workload must be one of {', '.join(names)}, got {self.workload}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneOptions:
+    """Options of `tune`: one model's sizes."""
+
+    hidden: int = _option(4096, help="H, the hidden size")
+    intermediate: int = _option(14336, help="I, the intermediate size")
+    vocab: int = _option(128256, help="V, the entries of the vocabulary")
+    tokens: int = _option(8192, help="tokens of a shard")
+    dtype: Literal["bfloat16", "float16", "float32"] = _option("bfloat16", help="of the operands")
+    repeats: int = _option(20, help="timed runs of each candidate, interleaved")
+
+    def check(self) -> None:
+        """Raise InputError for the first option that is out of range."""
+        for name in ("hidden", "intermediate", "vocab", "tokens", "repeats"):
+            if getattr(self, name) < 1:
+                raise InputError(f"tune: --{name} must be >= 1, got {getattr(self, name)}.")
+        if self.dtype not in ("bfloat16", "float16", "float32"):
+            raise InputError(f"tune: --dtype must be bfloat16, float16 or float32, got {self.dtype}.")

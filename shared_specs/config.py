@@ -37,6 +37,9 @@ class Tiling:
         keep: fraction of the shards, in [0, 1], whose gate and up are kept for backward instead of recomputed (MLP).
         vocab_shards: at most this many runs of the vocabulary, >= 1, whose logits exist one at a time (losses). More
             than one costs a second computation of the logits: 8 THV FLOP instead of 6.
+        deterministic: whether results are the same to the last bit at every shard count (MLP, in tiled_torch). Every
+            product is then made by a kernel of the project's own, which adds in one order; UnsupportedError where none
+            can run.
     """
 
     num_shards: int | None = None
@@ -44,6 +47,7 @@ class Tiling:
     memory_budget: int | None = None
     keep: float = 0.0
     vocab_shards: int | None = None
+    deterministic: bool = False
 
 
 LossReduction = Literal["mean", "sum", "none"]

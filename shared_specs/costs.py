@@ -94,12 +94,13 @@ def block_rows(shape: MLPShape, device: str) -> int:
     return max(1, ELEMENTWISE_ELEMENTS[device] // max(1, shape.intermediate))
 
 
-def peak_bytes(shape: MLPShape, plan: ShardPlan, *, device: str = "cpu") -> int:
+def peak_bytes(shape: MLPShape, plan: ShardPlan, *, device: str = "cpu", kernels: bool = False) -> int:
     """Peak bytes of one eager backward above inputs, outputs, gradients and what `saved_bytes` names.
 
     Buffers [t, I]: gate, up and dh, over which dgate, h and dup are written (two without a gate). On top: a few
     elementwise temporaries of `block_rows` rows, the accumulators, and for 16-bit operands on a CPU the float32 copies
-    of one product's operands, because CPU products cannot return float32 from 16-bit operands.
+    of one product's operands, because CPU products cannot return float32 from 16-bit operands. `kernels`: Triton's, which
+    hold what is elementwise in registers.
     """
     t, wide = plan.longest, max(shape.itemsize, 4)
     buffers = (3 if shape.gated else 2) * t * shape.intermediate * shape.itemsize
@@ -107,7 +108,7 @@ def peak_bytes(shape: MLPShape, plan: ShardPlan, *, device: str = "cpu") -> int:
     in_place, widened = (2, 5) if shape.gated else (1, 3)
     if shape.activation == "relu_squared":  # the slope, which has no fused gradient
         in_place, widened = in_place + 1, widened + 1
-    temporaries = block * wide * (in_place if shape.itemsize >= 4 else widened)
+    temporaries = 0 if kernels else block * wide * (in_place if shape.itemsize >= 4 else widened)
     copies = 0
     sums_wide = len(plan) > 1 or shape.weight_itemsize != shape.itemsize
     if shape.itemsize < 4 and device == "cpu" and sums_wide:
@@ -137,21 +138,27 @@ def plain_peak_bytes(shape: MLPShape) -> int:
     return plain_saved_bytes(shape) + (3 if shape.gated else 2) * shape.tokens * shape.intermediate * shape.itemsize
 
 
-def shard_tokens_within(function: str, budget: int, tokens: int, peak: Callable[[ShardPlan], int]) -> int:
-    """The longest shard, in tokens, whose peak fits `budget` bytes; SpecError with the least budget where none does."""
-    low, high = 1, max(1, tokens)
+def shard_tokens_within(
+    function: str, budget: int, tokens: int, peak: Callable[[ShardPlan], int], multiple_of: int = 1
+) -> int:
+    """The longest shard, in tokens, whose peak fits `budget` bytes; SpecError with the least budget where none does.
 
-    def needed(shard_tokens: int) -> int:
-        return peak(ShardPlan(tokens, shard_tokens))
+    A multiple of `multiple_of`, which may be more than there are tokens.
+    """
+    low, high = 1, -(-max(1, tokens) // multiple_of)
+
+    def needed(blocks: int) -> int:
+        return peak(ShardPlan(tokens, blocks * multiple_of))
 
     if needed(high) <= budget:
-        return high
+        return high * multiple_of
     if needed(low) > budget:
-        fail(function, "memory_budget", f">= {needed(low)} bytes, one token at a time", budget)
+        least = "one token" if multiple_of == 1 else f"{multiple_of} tokens"
+        fail(function, "memory_budget", f">= {needed(low)} bytes, {least} at a time", budget)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if needed(middle) <= budget else (low, middle)
-    return low
+    return low * multiple_of
 
 
 def plan_mlp(
@@ -163,6 +170,7 @@ def plan_mlp(
     memory_budget: int | None = None,
     device: str = "cpu",
     compiled: bool = False,
+    kernels: bool = False,
     multiple_of: int = 1,
 ) -> ShardPlan:
     """The plan of one MLP call. An automatic plan that would cost more memory than no tiling becomes one shard.
@@ -171,8 +179,9 @@ def plan_mlp(
     loop. Without a budget both halves make the same plan.
     """
     if memory_budget is not None:
-        peak = partial(compiled_peak_bytes if compiled else peak_bytes, shape, device=device)
-        shard_tokens = shard_tokens_within(function, memory_budget, shape.tokens, peak)
+        eager = partial(peak_bytes, kernels=kernels)
+        peak = partial(compiled_peak_bytes if compiled else eager, shape, device=device)
+        shard_tokens = shard_tokens_within(function, memory_budget, shape.tokens, peak, multiple_of)
     plan = plan_tokens(
         shape.tokens, num_shards=num_shards, shard_tokens=shard_tokens, device=device, multiple_of=multiple_of
     )
@@ -224,19 +233,20 @@ def loss_block_rows(shape: LossShape, device: str) -> int:
     return max(1, LOSS_ELEMENTS[device] // max(1, shape.vocab_shard))
 
 
-def loss_peak_bytes(shape: LossShape, plan: ShardPlan, *, device: str = "cpu") -> int:
+def loss_peak_bytes(shape: LossShape, plan: ShardPlan, *, device: str = "cpu", kernels: bool = False) -> int:
     """Peak bytes of one eager loss above inputs and gradients: one shard of logits.
 
     On top: where logits are widened or bent, elementwise temporaries of `loss_block_rows` rows, the float32 sum of a 16-bit
     weight's gradient, and for 16-bit operands on a CPU the float32 copies of one product's operands, because CPU products
     cannot return float32.
-    With vocabulary shards a 16-bit dx is a float32 sum while its tokens are worked on.
+    With vocabulary shards a 16-bit dx is a float32 sum while its tokens are worked on. `kernels`: Triton's, which hold what
+    is elementwise in registers.
     """
     t, wide = plan.longest, max(shape.itemsize, 4)
     logits = t * shape.vocab_shard * shape.itemsize
     dx_sum = t * shape.hidden * 4 if shape.itemsize < 4 and shape.vocab_shards > 1 else 0
     block = min(t, loss_block_rows(shape, device)) * shape.vocab_shard
-    temporaries = block * wide * ((0 if shape.itemsize >= 4 else 1) + shape.bends)
+    temporaries = 0 if kernels else block * wide * ((0 if shape.itemsize >= 4 else 1) + shape.bends)
     copies = 0
     if shape.itemsize < 4 and device == "cpu":
         copies = t * (shape.vocab_shard + shape.hidden) * 4
@@ -281,9 +291,11 @@ def plan_loss(
     memory_budget: int | None = None,
     device: str = "cpu",
     compiled: bool = False,
+    kernels: bool = False,
 ) -> ShardPlan:
     """The plan of one loss call; as `plan_mlp`, but always tiled: one shard's logits are what it is for."""
     if memory_budget is not None:
-        peak = partial(compiled_loss_peak_bytes if compiled else loss_peak_bytes, shape, device=device)
+        eager = partial(loss_peak_bytes, kernels=kernels)
+        peak = partial(compiled_loss_peak_bytes if compiled else eager, shape, device=device)
         shard_tokens = shard_tokens_within(function, memory_budget, shape.tokens, peak)
     return plan_tokens(shape.tokens, num_shards=num_shards, shard_tokens=shard_tokens, device=device)

@@ -53,29 +53,30 @@ class TorchAdapter:
 
     half, backends = "torch", ("eager",)
 
+    def __init__(self, device: str = "cpu") -> None:
+        self.device = device
+
     def from_numpy(self, array: Array) -> Any:
         import torch
 
         if array.dtype == ml_dtypes.bfloat16:
-            return torch.from_numpy(array.view(np.uint16).copy()).view(torch.bfloat16)
-        return torch.from_numpy(array.copy())
+            return torch.from_numpy(array.view(np.uint16).copy()).view(torch.bfloat16).to(self.device)
+        return torch.from_numpy(array.copy()).to(self.device)
 
     def to_numpy(self, tensor: Any) -> Array | None:
         import torch
 
         if tensor is None:
             return None
-        tensor = tensor.detach().contiguous()
+        tensor = tensor.detach().contiguous().cpu()
         if tensor.dtype == torch.bfloat16:
             return tensor.view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
         return tensor.numpy()
 
     def lay_out(self, tensor: Any, layout: str) -> tuple[Any, Any]:
         """(the storage's tensor, the view to hand over), of the same values."""
-        import torch
-
         if layout == "sliced":
-            base = torch.full((*tensor.shape[:-1], tensor.shape[-1] + 3), 7, dtype=tensor.dtype)
+            base = tensor.new_full((*tensor.shape[:-1], tensor.shape[-1] + 3), 7)
             base[..., 1:-2] = tensor
             return base, lambda base: base[..., 1:-2]
         if layout == "transposed":

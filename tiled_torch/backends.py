@@ -1,8 +1,19 @@
 """Which backend is usable here and, if not, why not; and which one ran."""
 
+import importlib.util
+import os
 from collections.abc import Mapping
 
+import torch
+
+from shared_specs import checks
+from shared_specs.config import TORCH
+
 _ran: dict[str, str] = {}
+
+_INSTALLED = importlib.util.find_spec("triton") is not None
+# What the kernels' tensor-core products and descriptors need: Ampere or newer.
+_OLDEST = (8, 0)
 
 
 def usable_backends() -> Mapping[str, str | None]:
@@ -12,10 +23,41 @@ def usable_backends() -> Mapping[str, str | None]:
         >>> usable_backends()["eager"] is None
         True
     """
-    return {
-        "eager": None,
-        "triton": "tiled_torch has no Triton kernel for this operation yet; the eager backend runs on every device.",
-    }
+    return {"eager": None, "triton": _no_triton()}
+
+
+def interpreting() -> bool:
+    """Whether Triton's interpreter runs the kernels, on any device and slowly: TRITON_INTERPRET=1 in the environment."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _no_triton() -> str | None:
+    if not _INSTALLED:
+        return "The triton package is not installed."
+    if interpreting():
+        return None
+    if not torch.cuda.is_available() or torch.version.hip is not None:
+        return "Its kernels need an NVIDIA GPU, and PyTorch finds none."
+    found = torch.cuda.get_device_capability()
+    if found < _OLDEST:
+        return f"Its kernels need compute capability {_OLDEST[0]}.{_OLDEST[1]} or newer, this GPU has {found[0]}.{found[1]}."
+    return None
+
+
+def choose(function: str, backend: str, device: torch.device, dtype: torch.dtype) -> str:
+    """The backend that runs a call whose operands are on this device, in this compute dtype.
+
+    A backend named explicitly runs or raises UnsupportedError; "auto" takes the kernels on a GPU that can run them.
+    """
+    reason = usable_backends()["triton"]
+    if reason is None and dtype == torch.float64:
+        reason = "Its kernels compute float32, bfloat16 and float16, and this call is float64."
+    if reason is None and device.type != "cuda" and not interpreting():
+        reason = f"Its kernels run on a GPU, and this call is on {device}."
+    if backend == "auto":
+        return "triton" if reason is None and device.type == "cuda" else "eager"
+    checks.check_backend(function, backend, TORCH, {"eager": None, "triton": reason})
+    return backend
 
 
 def record_run(function: str, backend: str) -> None:

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.table import Table
@@ -50,7 +50,18 @@ def require_parity(half: str, op: str = "mlp") -> str:
     return closing
 
 
-def interleave(variants: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
+def host_seconds(run: Callable[[], object]) -> float:
+    """Seconds of one run by the host's clock."""
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def interleave(
+    variants: Mapping[str, Callable[[], object]],
+    repeats: int,
+    clock: Callable[[Callable[[], object]], float] = host_seconds,
+) -> dict[str, list[float]]:
     """Seconds of every variant, `repeats` times in turn after one warm-up each, so that drift hits all alike."""
     for run in variants.values():
         run()
@@ -58,9 +69,7 @@ def interleave(variants: Mapping[str, Callable[[], object]], repeats: int) -> di
     names = list(variants)
     for turn in range(repeats):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            start = time.perf_counter()
-            variants[name]()
-            seconds[name].append(time.perf_counter() - start)
+            seconds[name].append(clock(variants[name]))
     return seconds
 
 
@@ -87,3 +96,47 @@ def show(title: str, summary: Mapping[str, Mapping[str, Any]], reference: str) -
         ratios = (row[f"ratio_to_{reference}"], row[f"least_ratio_to_{reference}"])
         table.add_row(name, *(f"{number:.3f}" for number in (*numbers, *ratios)))
     Console().print(table)
+
+
+class Clock(Protocol):
+    """What measures one run on a device."""
+
+    def seconds(self, run: Callable[[], object]) -> float: ...
+
+    def peak(self, run: Callable[[], object]) -> int | None:
+        """Runs it once and returns the most bytes that it had beyond those that were there; None where nobody counts."""
+        ...
+
+    def after_failure(self) -> None: ...
+
+
+def measured(
+    runs: Mapping[str, Callable[[], object]], repeats: int, clock: Clock, flop: Mapping[str, float]
+) -> list[dict[str, Any]]:
+    """One line a variant, interleaved: seconds, ratio to the first that runs, TFLOP/s, peak bytes; or why it did not run."""
+    left_out: list[dict[str, Any]] = []
+    alive: dict[str, Callable[[], object]] = {}
+    peaks: dict[str, int | None] = {}
+    for name, run in runs.items():
+        try:
+            run()  # compiles
+            peaks[name] = clock.peak(run)
+            alive[name] = run
+        except Exception as error:  # out of memory, a peer's own refusal: a line in the record
+            left_out.append({"variant": name, "left_out": f"{type(error).__name__}: {str(error)[:200]}"})
+            clock.after_failure()
+    if not alive:
+        return left_out
+    reference = next(iter(alive))
+    summary = summarise(interleave(alive, repeats, clock.seconds), reference)
+    show("", summary, reference)
+    lines = [
+        {
+            "variant": name,
+            "peak_bytes": peaks[name],
+            "tflops": flop[name] / row["median_seconds"] / 1e12 if name in flop else None,
+            **row,
+        }
+        for name, row in summary.items()
+    ]
+    return lines + left_out

@@ -39,7 +39,7 @@ IN_ROOM = {
     ("tiled_torch", "models"): {"transformers"},
     ("tiled_torch", "commands"): {"transformers", "liger_kernel", "deepspeed"},
     ("tiled_jax", "parallel"): {"optax", "orbax"},
-    ("tiled_jax", "commands"): {"optax", "orbax"},
+    ("tiled_jax", "commands"): {"optax", "orbax", "tokamax"},
 }
 
 # Loaded only when a function runs (or by a type checker), so that the package imports where they are missing.

@@ -154,9 +154,11 @@ def test_registered_operators() -> None:
     x, gate, up, down = detached
     none = (None, None, None)
     options = ("test_schema", "test_faketensor")
-    torch.library.opcheck(ops.forward, (x, gate, up, down, *none, None, None, x.dtype, "silu", 8), test_utils=options)
-    torch.library.opcheck(ops.kept, (x, gate, up, down, *none, x.dtype, 8, 16), test_utils=options)
-    args = (x, x, gate, up, down, *none, None, None, "silu", 8, [True] * 4 + [False] * 3)
+    torch.library.opcheck(
+        ops.forward, (x, gate, up, down, *none, None, None, x.dtype, "silu", 8, "eager"), test_utils=options
+    )
+    torch.library.opcheck(ops.kept, (x, gate, up, down, *none, x.dtype, 8, "eager", 16), test_utils=options)
+    args = (x, x, gate, up, down, *none, None, None, "silu", 8, "eager", [True] * 4 + [False] * 3)
     torch.library.opcheck(ops.backward, args, test_utils=options)
 
 

@@ -77,7 +77,8 @@ def test_bad_loss_input(case: BadCase, half: Half) -> None:
 
 
 @pytest.mark.parametrize(("half", "backend"), [("torch", "triton"), ("jax", "pallas")])
-def test_unusable_backend_says_why(half: Half, backend: str) -> None:
+def test_unusable_backend_says_why(half: Half, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     reason = import_module(NAMES[half].package).usable_backends()[backend]
     if reason is None:
         pytest.skip(f"{backend} is usable here")

@@ -26,6 +26,10 @@ PEER_NOTE = (
 
 def bench(options: BenchOptions) -> int:
     """Parity first; then one table and one record."""
+    if options.device == "gpu":
+        from tiled_torch.commands.bench_gpu import bench_gpu  # imports triton
+
+        return bench_gpu(options)
     if options.op == "loss":
         return bench_loss(options)
     parity = require_parity("torch")

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tiled_torch.functional.activations import wide_dtype
+from tiled_torch.functional.steps import EAGER, Steps
 
 
 class GradientSum:
@@ -16,8 +17,8 @@ class GradientSum:
     a single shard nothing is summed, so the product is written in the parameter's own dtype.
     """
 
-    def __init__(self, parameter: Tensor, main_grad: Tensor | None, *, single: bool) -> None:
-        self.dtype = parameter.dtype
+    def __init__(self, parameter: Tensor, main_grad: Tensor | None, *, single: bool, steps: Steps = EAGER) -> None:
+        self.dtype, self.steps = parameter.dtype, steps
         self.main_grad = main_grad
         if main_grad is not None:
             self.acc, self.empty = main_grad.view(parameter.shape), False
@@ -26,37 +27,21 @@ class GradientSum:
         self.acc, self.empty = torch.empty(parameter.shape, dtype=dtype, device=parameter.device), True
 
     @classmethod
-    def into(cls, buffer: Tensor) -> Self:
+    def into(cls, buffer: Tensor, steps: Steps = EAGER) -> Self:
         """A sum whose accumulator is `buffer`, whatever it holds now."""
         total = cls.__new__(cls)
+        total.steps = steps
         total.dtype, total.main_grad, total.acc, total.empty = buffer.dtype, None, buffer, True
         return total
 
     def add_product(self, a: Tensor, b: Tensor) -> None:
         """acc += a.T @ b, in the accumulator's dtype. a: [t, rows], b: [t, columns]."""
-        acc, first = self.acc, self.empty
+        self.steps.add_product(self.acc, a, b, first=self.empty)
         self.empty = False
-        if a.dtype == acc.dtype:
-            if first:
-                torch.mm(a.T, b, out=acc)
-            else:
-                acc.addmm_(a.T, b)
-        elif a.device.type == "cpu":  # CPU products cannot return float32 from 16-bit operands
-            if first:
-                torch.mm(a.T.to(acc.dtype), b.to(acc.dtype), out=acc)
-            else:
-                acc.addmm_(a.T.to(acc.dtype), b.to(acc.dtype))
-        elif first:
-            torch.mm(a.T, b, out_dtype=acc.dtype, out=acc)
-        else:
-            torch.addmm(acc, a.T, b, out_dtype=acc.dtype, out=acc)
 
     def add_rows(self, d: Tensor) -> None:
         """acc += d.sum(0), in the accumulator's dtype. d: [t, columns]."""
-        if self.empty:
-            torch.sum(d, 0, dtype=self.acc.dtype, out=self.acc)
-        else:
-            self.acc += d.sum(0, dtype=self.acc.dtype)
+        self.steps.add_rows(self.acc, d, first=self.empty)
         self.empty = False
 
     def finish(self) -> None:

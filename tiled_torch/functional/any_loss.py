@@ -58,7 +58,9 @@ def tiled_loss(
     """
     if not callable(fn):
         fail_type(_NAME, "fn", "a module or a function", type(fn).__name__)
-    options = checks.resolve_tiling(_NAME, num_shards, 0.0, tiling, unused=("keep", "vocab_shards", "memory_budget"))
+    options = checks.resolve_tiling(
+        _NAME, num_shards, 0.0, tiling, unused=("keep", "vocab_shards", "memory_budget", "deterministic")
+    )
     _refuse_mean(fn, x, args)
     scalar: list[bool] = []
 

@@ -78,9 +78,8 @@ def tiled_linear_cross_entropy(
     for name, tensor in {"x": x, "weight": weight, "targets": targets, "bias": bias}.items():
         refuse_dtensor(_NAME, name, tensor, split if name in ("weight", "bias") else whole)
     given = Given(_NAME, x, weight, targets, bias, loss)
-    plan, cuts = given.check(num_shards, tiling, backend, weight.shape[0] if isinstance(weight, Tensor) else 0)
-    backends.record_run(_NAME, "eager")
-    return given.run(plan, cuts, weight.shape[0])
+    plan, cuts, chosen = given.check(num_shards, tiling, backend, weight.shape[0] if isinstance(weight, Tensor) else 0)
+    return given.run(plan, cuts, weight.shape[0], backend=chosen)
 
 
 class Given(NamedTuple):
@@ -95,8 +94,8 @@ class Given(NamedTuple):
 
     def check(
         self, num_shards: int | None, tiling: Tiling | None, backend: str, vocab: int, entries: int | None = None
-    ) -> tuple[ShardPlan, int]:
-        """The plan and the number of vocabulary shards, once every argument is right.
+    ) -> tuple[ShardPlan, int, str]:
+        """The plan, the number of vocabulary shards and the backend, once every argument is right.
 
         entries: the most that any rank holds, where ranks must come to the same plan; else the weight's own.
         """
@@ -106,7 +105,9 @@ class Given(NamedTuple):
         for argument, tensor in tensors.items():
             if not isinstance(tensor, Tensor):
                 fail_type(name, argument, "an array", type(tensor).__name__)
-        tiling = checks.resolve_tiling(name, num_shards, 0.0, tiling, x=tuple(self.x.shape), unused=("keep",))
+        tiling = checks.resolve_tiling(
+            name, num_shards, 0.0, tiling, x=tuple(self.x.shape), unused=("keep", "deterministic")
+        )
         checks.check_backend(name, backend, TORCH, backends.usable_backends())
         checks.check_loss_options(name, loss)
         for argument in ("class_weight", "num_valid"):
@@ -129,6 +130,8 @@ class Given(NamedTuple):
             names=TORCH,
             vocab=vocab,
         )
+        dtype = after_autocast(self.x, cast)
+        chosen = backends.choose(name, backend, self.x.device, dtype)
         entries = self.weight.shape[0] if entries is None else entries
         cuts = min(tiling.vocab_shards or 1, max(1, entries))
         shape = costs.LossShape(
@@ -136,7 +139,7 @@ class Given(NamedTuple):
             hidden=self.x.shape[-1],
             vocab=entries,
             vocab_shards=cuts,
-            itemsize=after_autocast(self.x, cast).itemsize,
+            itemsize=dtype.itemsize,
             weight_itemsize=self.weight.dtype.itemsize,
             bends=(loss.logit_softcap is not None) + ("entropy" in loss.outputs),
         )
@@ -147,16 +150,25 @@ class Given(NamedTuple):
             shard_tokens=tiling.shard_tokens,
             memory_budget=tiling.memory_budget,
             device="cpu" if self.x.device.type == "cpu" else "gpu",
+            kernels=chosen == "triton",
         )
-        return plan, cuts
+        return plan, cuts, chosen
 
     def run(
-        self, plan: ShardPlan, cuts: int, vocab: int, start: int = 0, ranks: Ranks | None = None
+        self,
+        plan: ShardPlan,
+        cuts: int,
+        vocab: int,
+        start: int = 0,
+        ranks: Ranks | None = None,
+        *,
+        backend: str,
     ) -> Tensor | LossResult:
         """The checked call. start, ranks: of a vocabulary split over ranks."""
+        backends.record_run(self.function, backend)
         options = replace(self.loss, class_weight=None, num_valid=None)
         dtype = after_autocast(self.x, autocast_dtype(self.x))
-        problem = Problem(self.function, options, plan.shard_tokens, cuts, dtype, vocab, start, ranks)
+        problem = Problem(self.function, options, plan.shard_tokens, cuts, dtype, vocab, start, ranks, backend)
         number = _number(self.loss.num_valid, self.x)
         given = Operands(self.x, self.weight, self.bias, self.targets, self.loss.class_weight, number)
         grads = torch.is_grad_enabled()

@@ -25,6 +25,7 @@ from tiled_torch.functional.loss_shards import (
     losses,
     losses_and_gradients,
 )
+from tiled_torch.functional.loss_steps import loss_steps_named
 
 Parts = tuple[Tensor | None, Tensor | None, Tensor | None]
 
@@ -57,13 +58,15 @@ class Problem:
     vocab: int
     start: int = 0
     ranks: Ranks | None = None
+    backend: str = "eager"
 
     def plan(self, x: Tensor) -> ShardPlan:
         return ShardPlan(checks.flat_tokens(x.shape), self.shard_tokens)
 
     def head(self, given: Operands) -> Head:
         bias = None if given.bias is None else given.bias.to(self.dtype)
-        return Head(given.weight.to(self.dtype), bias, self.vocab, self.start, self.cuts, self.ranks)
+        steps = loss_steps_named(self.backend)
+        return Head(given.weight.to(self.dtype), bias, self.vocab, self.start, self.cuts, self.ranks, steps)
 
     def labels(self, given: Operands) -> Labels:
         """What the targets say; on a CPU an error for one that does not exist."""

@@ -16,7 +16,7 @@ from tiled_torch.functional.loss_call import Operands, Problem
 from tiled_torch.functional.loss_shards import Needs, scaled
 
 Parts = tuple[Tensor, Tensor, Tensor]
-_OTHERS = 3 + 11 + 2  # arguments of an operator that have no gradient: arrays, the fields of Static, dtype and needs
+_OTHERS = 3 + 12 + 2  # arguments of an operator that have no gradient: arrays, the fields of Static, dtype and needs
 
 
 class Static(NamedTuple):
@@ -33,13 +33,14 @@ class Static(NamedTuple):
     logit_scale: float
     reduction: str
     outputs: str
+    backend: str
 
     @classmethod
     def of(cls, problem: Problem) -> "Static":
         o = problem.options
         numbers = o.ignore_index, o.label_smoothing, o.z_loss, o.logit_softcap, o.logit_scale
         sizes = problem.shard_tokens, problem.cuts, problem.vocab
-        return cls(problem.function, *sizes, *numbers, o.reduction, ",".join(o.outputs))
+        return cls(problem.function, *sizes, *numbers, o.reduction, ",".join(o.outputs), problem.backend)
 
     @property
     def options(self) -> LossOptions:
@@ -54,7 +55,9 @@ class Static(NamedTuple):
         )
 
     def problem(self, dtype: torch.dtype) -> Problem:
-        return Problem(self.function, self.options, self.shard_tokens, self.cuts, dtype, self.vocab)
+        return Problem(
+            self.function, self.options, self.shard_tokens, self.cuts, dtype, self.vocab, backend=self.backend
+        )
 
 
 def _filled(a: Tensor | None, like: Tensor) -> Tensor:
@@ -80,12 +83,13 @@ def with_gradients(
     logit_scale: float,
     reduction: str,
     outputs: str,
+    backend: str,
     dtype: torch.dtype,
     needs: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The loss, the accuracy, the factor of the gradients, and the unscaled gradients (empty where nobody needs them)."""
     numbers = ignore_index, label_smoothing, z_loss, logit_softcap, logit_scale
-    static = Static(function, shard_tokens, cuts, vocab, *numbers, reduction, outputs)
+    static = Static(function, shard_tokens, cuts, vocab, *numbers, reduction, outputs, backend)
     given = Operands(x, weight, bias, targets, class_weight, num_valid)
     *results, dx, dweight, dbias = loss_call.with_gradients(given, static.problem(dtype), Needs(*needs))
     parts = (None if dx is None else dx.view(x.shape), dweight, dbias)
@@ -144,12 +148,13 @@ def values(
     logit_scale: float,
     reduction: str,
     outputs: str,
+    backend: str,
     dtype: torch.dtype,
     needs: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The loss, log_probs, lse, entropy (empty where not asked for) and the accuracy."""
     numbers = ignore_index, label_smoothing, z_loss, logit_softcap, logit_scale
-    static = Static(function, shard_tokens, cuts, vocab, *numbers, reduction, outputs)
+    static = Static(function, shard_tokens, cuts, vocab, *numbers, reduction, outputs, backend)
     given = Operands(x, weight, bias, targets, class_weight, num_valid)
     return tuple(_filled(a, x) for a in loss_call.values(given, static.problem(dtype)))  # type: ignore[return-value]
 
@@ -192,12 +197,13 @@ def backward(
     logit_scale: float,
     reduction: str,
     outputs: str,
+    backend: str,
     dtype: torch.dtype,
     needs: Sequence[bool],
 ) -> Parts:
     upstream = (dvalue, dlog_probs, dlse, dentropy if dentropy.numel() else None)
     numbers = ignore_index, label_smoothing, z_loss, logit_softcap, logit_scale
-    static = Static(function, shard_tokens, cuts, vocab, *numbers, reduction, outputs)
+    static = Static(function, shard_tokens, cuts, vocab, *numbers, reduction, outputs, backend)
     given = Operands(x, weight, bias, targets, class_weight, num_valid)
     saved = (lse, entropy if entropy.numel() else None)
     found, scale = loss_call.gradients(upstream, given, saved, static.problem(dtype), Needs(*needs))

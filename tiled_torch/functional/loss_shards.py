@@ -4,7 +4,6 @@ Letters: T tokens, H hidden, V vocabulary, t tokens and v entries of a shard. On
 thing that exists; every shard reuses it, and dlogits are written over it.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -17,6 +16,7 @@ from tiled_torch.functional import loss_math
 from tiled_torch.functional.accumulate import GradientSum
 from tiled_torch.functional.activations import wide_dtype
 from tiled_torch.functional.loss_math import Coefficients, Columns, Labels, Statistics
+from tiled_torch.functional.loss_steps import EAGER, LossSteps
 
 
 class Ranks(Protocol):
@@ -40,6 +40,7 @@ class Head:
     start: int = 0
     cuts: int = 1
     ranks: Ranks | None = None
+    steps: LossSteps = EAGER
 
     @property
     def pieces(self) -> tuple[slice, ...]:
@@ -178,10 +179,9 @@ def losses_and_gradients(
         x_shard, of_shard = x[rows].to(head.weight.dtype), labels[rows]
         if whole:
             logits = head.logits(x_shard, head.pieces[0], buffer)
-            for block in loss_math.blocks(logits):
-                columns = head.columns(head.pieces[0])
-                found = loss_math.fused_gradient_(logits[block], of_shard[block], columns, options, head.vocab)
-                tokens[rows][block].write(found, of_shard[block], options, head.vocab)
+            columns = head.columns(head.pieces[0])
+            found = head.steps.fused_gradient_(logits, of_shard, columns, options, head.vocab)
+            tokens[rows].write(found, of_shard, options, head.vocab)
             gradients.add(x_shard, logits, 0, rows)
             continue
         found = _statistics(x_shard, head, of_shard, options, buffer, entropy=False, keep=len(head.pieces) == 1)
@@ -229,26 +229,13 @@ def _statistics(
     found: Statistics | None = None
     for piece in head.pieces:  # never none
         logits, columns = head.logits(x, piece, buffer), head.columns(piece)
-        parts = []
-        for block in loss_math.blocks(logits):
-            z = loss_math.transformed(logits[block], options, slope=False, copy=keep)[0]
-            smooth = bool(options.label_smoothing)
-            parts.append(loss_math.exponentials_(z, labels[block], columns, weighted=smooth, moment=entropy))
-            del z  # may be a copy: before the next one is made
-        of_piece = _joined(parts)
+        of_piece = head.steps.statistics(logits, labels, columns, options, moment=entropy, keep=keep)
         found = of_piece if found is None else found.merge(of_piece)
     assert found is not None
     if head.ranks is None:
         return found
     top = head.ranks.maximum_(found.top.clone())
     return found.above(top, list(head.ranks.sum_(torch.stack(found.below(top)))))
-
-
-def _joined(parts: Sequence[Statistics]) -> Statistics:
-    if len(parts) == 1:
-        return parts[0]
-    columns = zip(*parts, strict=True)
-    return Statistics(*(None if column[0] is None else torch.cat(column) for column in columns))  # type: ignore[arg-type]
 
 
 def _add_gradients(
@@ -264,13 +251,10 @@ def _add_gradients(
     kept: bool,
 ) -> None:
     """Adds one shard of tokens. of_rows: its lse, entropy and coefficients; with `kept` its logits are in the buffer."""
-    lse, entropy, k = of_rows
     for number, piece in enumerate(head.pieces):
         width = piece.stop - piece.start
         logits = buffer[: x.shape[0] * width].view(x.shape[0], width) if kept else head.logits(x, piece, buffer)
-        for block in loss_math.blocks(logits):
-            of_block = (lse[block], None if entropy is None else entropy[block], k[block])
-            loss_math.gradient_(logits[block], *of_block, labels[block], head.columns(piece), options)
+        head.steps.gradient_(logits, of_rows, labels, head.columns(piece), options)
         gradients.add(x, logits, number, rows)
 
 

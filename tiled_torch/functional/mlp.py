@@ -16,12 +16,18 @@ from torch.autograd.function import FunctionCtx
 from shared_specs import checks, costs
 from shared_specs.config import TORCH, Activation, Tiling
 from shared_specs.errors import UnsupportedError, fail_type
-from shared_specs.shards import ShardPlan
+from shared_specs.shards import KERNEL_MULTIPLE, ShardPlan
 from tiled_torch import backends
 from tiled_torch.functional import ops
 from tiled_torch.functional.accumulate import main_grad_of, returned_gradient
 from tiled_torch.functional.casting import after_autocast, autocast_dtype, operand, without_autocast
-from tiled_torch.functional.mlp_shards import Weights, kept_up_projections, mlp_backward, mlp_forward
+from tiled_torch.functional.mlp_shards import kept_up_projections, mlp_backward, mlp_forward, steps_named
+from tiled_torch.functional.steps import Weights
+
+_ORDER = (
+    "The eager backend's products are a vendor's, who adds in an order of its own; the backend \"triton\" has kernels for "
+    "all of them, and usable_backends() says whether it can run here."
+)
 
 
 def tiled_mlp(
@@ -83,13 +89,18 @@ def tiled_mlp(
         activation=activation,
         names=TORCH,
     )
+    chosen = backends.choose("tiled_mlp", backend, x.device, dtype)
+    checks.check_deterministic("tiled_mlp", tiling, None if chosen == "triton" else _ORDER)
     operands = Weights(w_gate, w_up, w_down, biases.get("gate"), biases.get("up"), biases.get("down"))
-    plan = plan_for(x, operands, dtype, activation, tiling)
-    backends.record_run("tiled_mlp", "eager")
-    return _run(x, operands, dtype, activation, plan, plan.kept_start(tiling.keep))
+    plan = plan_for(x, operands, dtype, activation, tiling, backend=chosen)
+    backends.record_run("tiled_mlp", chosen)
+    steps = "deterministic" if tiling.deterministic else chosen
+    return _run(x, operands, dtype, activation, plan, plan.kept_start(tiling.keep), steps)
 
 
-def plan_for(x: Tensor, weights: Weights, dtype: torch.dtype, activation: str, tiling: Tiling) -> ShardPlan:
+def plan_for(
+    x: Tensor, weights: Weights, dtype: torch.dtype, activation: str, tiling: Tiling, *, backend: str = "eager"
+) -> ShardPlan:
     """The plan of one call; under compilation T, H and I are static integers of the traced shapes."""
     shape = costs.MLPShape(
         tokens=checks.flat_tokens(x.shape),
@@ -108,6 +119,8 @@ def plan_for(x: Tensor, weights: Weights, dtype: torch.dtype, activation: str, t
         shard_tokens=tiling.shard_tokens,
         memory_budget=tiling.memory_budget,
         device="cpu" if x.device.type == "cpu" else "gpu",
+        kernels=backend == "triton",
+        multiple_of=KERNEL_MULTIPLE if backend == "triton" else 1,
     )
 
 
@@ -123,13 +136,15 @@ def _check_kinds(x: Any, weights: Mapping[str, Any], biases: Any) -> dict[str, T
     return biases
 
 
-def _run(x: Tensor, weights: Weights, dtype: torch.dtype, activation: str, plan: ShardPlan, kept_start: int) -> Tensor:
+def _run(
+    x: Tensor, weights: Weights, dtype: torch.dtype, activation: str, plan: ShardPlan, kept_start: int, steps: str
+) -> Tensor:
     grads = torch.is_grad_enabled() and any(a is not None and a.requires_grad for a in (x, *weights))
     if not grads:
-        return _forward(x, weights, None, dtype, activation, plan)
-    anchor, *kept = Save.apply(x, *weights, dtype, activation, plan.shard_tokens, kept_start)
+        return _forward(x, weights, None, dtype, activation, plan, steps)
+    anchor, *kept = Save.apply(x, *weights, dtype, activation, plan.shard_tokens, steps, kept_start)
     detached = (None if w is None else w.detach() for w in (x, *weights))
-    return Run.apply(anchor, *kept, *detached, activation, plan.shard_tokens)
+    return Run.apply(anchor, *kept, *detached, activation, plan.shard_tokens, steps)
 
 
 def _forward(
@@ -139,12 +154,13 @@ def _forward(
     dtype: torch.dtype,
     activation: str,
     plan: ShardPlan,
+    steps: str,
 ) -> Tensor:
     if torch.compiler.is_compiling():
-        return ops.forward(x, *weights, *(kept or (None, None)), dtype, activation, plan.shard_tokens)
+        return ops.forward(x, *weights, *(kept or (None, None)), dtype, activation, plan.shard_tokens, steps)
     y = torch.empty((*x.shape[:-1], weights.w_down.shape[0]), dtype=dtype, device=x.device)
     with torch.no_grad(), without_autocast(x):
-        mlp_forward(_rows(x), weights, kept, activation, plan, _rows(y))
+        mlp_forward(_rows(x), weights, kept, activation, plan, _rows(y), steps_named(steps, x, weights, dtype))
     return y
 
 
@@ -158,7 +174,7 @@ class Save(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        weights, (dtype, _, shard_tokens, kept_start) = Weights(*args[:6]), args[6:]
+        weights, (dtype, _, shard_tokens, steps, kept_start) = Weights(*args[:6]), args[6:]
         shape = (*x.shape[:-1], weights.w_down.shape[0])
         anchor = torch.zeros((), dtype=dtype, device=x.device).expand(shape)
         plan = ShardPlan(checks.flat_tokens(x.shape), shard_tokens)
@@ -168,9 +184,10 @@ class Save(torch.autograd.Function):
                     "tiled_mlp: main_grad must be None under torch.compile, got a buffer. A compiled backward returns "
                     "gradients; compile around the MLP, or let the optimizer read .grad."
                 )
-            return anchor, *ops.kept(x, *weights, dtype, shard_tokens, kept_start)
+            return anchor, *ops.kept(x, *weights, dtype, shard_tokens, steps, kept_start)
         with without_autocast(x):
-            return anchor, *kept_up_projections(_rows(x), weights, plan, kept_start, dtype)
+            taken = steps_named(steps, x, weights, dtype)
+            return anchor, *kept_up_projections(_rows(x), weights, plan, kept_start, dtype, taken)
 
     @staticmethod
     def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -181,14 +198,14 @@ class Save(torch.autograd.Function):
         # x: gate and up are recomputed from it, and it is an operand of dw_gate, dw_up; weights: dh, dx and the
         # recomputation; kept gate and up: instead of recomputing them.
         ctx.save_for_backward(x, *weights, kept_gate, kept_up)
-        ctx.activation, ctx.shard_tokens = inputs[8], inputs[9]
+        ctx.activation, ctx.shard_tokens, ctx.steps = inputs[8:11]
         # Saved-tensor hooks may hand back other tensor objects; only the parameters themselves carry main_grad.
         ctx.fused = [w if main_grad_of(w) is not None else None for w in weights]
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         if dy is None:
-            return (None,) * 11
+            return (None,) * 12
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise UnsupportedError(
                 "tiled_mlp: create_graph must be False in backward, got True. The hand-written backward has no second "
@@ -198,7 +215,7 @@ class Save(torch.autograd.Function):
         needs = ctx.needs_input_grad[:7]
         kept = (kept_gate, kept_up) if kept_up.shape[0] else None
         grads = _backward(dy, x, Weights(*weights), kept, ctx, needs)
-        return *grads, None, None, None, None
+        return *grads, None, None, None, None, None
 
 
 def _backward(
@@ -211,13 +228,16 @@ def _backward(
 ) -> list[Tensor | None]:
     if torch.compiler.is_compiling():
         found = iter(
-            ops.backward(dy, x, *weights, *(kept or (None, None)), ctx.activation, ctx.shard_tokens, list(needs))
+            ops.backward(
+                dy, x, *weights, *(kept or (None, None)), ctx.activation, ctx.shard_tokens, ctx.steps, list(needs)
+            )
         )
         return [next(found) if need else None for need in needs]
     plan = ShardPlan(checks.flat_tokens(x.shape), ctx.shard_tokens)
     mains = [main_grad_of(w) for w in ctx.fused]
     with without_autocast(x):
-        dx, *dws = mlp_backward(_rows(dy), _rows(x), weights, kept, ctx.activation, plan, needs, mains)
+        steps = steps_named(ctx.steps, x, weights, dy.dtype)
+        dx, *dws = mlp_backward(_rows(dy), _rows(x), weights, kept, ctx.activation, plan, needs, mains, steps)
     dx = None if dx is None else dx.view(x.shape)
     returned = (dw if w is None else returned_gradient(w, dw) for w, dw in zip(ctx.fused, dws, strict=True))
     return [dx, *returned]
@@ -228,10 +248,10 @@ class Run(torch.autograd.Function):
 
     @staticmethod
     def forward(anchor: Tensor, kept_gate: Tensor, kept_up: Tensor, x: Tensor, *args: Any) -> Tensor:
-        weights, (activation, shard_tokens) = Weights(*args[:6]), args[6:]
+        weights, (activation, shard_tokens, steps) = Weights(*args[:6]), args[6:]
         kept = (kept_gate, kept_up) if kept_up.shape[0] else None
         plan = ShardPlan(checks.flat_tokens(x.shape), shard_tokens)
-        return _forward(x, weights, kept, anchor.dtype, activation, plan)
+        return _forward(x, weights, kept, anchor.dtype, activation, plan, steps)
 
     @staticmethod
     def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -239,4 +259,4 @@ class Run(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return (dy, *(None,) * 11)
+        return (dy, *(None,) * 12)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from shared_specs.shards import ShardPlan
-from tiled_torch.functional.mlp_shards import Weights, kept_up_projections, mlp_backward, mlp_forward
+from tiled_torch.functional.mlp_shards import kept_up_projections, mlp_backward, mlp_forward, steps_named
+from tiled_torch.functional.steps import Weights
 
 
 def _flat(a: Tensor) -> Tensor:
@@ -34,16 +35,18 @@ def forward(
     dtype: torch.dtype,
     activation: str,
     shard_tokens: int,
+    steps: str,
 ) -> Tensor:
     weights = Weights(w_gate, w_up, w_down, b_gate, b_up, b_down)
     y = torch.empty((*x.shape[:-1], w_down.shape[0]), dtype=dtype, device=x.device)
-    rows = _flat(x)
-    mlp_forward(rows, weights, _both(kept_gate, kept_up), activation, ShardPlan(rows.shape[0], shard_tokens), _flat(y))
+    rows, kept_both = _flat(x), _both(kept_gate, kept_up)
+    plan, taken = ShardPlan(rows.shape[0], shard_tokens), steps_named(steps, x, weights, dtype)
+    mlp_forward(rows, weights, kept_both, activation, plan, _flat(y), taken)
     return y
 
 
 @forward.register_fake
-def _(x, w_gate, w_up, w_down, b_gate, b_up, b_down, kept_gate, kept_up, dtype, activation, shard_tokens):  # type: ignore[no-untyped-def]
+def _(x, w_gate, w_up, w_down, b_gate, b_up, b_down, kept_gate, kept_up, dtype, activation, shard_tokens, steps):  # type: ignore[no-untyped-def]
     return x.new_empty((*x.shape[:-1], w_down.shape[0]), dtype=dtype)
 
 
@@ -58,14 +61,16 @@ def kept(
     b_down: Tensor | None,
     dtype: torch.dtype,
     shard_tokens: int,
+    steps: str,
     kept_start: int,
 ) -> tuple[Tensor, Tensor]:
     rows, weights = _flat(x), Weights(w_gate, w_up, w_down, b_gate, b_up, b_down)
-    return kept_up_projections(rows, weights, ShardPlan(rows.shape[0], shard_tokens), kept_start, dtype)
+    plan, taken = ShardPlan(rows.shape[0], shard_tokens), steps_named(steps, x, weights, dtype)
+    return kept_up_projections(rows, weights, plan, kept_start, dtype, taken)
 
 
 @kept.register_fake
-def _(x, w_gate, w_up, w_down, b_gate, b_up, b_down, dtype, shard_tokens, kept_start):  # type: ignore[no-untyped-def]
+def _(x, w_gate, w_up, w_down, b_gate, b_up, b_down, dtype, shard_tokens, steps, kept_start):  # type: ignore[no-untyped-def]
     tokens = x.shape[:-1].numel() - kept_start
     up = x.new_empty((tokens, w_up.shape[0]), dtype=dtype)
     return x.new_empty((tokens if w_gate is not None else 0, w_up.shape[0]), dtype=dtype), up
@@ -85,19 +90,21 @@ def backward(
     kept_up: Tensor | None,
     activation: str,
     shard_tokens: int,
+    steps: str,
     needs: Sequence[bool],
 ) -> list[Tensor]:
     """The gradients that `needs` asks for, among x, the weights and the biases, in that order."""
     rows, weights = _flat(x), Weights(w_gate, w_up, w_down, b_gate, b_up, b_down)
     plan = ShardPlan(rows.shape[0], shard_tokens)
     kept_both = _both(kept_gate, kept_up)
-    dx, *dws = mlp_backward(_flat(dy), rows, weights, kept_both, activation, plan, needs, [None] * 6)
+    taken = steps_named(steps, x, weights, dy.dtype)
+    dx, *dws = mlp_backward(_flat(dy), rows, weights, kept_both, activation, plan, needs, [None] * 6, taken)
     grads = [None if dx is None else dx.view(x.shape), *dws]
     return [grad for grad in grads if grad is not None]
 
 
 @backward.register_fake
-def _(dy, x, w_gate, w_up, w_down, b_gate, b_up, b_down, kept_gate, kept_up, activation, shard_tokens, needs):  # type: ignore[no-untyped-def]
+def _(dy, x, w_gate, w_up, w_down, b_gate, b_up, b_down, kept_gate, kept_up, activation, shard_tokens, steps, needs):  # type: ignore[no-untyped-def]
     operands = (x, w_gate, w_up, w_down, b_gate, b_up, b_down)
     return [
         torch.empty_like(a, memory_format=torch.contiguous_format)

@@ -63,7 +63,8 @@ def tile(fn: Callable[..., Any], *, num_shards: int | None = None, tiling: Tilin
     """
     if not callable(fn):
         fail_type("tile", "fn", "a module or a function", type(fn).__name__)
-    tiling = checks.resolve_tiling("tile", num_shards, 0.0, tiling)
+    unused = ("vocab_shards", "deterministic")
+    tiling = checks.resolve_tiling("tile", num_shards, 0.0, tiling, unused=unused)
     if tiling.keep:
         fail("tile", "keep", "0", tiling.keep, advice="A generic function has no gate and up to keep.")
     if tiling.memory_budget is not None:

@@ -61,7 +61,7 @@ def tile_model(
         >>> tiling_paths(model)["model.layers.0.mlp"]
         'tiled_mlp'
     """
-    options = checks.resolve_tiling("tile_model", num_shards, keep, tiling)
+    options = checks.resolve_tiling("tile_model", num_shards, keep, tiling, unused=("vocab_shards", "deterministic"))
     checks.check_backend("tile_model", backend, TORCH, backends.usable_backends())
     found = [(name, module, family_of(module)) for name, module in model.named_modules()]
     known = [(name, module, family) for name, module, family in found if family is not None]

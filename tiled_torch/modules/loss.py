@@ -60,7 +60,7 @@ class TiledLinearCrossEntropy(nn.Module):
         checks.check_loss_options(_NAME, loss)
         checks.check_backend(_NAME, backend, TORCH, backends.usable_backends())
         self.loss, self.backend = loss, backend
-        self.tiling = checks.resolve_tiling(_NAME, num_shards, 0.0, tiling, unused=("keep",))
+        self.tiling = checks.resolve_tiling(_NAME, num_shards, 0.0, tiling, unused=("keep", "deterministic"))
 
     @classmethod
     def from_weights(

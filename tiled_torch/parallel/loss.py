@@ -110,14 +110,13 @@ def vocab_parallel_linear_cross_entropy(
         part = _partition(_HEAD, vocab_size, weight.shape[0], group)
     ranks = torch.distributed.get_world_size(group)
     entries = None if part is None else max(weight.shape[0], -(-part.vocab // ranks))  # the same on every rank
-    plan, cuts = given.check(num_shards, tiling, backend, 0 if part is None else part.vocab, entries)
+    plan, cuts, chosen = given.check(num_shards, tiling, backend, 0 if part is None else part.vocab, entries)
     assert part is not None
     if part.size < weight.shape[0]:
         given = given._replace(weight=weight[: part.size], bias=None if bias is None else bias[: part.size])
-    backends.record_run(_HEAD, "eager")
     alike = weight.shape[0] if vocab_size is None and not split_by_mesh else None
     run = torch.compiler.disable(given.run) if torch.compiler.is_compiling() else given.run
-    return run(plan, cuts, part.vocab, part.start, Group(_HEAD, group, alike))
+    return run(plan, cuts, part.vocab, part.start, Group(_HEAD, group, alike), backend=chosen)
 
 
 def vocab_parallel_cross_entropy(

@@ -1,0 +1,175 @@
+"""Block sizes of the kernels, by op, architecture and shape: read by Triton and by Pallas alike.
+
+Letters of one product: M rows, N columns, K the summed dim; a kernel's program makes one block of `rows` x `columns` of
+the result, `depth` of K at a time. What was measured on a device is in tuned_blocks.json, which the `tune` commands
+write; a shape that is not there gets the op's default, whose registers and shared memory a test compares with a table.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+TUNED = Path(__file__).with_name("tuned_blocks.json")
+
+Kernels = Literal["triton", "pallas"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blocks:
+    """One configuration of a kernel.
+
+    Args:
+        rows, columns, depth: of the block, in elements; powers of two. Elementwise kernels have depth 1.
+        warps: of a program (Triton) or of its computing warpgroups (Pallas: 4 each).
+        stages: blocks of K in flight at once.
+        group: block rows that the raster goes through before the next block column, for the L2 cache.
+        halves: pieces of the epilogue, 1 or 2: two need half the registers.
+    """
+
+    rows: int
+    columns: int
+    depth: int = 1
+    warps: int = 8
+    stages: int = 4
+    group: int = 8
+    halves: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Paths:
+    """Who makes which product of the MLP: the vendor's library, or a kernel of the project's own.
+
+    Args:
+        up: gate and up, then h. "vendor": two products and one elementwise pass; "auxiliary": a vendor's product for
+            gate, a kernel for up and h; "dual": one kernel for both.
+        down: dh, then dgate, dup and h. "vendor": a product and one elementwise pass; "dgated": one kernel.
+        weight_gradient: sums over shards in float32. products: everything else.
+    """
+
+    up: Literal["vendor", "auxiliary", "dual"] = "vendor"
+    down: Literal["vendor", "dgated"] = "dgated"
+    weight_gradient: Literal["vendor", "kernel"] = "vendor"
+    products: Literal["vendor", "kernel"] = "vendor"
+
+
+# Every addition in an order of the project's own.
+DETERMINISTIC = Paths(up="dual", down="dgated", weight_gradient="kernel", products="kernel")
+# IEEE float32 products use no tensor cores in Triton, so the vendor's are the faster ones whatever the shape.
+FLOAT32 = Paths(up="vendor", down="vendor")
+# Not measured yet: a fused down-projection has to reach 79% of the vendor's rate to pay, a fused up-projection 94%.
+UNMEASURED = Paths()
+
+# Clean ahead of time (no spill in a loop with tensor-core instructions, shared memory within the limit). sm_80 has no
+# tensor memory accelerator and 64 x 128 is its largest dual block without spills.
+_DUAL_80 = Blocks(rows=64, columns=128, depth=32, warps=4)
+_SINGLE_80 = Blocks(rows=128, columns=128, depth=32, stages=3)
+_DUAL = Blocks(rows=128, columns=128, depth=64)
+_WIDE = Blocks(rows=128, columns=256, depth=64, stages=3)
+_SPLIT = Blocks(rows=128, columns=128, depth=64, halves=2)
+_SPLIT_80 = Blocks(rows=128, columns=128, depth=32, stages=3, halves=2)
+_ROWS = Blocks(rows=1, columns=1024, warps=4, stages=1)
+_LOGITS = Blocks(rows=1, columns=4096, warps=8, stages=1)
+
+_EVERYWHERE = {"glu_elementwise": _ROWS, "cross_entropy": _LOGITS}
+_SM_80 = {
+    **_EVERYWHERE,
+    "glu_up": _DUAL_80,
+    "glu_up_aux": _SINGLE_80,
+    "dgated": _SPLIT_80,
+    "linear": _SINGLE_80,
+    "dx": _SINGLE_80,
+    "weight_gradient": _SINGLE_80,
+}
+_SM_90 = {
+    **_EVERYWHERE,
+    "glu_up": _DUAL,
+    "glu_up_aux": _SPLIT,
+    "dgated": _SPLIT,
+    "linear": _WIDE,
+    "dx": _WIDE,
+    "weight_gradient": _DUAL,
+}
+
+# Two consumer warpgroups of 64 rows each; the third one only issues copies.
+_MOSAIC = Blocks(rows=128, columns=128, depth=64, warps=8, stages=4)
+
+DEFAULTS: Mapping[Kernels, Mapping[str, Mapping[str, Blocks]]] = {
+    "triton": {"sm_80": _SM_80, "sm_90": _SM_90, "sm_100": _SM_90},
+    "pallas": {"sm_90": {**_EVERYWHERE, "glu_up": _MOSAIC, "dgated": _MOSAIC}},
+}
+ARCHITECTURES = {kernels: tuple(table) for kernels, table in DEFAULTS.items()}
+
+
+# What `tune` tries: small, fixed, and clean ahead of time on one architecture at least.
+TRITON_CANDIDATES: Mapping[str, tuple[Blocks, ...]] = {
+    "glu_up": (
+        _DUAL,
+        Blocks(rows=128, columns=128, depth=64, stages=3),
+        Blocks(rows=256, columns=64, depth=64),
+        _DUAL_80,
+    ),
+    "glu_up_aux": (_SPLIT, _WIDE, Blocks(rows=128, columns=256, depth=64, stages=3, halves=2), _SINGLE_80),
+    "dgated": (_SPLIT, _DUAL, Blocks(rows=128, columns=128, depth=64, stages=3, halves=2), _SPLIT_80),
+    "dx": (_WIDE, Blocks(rows=128, columns=256, depth=64, group=16), _DUAL, _SINGLE_80),
+    "weight_gradient": (_DUAL, Blocks(rows=128, columns=128, depth=64, group=16), _SINGLE_80),
+    "linear": (_WIDE, _DUAL, _SINGLE_80),
+    "glu_elementwise": (_ROWS, Blocks(rows=1, columns=2048, warps=8, stages=1)),
+    "cross_entropy": (_LOGITS, Blocks(rows=1, columns=8192, warps=16, stages=1), Blocks(rows=1, columns=2048, warps=4)),
+}
+
+PALLAS_CANDIDATES: Mapping[str, tuple[Blocks, ...]] = {
+    "glu_up": (_MOSAIC, Blocks(rows=128, columns=128, depth=64, stages=3), Blocks(rows=128, columns=64, depth=64)),
+    "dgated": (_MOSAIC, Blocks(rows=128, columns=128, depth=64, stages=3), Blocks(rows=128, columns=64, depth=64)),
+    "glu_elementwise": (_ROWS, Blocks(rows=1, columns=2048, warps=4, stages=1)),
+    "cross_entropy": (_LOGITS, Blocks(rows=1, columns=2048, warps=4, stages=1)),
+}
+CANDIDATES: Mapping[Kernels, Mapping[str, tuple[Blocks, ...]]] = {
+    "triton": TRITON_CANDIDATES,
+    "pallas": PALLAS_CANDIDATES,
+}
+
+
+def blocks_for(kernels: Kernels, op: str, architecture: str, dtype: str, shape: tuple[int, ...]) -> Blocks:
+    """The measured configuration of exactly this op, architecture, dtype and shape, else the op's default.
+
+    Args:
+        op: a kernel's name. architecture: "sm_90". dtype: of the operands, "bfloat16".
+        shape: the sizes that no shard count changes, so that results do not either: (N, K) of a product of t tokens, both
+            dims of a weight's gradient, the columns of an elementwise kernel.
+    """
+    found = _tuned().get((kernels, op, architecture, dtype, shape))
+    return found if isinstance(found, Blocks) else DEFAULTS[kernels][architecture][op]
+
+
+def paths_for(kernels: Kernels, architecture: str, dtype: str, shape: tuple[int, int]) -> Paths:
+    """Who makes which product, as measured for exactly this (I, H), else the default."""
+    if dtype == "float32":
+        return FLOAT32
+    found = _tuned().get((kernels, "paths", architecture, dtype, shape))
+    return found if isinstance(found, Paths) else UNMEASURED
+
+
+def write_tuned(entries: Sequence[Mapping[str, Any]], path: Path = TUNED) -> None:
+    """Puts measured entries into the table; one that is there for the same key is replaced.
+
+    An entry has kernels, op, architecture, dtype, shape, and `blocks` or (op "paths") `paths`, their fields as they are.
+    """
+    known = json.loads(path.read_text())
+    keys = ("kernels", "op", "architecture", "dtype", "shape")
+    fresh = [tuple(map(str, (entry[key] for key in keys))) for entry in entries]
+    kept = [entry for entry in known if tuple(map(str, (entry[key] for key in keys))) not in fresh]
+    path.write_text(json.dumps([*kept, *entries], indent=1) + "\n")
+    _tuned.cache_clear()
+
+
+@cache
+def _tuned() -> dict[tuple[str, str, str, str, tuple[int, ...]], Blocks | Paths]:
+    """Entries of the measured table; a block's kernel and op, or "paths"."""
+    found: dict[tuple[str, str, str, str, tuple[int, ...]], Blocks | Paths] = {}
+    for entry in json.loads(TUNED.read_text()):
+        key = (entry["kernels"], entry["op"], entry["architecture"], entry["dtype"], tuple(entry["shape"]))
+        found[key] = Paths(**entry["paths"]) if entry["op"] == "paths" else Blocks(**entry["blocks"])
+    return found

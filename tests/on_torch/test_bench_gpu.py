@@ -1,0 +1,81 @@
+"""`bench --device gpu` at tiny sizes on a CPU, its kernels in the interpreter: what a GPU session will run must run."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+
+import tests.triton_interpreter  # noqa: F401
+from shared_specs import blocks
+from shared_specs.cli import BenchOptions, InputError, TuneOptions
+from tiled_torch.commands.bench import bench
+from tiled_torch.commands.bench_gpu import run_part
+from tiled_torch.commands.tune import tune, tune_on
+
+# The interpreter computes with NumPy, which warns where a GPU just returns infinity.
+pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
+
+EXPECTED = {
+    "kernels": {"pytorch", "vendor", "auxiliary", "dual", "dgated", "kernel", "copy", "vendor, nothing added"},
+    "mlp": {"plain", "tiled", "tiled-keep-1", "tiled-eager", "checkpoint", "tiled-in-checkpoint", "tiled-forward"},
+    "loss": {"plain", "tiled-128-triton", "tiled-128-eager"},
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised inside the peers and torch's own compiler
+@pytest.mark.parametrize("op", EXPECTED)
+def test_every_part_writes_records(op: str, tmp_path: Path) -> None:
+    options = BenchOptions(op=op, device="gpu", repeats=1, out=str(tmp_path))
+    sizes = {"widths": {"tiny": (16, 32)}, "tokens": (130, 140), "shards": (128, 130, 256), "vocab": 50}
+    assert run_part(options, torch.device("cpu"), torch.float32, **sizes) == 0
+    records = [json.loads(path.read_text()) for path in tmp_path.glob("*.json")]
+    lines = [line for record in records for line in record["results"]]
+    assert {line["variant"] for line in lines if "median_seconds" in line} >= EXPECTED[op]
+    for line in lines:  # compiled forms and peers may be missing here, with their reason; ours may not
+        assert "median_seconds" in line or (line["left_out"] and not line["variant"].startswith("tiled"))
+    assert all(record["gpu"] == {"name": "cpu"} and record["shape"]["hidden"] == 16 for record in records)
+
+
+def test_tune_writes_what_the_kernels_then_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = tmp_path / "blocks.json"
+    table.write_text("[]")
+    options = TuneOptions(hidden=16, intermediate=32, vocab=50, tokens=32, dtype="float32", repeats=1)
+    assert tune_on(options, torch.device("cpu"), table) == 0
+    entries = json.loads(table.read_text())
+    assert {entry["op"] for entry in entries} == {
+        "glu_up", "glu_up_aux", "glu_elementwise", "dgated", "dx", "linear", "weight_gradient", "cross_entropy", "paths",
+    }  # fmt: skip
+    assert tune_on(options, torch.device("cpu"), table) == 0
+    first, entries = entries, json.loads(table.read_text())
+    assert len(entries) == len(first)  # replaced, not added
+    monkeypatch.setattr(blocks, "TUNED", table)
+    blocks._tuned.cache_clear()
+    for entry in entries:
+        key = ("triton", entry["architecture"], "float32", tuple(entry["shape"]))
+        if entry["op"] != "paths":
+            assert asdict(blocks.blocks_for(key[0], entry["op"], *key[1:])) == entry["blocks"]
+    blocks._tuned.cache_clear()
+
+
+def test_without_a_gpu_it_says_so():
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    with pytest.raises(InputError, match="--device gpu needs a GPU that PyTorch sees, and there is none"):
+        bench(BenchOptions(op="kernels", device="gpu"))
+    with pytest.raises(InputError, match=r"^tune: a GPU must be there"):
+        tune(TuneOptions())
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"op": "kernels"}, "bench: --op must be one of mlp, loss on a cpu, got kernels."),
+        ({"op": "mlp", "device": "gpu", "workload": "1b-4k"}, "bench: --workload must be left out with --device gpu"),
+    ],
+)
+def test_bad_options(given, message):
+    with pytest.raises(InputError) as caught:
+        BenchOptions(**given).check()
+    assert str(caught.value).startswith(message)

@@ -1,0 +1,78 @@
+"""The kernels' table: a default for every op on every architecture, and what is measured replaces it for its own shape."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from shared_specs import blocks
+from shared_specs.blocks import CANDIDATES, DEFAULTS, DETERMINISTIC, FLOAT32, UNMEASURED, Blocks, Paths
+from shared_specs.shards import KERNEL_MULTIPLE
+
+EVERY = [
+    (kernels, architecture, op)
+    for kernels, table in DEFAULTS.items()
+    for architecture, ops in table.items()
+    for op in ops
+]
+
+
+@pytest.fixture
+def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = tmp_path / "tuned.json"
+    path.write_text("[]")
+    monkeypatch.setattr(blocks, "TUNED", path)
+    blocks._tuned.cache_clear()
+    yield path
+    blocks._tuned.cache_clear()
+
+
+@pytest.mark.parametrize(("kernels", "architecture", "op"), EVERY)
+def test_defaults(kernels, architecture, op):
+    found = DEFAULTS[kernels][architecture][op]
+    for size in (found.rows, found.columns, found.depth, found.warps):
+        assert size & (size - 1) == 0
+    # a shard's length is a multiple of these, so that no block of a deterministic sum crosses the end of a shard
+    assert KERNEL_MULTIPLE % found.rows == 0
+    assert KERNEL_MULTIPLE % found.depth == 0
+    assert found.halves in (1, 2)
+
+
+def test_every_architecture_has_the_same_ops():
+    for table in DEFAULTS.values():
+        assert len({tuple(sorted(ops)) for ops in table.values()}) == 1
+
+
+def test_candidates_are_of_known_ops_and_hold_the_defaults():
+    for kernels, ops in CANDIDATES.items():
+        for table in DEFAULTS[kernels].values():
+            assert all(table[op] in candidates for op, candidates in ops.items())
+            assert set(ops) == set(table)
+
+
+def test_what_was_measured_holds_for_its_own_shape_only(table):
+    fast = Blocks(rows=64, columns=64, depth=32)
+    key = {"kernels": "triton", "op": "dgated", "architecture": "sm_90", "dtype": "bfloat16", "shape": [14336, 4096]}
+    ways = {**key, "op": "paths", "paths": asdict(Paths(up="dual"))}
+    blocks.write_tuned([{**key, "blocks": asdict(Blocks(rows=32, columns=32))}, ways], table)
+    blocks.write_tuned([{**key, "blocks": asdict(fast)}], table)
+    assert len(json.loads(table.read_text())) == 2  # replaced
+    default = DEFAULTS["triton"]["sm_90"]["dgated"]
+    assert blocks.blocks_for("triton", "dgated", "sm_90", "bfloat16", (14336, 4096)) == fast
+    assert blocks.blocks_for("triton", "dgated", "sm_90", "float16", (14336, 4096)) == default
+    assert blocks.blocks_for("triton", "dgated", "sm_90", "bfloat16", (14336, 8192)) == default
+    assert blocks.paths_for("triton", "sm_90", "bfloat16", (14336, 4096)) == Paths(up="dual")
+    assert blocks.paths_for("triton", "sm_90", "bfloat16", (14336, 8192)) == UNMEASURED
+    assert blocks.paths_for("triton", "sm_90", "float32", (14336, 4096)) == FLOAT32
+
+
+def test_the_committed_table_can_be_read():
+    blocks._tuned.cache_clear()
+    assert blocks.blocks_for("triton", "linear", "sm_90", "bfloat16", (1, 1)) == DEFAULTS["triton"]["sm_90"]["linear"]
+    for entry in json.loads(blocks.TUNED.read_text()):
+        assert ("paths" in entry) == (entry["op"] == "paths")
+
+
+def test_a_deterministic_call_leaves_nothing_to_the_vendor():
+    assert "vendor" not in asdict(DETERMINISTIC).values()

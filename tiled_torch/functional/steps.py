@@ -1,0 +1,98 @@
+"""What one shard of the MLP computes, step by step: by PyTorch operations, which run on every device.
+
+`functional/kernel_steps.py` has the same steps by Triton kernels; the loops of `functional/mlp_shards.py` take either.
+Letters: t tokens of the shard, H hidden, I intermediate. Every method works on the rows of one shard.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tiled_torch.functional.activations import combine_, combine_backward
+
+
+class Weights(NamedTuple):
+    """Operands of one MLP besides x. w_gate, w_up: [I, H]; w_down: [H_out, I]. w_gate None: a plain two-matrix MLP."""
+
+    w_gate: Tensor | None
+    w_up: Tensor
+    w_down: Tensor
+    b_gate: Tensor | None = None
+    b_up: Tensor | None = None
+    b_down: Tensor | None = None
+
+    def cast(self, dtype: torch.dtype) -> "Weights":
+        return Weights(*(None if w is None else w.to(dtype) for w in self))
+
+
+class Steps:
+    """The steps by PyTorch operations: products by the vendor's library, elementwise work by row blocks."""
+
+    def linear(self, x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+        """x @ w.T + bias into out."""
+        return torch.mm(x, w.T, out=out) if bias is None else torch.addmm(bias, x, w.T, out=out)
+
+    def up_projections(self, x: Tensor, w: Weights, gate: Tensor | None, up: Tensor) -> None:
+        """gate = x @ w_gate.T + b_gate and up = x @ w_up.T + b_up, written into the buffers given."""
+        if w.w_gate is not None and gate is not None:
+            self.linear(x, w.w_gate, w.b_gate, gate)
+        self.linear(x, w.w_up, w.b_up, up)
+
+    def combine(self, activation: str, gate: Tensor | None, up: Tensor, h: Tensor) -> Tensor:
+        """h = act(gate) * up, or act(up) without a gate, into h, which may be gate (or up)."""
+        return combine_(activation, gate, up, h)
+
+    def hidden(self, activation: str, x: Tensor, w: Weights, scratch: list[Tensor]) -> Tensor:
+        """h of one shard from x. scratch: two buffers [t, I] (one without a gate), of which h may be one."""
+        gate, up = (scratch[0] if w.w_gate is not None else None), scratch[-1]
+        self.up_projections(x, w, gate, up)
+        return self.combine(activation, gate, up, scratch[0])
+
+    def hidden_gradients(
+        self, activation: str, dy: Tensor, w: Weights, gate: Tensor | None, up: Tensor, scratch: list[Tensor]
+    ) -> tuple[Tensor | None, Tensor, Tensor]:
+        """(dgate, h, dup) of one shard, in scratch: three buffers [t, I] (two without a gate).
+
+        gate and up are the first of these, or kept ones, which stay as they are.
+        """
+        *outs, dh = scratch
+        torch.mm(dy, w.w_down, out=dh)
+        combine_backward(activation, gate, up, dh, (*outs, dh))
+        return (outs[0] if gate is not None else None), outs[-1], dh
+
+    def dx(self, dgate: Tensor | None, dup: Tensor, w: Weights, dx: Tensor) -> None:
+        """dx = dup @ w_up + dgate @ w_gate, in the dtype of dx."""
+        rows = dx if dx.dtype == dup.dtype else torch.empty_like(dx, dtype=dup.dtype)
+        torch.mm(dup, w.w_up, out=rows)
+        if dgate is not None and w.w_gate is not None:
+            rows.addmm_(dgate, w.w_gate)
+        if rows is not dx:
+            dx.copy_(rows)
+
+    def add_product(self, acc: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
+        """acc += a.T @ b, or acc = a.T @ b for the first shard, in the accumulator's dtype. a: [t, M]; b: [t, N]."""
+        if a.dtype == acc.dtype:
+            if first:
+                torch.mm(a.T, b, out=acc)
+            else:
+                acc.addmm_(a.T, b)
+        elif a.device.type == "cpu":  # CPU products cannot return float32 from 16-bit operands
+            if first:
+                torch.mm(a.T.to(acc.dtype), b.to(acc.dtype), out=acc)
+            else:
+                acc.addmm_(a.T.to(acc.dtype), b.to(acc.dtype))
+        elif first:
+            torch.mm(a.T, b, out_dtype=acc.dtype, out=acc)
+        else:
+            torch.addmm(acc, a.T, b, out_dtype=acc.dtype, out=acc)
+
+    def add_rows(self, acc: Tensor, d: Tensor, *, first: bool) -> None:
+        """acc += d.sum(0), or acc = d.sum(0) for the first shard, in the accumulator's dtype. d: [t, columns]."""
+        if first:
+            torch.sum(d, 0, dtype=acc.dtype, out=acc)
+        else:
+            acc += d.sum(0, dtype=acc.dtype)
+
+
+EAGER = Steps()

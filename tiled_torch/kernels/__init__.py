@@ -1,0 +1,1 @@
+"""Triton kernels: one kernel and its launch wrapper per file. No autograd."""

@@ -1,0 +1,71 @@
+"""dh = dy w_down with the activation's backward in the epilogue: dgate, dup and h, and dh is never stored."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tiled_torch.kernels import launch
+from tiled_torch.kernels.tiles import activate, load_block, raster, slope, store_block
+
+
+@triton.jit
+def dgated_kernel(
+    dy, w_down, gate, up, dgate, dup, h, M, N, K, dy_stride, w_down_stride, pre_stride, d_stride,
+    ACTIVATION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr, HALVES: tl.constexpr,
+):  # fmt: skip
+    m, n = raster(tl.program_id(0), tl.cdiv(M, BM), tl.cdiv(N, BN), GROUP)
+    m, n = m * BM, n * BN
+    acc = tl.zeros((BM, BN), tl.float32)
+    for k in range(0, K, BK):
+        rows = load_block(dy, m, k, M, K, dy_stride, BM, BK, TMA)
+        acc = tl.dot(rows, load_block(w_down, k, n, K, N, w_down_stride, BK, BN, TMA), acc, input_precision=PRECISION)
+    if HALVES == 1:
+        _epilogue(acc, gate, up, dgate, dup, h, m, n, M, N, pre_stride, d_stride, ACTIVATION, BM, BN, TMA)
+    else:  # half the registers
+        half: tl.constexpr = BN // 2
+        first, second = tl.reshape(acc, (BM, 2, half)).permute(0, 2, 1).split()
+        _epilogue(first, gate, up, dgate, dup, h, m, n, M, N, pre_stride, d_stride, ACTIVATION, BM, half, TMA)
+        _epilogue(second, gate, up, dgate, dup, h, m, n + half, M, N, pre_stride, d_stride, ACTIVATION, BM, half, TMA)
+
+
+@triton.jit
+def _epilogue(
+    dh, gate, up, dgate, dup, h, m, n, M, N, pre_stride, d_stride, ACTIVATION: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    g = load_block(gate, m, n, M, N, pre_stride, BM, BN, TMA).to(tl.float32)
+    u = load_block(up, m, n, M, N, pre_stride, BM, BN, TMA).to(tl.float32)
+    act = activate(g, ACTIVATION)
+    store_block(h, act * u, m, n, M, N, d_stride, BM, BN, TMA)
+    store_block(dup, dh * act, m, n, M, N, d_stride, BM, BN, TMA)
+    store_block(dgate, dh * u * slope(g, ACTIVATION), m, n, M, N, d_stride, BM, BN, TMA)
+
+
+@launch.register("dgated", mutates=("dgate", "dup", "h"))
+def dgated(
+    dy: Tensor, w_down: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor, h: Tensor, activation: str
+) -> None:
+    """dgate, dup and h of one shard; dh stays in registers, float32.
+
+    Args:
+        dy: [t, H_out]. w_down: [H_out, I]. gate, up: [t, I], contiguous. Of one dtype: float32 | bfloat16 | float16.
+        dgate, dup: [t, I], contiguous; may be gate and up themselves. h: [t, I]: act(gate) * up, for w_down's gradient.
+    """
+    dy, w_down = launch.dense(dy), launch.dense(w_down)
+    (t, depth), width = dy.shape, w_down.shape[1]
+    sizes = launch.blocks("dgated", dy, (width, depth))
+    tma = launch.with_descriptors(dy, w_down, gate, up, dgate, dup, h)
+    args = [
+        launch.matrix(dy, sizes.rows, sizes.depth, descriptors=tma),
+        launch.matrix(w_down, sizes.depth, sizes.columns, descriptors=tma),
+        *(
+            launch.matrix(a, sizes.rows, sizes.columns // sizes.halves, descriptors=tma)
+            for a in (gate, up, dgate, dup, h)
+        ),
+    ]
+    strides = [launch.row_stride(a) for a in (dy, w_down, gate, dgate)]
+    launch.start(
+        dgated_kernel, launch.programs(t, width, sizes), *args, t, width, depth, *strides, blocks=sizes,
+        ACTIVATION=activation, HALVES=sizes.halves, **launch.block_constants(sizes, descriptors=tma),
+    )  # fmt: skip

@@ -1,0 +1,110 @@
+"""What the launch wrappers share on the host: which block sizes, descriptors or pointers, and the launch itself."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.runtime.interpreter import InterpretedFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from shared_specs import blocks as table
+from shared_specs.blocks import Blocks
+
+# What the interpreter and ahead-of-time compilation stand for; a GPU says for itself what it is.
+ASSUMED = (9, 0)
+# Triton's interpreter multiplies bfloat16 operands as if their bits were integers, in silence. Whoever mends that for a
+# test says so here; without it a kernel refuses bfloat16 in the interpreter.
+bfloat16_in_interpreter = False
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+WARP = 32
+
+
+def capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability of a GPU; what `ASSUMED` says for any other device."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else ASSUMED
+
+
+def architecture(device: torch.device) -> str:
+    """The row of the block table that suits a device: the newest one that is not newer than it."""
+    major, minor = capability(device)
+    known = sorted(int(name.removeprefix("sm_")) for name in table.ARCHITECTURES["triton"])
+    return f"sm_{max((a for a in known if a <= 10 * major + minor), default=known[0])}"
+
+
+# Block sizes that stand in for the table's, by op: what `tune` is trying.
+trying: dict[str, Blocks] = {}
+
+
+def blocks(op: str, a: Tensor, shape: tuple[int, ...]) -> Blocks:
+    """The block sizes of one launch, whose operands are like `a`. shape: see `blocks_for`."""
+    if op in trying:
+        return trying[op]
+    dtype = str(a.dtype).removeprefix("torch.")
+    return table.blocks_for("triton", op, architecture(a.device), dtype, shape)
+
+
+def with_descriptors(*matrices: Tensor | None) -> bool:
+    """Whether the tensor memory accelerator can address them all: sm_90 or newer, and 16-byte rows."""
+    given = [a for a in matrices if a is not None]
+    aligned = all(a.stride(0) * a.itemsize % 16 == 0 and a.storage_offset() * a.itemsize % 16 == 0 for a in given)
+    return aligned and all(a.numel() for a in given) and capability(given[0].device) >= (9, 0)
+
+
+def matrix(a: Tensor | None, rows: int, columns: int, *, descriptors: bool) -> Any:
+    """A kernel's argument: a descriptor with this block, or the tensor itself."""
+    return TensorDescriptor.from_tensor(a, [rows, columns]) if descriptors and a is not None else a
+
+
+def dense(a: Tensor) -> Tensor:
+    """a, or a copy of it where its rows are not contiguous or overlap, as those of an expanded gradient do."""
+    return a if a.stride(1) == 1 and a.stride(0) >= a.shape[1] else a.contiguous()
+
+
+def row_stride(a: Tensor | None) -> int:
+    """Elements from one row to the next; columns are contiguous."""
+    if a is None:
+        return 0
+    if a.stride(-1) != 1 and a.numel():
+        raise ValueError(f"rows must be contiguous, got strides {a.stride()}")
+    return a.stride(0)
+
+
+def start(kernel: Any, programs: int, *args: Any, blocks: Blocks, **constants: Any) -> None:
+    """Launches a kernel on a grid of one dim, none for no programs."""
+    if not programs:
+        return
+    tensors = [a.base if isinstance(a, TensorDescriptor) else a for a in args]
+    found = next(a for a in tensors if isinstance(a, Tensor))
+    if isinstance(kernel, InterpretedFunction) and any(
+        isinstance(a, Tensor) and a.dtype == torch.bfloat16 for a in tensors
+    ):
+        if not bfloat16_in_interpreter:
+            raise NotImplementedError("Triton's interpreter does not multiply bfloat16 correctly")
+    with torch.cuda.device_of(found):
+        kernel[(programs,)](*args, **constants, num_warps=blocks.warps, num_stages=blocks.stages)
+
+
+def programs(m: int, n: int, sizes: Blocks) -> int:
+    """Blocks of an [M, N] result."""
+    return triton.cdiv(m, sizes.rows) * triton.cdiv(n, sizes.columns)
+
+
+def block_constants(sizes: Blocks, *, descriptors: bool) -> Mapping[str, Any]:
+    """The constants of a kernel that makes products. float32 means IEEE float32, never TF32."""
+    names = {"BM": sizes.rows, "BN": sizes.columns, "BK": sizes.depth, "GROUP": sizes.group}
+    return {**names, "TMA": descriptors, "PRECISION": "ieee"}
+
+
+def register(name: str, *, mutates: tuple[str, ...]) -> Callable[[Callable[..., None]], Any]:
+    """Registers a launch wrapper that returns nothing as the operator `tiled_torch::<name>`, with its fake."""
+
+    def decorate(function: Callable[..., None]) -> Any:
+        op: Any = torch.library.custom_op(f"tiled_torch::{name}", function, mutates_args=mutates)
+        op.register_fake(lambda *args, **kwargs: None)
+        op.wrapper = function  # what it does without the dispatcher: ahead-of-time compilation runs it on meta tensors
+        return op
+
+    return decorate
