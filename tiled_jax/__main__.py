@@ -3,7 +3,7 @@
 import sys
 
 from shared_specs.app.command import Command, main
-from shared_specs.cli import BenchOptions, FinetuneOptions
+from shared_specs.cli import BenchOptions, FinetuneOptions, TuneOptions
 
 
 def _finetune(options: FinetuneOptions) -> int:
@@ -19,6 +19,12 @@ def _bench(options: BenchOptions) -> int:
     return bench(options)
 
 
+def _tune(options: TuneOptions) -> int:
+    from tiled_jax.commands.tune import tune
+
+    return tune(options)
+
+
 COMMANDS = (
     Command(
         name="finetune",
@@ -31,6 +37,12 @@ COMMANDS = (
         help="Time one operation against its plain form and against peers, and write a record.",
         options=BenchOptions,
         run=_bench,
+    ),
+    Command(
+        name="tune",
+        help="Measure the GPU kernels' block sizes for one model's widths and write them to the table.",
+        options=TuneOptions,
+        run=_tune,
     ),
 )
 

@@ -1,5 +1,6 @@
 """Which backends can run here and, where one cannot, why not."""
 
+import os
 from collections.abc import Mapping
 from typing import Literal
 
@@ -7,31 +8,45 @@ import jax
 
 from shared_specs import checks, config
 
-# The reason is about the code of today, not about the machine: no device would change it.
-_NO_PALLAS = "tiled_jax has no Pallas kernel for this operation yet; the XLA path runs on every device."
-_REASONS: dict[str, str | None] = {"xla": None, "pallas": _NO_PALLAS}
+# For functions whose computation no kernel has; the reason is about the code of today, not about the machine.
+NO_KERNEL = "tiled_jax has no Pallas kernel for this operation yet; the XLA path runs on every device."
+# "1" runs the Pallas kernels in JAX's GPU interpreter on any machine, for tests: see tiled_jax.kernels.common.
+INTERPRET = "TILED_PALLAS_INTERPRET"
 
 _last: dict[str, str] = {}
+
+
+def interpreting() -> bool:
+    """Whether the environment, read now, asks for the interpreter in place of a GPU."""
+    return os.environ.get(INTERPRET) == "1"
 
 
 def usable_backends() -> Mapping[str, str | None]:
     """Every backend by name, with None where it can run here and the reason where it cannot.
 
+    A call may still be refused for its dtype or its sizes: the message says which.
+
     Example:
         >>> usable_backends()["xla"] is None
         True
     """
-    return dict(_REASONS)
+    return {"xla": None, "pallas": None if interpreting() else _no_hopper()}
 
 
-def choose(function: str, backend: object) -> str:
+def choose(function: str, backend: object, *, no_kernel: str | None = NO_KERNEL) -> str:
     """The backend that runs for this argument; a backend named explicitly runs or is refused, it never falls back.
 
+    Args:
+        no_kernel: why this call has no Pallas kernel, whatever the machine; None where it has one.
     Raises:
         SpecError: no such backend. UnsupportedError: it cannot run here; the message says why.
     """
-    checks.check_backend(function, backend, config.JAX, _REASONS)
-    return "xla" if backend == "auto" else str(backend)
+    usable = usable_backends()
+    reasons = {**usable, "pallas": usable["pallas"] or no_kernel}
+    checks.check_backend(function, backend, config.JAX, reasons)
+    if backend != "auto":
+        return str(backend)
+    return "pallas" if reasons["pallas"] is None and not interpreting() else "xla"
 
 
 def record_run(function: str, backend: str) -> None:
@@ -50,3 +65,13 @@ def last_run(function: str) -> str | None:
 def device_kind() -> Literal["cpu", "gpu"]:
     """The kind of device an automatic plan aims at: JAX's default one, as shapes are all that tracing sees."""
     return "cpu" if jax.default_backend() == "cpu" else "gpu"
+
+
+def _no_hopper() -> str | None:
+    """Why the kernels cannot run on JAX's first device; None where they can."""
+    device = jax.devices()[0]
+    capability = str(getattr(device, "compute_capability", ""))
+    if device.platform == "gpu" and capability.startswith("9."):
+        return None
+    found = f"{device.device_kind} ({capability})" if device.platform == "gpu" else device.platform
+    return f"A Pallas kernel needs a Hopper GPU (compute capability 9.x), found {found}."

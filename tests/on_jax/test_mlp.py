@@ -18,7 +18,7 @@ from shared_specs.tolerances import BF16_256_SHARDS
 from tests.adapters import ADAPTERS
 from tests.asserting import assert_case
 from tests.on_jax.untiled import mlp, operands, y_and_gradients
-from tiled_jax import SpecError, backends, tiled_mlp
+from tiled_jax import SpecError, UnsupportedError, backends, tiled_mlp
 
 # tests/parity runs every case in both halves; where torch is missing it is left out, so the JAX half runs here.
 CASES = MLP_CASES if importlib.util.find_spec("torch") is None else MLP_CASES[:4]
@@ -194,3 +194,13 @@ def test_every_way_to_say_the_plan_gives_the_same_result(same: Any) -> None:
     expected = jax.jit(mlp)(*arguments)
     for tiling in (Tiling(num_shards=3), Tiling(shard_tokens=7), Tiling(memory_budget=10_000), Tiling()):
         same(jax.jit(partial(tiled_mlp, tiling=tiling))(*arguments), expected)
+
+
+def test_deterministic_is_refused() -> None:
+    x, w = jnp.ones((4, 8)), jnp.ones((8, 8))
+    with pytest.raises(UnsupportedError) as caught:
+        tiled_mlp(x, w, w, w, tiling=Tiling(deterministic=True))
+    assert str(caught.value) == (
+        "tiled_mlp: deterministic must be False here, got True. XLA makes some of the products and adds in an order of its "
+        "own; tiled_torch has kernels for all of them."
+    )

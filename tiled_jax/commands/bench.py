@@ -25,6 +25,10 @@ MLP = Callable[..., jax.Array]
 
 def bench(options: BenchOptions) -> int:
     """Parity first; then one table a workload and one record."""
+    if options.device == "gpu":
+        from tiled_jax.commands.bench_gpu import bench_gpu
+
+        return bench_gpu(options)
     if options.op == "loss":
         return bench_loss(options)
     parity = require_parity("jax")

@@ -59,7 +59,7 @@ def tiled_loss(
     if not callable(fn):
         fail_type(_NAME, "fn", "a module or a function", type(fn).__name__)
     shape = tuple(x.shape) if isinstance(x, jax.Array | np.ndarray) else None
-    unused = ("vocab_shards", "keep", "memory_budget")
+    unused = ("vocab_shards", "keep", "memory_budget", "deterministic")
     options = checks.resolve_tiling(_NAME, num_shards, 0.0, tiling, x=shape, unused=unused)
     sums = _Sums(fn)
     layout = rows.split(sums.rows, (x, *sums.owner, *args), {}, function=_NAME)

@@ -89,7 +89,7 @@ def linear_cross_entropy(
         {} if bias is None else {"bias": array(function, "bias", bias)}
     )
     targets = array(function, "targets", targets)
-    options = checks.resolve_tiling(function, num_shards, 0.0, tiling, x=x.shape, unused=("keep",))
+    options = checks.resolve_tiling(function, num_shards, 0.0, tiling, x=x.shape, unused=("keep", "deterministic"))
     checks.check_loss_options(function, loss)
     fixed = {"targets": targets} | _arrays(function, loss)
     chosen = backends.choose(function, backend)

@@ -8,12 +8,14 @@ import jax
 from shared_specs import checks, config, costs
 from shared_specs.config import Tiling
 from shared_specs.errors import fail_type
-from shared_specs.shards import ShardPlan
+from shared_specs.shards import KERNEL_MULTIPLE, ShardPlan
 from tiled_jax import backends
 from tiled_jax.functional.mlp_vjp import Call, run
 from tiled_jax.functional.operands import array, operand
+from tiled_jax.functional.shard_math import Kernels
 
 _NAME = "tiled_mlp"
+_ORDER = "XLA makes some of the products and adds in an order of its own; tiled_torch has kernels for all of them."
 
 
 def tiled_mlp(
@@ -44,7 +46,8 @@ def tiled_mlp(
         num_shards: at most this many shards of T, >= 1; None lets the plan choose. See shared_specs.shards.
         keep: fraction of the shards, the last ones, whose gate and up are kept instead of recomputed, in [0, 1].
         tiling: the long form of num_shards and keep, which it excludes.
-        backend: "auto" | "xla" | "pallas"; one named explicitly runs or raises.
+        backend: "auto" | "xla" | "pallas"; one named explicitly runs or raises. "pallas", which "auto" takes on a Hopper
+            GPU, is the kernels of a gated MLP in bfloat16 or float16; shards are then multiples of 128 tokens.
     Returns:
         [same leading dims, H_out], dtype of x.
     Numerics: products accumulate in float32 and float32 products are IEEE float32; gate, up, h, y and their gradients
@@ -67,7 +70,9 @@ def tiled_mlp(
     w = {**gate, "w_up": array(_NAME, "w_up", w_up), "w_down": array(_NAME, "w_down", w_down)}
     b = {name: array(_NAME, f"biases[{name!r}]", bias) for name, bias in _biases(biases).items()}
     options = checks.resolve_tiling(_NAME, num_shards, keep, tiling, x=x.shape)
-    chosen = backends.choose(_NAME, backend)
+    checks.check_deterministic(_NAME, options, _ORDER)
+    usable = backends.usable_backends()
+    checks.check_backend(_NAME, backend, config.JAX, usable)
     checks.check_mlp(
         _NAME,
         x=operand(x),
@@ -77,8 +82,12 @@ def tiled_mlp(
         names=config.JAX,
         master_weights=True,
     )
-    plan = _plan(x, w, activation, options)
-    call = Call(plan=plan, kept_start=plan.kept_start(options.keep), activation=activation, backend=chosen)
+    plan, kernels = _plan(x, w, activation, options), None
+    if backend != "xla" and usable["pallas"] is None:
+        blocked = _plan(x, w, activation, options, multiple_of=KERNEL_MULTIPLE)
+        if backends.choose(_NAME, backend, no_kernel=_no_kernel(blocked, x, w, activation)) == "pallas":
+            plan, kernels = blocked, Kernels(interpret=backends.interpreting())
+    call = Call(plan=plan, kept_start=plan.kept_start(options.keep), activation=activation, kernels=kernels)
     y = run(call, x.reshape(plan.tokens, x.shape[-1]), w | {f"b_{name}": bias for name, bias in b.items()})
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
@@ -89,7 +98,22 @@ def _biases(biases: Any) -> Mapping[str, Any]:
     return {} if biases is None else biases
 
 
-def _plan(x: jax.Array, w: Mapping[str, jax.Array], activation: str, options: Tiling) -> ShardPlan:
+def _no_kernel(plan: ShardPlan, x: jax.Array, w: Mapping[str, jax.Array], activation: str) -> str | None:
+    """Why the kernels cannot run the shards of this plan; None where they can."""
+    from tiled_jax.kernels.common import mlp_reason  # where no kernel can run, Mosaic is not loaded
+
+    lengths = {stop - start for start, stop in (plan.spans[:1] + plan.spans[-1:])}
+    sizes = {"hidden": x.shape[-1], "intermediate": w["w_up"].shape[1], "out": w["w_down"].shape[1]}
+    reasons = (
+        mlp_reason(x.dtype, tokens=tokens, gated="w_gate" in w, activation=activation, **sizes)
+        for tokens in sorted(lengths or {0})
+    )
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+def _plan(
+    x: jax.Array, w: Mapping[str, jax.Array], activation: str, options: Tiling, *, multiple_of: int = 1
+) -> ShardPlan:
     shape = costs.MLPShape(
         tokens=checks.flat_tokens(x.shape),
         hidden=x.shape[-1],
@@ -108,4 +132,5 @@ def _plan(x: jax.Array, w: Mapping[str, jax.Array], activation: str, options: Ti
         memory_budget=options.memory_budget,
         device=backends.device_kind(),
         compiled=True,
+        multiple_of=multiple_of,
     )

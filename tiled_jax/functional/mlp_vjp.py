@@ -16,7 +16,7 @@ from jax.custom_derivatives import SymbolicZero
 from shared_specs.shards import ShardPlan
 from tiled_jax import backends
 from tiled_jax.functional.loops import Body, for_each_shard, gradient_of, vary_like
-from tiled_jax.functional.shard_math import down, gate_and_up, gradients, wide
+from tiled_jax.functional.shard_math import Kernels, down, gate_and_up, gradients, hidden, hidden_and_pre, wide
 from tiled_jax.functional.wanted import Marks, mark, marked, perturbed
 
 _rows, _set_rows = lax.dynamic_slice_in_dim, lax.dynamic_update_slice_in_dim
@@ -29,7 +29,7 @@ class Call:
     plan: ShardPlan
     kept_start: int
     activation: str
-    backend: str
+    kernels: Kernels | None = None  # None computes with XLA alone
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["x", "w", "kept", "wanted"], meta_fields=[])
@@ -50,8 +50,8 @@ def _mlp(call: Call, x: jax.Array, w: dict[str, jax.Array]) -> jax.Array:
 
 def _forward(call: Call, x: jax.Array, w: dict[str, jax.Array], *, keep: bool) -> tuple[jax.Array, dict[str, Any]]:
     """y [T, H_out], and with `keep` the pre-activations of the kept shards."""
-    backends.record_run("tiled_mlp", call.backend)
-    plan, kept_start = call.plan, call.kept_start
+    plan, kept_start, kernels = call.plan, call.kept_start, call.kernels
+    backends.record_run("tiled_mlp", "xla" if kernels is None else "pallas")
     cast = {name: value.astype(x.dtype) for name, value in w.items()}
     kept_tokens = plan.tokens - kept_start if keep else 0
 
@@ -60,14 +60,14 @@ def _forward(call: Call, x: jax.Array, w: dict[str, jax.Array], *, keep: bool) -
 
     def recomputed(start: Any, tokens: int, carry: Any) -> Any:
         y, buffers = carry
-        y_shard = down(gate_and_up(_rows(x, start, tokens), cast), cast, call.activation)
-        return _set_rows(y, y_shard, start, 0), buffers
+        h = hidden(_rows(x, start, tokens), cast, call.activation, kernels)
+        return _set_rows(y, down(h, cast), start, 0), buffers
 
     def kept(start: Any, tokens: int, carry: Any) -> Any:
         y, buffers = carry
-        pre = gate_and_up(_rows(x, start, tokens), cast)
+        h, pre = hidden_and_pre(_rows(x, start, tokens), cast, call.activation, kernels)
         buffers = {name: _set_rows(buffers[name], pre[name], start - kept_start, 0) for name in pre}
-        return _set_rows(y, down(pre, cast, call.activation), start, 0), buffers
+        return _set_rows(y, down(h, cast), start, 0), buffers
 
     def after_y(start: jax.Array, carry: Any) -> Any:
         start, y = lax.optimization_barrier((start, carry[0]))
@@ -112,8 +112,8 @@ def _gradients(call: Call, saved: _Saved, dy: jax.Array) -> dict[str, jax.Array]
         if kept:
             pre = {name: _rows(value, start - call.kept_start, tokens) for name, value in saved.kept.items()}
         else:
-            pre = gate_and_up(x_shard, cast)
-        d = gradients(x_shard, dy_shard, pre, cast, call.activation, wanted)
+            pre = gate_and_up(x_shard, cast, call.kernels)
+        d = gradients(x_shard, dy_shard, pre, cast, call.activation, wanted, call.kernels)
         return {
             name: _set_rows(carry["x"], d["x"], start, 0) if name == "x" else carry[name] + d[name] for name in carry
         }

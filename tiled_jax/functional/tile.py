@@ -59,7 +59,8 @@ def tile(
     """
     if not callable(fn):
         fail_type("tile", "fn", "a module or a function", type(fn).__name__)
-    options = checks.resolve_tiling("tile", num_shards, 0.0, tiling)
+    unused = ("vocab_shards", "deterministic")
+    options = checks.resolve_tiling("tile", num_shards, 0.0, tiling, unused=unused)
     if options.keep:
         fail("tile", "keep", "0", options.keep, advice="A generic function has no gate and up to keep.")
     if options.memory_budget is not None:

@@ -49,7 +49,7 @@ def make_loss_config(loss: Any, num_shards: int | None, tiling: Tiling | None, b
     """The options of a module, checked when it is made and not when it is first called."""
     checks.check_loss_options(_NAME, loss)
     checks.check_backend(_NAME, backend, JAX, backends.usable_backends())
-    resolved = checks.resolve_tiling(_NAME, num_shards, 0.0, tiling, unused=("keep",))
+    resolved = checks.resolve_tiling(_NAME, num_shards, 0.0, tiling, unused=("keep", "deterministic"))
     return LossConfig(loss=loss, tiling=resolved, backend=backend)
 
 

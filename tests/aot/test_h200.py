@@ -1,0 +1,101 @@
+"""The JAX half compiled ahead of time for an H200: registers, spills, tensor cores, and temporary bytes.
+
+The bytes are those of XLA's default choices without a device to tune on: gates against regressions, not the final peak.
+"""
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from shared_specs import costs
+from shared_specs.config import Tiling
+from shared_specs.shards import ShardPlan
+from tests.aot import h200
+from tests.aot.conftest import DUMP
+from tiled_jax import tiled_linear_cross_entropy, tiled_mlp
+from tiled_jax.kernels import dgated, glu_up
+
+BF16, F32 = jnp.bfloat16, jnp.float32
+H, W, V = 4096, 14336, 128256  # Llama-3-8B
+known: set[str] = set()
+# For the versions of requirements/aot.txt. What keeps gate and up beside h spills 48 bytes; nothing else spills.
+TABLE = json.loads(Path(__file__).with_name("h200_kernels.json").read_text())
+
+x, w, w_down, pre = (h200.shape(BF16, *dims) for dims in ((8192, H), (H, W), (W, H), (8192, W)))
+bias = h200.shape(BF16, W)
+KERNELS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+    "glu_up": (partial(glu_up.glu_up, activation="silu"), (x, w, w)),
+    "glu_up keep": (partial(glu_up.glu_up, activation="silu", keep=True), (x, w, w)),
+    "glu_up recompute": (glu_up.gate_and_up, (x, w, w)),
+    "glu_up gelu, biases": (
+        lambda x, w_gate, w_up, b: glu_up.glu_up(x, w_gate, w_up, b_gate=b, b_up=b, activation="gelu"),
+        (x, w, w, bias),
+    ),
+    "dgated": (partial(dgated.dgated, activation="silu"), (x, w_down, pre, pre)),
+    "dgated gelu": (partial(dgated.dgated, activation="gelu"), (x, w_down, pre, pre)),
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_what_a_kernel_needs_is_in_the_table(name: str) -> None:
+    list(h200.kernels(DUMP, known))
+    fn, shapes = KERNELS[name]
+    program = h200.compiled(fn, *shapes)
+    (kernel,) = h200.kernels(DUMP, known)
+    print(name, kernel)
+    assert kernel == TABLE[name]
+    assert kernel["shared_bytes"] <= h200.SHARED_LIMIT
+    assert (kernel["target"], kernel["wgmma"] > 0, kernel["tma"] > 0) == (90, True, True)
+    assert program.memory_analysis().temp_size_in_bytes <= 2**20
+
+
+def step(fn: Callable[..., jax.Array]) -> Callable[..., Any]:
+    def run(x: jax.Array, *operands: jax.Array) -> Any:
+        *weights, dy = operands
+        y, pull = jax.vjp(fn, x, *weights)
+        return y, *pull(dy)
+
+    return run
+
+
+def temp_bytes(tokens: int, backend: str, shard: int = 2048) -> int:
+    masters = [h200.shape(F32, *dims) for dims in ((H, W), (H, W), (W, H))]
+    rows = h200.shape(BF16, tokens, H)
+    tiled = partial(tiled_mlp, tiling=Tiling(shard_tokens=shard), backend=backend)
+    return h200.compiled(step(tiled), rows, *masters, rows).memory_analysis().temp_size_in_bytes
+
+
+@pytest.fixture
+def kernels_without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backend as on the machine that is compiled for."""
+    monkeypatch.setattr("tiled_jax.backends._no_hopper", lambda: None)
+
+
+@pytest.mark.parametrize("backend", ["xla", "pallas"])
+def test_temporary_bytes_of_the_mlp(backend: str, kernels_without_a_device: None) -> None:
+    """Within the formula, and no more at four times the tokens."""
+    shape = costs.MLPShape(tokens=16384, hidden=H, intermediate=W, itemsize=2, weight_itemsize=4)
+    short, long = (temp_bytes(tokens, backend) for tokens in (16384, 65536))
+    print(backend, short / 2**20, long / 2**20, "MiB")
+    assert short <= costs.compiled_peak_bytes(shape, ShardPlan(16384, 2048), device="gpu")
+    assert long <= 1.05 * short
+
+
+def test_temporary_bytes_of_the_loss() -> None:
+    """One shard of logits and their gradient at the most."""
+    tokens, shard = 16384, 2048
+    targets = h200.shape(jnp.int32, tokens)
+    tiled = partial(tiled_linear_cross_entropy, tiling=Tiling(shard_tokens=shard))
+    program = h200.compiled(
+        jax.value_and_grad(tiled, argnums=(0, 1)), h200.shape(BF16, tokens, H), h200.shape(BF16, H, V), targets
+    )
+    shape = costs.LossShape(tokens=tokens, hidden=H, vocab=V, itemsize=2, weight_itemsize=2)
+    found = program.memory_analysis().temp_size_in_bytes
+    print(found / 2**20, "MiB")
+    assert found <= costs.compiled_loss_peak_bytes(shape, ShardPlan(tokens, shard), device="gpu")

@@ -1,0 +1,81 @@
+"""The kernels under the race detection of JAX's GPU interpreter, and that it finds a race where one is planted."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+import jax
+import pytest
+from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreted_kernels
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from shared_specs.blocks import Blocks
+from tests.on_jax.interpreted import FINDS_RACES, assert_true, clean_interpreter, operands
+from tiled_jax.kernels.common import interpreter
+from tiled_jax.kernels.dgated import dgated
+from tiled_jax.kernels.glu_up import glu_up
+
+pytestmark = pytest.mark.skipif(
+    not FINDS_RACES, reason="the interpreter of jax 0.10 knows few of the ways in which copies and computation can race"
+)
+
+# Four blocks for two multiprocessors: each goes through the seam between one block's stores and the next one's loads.
+TOKENS, HIDDEN, INTERMEDIATE = 256, 128, 256
+STAGES = Blocks(rows=128, columns=128, depth=64, stages=2)
+
+
+@pytest.fixture(autouse=True)
+def _clean() -> Iterator[None]:
+    """Without the caches too: the launches are jitted, and what one test left out must not be in the next one."""
+    jax.clear_caches()
+    with clean_interpreter():
+        yield
+    jax.clear_caches()
+
+
+def run_glu_up(arrays: dict[str, Any], blocks: Blocks = STAGES) -> dict[str, Any]:
+    names = ("h", "gate", "up")
+    operands = (arrays[name] for name in ("x", "w_gate", "w_up"))
+    biases = {name: arrays[name] for name in ("b_gate", "b_up")}
+    options = {"activation": "silu", "keep": True, "blocks": blocks, "interpret": interpreter(detect_races=True)}
+    return dict(zip(names, glu_up(*operands, **biases, **options), strict=True))
+
+
+def run_narrow_glu_up(arrays: dict[str, Any]) -> dict[str, Any]:
+    """Three stores a block: an odd number cannot take turns between two slots."""
+    return run_glu_up(arrays, replace(STAGES, columns=64))
+
+
+def run_dgated(arrays: dict[str, Any]) -> dict[str, Any]:
+    names = ("dgate", "dup", "h_again")
+    operands = (arrays[name] for name in ("dy", "w_down", "gate", "up"))
+    options = {"activation": "silu", "blocks": STAGES, "interpret": interpreter(detect_races=True)}
+    return dict(zip(names, dgated(*operands, **options), strict=True))
+
+
+@pytest.mark.parametrize("kernel", [run_glu_up, run_narrow_glu_up, run_dgated])
+def test_no_race(kernel: Any) -> None:
+    arrays = operands(TOKENS, HIDDEN, INTERMEDIATE, "bfloat16", ("gate", "up"))
+    found = kernel(arrays)
+    assert_true(found, arrays, "bfloat16", "silu")
+    assert not interpreted_kernels.get_races().races_found
+
+
+@pytest.mark.parametrize("left_out", ["commit_smem", "wait_smem_to_gmem"])
+@pytest.mark.parametrize("kernel", [run_glu_up, run_dgated])
+def test_a_missing_fence_or_wait_is_found(kernel: Any, left_out: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store may leave before its values are there, or they may be overwritten on their way.
+
+    What is left out is the first one of a block, and every wait that lets copies go on, where those of `glu_up` are.
+    """
+    original, calls = getattr(plgpu, left_out), count()
+
+    def mutant(*args: int, **options: Any) -> None:
+        if next(calls) > 0 and not any(args):
+            original(*args, **options)
+
+    monkeypatch.setattr(plgpu, left_out, mutant)
+    found = kernel(operands(TOKENS, HIDDEN, INTERMEDIATE, "bfloat16", ("gate", "up")))
+    jax.block_until_ready(found)
+    assert interpreted_kernels.get_races().races_found

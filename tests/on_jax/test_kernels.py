@@ -1,0 +1,331 @@
+"""The Pallas kernels: their numbers in JAX's GPU interpreter, their lowering for CUDA, and `tiled_mlp` through them."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from shared_specs.blocks import DEFAULTS, Blocks
+from shared_specs.cases import MLPCase
+from shared_specs.errors import UnsupportedError
+from shared_specs.shards import KERNEL_MULTIPLE, ShardPlan
+from shared_specs.tolerances import FLOOR
+from tests.adapters import ADAPTERS
+from tests.asserting import assert_case, assert_within
+from tests.on_jax.interpreted import FINDS_RACES, assert_true, clean_interpreter, operands
+from tests.on_jax.untiled import operands as mlp_operands
+from tests.on_jax.untiled import y_and_gradients
+from tiled_jax import backends, tiled_mlp, usable_backends
+from tiled_jax.functional import shard_math
+from tiled_jax.functional.mlp_vjp import Call, run
+from tiled_jax.kernels.activations import KERNEL_ACTIVATIONS, activate
+from tiled_jax.kernels.common import interpreter, mlp_reason
+from tiled_jax.kernels.dgated import dgated
+from tiled_jax.kernels.glu_up import gate_and_up, glu_up
+
+H, I = 128, 128  # noqa: E741
+LLAMA_3_8B = {"hidden": 4096, "intermediate": 14336}
+WEIGHTS = ("w_gate", "w_up")
+
+
+@pytest.fixture(autouse=True)
+def _clean() -> Iterator[None]:
+    with clean_interpreter():
+        yield
+
+
+@pytest.fixture
+def interpreting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(backends.INTERPRET, "1")
+
+
+def slow_before_0_11(*values: Any) -> Any:
+    """A case that the interpreter of jax 0.10, ten times slower, runs with the slow tests only."""
+    return pytest.param(*values, marks=() if FINDS_RACES else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("activation", "dtype", "tokens", "biases"),
+    [
+        ("silu", "bfloat16", 200, ()),
+        slow_before_0_11("gelu", "bfloat16", 128, ("gate", "up")),
+        slow_before_0_11("gelu_tanh", "float16", 1, ("up",)),
+        slow_before_0_11("relu", "float16", 130, ("gate",)),
+    ],
+)
+def test_glu_up(activation: str, dtype: str, tokens: int, biases: tuple[str, ...]) -> None:
+    """h alone, then h with gate and up: the same h, whatever else is stored."""
+    arrays = operands(tokens, H, I, dtype, biases)
+    call = partial(_glu_up, arrays, activation=activation, interpret=interpreter())
+    h, gate, up = call(keep=True)
+    assert_true({"h": h, "gate": gate, "up": up}, arrays, dtype, activation)
+    np.testing.assert_array_equal(np.asarray(call()), np.asarray(h))
+
+
+def test_gate_and_up_are_those_of_glu_up() -> None:
+    arrays = operands(130, H, I, "bfloat16", ("gate", "up"))
+    options = {"b_gate": arrays["b_gate"], "b_up": arrays["b_up"], "interpret": interpreter()}
+    gate, up = gate_and_up(*(arrays[name] for name in ("x", *WEIGHTS)), **options)
+    assert_true({"gate": gate, "up": up}, arrays, "bfloat16", "silu")
+
+
+@pytest.mark.parametrize(
+    ("activation", "dtype", "tokens"),
+    [
+        ("silu", "bfloat16", 200),
+        slow_before_0_11("gelu", "float16", 1),
+        slow_before_0_11("gelu_tanh", "bfloat16", 128),
+        slow_before_0_11("relu", "bfloat16", 130),
+    ],
+)
+def test_dgated(activation: str, dtype: str, tokens: int) -> None:
+    arrays = operands(tokens, H, I, dtype)
+    dgate, dup, h = dgated(
+        *(arrays[name] for name in ("dy", "w_down", "gate", "up")), activation=activation, interpret=interpreter()
+    )
+    assert_true({"dgate": dgate, "dup": dup, "h_again": h}, arrays, dtype, activation)
+
+
+def test_one_program_makes_many_blocks() -> None:
+    """Nine blocks on the interpreter's two multiprocessors, four of them in the second group of the raster."""
+    arrays = operands(384, 64, 384, "bfloat16")
+    options = {"activation": "silu", "interpret": interpreter()}
+    blocks = Blocks(rows=128, columns=128, depth=64, group=2)
+    found = {"h": _glu_up(arrays, blocks=blocks, **options)}
+    found |= zip(
+        ("dgate", "dup", "h_again"),
+        dgated(*(arrays[name] for name in ("dy", "w_down", "gate", "up")), blocks=blocks, **options),
+        strict=True,
+    )
+    assert_true(found, arrays, "bfloat16", "silu")
+
+
+@pytest.mark.parametrize("activation", KERNEL_ACTIVATIONS)
+def test_the_activations_are_those_of_the_xla_path(activation: str) -> None:
+    a = jnp.linspace(-12, 12, 4001, dtype=jnp.float32)
+    for mine, xla in zip(activate(activation, a), shard_math.activate(activation, a), strict=True):
+        assert_within(np.asarray(mine), np.asarray(xla), FLOOR["float32"], activation)
+
+
+def test_sizes_that_the_blocks_do_not_divide_are_refused() -> None:
+    arrays = operands(4, 96, 128, "bfloat16")
+    with pytest.raises(ValueError, match="glu_up: H, I = 96, 128 must be multiples of 64, 128"):
+        _glu_up(arrays, activation="silu")
+    with pytest.raises(ValueError, match="dgated: H, I = 96, 128 must be multiples of 64, 128"):
+        dgated(*(arrays[name] for name in ("dy", "w_down", "gate", "up")), activation="silu")
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("activation", KERNEL_ACTIVATIONS)
+@pytest.mark.parametrize("op", ["glu_up", "glu_up_keep", "gate_and_up", "dgated"])
+def test_lowers_for_cuda(op: str, activation: str, dtype: Any) -> None:
+    """Layouts and shared memory of the table's blocks, at the widths of Llama 3 8B; any tokens are the same kernel."""
+    assert_lowers(*launches(dtype, activation)[op])
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("op", ["glu_up_keep", "dgated"])
+def test_lowers_inside_shard_map(op: str, check_vma: bool) -> None:
+    """The results vary along the axes of every operand, or out_specs that split them would be refused."""
+    mesh = jax.make_mesh((2, 4), ("sequence", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    fn, shapes = launches(jnp.bfloat16, "silu")[op]
+    split = {"glu_up_keep": P(None, "tensor"), "dgated": P("tensor", None)}[op]
+    specs = {
+        "glu_up_keep": (P("sequence", None), split, split, P("tensor"), P("tensor")),
+        "dgated": (P("sequence", None), split, P("sequence", "tensor"), P("sequence", "tensor")),
+    }[op]
+    sharded = jax.shard_map(fn, mesh=mesh, in_specs=specs, out_specs=P("sequence", "tensor"), check_vma=check_vma)
+    with jax.set_mesh(mesh):
+        assert_lowers(sharded, shapes)
+
+
+def launches(dtype: Any, activation: str) -> dict[str, tuple[Any, tuple[jax.ShapeDtypeStruct, ...]]]:
+    """Every launch by name, with the shapes of its operands."""
+    tokens, hidden, intermediate = 2048, *LLAMA_3_8B.values()
+    tensor = partial(jax.ShapeDtypeStruct, dtype=dtype)
+    x, up, bias = tensor((tokens, hidden)), tensor((hidden, intermediate)), tensor((intermediate,))
+    down, pre = tensor((intermediate, hidden)), tensor((tokens, intermediate))
+    biased = lambda *a: glu_up(*a[:3], b_gate=a[3], b_up=a[4], activation=activation, keep=True)  # noqa: E731
+    return {
+        "glu_up": (partial(glu_up, activation=activation), (x, up, up)),
+        "glu_up_keep": (biased, (x, up, up, bias, bias)),
+        "gate_and_up": (gate_and_up, (x, up, up)),
+        "dgated": (partial(dgated, activation=activation), (x, down, pre, pre)),
+    }
+
+
+def assert_lowers(fn: Any, shapes: tuple[jax.ShapeDtypeStruct, ...]) -> None:
+    __tracebackhide__ = True
+    lowered = jax.jit(fn).trace(*shapes).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("mosaic_gpu_v2") == 1
+
+
+def _glu_up(arrays: dict[str, Any], **options: Any) -> Any:
+    biases = {name: arrays[name] for name in ("b_gate", "b_up") if name in arrays}
+    return glu_up(*(arrays[name] for name in ("x", *WEIGHTS)), **biases, **options)
+
+
+def test_every_block_size_of_the_table_has_a_launch() -> None:
+    assert {"glu_up", "dgated"} <= set(DEFAULTS["pallas"]["sm_90"])
+
+
+MLP = partial(MLPCase, hidden=64, intermediate=128, dtype="bfloat16", num_shards=2)
+MLP_CASES = [
+    MLP(dims=(150,), biases=("gate", "up", "down"), reason="two shards, the last one ragged, and every bias"),
+    MLP(dims=(150,), keep=1.0, activation="gelu", reason="gate and up of both shards are kept"),
+    MLP(dims=(3, 100), keep=0.5, out=128, dtype="float16", frozen=("x",), reason="one kept, one computed again"),
+    MLP(dims=(128,), num_shards=1, frozen=("x", "w_gate", "w_up"), reason="w_down alone needs no product before it"),
+]
+
+
+@pytest.mark.parametrize("case", [MLP_CASES[0], *map(slow_before_0_11, MLP_CASES[1:])], ids=lambda case: case.id)
+def test_tiled_mlp(case: MLPCase, interpreting: None) -> None:
+    """Value and every gradient, under jit."""
+    backends.record_run("tiled_mlp", "nothing")
+    assert_case(case, ADAPTERS["jax"].run(case, "pallas"))
+    assert backends.last_run("tiled_mlp") == "pallas"
+
+
+def forward_and_backward(plan: ShardPlan, keep: float = 0.0) -> Any:
+    """y and the gradients of the MLP through the kernels, compiled and not interpreted: for looking at its program."""
+    call = Call(
+        plan=plan, kept_start=plan.kept_start(keep), activation="silu", kernels=shard_math.Kernels(interpret=False)
+    )
+    return y_and_gradients(lambda x, *w: run(call, x, dict(zip(("w_gate", "w_up", "w_down"), w, strict=True))))
+
+
+def mlp_shapes(tokens: int) -> list[jax.ShapeDtypeStruct]:
+    hidden, intermediate = LLAMA_3_8B.values()
+    shapes = (tokens, hidden), (hidden, intermediate), (hidden, intermediate), (intermediate, hidden)
+    return [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+
+
+@pytest.mark.parametrize(("keep", "kernels"), [(0.0, 3), (1.0, 2)])
+def test_the_kernels_run_in_forward_and_in_the_recomputation(keep: float, kernels: int) -> None:
+    """The forward, gate and up again, and dgated: each is lowered once for the straight-line shard and the loop."""
+    traced = jax.jit(forward_and_backward(ShardPlan(4096, 1024), keep)).trace(*mlp_shapes(4096))
+    assert traced.lower(lowering_platforms=("cuda",)).as_text().count("mosaic_gpu_v2") == kernels
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_tiled_mlp_lowers_inside_shard_map(check_vma: bool) -> None:
+    mesh = jax.make_mesh((2, 4), ("sequence", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    specs = P("sequence", None), P(None, "tensor"), P(None, "tensor"), P("tensor", None)
+    step = forward_and_backward(ShardPlan(2048, 1024))
+
+    def on_device(*arguments: jax.Array) -> Any:
+        y, dx, *dw = step(*arguments)
+        if check_vma:
+            return lax.psum(y, "tensor"), dx, *dw
+        return lax.psum(y, "tensor"), lax.psum(dx, "tensor"), *(lax.psum(d, "sequence") for d in dw)
+
+    sharded = jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=(specs[0], *specs), check_vma=check_vma)
+    with jax.set_mesh(mesh):
+        text = jax.jit(sharded).trace(*mlp_shapes(4096)).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("mosaic_gpu_v2") >= 3  # jax 0.10 lowers some of them again where types vary
+
+
+def test_second_order_lowers() -> None:
+    """Whose derivative of the kernels is that of the XLA formulas."""
+    step = forward_and_backward(ShardPlan(256, 128))
+
+    def slope(*arguments: jax.Array) -> jax.Array:
+        return sum(jnp.sum(jnp.square(g.astype(jnp.float32))) for g in step(*arguments))
+
+    traced = jax.jit(jax.grad(slope, argnums=(0, 1, 2, 3))).trace(*mlp_shapes(256))
+    assert "stablehlo.dot_general" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_vmap_lowers() -> None:
+    step = forward_and_backward(ShardPlan(256, 128))
+    x, *weights = mlp_shapes(256)
+    stacked = jax.ShapeDtypeStruct((3, *x.shape), x.dtype)
+    traced = jax.jit(jax.vmap(step, (0, None, None, None))).trace(stacked, *weights)
+    assert "mosaic_gpu_v2" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_shards_are_whole_blocks_where_kernels_run(interpreting: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    plans = []
+    monkeypatch.setattr("tiled_jax.functional.mlp.run", lambda call, x, w: plans.append(call.plan) or x)
+    arguments = mlp_operands(300, hidden=128, intermediate=128, dtype=jnp.bfloat16)
+    for backend in ("pallas", "xla", "auto"):
+        tiled_mlp(*arguments, num_shards=3, backend=backend)
+    assert plans == [ShardPlan(300, KERNEL_MULTIPLE), ShardPlan(300, 100), ShardPlan(300, 100)]
+
+
+REFUSED = {
+    "dtype": ({"dtype": jnp.float32}, {}, "The Pallas kernels take bfloat16 or float16, found float32."),
+    "hidden": ({"hidden": 96}, {}, "The Pallas kernel glu_up needs sizes that are multiples of 64, found 96."),
+    "intermediate": (
+        {"intermediate": 192},
+        {},
+        "The Pallas kernel glu_up needs sizes that are multiples of 128, found 192.",
+    ),
+    "plain": ({}, {"gated": False}, "The Pallas kernels are those of an MLP with a gate, found w_gate=None."),
+    "activation": (
+        {},
+        {"activation": "relu_squared"},
+        "The Pallas kernels have the activations silu, gelu, gelu_tanh, relu, found relu_squared.",
+    ),
+}
+
+
+@pytest.mark.parametrize(("shapes", "call", "reason"), REFUSED.values(), ids=REFUSED)
+def test_what_the_kernels_cannot_do_is_refused(
+    shapes: dict[str, Any], call: dict[str, Any], reason: str, interpreting: None
+) -> None:
+    """By name only: "auto" takes XLA."""
+    x, *weights = mlp_operands(4, **{"hidden": 128, "intermediate": 128, "dtype": jnp.bfloat16, **shapes})
+    if not call.get("gated", True):
+        weights[0] = None
+    options = {name: value for name, value in call.items() if name != "gated"}
+    with pytest.raises(UnsupportedError) as caught:
+        tiled_mlp(x, *weights, backend="pallas", **options)
+    text = f"tiled_mlp: backend must be usable here, got 'pallas'. {reason} Pass backend=\"auto\"."
+    assert str(caught.value) == text
+    tiled_mlp(x, *weights, **options)
+    assert backends.last_run("tiled_mlp") == "xla"
+
+
+def test_without_a_hopper_the_reason_names_what_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(backends.INTERPRET, raising=False)
+    assert usable_backends()["pallas"] == "A Pallas kernel needs a Hopper GPU (compute capability 9.x), found cpu."
+    monkeypatch.setattr(jax, "devices", lambda: [Device("8.0", "NVIDIA A100")])
+    found = "found NVIDIA A100 (8.0)."
+    assert usable_backends()["pallas"] == f"A Pallas kernel needs a Hopper GPU (compute capability 9.x), {found}"
+
+
+class Device:
+    """As much of a jax.Device as the choice of a backend looks at."""
+
+    platform = "gpu"
+
+    def __init__(self, compute_capability: str, device_kind: str) -> None:
+        self.compute_capability, self.device_kind = compute_capability, device_kind
+
+
+def test_auto_takes_the_kernels_on_a_hopper_and_never_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    choose = partial(backends.choose, "tiled_mlp", "auto", no_kernel=None)
+    monkeypatch.setenv(backends.INTERPRET, "1")
+    assert choose() == "xla"
+    monkeypatch.delenv(backends.INTERPRET)
+    assert choose() == "xla"
+    monkeypatch.setattr(jax, "devices", lambda: [Device("9.0", "NVIDIA H200")])
+    assert choose() == "pallas"
+    assert choose(no_kernel="for this call none does.") == "xla"
+    assert backends.choose("tiled_loss", "auto") == "xla"
+    with pytest.raises(UnsupportedError, match="has no Pallas kernel for this operation yet"):
+        backends.choose("tiled_loss", "pallas")
+
+
+def test_the_reason_is_about_every_shard_of_the_plan() -> None:
+    sizes = {"hidden": 128, "intermediate": 128, "out": 100}
+    reason = mlp_reason(jnp.bfloat16, tokens=128, gated=True, activation="silu", **sizes)
+    assert reason == "The Pallas kernel dgated needs sizes that are multiples of 64, found 100."

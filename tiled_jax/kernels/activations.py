@@ -1,0 +1,66 @@
+"""The gated activations inside a kernel: those of `functional.shard_math`, in operations that Mosaic GPU lowers.
+
+Elementwise on float32 values in registers. gelu takes erf where XLA takes erfc: the difference is below the rounding of
+a 16-bit result. erf is a rational function here because jax 0.10 cannot lower its own under Warpgroup semantics.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+KERNEL_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
+
+_SQRT_HALF = math.sqrt(0.5)
+_NORMAL_PEAK = 1 / math.sqrt(2 * math.pi)
+_TANH_SCALE = math.sqrt(2 / math.pi)
+_TANH_CUBIC = 0.044715
+
+# erf(a) = a P(a^2) / Q(a^2) for |a| <= 4, where it is 1 in float32; the coefficients of Eigen and XLA, highest first.
+_ERF_P = (
+    -2.72614225801306e-10,
+    2.77068142495902e-08,
+    -2.10102402082508e-06,
+    -5.69250639462346e-05,
+    -7.34990630326855e-04,
+    -2.95459980854025e-03,
+    -1.60960333262415e-02,
+)
+_ERF_Q = (
+    -1.45660718464996e-05,
+    -2.13374055278905e-04,
+    -1.68282697438203e-03,
+    -7.37332916720468e-03,
+    -1.42647390514189e-02,
+)
+
+
+def activate(activation: str, a: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(act(a), act'(a)), both of a's shape, float32; what the caller does not use is dropped when lowered."""
+    match activation:
+        case "silu":
+            s = jax.nn.sigmoid(a)
+            return a * s, s * (1 + a * (1 - s))
+        case "gelu":
+            cdf = 0.5 * (1 + erf(_SQRT_HALF * a))
+            return a * cdf, cdf + a * jnp.exp(-0.5 * a * a) * _NORMAL_PEAK
+        case "gelu_tanh":
+            s = jax.nn.sigmoid(2 * _TANH_SCALE * (a + _TANH_CUBIC * a * a * a))
+            return a * s, s * (1 + 2 * _TANH_SCALE * a * (1 - s) * (1 + 3 * _TANH_CUBIC * a * a))
+        case "relu":
+            return jnp.maximum(a, 0), jnp.where(a > 0, 1.0, 0.0)
+    raise ValueError(f"no kernel has the activation {activation!r}")
+
+
+def erf(a: jax.Array) -> jax.Array:
+    """The error function of float32 values, absolute error below 2e-7."""
+    a = jnp.minimum(jnp.maximum(a, -4.0), 4.0)
+    square = a * a
+    return a * _polynomial(_ERF_P, square) / _polynomial(_ERF_Q, square)
+
+
+def _polynomial(coefficients: tuple[float, ...], a: jax.Array) -> jax.Array:
+    value = coefficients[0] * a + coefficients[1]
+    for coefficient in coefficients[2:]:
+        value = value * a + coefficient
+    return value

@@ -1,0 +1,86 @@
+"""The activation of a gated MLP, forward and backward, on pre-activations that a vendor's product has stored.
+
+One pass over memory: a program of 128 threads takes one run of elements, 16 bytes a thread and array, and keeps it in
+registers. For shapes whose products are faster in the vendor's library than in `glu_up` and `dgated`.
+"""
+
+from collections.abc import Callable
+from math import gcd
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from shared_specs.blocks import Blocks
+from tiled_jax.kernels.activations import activate
+from tiled_jax.kernels.common import default_blocks, launch, shaped_like
+
+_GRID_AXIS = "run"
+
+
+def glu(
+    gate: jax.Array, up: jax.Array, *, activation: str, blocks: Blocks | None = None, interpret: Any = None
+) -> jax.Array:
+    """h = act(gate) * up.
+
+    Args:
+        gate, up: [t, I], bfloat16 | float16 | float32; any t >= 1 (padded here where t x I is no whole number of runs).
+        activation: one of kernels.activations.KERNEL_ACTIVATIONS.
+        blocks: `columns` elements a program, a multiple of 128; None takes those of shared_specs.blocks.
+        interpret: parameters of the interpreter (`common.interpreter`), or None to compile for the device.
+    Numerics: float32, rounded once.
+    """
+
+    def formula(gate: jax.Array, up: jax.Array) -> tuple[jax.Array, ...]:
+        return (activate(activation, gate)[0] * up,)
+
+    return _launch(formula, (gate, up), 1, "glu", blocks, interpret)[0]
+
+
+def glu_backward(
+    dh: jax.Array,
+    gate: jax.Array,
+    up: jax.Array,
+    *,
+    activation: str,
+    blocks: Blocks | None = None,
+    interpret: Any = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(dgate, dup, h) from dh, gate and up, all [t, I]; the arguments and numerics of `glu`.
+
+    dgate = dh * up * act'(gate), dup = dh * act(gate), and h again, which the gradient of w_down needs.
+    """
+
+    def formula(dh: jax.Array, gate: jax.Array, up: jax.Array) -> tuple[jax.Array, ...]:
+        act, slope = activate(activation, gate)
+        return dh * up * slope, dh * act, act * up
+
+    return _launch(formula, (dh, gate, up), 3, "glu_backward", blocks, interpret)
+
+
+def _launch(
+    formula: Callable[..., tuple[jax.Array, ...]],
+    operands: tuple[jax.Array, ...],
+    results: int,
+    name: str,
+    blocks: Blocks | None,
+    interpret: Any,
+) -> Any:
+    """`formula` of float32 values, element by element."""
+    (t, I), dtype = operands[0].shape, operands[0].dtype  # noqa: E741
+    run = (blocks or default_blocks("glu_elementwise", dtype, (I,))).columns
+    whole = run // gcd(run, I)  # tokens that fill runs exactly
+    rows = -(-t // whole) * whole
+    flat = [jnp.pad(a, ((0, rows - t), (0, 0))).reshape(rows * I) for a in operands]
+
+    def kernel(*refs: Any) -> None:
+        span = pl.ds(lax.axis_index(_GRID_AXIS) * run, run)
+        values = formula(*(ref[span].astype(jnp.float32) for ref in refs[: len(flat)]))
+        for ref, value in zip(refs[len(flat) :], values, strict=True):
+            ref[span] = value.astype(dtype)
+
+    out = [shaped_like((rows * I,), dtype, *operands) for _ in range(results)]
+    found = launch(kernel, out, name=name, grid={_GRID_AXIS: rows * I // run}, interpret=interpret)(*flat)
+    return tuple(result.reshape(rows, I)[:t] for result in found)
