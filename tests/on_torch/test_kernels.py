@@ -14,6 +14,7 @@ from torch import Tensor
 import tests.triton_interpreter  # noqa: F401
 from shared_specs.blocks import Blocks
 from shared_specs.config import LossOptions
+from shared_specs.errors import UnsupportedError
 from shared_specs.rounding import relative_error
 from shared_specs.tolerances import limit
 from tiled_torch.functional import loss_math, loss_steps
@@ -339,7 +340,7 @@ def test_opcheck(name):
 def test_bfloat16_is_refused_in_an_interpreter_that_nobody_mended(monkeypatch):
     monkeypatch.setattr(launch, "bfloat16_in_interpreter", False)
     a = torch.ones(4, 8, dtype=torch.bfloat16)
-    with pytest.raises(NotImplementedError, match="interpreter does not multiply bfloat16"):
+    with pytest.raises(UnsupportedError, match=r"^triton: operands must be float32 or float16 in Triton's interpreter"):
         linear.linear(a, a, None, torch.ones(4, 4, dtype=torch.bfloat16))
 
 

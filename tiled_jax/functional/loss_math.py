@@ -14,7 +14,7 @@ from jax import lax
 
 from shared_specs.config import LossOptions
 from tiled_jax.functional.loops import vary_over, varying
-from tiled_jax.functional.shard_math import linear, product, wide
+from tiled_jax.functional.shard_math import linear, product, product_of_rows, wide
 
 # Below every logit: stands for padding, and for the largest logit of nothing. Finite, so that differences of it are.
 LEAST = -1e30
@@ -246,8 +246,7 @@ def operand_gradients(x: jax.Array, dlogits: jax.Array, part: Part, wanted: tupl
     if "x" in wanted and part.weight is not None:
         out["x"] = product(dlogits, part.weight, (1, 1), acc)
     if "weight" in wanted:
-        # Transposed first, as an array of its own: XLA's product over the rows of both takes twice the time on a CPU.
-        out["weight"] = product(lax.optimization_barrier(x.T), dlogits, (1, 0), acc)
+        out["weight"] = product_of_rows(x, dlogits, acc)
     if "bias" in wanted:
         out["bias"] = jnp.sum(dlogits, axis=0, dtype=acc)
     return out

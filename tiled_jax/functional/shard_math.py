@@ -63,6 +63,16 @@ def product(a: jax.Array, b: jax.Array, dims: tuple[int, int], out: jnp.dtype) -
     return lax.dot_general(a, b, contract, precision=precision, preferred_element_type=out)
 
 
+def product_of_rows(a: jax.Array, b: jax.Array, out: jnp.dtype) -> jax.Array:
+    """a^T b over the rows of both, in `out`.
+
+    On a CPU a is transposed first, as an array of its own: XLA's product over the rows of both takes twice the time there.
+    """
+    if jax.default_backend() == "cpu":
+        return product(lax.optimization_barrier(a.T), b, (1, 0), out)
+    return product(a, b, (0, 0), out)
+
+
 def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax.Array:
     """x @ weight + bias, rounded to the dtype of x once."""
     if bias is None:
@@ -129,7 +139,7 @@ def gradients(
     out = {}
     for name, value in d.items():
         if f"w_{name}" in wanted:
-            out[f"w_{name}"] = product(inputs[name], value, (0, 0), acc)
+            out[f"w_{name}"] = product_of_rows(inputs[name], value, acc)
         if f"b_{name}" in wanted:
             out[f"b_{name}"] = jnp.sum(value, axis=0, dtype=acc)
     if "x" in wanted:

@@ -11,6 +11,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from shared_specs import blocks as table
 from shared_specs.blocks import Blocks
+from shared_specs.errors import UnsupportedError
 
 # What the interpreter and ahead-of-time compilation stand for; a GPU says for itself what it is.
 ASSUMED = (9, 0)
@@ -82,7 +83,10 @@ def start(kernel: Any, programs: int, *args: Any, blocks: Blocks, **constants: A
         isinstance(a, Tensor) and a.dtype == torch.bfloat16 for a in tensors
     ):
         if not bfloat16_in_interpreter:
-            raise NotImplementedError("Triton's interpreter does not multiply bfloat16 correctly")
+            raise UnsupportedError(
+                "triton: operands must be float32 or float16 in Triton's interpreter, got bfloat16, whose bits it multiplies "
+                "as if they were integers."
+            )
     with torch.cuda.device_of(found):
         kernel[(programs,)](*args, **constants, num_warps=blocks.warps, num_stages=blocks.stages)
 
