@@ -1,4 +1,4 @@
-"""The halves against each other, through DLPack: y, dx and every weight gradient of every case.
+"""The halves against each other, through DLPack: every result and gradient of every case, of the MLP and of the loss.
 
 Both are within their limit of the oracle, so they may differ by the sum of the two limits and no more.
 """
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from shared_specs.cases import MLP_CASES, MLPCase
+from shared_specs.cases import LOSS_CASES, MLP_CASES, LossCase, MLPCase
 from tests.adapters import JaxAdapter, TorchAdapter
 from tests.asserting import assert_within, truth
 from tiled_torch.bridge import to_jax, to_torch
@@ -40,7 +40,7 @@ def assert_round_trip(tensor: torch.Tensor, array: jax.Array) -> None:
     assert torch.equal(back, tensor)
 
 
-def assert_agree(case: MLPCase, tensors: dict[str, torch.Tensor], arrays: dict[str, jax.Array]) -> None:
+def assert_agree(case: MLPCase | LossCase, tensors: dict[str, torch.Tensor], arrays: dict[str, jax.Array]) -> None:
     oracle, limits = truth(case)
     assert set(tensors) == set(arrays) == set(oracle)
     with jax.enable_x64(case.dtype == "float64"):
@@ -54,6 +54,11 @@ def assert_agree(case: MLPCase, tensors: dict[str, torch.Tensor], arrays: dict[s
 @pytest.mark.parametrize("case", MLP_CASES, ids=lambda case: case.id)
 def test_the_halves_agree(case: MLPCase) -> None:
     assert_agree(case, Tensors().run(case), Arrays().run(case))
+
+
+@pytest.mark.parametrize("case", LOSS_CASES, ids=lambda case: case.id)
+def test_the_losses_agree(case: LossCase) -> None:
+    assert_agree(case, Tensors().run_loss(case), Arrays().run_loss(case))
 
 
 def test_a_difference_is_found() -> None:
