@@ -24,7 +24,7 @@ from tiled_jax.kernels import dgated, glu_up
 BF16, F32 = jnp.bfloat16, jnp.float32
 H, W, V = 4096, 14336, 128256  # Llama-3-8B
 known: set[str] = set()
-# For the versions of requirements/aot.txt. What keeps gate and up beside h spills 48 bytes; nothing else spills.
+# For the versions of requirements/aot.txt. glu_up that also keeps gate and up spills 48 bytes, dgated with gelu 16.
 TABLE = json.loads(Path(__file__).with_name("h200_kernels.json").read_text())
 
 x, w, w_down, pre = (h200.shape(BF16, *dims) for dims in ((8192, H), (H, W), (W, H), (8192, W)))
