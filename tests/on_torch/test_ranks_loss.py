@@ -1,6 +1,6 @@
 """Losses over gloo ranks in float64: a vocabulary that is split over two and four of them, and data-parallel engines.
 
-What runs on the ranks is in ranks_loss.py; every error is relative to one process.
+What runs on the ranks is in ranks_loss.py and ranks_loss_engines.py; every error is relative to one process.
 """
 
 from collections.abc import Iterator
@@ -219,7 +219,8 @@ def test_without_a_process_group():
 @pytest.mark.parametrize("wrapped", ["ddp", "fsdp2 head", "fsdp2 root"])
 def test_data_parallel(pools, wrapped, kind, case):
     """Other counts of valid tokens on every rank: num_valid = count of all / ranks makes the mean one over all tokens."""
-    for answer in run(pools, 2, "engine", wrapped=wrapped, kind=kind, case=case):
+    function = "tests.on_torch.ranks_loss_engines:engine"
+    for answer in pools[2].run(function, wrapped=wrapped, kind=kind, case=case):
         assert answer["error"] <= DISTRIBUTED_FLOAT64
         assert answer["fired"]
         assert answer["spread"] == 0.0

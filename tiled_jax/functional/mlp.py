@@ -57,7 +57,7 @@ def tiled_mlp(
         (shared_specs.costs.saved_bytes). Compiled temporary bytes do not grow with T (costs.compiled_peak_bytes).
     Raises:
         SpecError: shapes, dtypes or numbers out of range. TypeError: a wrong kind of value.
-        UnsupportedError: a backend named explicitly that cannot run here.
+        UnsupportedError: a backend named explicitly that cannot run here; tiling.deterministic.
     Source: derived in shared_specs/README.md. Sharded tokens belong inside `jax.shard_map`: without it XLA gathers them.
     Example:
         >>> import jax.numpy as jnp

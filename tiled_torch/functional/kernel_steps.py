@@ -28,7 +28,7 @@ class KernelSteps(Steps):
 
     def up_projections(self, x: Tensor, w: Weights, gate: Tensor | None, up: Tensor) -> None:
         if self.paths.up == "dual" and w.w_gate is not None:
-            glu_up(x, w.w_gate, w.w_up, w.b_gate, w.b_up, None, gate, up, "silu")
+            glu_up(x, w.w_gate, w.w_up, w.b_gate, w.b_up, None, gate, up, "silu")  # no h, so no activation is applied
         else:
             super().up_projections(x, w, gate, up)
 

@@ -57,7 +57,8 @@ def tiled_mlp(
         num_shards: at most this many shards of T, >= 1; None lets the plan choose. See shared_specs.shards.
         keep: fraction of shards, in [0, 1], whose gate and up are kept for backward instead of recomputed.
         tiling: the long form of num_shards and keep, which it excludes.
-        backend: "auto", "eager" or "triton"; a backend named explicitly runs or raises.
+        backend: "auto", "eager" or "triton"; a backend named explicitly runs or raises. "triton", which "auto" takes on an
+            NVIDIA GPU, is for all dtypes but float64; shards are then multiples of 128 tokens.
     Returns:
         [same leading dims, H_out], dtype of x, or the autocast dtype under autocast.
     Numerics: products in the compute dtype, elementwise work in float32 (float64 for float64), weight gradients summed
@@ -66,7 +67,8 @@ def tiled_mlp(
     Raises:
         SpecError: shapes, dtypes or devices disagree, or a number is out of its range.
         TypeError: an argument of the wrong kind.
-        UnsupportedError: a backend named explicitly that cannot run here; a backward with create_graph=True.
+        UnsupportedError: a backend named explicitly that cannot run here; a backward with create_graph=True;
+            tiling.deterministic where the Triton kernels do not run.
     Source: derived in shared_specs/README.md; the sharding idea is DeepSpeed's ALST (arXiv 2506.13996).
     Example:
         >>> import torch

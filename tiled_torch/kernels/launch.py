@@ -19,9 +19,6 @@ ASSUMED = (9, 0)
 # test says so here; without it a kernel refuses bfloat16 in the interpreter.
 bfloat16_in_interpreter = False
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-WARP = 32
-
 
 def capability(device: torch.device) -> tuple[int, int]:
     """Compute capability of a GPU; what `ASSUMED` says for any other device."""
@@ -79,14 +76,12 @@ def start(kernel: Any, programs: int, *args: Any, blocks: Blocks, **constants: A
         return
     tensors = [a.base if isinstance(a, TensorDescriptor) else a for a in args]
     found = next(a for a in tensors if isinstance(a, Tensor))
-    if isinstance(kernel, InterpretedFunction) and any(
-        isinstance(a, Tensor) and a.dtype == torch.bfloat16 for a in tensors
-    ):
-        if not bfloat16_in_interpreter:
-            raise UnsupportedError(
-                "triton: operands must be float32 or float16 in Triton's interpreter, got bfloat16, whose bits it multiplies "
-                "as if they were integers."
-            )
+    wrong = isinstance(kernel, InterpretedFunction) and not bfloat16_in_interpreter
+    if wrong and any(isinstance(a, Tensor) and a.dtype == torch.bfloat16 for a in tensors):
+        raise UnsupportedError(
+            "triton: operands must be float32 or float16 in Triton's interpreter, got bfloat16, whose bits it multiplies "
+            "as if they were integers."
+        )
     with torch.cuda.device_of(found):
         kernel[(programs,)](*args, **constants, num_warps=blocks.warps, num_stages=blocks.stages)
 
