@@ -124,3 +124,123 @@ class HalfNames:
 TORCH = HalfNames(half="torch", package="tiled_torch", backends=("auto", "eager", "triton"), input_dim_first=False)
 JAX = HalfNames(half="jax", package="tiled_jax", backends=("auto", "xla", "pallas"), input_dim_first=True)
 NAMES: dict[Half, HalfNames] = {"torch": TORCH, "jax": JAX}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelLinearOptions:
+    """What a linear layer that is split over ranks does beyond its product. A half refuses what it has no use for.
+
+    Args:
+        sequence_dim: the dim of x that sequence parallelism splits (0 for [tokens, hidden], 1 for [batch, tokens, hidden]).
+        stride: how many equal parts of one fused weight (such as [gate; up]) are each split over the ranks.
+        disable_grad_reduce: leave the input gradient a partial sum; the caller reduces it.
+        is_expert: the layer belongs to an expert: its weights get `allreduce=False`, so that data-parallel engines that
+            read it leave their gradients to the expert-data-parallel group (tiled_torch).
+        gradient_accumulation_fusion: add weight gradients to `weight.main_grad` in float32 (tiled_torch).
+        async_grad_reduce: reduce the input gradient while the weight gradient is computed (tiled_torch; XLA schedules
+            by itself).
+        defer_weight_grad: keep x and dy and compute the weight gradient when `deferred_weight_grad()` is called
+            (tiled_torch).
+    """
+
+    sequence_dim: int = 0
+    stride: int = 1
+    disable_grad_reduce: bool = False
+    is_expert: bool = False
+    gradient_accumulation_fusion: bool = False
+    async_grad_reduce: bool = True
+    defer_weight_grad: bool = False
+
+
+CheckpointingMode = Literal["full", "layers", "products"]
+Reshard = Literal["default", "always", "never"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorParallel:
+    """Weights split over the ranks of one mesh axis.
+
+    Args:
+        axis: of the mesh.
+        sequence_parallel: between the split layers each rank holds its part of the tokens only.
+        loss_parallel: the head stays split by vocabulary through the loss.
+        asynchronous: overlap products with their communication by symmetric memory (tiled_torch on CUDA; needs compile).
+    """
+
+    axis: str = "tp"
+    sequence_parallel: bool = True
+    loss_parallel: bool = True
+    asynchronous: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpointing:
+    """Which activations backward computes again.
+
+    Args:
+        mode: "full" keeps each layer's input only; "layers" does so for every `every`-th layer and keeps all of the
+            others; "products" keeps the results of every second matrix product of a layer.
+        every: k of "layers", >= 1; left at None otherwise.
+        offload: keep what is kept in host memory (tiled_jax, where the backend has it).
+    """
+
+    mode: CheckpointingMode = "full"
+    every: int | None = None
+    offload: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compile:
+    """torch.compile of each block (tiled_torch; a JAX train step is compiled whole).
+
+    Args:
+        ends: compile embedding, final norm and head apart too.
+        compiled_autograd: compile the backward as one graph, so that DDP's reductions are part of it.
+    """
+
+    ends: bool = False
+    compiled_autograd: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataParallel:
+    """Batches split over mesh axes, and what is done to the weights there.
+
+    Args:
+        engine: "fsdp" splits parameters, gradients and optimizer state over `shard_axis`; "ddp" replicates them.
+        shard_axis: of the mesh; with "ddp" the axis of the replicas.
+        replicate_axis: a second axis of replicas of the sharded weights (hybrid sharding), or None.
+        context_axis: the axis of context parallelism, over which weights are sharded as well, or None.
+        param_dtype: dtype of the computation, None for that of the parameters. reduce_dtype: of gradient reductions.
+        cpu_offload: keep sharded parameters in host memory.
+        reshard: free gathered weights after forward: "always", "never", or "default" (all blocks but the last; never
+            with `pipeline`).
+        pipeline: the model is one stage of a pipeline.
+    """
+
+    engine: Literal["fsdp", "ddp"] = "fsdp"
+    shard_axis: str = "dp_shard"
+    replicate_axis: str | None = None
+    context_axis: str | None = None
+    param_dtype: str | None = None
+    reduce_dtype: str | None = "float32"
+    cpu_offload: bool = False
+    reshard: Reshard = "default"
+    pipeline: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """What `parallelize` does to a finished model, in this order; None leaves a step out.
+
+    Args:
+        float8: matrix products of linear layers in float8 (tiled_torch with torchao).
+        donate: the train step writes over its input state (tiled_jax).
+    """
+
+    tensor: TensorParallel | None = None
+    checkpointing: Checkpointing | None = None
+    compile: Compile | None = None
+    data: DataParallel | None = None
+    float8: bool = False
+    donate: bool = True

@@ -79,3 +79,52 @@ def mlp_partition(intermediate: int, tensor_ranks: int, rank: int, *, sequence_r
     partial: Reduction = "sum over tensor ranks" if tensor_ranks > 1 else "none"
     dw: Reduction = "sum over sequence ranks" if sequence_ranks > 1 else "none"
     return MLPPartition(columns, y=partial, dx=partial, dw=dw)
+
+
+@dataclass(frozen=True)
+class SequencePlan:
+    """Shards of a sequence whose tokens are split over ranks: gathered shard i is every rank's local shard i side by side.
+
+    Every rank's local tokens are cut at the same places, so a rank with fewer tokens ends with shorter or empty shards;
+    the number of shards is the same everywhere, as it must be where each of them communicates.
+
+    Args:
+        tokens: local tokens of every rank, in rank order.
+        shard_tokens: local tokens of a full shard.
+    """
+
+    tokens: tuple[int, ...]
+    shard_tokens: int
+
+    def __len__(self) -> int:
+        return -(-max(self.tokens, default=0) // self.shard_tokens)
+
+    def local(self, rank: int) -> tuple[tuple[int, int], ...]:
+        """(start, stop) of every shard among the rank's own tokens."""
+        last, t = self.tokens[rank], self.shard_tokens
+        return tuple((min(i * t, last), min((i + 1) * t, last)) for i in range(len(self)))
+
+    def sizes(self, shard: int) -> tuple[int, ...]:
+        """Tokens that each rank gives to one gathered shard."""
+        spans = (self.local(rank)[shard] for rank in range(len(self.tokens)))
+        return tuple(stop - start for start, stop in spans)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest gathered shard: R t."""
+        return max((sum(self.sizes(shard)) for shard in range(len(self))), default=0)
+
+
+# The axes across which each named stream of random numbers differs; it agrees across all others. "data" stands for
+# data, context and pipeline ranks: what they compute is never the same activation.
+RANDOM_STREAMS: dict[str, tuple[str, ...]] = {
+    "data-parallel": ("data",),
+    "tensor-parallel": ("data", "tensor"),
+    "expert-parallel": ("data", "tensor", "expert"),
+}
+
+
+def stream_coordinates(stream: str, *, data: int = 0, tensor: int = 0, expert: int = 0) -> tuple[int, ...]:
+    """What is folded into the one seed for a stream: its place among RANDOM_STREAMS, then the ranks it differs across."""
+    ranks = {"data": data, "tensor": tensor, "expert": expert}
+    return (list(RANDOM_STREAMS).index(stream), *(ranks[axis] for axis in RANDOM_STREAMS[stream]))

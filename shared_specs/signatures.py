@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from shared_specs.config import HALVES, Half, LossOptions
+from shared_specs.config import HALVES, Half, LossOptions, ParallelLinearOptions
 
 
 class _Required:
@@ -119,7 +119,180 @@ SIGNATURES: dict[str, tuple[Argument, ...]] = {
         *_LOSS,
         *_VOCAB_PARALLEL,
     ),
+    "TiledLinear": (
+        Argument("in_features"),
+        Argument("out_features"),
+        _keyword("bias", True),
+        _keyword("in_splits", 1),
+        _keyword("out_splits", 1),
+        _keyword("input_is_already_split", False),
+        _keyword("combine_out_splits", True),
+        _keyword("linear_cls", None),
+        _keyword("linear_args", None),
+        _keyword("init_linear", None),
+        _keyword("device", None, _TORCH),
+        _keyword("dtype", None),
+        _keyword("param_dtype", REQUIRED, _JAX),
+        _keyword("rngs", REQUIRED, _JAX),
+        _keyword("sharding", None, _JAX),
+    ),
     "usable_backends": (),
+}
+
+_GROUP = (_keyword("group", None, _TORCH), _keyword("axis_name", REQUIRED, _JAX))
+_ON_MESH = (  # of a module: where its weights live
+    _keyword("group", None, _TORCH),
+    _keyword("mesh", REQUIRED, _JAX),
+    _keyword("axis_name", "tp", _JAX),
+)
+_PARAMETERS = (
+    _keyword("device", None, _TORCH),
+    _keyword("dtype", None),
+    _keyword("param_dtype", REQUIRED, _JAX),  # jax.numpy.float32
+    _keyword("rngs", REQUIRED, _JAX),
+)
+_TENSOR_PARALLEL = (_keyword("sequence_parallel", False), _keyword("split_sizes", None))
+
+
+def _collective(*more: Argument) -> tuple[Argument, ...]:
+    return (Argument("x"), *more, *_GROUP)
+
+
+_DIM, _SIZES = _keyword("dim", 0), _keyword("split_sizes", None)
+
+# path inside the package's `parallel` -> arguments in order.
+PARALLEL_SIGNATURES: dict[str, tuple[Argument, ...]] = {
+    "copy_to_tensor_parallel_region": _collective(),
+    "reduce_from_tensor_parallel_region": _collective(),
+    "scatter_to_tensor_parallel_region": _collective(),
+    "gather_from_tensor_parallel_region": _collective(),
+    "scatter_to_sequence_parallel_region": _collective(_DIM, _SIZES),
+    "gather_from_sequence_parallel_region": _collective(_DIM, _SIZES, _keyword("tensor_parallel_output_grad", True)),
+    "reduce_scatter_to_sequence_parallel_region": _collective(_DIM, _SIZES),
+    "all_gather_last_dim_from_tensor_parallel_region": _collective(),
+    "reduce_scatter_last_dim_to_tensor_parallel_region": _collective(),
+    "all_to_all": _collective(_keyword("output_split_sizes", None), _keyword("input_split_sizes", None)),
+    "all_to_all_sequence_to_hidden": _collective(),
+    "all_to_all_hidden_to_sequence": _collective(),
+    "column_parallel_linear": (
+        Argument("x"),
+        Argument("weight"),
+        Argument("bias", None),
+        _keyword("gather_output", False),
+        _keyword("sequence_parallel", False),
+        _keyword("options", ParallelLinearOptions()),
+        *_GROUP,
+    ),
+    "row_parallel_linear": (
+        Argument("x"),
+        Argument("weight"),
+        Argument("bias", None),
+        _keyword("input_is_parallel", False),
+        _keyword("sequence_parallel", False),
+        _keyword("options", ParallelLinearOptions()),
+        *_GROUP,
+    ),
+    "linear_with_frozen_weight": (
+        Argument("x"),
+        Argument("weight"),
+        Argument("bias", None),
+        _keyword("sequence_parallel", False),
+        _keyword("options", ParallelLinearOptions()),
+        *_GROUP,
+    ),
+    "vocab_parallel_embedding": (
+        Argument("ids"),
+        Argument("weight"),
+        _keyword("vocab_size", None),
+        _keyword("reduce_scatter_embeddings", False),
+        _keyword("sequence_dim", 0),
+        _keyword("deterministic", False),
+        *_GROUP,
+    ),
+    "ColumnParallelLinear": (
+        Argument("in_features"),
+        Argument("out_features"),
+        _keyword("bias", True),
+        _keyword("gather_output", False),
+        _keyword("sequence_parallel", False),
+        _keyword("skip_bias_add", False),
+        _keyword("allocate_weight", True),
+        _keyword("init_method", None),
+        _keyword("options", ParallelLinearOptions()),
+        *_ON_MESH,
+        *_PARAMETERS,
+    ),
+    "RowParallelLinear": (
+        Argument("in_features"),
+        Argument("out_features"),
+        _keyword("bias", True),
+        _keyword("input_is_parallel", False),
+        _keyword("sequence_parallel", False),
+        _keyword("skip_bias_add", False),
+        _keyword("init_method", None),
+        _keyword("options", ParallelLinearOptions()),
+        *_ON_MESH,
+        *_PARAMETERS,
+    ),
+    "VocabParallelEmbedding": (
+        Argument("num_embeddings"),
+        Argument("embedding_dim"),
+        _keyword("reduce_scatter_embeddings", False),
+        _keyword("sequence_dim", 0),
+        _keyword("deterministic", False),
+        _keyword("init_method", None),
+        *_ON_MESH,
+        *_PARAMETERS,
+    ),
+    "tensor_parallel_mlp": (
+        Argument("x"),
+        Argument("w_gate"),
+        Argument("w_up"),
+        Argument("w_down"),
+        _keyword("biases", None),
+        _keyword("activation", "silu"),
+        *_TENSOR_PARALLEL,
+        *_TILING,
+        *_GROUP,
+    ),
+    "TensorParallelTiledMLP": (
+        Argument("hidden_size"),
+        Argument("intermediate_size"),
+        _keyword("activation", "silu"),
+        _keyword("gated", True),
+        _keyword("bias", False),
+        _keyword("sequence_parallel", False),
+        *_TILING,
+        *_ON_MESH,
+        *_PARAMETERS,
+    ),
+    "norm_column_parallel_linear": (
+        Argument("x"),
+        Argument("norm_weight"),
+        Argument("weight"),
+        Argument("bias", None),
+        _keyword("eps", 1e-6),
+        _keyword("sequence_parallel", False),
+        *_GROUP,
+    ),
+    "row_parallel_linear_residual_norm": (
+        Argument("x"),
+        Argument("weight"),
+        Argument("residual"),
+        Argument("norm_weight"),
+        Argument("bias", None),
+        _keyword("eps", 1e-6),
+        _keyword("gather", True),
+        _keyword("path", "auto"),
+        *_GROUP,
+    ),
+    "parallelize": (
+        Argument("model"),
+        Argument("mesh"),
+        Argument("config"),
+        _keyword("loss_fn", None, _JAX),
+        _keyword("optimizer", None, _JAX),
+    ),
 }
 
 # Public names of the package root, both halves.

@@ -1,7 +1,7 @@
 """Who may import what, as a table, and the checker that reads source text against it (DESIGN of the repository).
 
 `shared_specs` needs numpy and ml_dtypes only, and `app` is its one room with more. The halves never see each other.
-Inside a half, imports go one way: kernels <- functional <- modules <- models, parallel <- commands.
+Inside a half, imports go one way: kernels <- functional <- modules <- models <- parallel <- commands.
 """
 
 import ast
@@ -20,12 +20,12 @@ LEVELS = {
     "functional": 2,
     "modules": 3,
     "models": 4,
-    "parallel": 4,
     "compat": 4,
     "bridge": 4,
-    "root": 5,
-    "commands": 6,
-    "__main__": 7,
+    "parallel": 5,  # above models: a plan is applied to a finished model
+    "root": 6,
+    "commands": 7,
+    "__main__": 8,
 }
 
 EVERYWHERE = {
