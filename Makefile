@@ -6,6 +6,8 @@ SHELL := /bin/bash
 PYTHON ?=
 # Added to pytest's command line, for example ARGS="-k ragged", or to the demo's and the benchmark's.
 ARGS ?=
+# Test files run side by side in this many processes, each with one thread for its products.
+JOBS ?= 2
 
 BIN := .venv/bin
 ENV := .venv/.installed
@@ -17,6 +19,9 @@ INSTALL_PROJECT := -m pip install --quiet --no-deps --no-build-isolation --edita
 # Without the one test that asks an index, so that this needs no network.
 FAST := tests/specs tests/meta --deselect tests/meta/test_lock.py::test_the_lock_of_this_python_resolves_to_itself
 NEW_JAX := tests/specs tests/on_jax tests/meta/test_lock.py tests/meta/test_examples.py
+
+SIDE_BY_SIDE = -n $(JOBS) --dist loadfile
+test test-new-jax: export OMP_NUM_THREADS := 1
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 gpu: export JAX_PLATFORMS := cuda,cpu
@@ -45,7 +50,7 @@ demo-long: $(ENV) ## the long-context step in both halves, timed
 
 .PHONY: test
 test: $(ENV) ## every test but the slow ones and those that need a GPU
-	TILED_REQUIRE=torch,jax $(BIN)/python -m pytest $(ARGS)
+	TILED_REQUIRE=torch,jax $(BIN)/python -m pytest $(SIDE_BY_SIDE) $(ARGS)
 
 .PHONY: test-slow
 test-slow: $(ENV) ## the tests that take minutes each
@@ -59,7 +64,7 @@ test-fast: $(ENV) ## the specification and the repository's own rules
 test-new-jax: ## shared_specs and the JAX half on Python 3.12 with the newest supported JAX
 	@if python=$$(.ci/find-python 3.12); then \
 	  $(MAKE) --no-print-directory $(NEW_JAX_ENV) NEW_JAX_PYTHON="$$python" && \
-	  TILED_REQUIRE=jax .venv-new-jax/bin/python -m pytest $(NEW_JAX) $(ARGS); \
+	  TILED_REQUIRE=jax .venv-new-jax/bin/python -m pytest $(SIDE_BY_SIDE) $(NEW_JAX) $(ARGS); \
 	else \
 	  echo "test-new-jax: skipped: no working Python 3.12 on PATH, in pyenv or in uv"; \
 	fi
