@@ -3,17 +3,35 @@
 Needs numpy and ml_dtypes only; importing it loads neither torch nor jax. Start with `shared_specs/README.md`.
 """
 
-from shared_specs.config import ACTIVATIONS, Activation, LossOptions, LossResult, Tiling
+from shared_specs.config import (
+    ACTIVATIONS,
+    Activation,
+    Checkpointing,
+    Compile,
+    DataParallel,
+    LossOptions,
+    LossResult,
+    ParallelConfig,
+    ParallelLinearOptions,
+    TensorParallel,
+    Tiling,
+)
 from shared_specs.errors import SpecError, UnsupportedError
 from shared_specs.shards import ShardPlan
 
 __all__ = [
     "ACTIVATIONS",
     "Activation",
+    "Checkpointing",
+    "Compile",
+    "DataParallel",
     "LossOptions",
     "LossResult",
+    "ParallelConfig",
+    "ParallelLinearOptions",
     "ShardPlan",
     "SpecError",
+    "TensorParallel",
     "Tiling",
     "UnsupportedError",
 ]

@@ -67,6 +67,12 @@ class FinetuneOptions:
     device: Literal["auto", "cpu", "gpu"] = _option(
         "auto", help="where to compute; auto is a GPU if the framework sees one"
     )
+    dp: int = _option(1, help="replicas of the model, each of which takes its part of the batch")
+    fsdp: int = _option(
+        1, help="ranks that share parameters, gradients and optimizer state among them and split the batch"
+    )
+    tp: int = _option(1, help="ranks that split every layer; dp x fsdp x tp is the number of ranks in all")
+    group_timeout: int = _option(600, help="seconds that a process waits for another one before it ends the run")
     out: str = _option("out/finetune", metavar="FOLDER", help="new folder for log, checkpoints, plot and model")
     save_every: int = _option(5, help="steps between checkpoints; one is always written at the end or on Ctrl-C")
     resume: bool = _option(
@@ -75,7 +81,7 @@ class FinetuneOptions:
 
     def check(self) -> None:
         """Raise InputError for the first option that is out of range or contradicts another."""
-        for name, low in (("tokens", 2), ("steps", 1), ("batch", 1), ("save_every", 1), ("seed", 0)):
+        for name, low in _LEAST.items():
             _at_least(name, getattr(self, name), low)
         for name in _SHARDING:
             if getattr(self, name) is not None:
@@ -93,6 +99,12 @@ class FinetuneOptions:
         _require(self.dtype in ("float32", "bfloat16"), "dtype", "be float32 or bfloat16", self.dtype, "")
         _require(self.device in ("auto", "cpu", "gpu"), "device", "be auto, cpu or gpu", self.device, "")
         self._check_sharding()
+        self._check_ranks()
+
+    @property
+    def ranks(self) -> int:
+        """Ranks in all."""
+        return self.dp * self.fsdp * self.tp
 
     def tiling(self) -> Tiling | None:
         """The tiling these options ask for; None for --plain."""
@@ -113,7 +125,16 @@ class FinetuneOptions:
             name = given[0] if given else "keep"
             raise InputError(f"finetune: --plain does not tile, so {flag(name)} would do nothing. Drop one of the two.")
 
+    def _check_ranks(self) -> None:
+        parts = self.dp * self.fsdp
+        hint = f"Every one of the {self.dp} x {self.fsdp} ranks of --dp and --fsdp takes as many sequences."
+        _require(self.batch % parts == 0, "batch", f"be a multiple of {parts}", self.batch, hint)
 
+
+_LEAST = {
+    **{"tokens": 2, "steps": 1, "batch": 1, "save_every": 1, "seed": 0},
+    **{"dp": 1, "fsdp": 1, "tp": 1, "group_timeout": 1},
+}
 _SHARDING = ("num_shards", "shard_tokens", "memory_budget")
 
 

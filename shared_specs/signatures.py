@@ -40,6 +40,24 @@ _VOCAB_PARALLEL = (
     _keyword("axis_name", REQUIRED, _JAX),  # a mesh axis of the surrounding shard_map
 )
 
+_TILED_LINEAR = (
+    Argument("in_features"),
+    Argument("out_features"),
+    _keyword("bias", True),
+    _keyword("in_splits", 1),
+    _keyword("out_splits", 1),
+    _keyword("input_is_already_split", False),
+    _keyword("combine_out_splits", True),
+    _keyword("linear_cls", None),
+    _keyword("linear_args", None),
+    _keyword("init_linear", None),
+    _keyword("device", None, _TORCH),
+    _keyword("dtype", None),
+    _keyword("param_dtype", REQUIRED, _JAX),
+    _keyword("rngs", REQUIRED, _JAX),
+    _keyword("sharding", None, _JAX),
+)
+
 # path inside the package -> arguments in order. "Class" stands for the arguments of its constructor.
 SIGNATURES: dict[str, tuple[Argument, ...]] = {
     "tiled_mlp": (
@@ -117,24 +135,19 @@ SIGNATURES: dict[str, tuple[Argument, ...]] = {
         Argument("weight"),
         Argument("targets"),
         *_LOSS,
-        *_VOCAB_PARALLEL,
+        _VOCAB_PARALLEL[0],
+        _keyword("sequence_parallel", False),
+        _keyword("split_sizes", None),
+        *_VOCAB_PARALLEL[1:],
     ),
-    "TiledLinear": (
-        Argument("in_features"),
-        Argument("out_features"),
-        _keyword("bias", True),
+    "TiledLinear": _TILED_LINEAR,
+    "TiledLinearReturnBias": _TILED_LINEAR,
+    "TiledLinear.from_linear": (
+        Argument("linear"),
         _keyword("in_splits", 1),
         _keyword("out_splits", 1),
         _keyword("input_is_already_split", False),
         _keyword("combine_out_splits", True),
-        _keyword("linear_cls", None),
-        _keyword("linear_args", None),
-        _keyword("init_linear", None),
-        _keyword("device", None, _TORCH),
-        _keyword("dtype", None),
-        _keyword("param_dtype", REQUIRED, _JAX),
-        _keyword("rngs", REQUIRED, _JAX),
-        _keyword("sharding", None, _JAX),
     ),
     "usable_backends": (),
 }
@@ -180,6 +193,7 @@ PARALLEL_SIGNATURES: dict[str, tuple[Argument, ...]] = {
         Argument("bias", None),
         _keyword("gather_output", False),
         _keyword("sequence_parallel", False),
+        _keyword("split_sizes", None, _TORCH),
         _keyword("options", ParallelLinearOptions()),
         *_GROUP,
     ),
@@ -189,6 +203,7 @@ PARALLEL_SIGNATURES: dict[str, tuple[Argument, ...]] = {
         Argument("bias", None),
         _keyword("input_is_parallel", False),
         _keyword("sequence_parallel", False),
+        _keyword("split_sizes", None, _TORCH),
         _keyword("options", ParallelLinearOptions()),
         *_GROUP,
     ),
@@ -197,6 +212,7 @@ PARALLEL_SIGNATURES: dict[str, tuple[Argument, ...]] = {
         Argument("weight"),
         Argument("bias", None),
         _keyword("sequence_parallel", False),
+        _keyword("split_sizes", None, _TORCH),
         _keyword("options", ParallelLinearOptions()),
         *_GROUP,
     ),
@@ -206,6 +222,7 @@ PARALLEL_SIGNATURES: dict[str, tuple[Argument, ...]] = {
         _keyword("vocab_size", None),
         _keyword("reduce_scatter_embeddings", False),
         _keyword("sequence_dim", 0),
+        _keyword("split_sizes", None, _TORCH),
         _keyword("deterministic", False),
         *_GROUP,
     ),
@@ -286,6 +303,27 @@ PARALLEL_SIGNATURES: dict[str, tuple[Argument, ...]] = {
         _keyword("path", "auto"),
         *_GROUP,
     ),
+    "RandomStates": (_keyword("device", None, _TORCH),),
+    "broadcast_data": (  # an entry whose every argument is one half's exists in that half only
+        Argument("keys", halves=_TORCH),
+        Argument("data", halves=_TORCH),
+        Argument("dtype", None, halves=_TORCH),
+        _keyword("device", None, _TORCH),
+        _keyword("group", None, _TORCH),
+    ),
+    "deferred_weight_grad": (Argument("weight", halves=_TORCH),),
+    "sharded_state_dict": (Argument("module", halves=_TORCH),),
+    "inference_path": (
+        Argument("device", halves=_TORCH),
+        Argument("dtype", None, halves=_TORCH),
+        _keyword("group", None, _TORCH),
+    ),
+    "seed_parallel": (
+        Argument("seed"),
+        _keyword("data", 0),
+        _keyword("tensor", 0),
+        _keyword("expert", 0),
+    ),
     "parallelize": (
         Argument("model"),
         Argument("mesh"),
@@ -297,13 +335,22 @@ PARALLEL_SIGNATURES: dict[str, tuple[Argument, ...]] = {
 
 # Public names of the package root, both halves.
 PUBLIC = (
+    "Checkpointing",
+    "Compile",
+    "DataParallel",
     "LossOptions",
     "LossResult",
+    "ParallelConfig",
+    "ParallelLinearOptions",
     "SpecError",
+    "TensorParallel",
+    "TiledLinear",
     "TiledLinearCrossEntropy",
+    "TiledLinearReturnBias",
     "TiledMLP",
     "Tiling",
     "UnsupportedError",
+    "parallelize",
     "tile",
     "tiled_linear_cross_entropy",
     "tiled_loss",
@@ -313,3 +360,36 @@ PUBLIC = (
     "vocab_parallel_linear_cross_entropy",
 )
 PUBLIC_ONLY: dict[Half, tuple[str, ...]] = {"torch": ("tile_model", "untile_model"), "jax": ("linen",)}
+
+# Public names of `parallel` that PARALLEL_SIGNATURES leaves out: those whose form is a framework's own.
+PARALLEL_ONLY: dict[Half, tuple[str, ...]] = {
+    "torch": (
+        "CheckpointWithoutOutput",
+        "InferencePath",
+        "Plan",
+        "apply_checkpointing",
+        "backward_context",
+        "checkpoint",
+        "materialize",
+        "plan_of",
+        "register_plan",
+        "whole_state_dict",
+    ),
+    "jax": (
+        "ModelRules",
+        "Parallelized",
+        "RandomStates",  # without an argument there
+        "TrainState",
+        "checkpoint_without_output",
+        "checkpointed",
+        "mesh_coordinates",
+        "register_rules",
+        "scan_layers",
+    ),
+}
+
+
+def exists_in(half: Half, path: str) -> bool:
+    """Whether a half has a name of PARALLEL_SIGNATURES: one whose every argument is the other's is the other's alone."""
+    arguments = PARALLEL_SIGNATURES[path]
+    return not arguments or any(half in argument.halves for argument in arguments)

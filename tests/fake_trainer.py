@@ -12,13 +12,13 @@ import numpy as np
 
 from shared_specs.app.command import Command, main
 from shared_specs.app.loop import finetune
-from shared_specs.app.trainer import TrainerState
+from shared_specs.app.trainer import OneDevice, TrainerState
 from shared_specs.cli import FinetuneOptions
 
 _EMBED = "model.embed_tokens.weight"
 
 
-class FakeTrainer:
+class FakeTrainer(OneDevice):
     """Momentum descent on a made-up loss of the embedding: every loss depends on all windows and updates before."""
 
     name = "fake"

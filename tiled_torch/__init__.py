@@ -7,8 +7,14 @@ Example:
     torch.Size([2, 5, 8])
 """
 
+from shared_specs.config import Checkpointing as Checkpointing
+from shared_specs.config import Compile as Compile
+from shared_specs.config import DataParallel as DataParallel
 from shared_specs.config import LossOptions as LossOptions
 from shared_specs.config import LossResult as LossResult
+from shared_specs.config import ParallelConfig as ParallelConfig
+from shared_specs.config import ParallelLinearOptions as ParallelLinearOptions
+from shared_specs.config import TensorParallel as TensorParallel
 from shared_specs.config import Tiling as Tiling
 from shared_specs.errors import SpecError as SpecError
 from shared_specs.errors import UnsupportedError as UnsupportedError
@@ -17,19 +23,30 @@ from tiled_torch.functional import tile as tile
 from tiled_torch.functional import tiled_linear_cross_entropy as tiled_linear_cross_entropy
 from tiled_torch.functional import tiled_loss as tiled_loss
 from tiled_torch.functional import tiled_mlp as tiled_mlp
+from tiled_torch.modules import TiledLinear as TiledLinear
 from tiled_torch.modules import TiledLinearCrossEntropy as TiledLinearCrossEntropy
+from tiled_torch.modules import TiledLinearReturnBias as TiledLinearReturnBias
 from tiled_torch.modules import TiledMLP as TiledMLP
 from tiled_torch.parallel import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
 from tiled_torch.parallel import vocab_parallel_linear_cross_entropy as vocab_parallel_linear_cross_entropy
 
 __all__ = [
+    "Checkpointing",
+    "Compile",
+    "DataParallel",
     "LossOptions",
     "LossResult",
+    "ParallelConfig",
+    "ParallelLinearOptions",
     "SpecError",
+    "TensorParallel",
+    "TiledLinear",
     "TiledLinearCrossEntropy",
+    "TiledLinearReturnBias",
     "TiledMLP",
     "Tiling",
     "UnsupportedError",
+    "parallelize",
     "tile",
     "tile_model",
     "tiled_linear_cross_entropy",
@@ -43,9 +60,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """`tile_model` and `untile_model` need transformers, so they load on first use."""
+    """What takes seconds to import (transformers, DTensor and FSDP) loads on first use."""
     if name in ("tile_model", "untile_model"):
         from tiled_torch import models
 
         return getattr(models, name)
+    if name == "parallelize":
+        from tiled_torch import parallel
+
+        return parallel.parallelize
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -11,49 +11,91 @@ from typing import Any
 
 from safetensors.numpy import load_file, save_file
 
+from shared_specs.app.team import ALONE, Team
 from shared_specs.app.tokenizer import ModelTokenizer
 from shared_specs.app.trainer import TrainerState
 from shared_specs.app.weights import contiguous, write_model
 from shared_specs.cli import InputError
 
 _FOLDER = "checkpoints"
+_SHARDS = "shards"
 _MANIFEST = "manifest.json"
 _PARTIAL = ".partial-"
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The newest checkpoint of a run. Its folder is a model folder too, loadable by `transformers`.
+    """The newest checkpoint of a run.
 
     Attributes:
+        folder: a model folder too, loadable by `transformers`, unless the state is in shards.
         record: what the loop noted: `step`, the fixed options and the digest of the text.
+        state: None where it is in shards.
+        shard_format: of what `shards` holds; None where there are none.
     """
 
     folder: Path
     record: dict[str, Any]
-    state: TrainerState
+    state: TrainerState | None
+
+    @property
+    def shard_format(self) -> str | None:
+        return self.record.get("shard_format")
+
+    @property
+    def shards(self) -> Path:
+        """The folder that all ranks wrote into."""
+        return self.folder / _SHARDS
 
 
 def save_checkpoint(
     out: Path, state: TrainerState, record: dict[str, Any], config: dict[str, Any], tokenizer: ModelTokenizer
 ) -> Path:
     """Write the checkpoint of `record["step"]` below `out`, then remove the older ones. Returns its folder."""
-    target = out / _FOLDER / f"step-{record['step']:08d}"
 
     def write(folder: Path) -> None:
         write_model(folder, config, state.weights, tokenizer)
         save_file(contiguous(state.optimizer), folder / "optimizer.safetensors")
+
+    return _save(out, record, write, ALONE)
+
+
+def save_sharded_checkpoint(
+    out: Path,
+    team: Team,
+    record: dict[str, Any],
+    shard_format: str,
+    save_shards: Callable[[Path], None],
+    write_rest: Callable[[Path], None],
+) -> Path:
+    """`save_checkpoint` by all processes of a team: each writes its part with `save_shards`, process 0 the rest."""
+
+    def write(folder: Path) -> None:
+        shards = folder / _SHARDS
+        shards.mkdir(exist_ok=True)  # whoever comes first
+        save_shards(shards)
+        if team.rank == 0:
+            write_rest(folder)
+
+    return _save(out, record | {"shard_format": shard_format}, write, team)
+
+
+def _save(out: Path, record: dict[str, Any], write: Callable[[Path], None], team: Team) -> Path:
+    target = out / _FOLDER / f"step-{record['step']:08d}"
+
+    def seal(folder: Path) -> None:
         (folder / "run.json").write_text(json.dumps(record, indent=2) + "\n")
         (folder / _MANIFEST).write_text(json.dumps(_digests(folder), indent=2) + "\n")
 
-    write_folder(target, write)
-    for older in _folders(out)[:-1]:
-        shutil.rmtree(older)
+    write_folder(target, write, team, seal)
+    if team.rank == 0:
+        for older in _folders(out)[:-1]:
+            shutil.rmtree(older)
     return target
 
 
-def load_checkpoint(out: Path) -> Checkpoint | None:
-    """The newest checkpoint below `out`; None where the run has not come to its first.
+def load_checkpoint(out: Path, team: Team = ALONE) -> Checkpoint | None:
+    """The newest checkpoint below `out`, verified by process 0; None where the run has not come to its first.
 
     Raises:
         InputError: it is damaged: a file is missing or is not what was written.
@@ -62,28 +104,45 @@ def load_checkpoint(out: Path) -> Checkpoint | None:
     if not folders:
         return None
     folder = folders[-1]
-    _verify(folder)
+    if team.rank == 0:
+        _verify(folder)
+    record = json.loads((folder / "run.json").read_text())
+    if "shard_format" in record:
+        return Checkpoint(folder, record, None)
     state = TrainerState(
         weights=load_file(folder / "model.safetensors"), optimizer=load_file(folder / "optimizer.safetensors")
     )
-    return Checkpoint(folder, json.loads((folder / "run.json").read_text()), state)
+    return Checkpoint(folder, record, state)
 
 
-def write_folder(target: Path, write: Callable[[Path], None]) -> None:
+def write_folder(
+    target: Path, write: Callable[[Path], None], team: Team = ALONE, seal: Callable[[Path], None] | None = None
+) -> None:
     """Fill a new folder with `write` and put it at `target` in one step, replacing what is there.
 
-    Every byte is on the disk before the name changes, so `target` is never a part of a folder: it is the old one, the
-    new one or, where one is replaced, for the instant between two renames none.
+    All processes of a team write into it; `seal` is then called by process 0 alone. Every byte is on the disk before the
+    name changes, so `target` is never a part of a folder: it is the old one, the new one or, where one is replaced, for
+    the instant between two renames none.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    for leftover in target.parent.glob(_PARTIAL + "*"):
-        shutil.rmtree(leftover)
     partial = target.with_name(_PARTIAL + target.name)
-    partial.mkdir()
+    if team.rank == 0:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        for leftover in target.parent.glob(_PARTIAL + "*"):
+            shutil.rmtree(leftover)
+        partial.mkdir()
+    team.gather(None)  # nobody writes before the folder is there
     write(partial)
-    for file in partial.iterdir():
-        _sync(file)
-    _sync(partial)
+    team.gather(None)  # nor renames before all have written
+    if team.rank == 0:
+        if seal is not None:
+            seal(partial)
+        _put(partial, target)
+    team.gather(None)
+
+
+def _put(partial: Path, target: Path) -> None:
+    for path in (*partial.rglob("*"), partial):
+        _sync(path)
     if target.exists():
         replaced = target.with_name(f"{_PARTIAL}replaced-{target.name}")
         target.rename(replaced)
@@ -92,6 +151,11 @@ def write_folder(target: Path, write: Callable[[Path], None]) -> None:
     else:
         partial.rename(target)
     _sync(target.parent)
+
+
+def newest_checkpoint(out: Path) -> Path | None:
+    """The folder of the newest checkpoint below `out`, as it is."""
+    return next(reversed(_folders(out)), None)
 
 
 def _folders(out: Path) -> list[Path]:
@@ -114,7 +178,8 @@ def _damaged(folder: Path, reason: str) -> InputError:
 
 
 def _digests(folder: Path, names: list[str] | None = None) -> dict[str, str]:
-    names = sorted(file.name for file in folder.iterdir()) if names is None else names
+    if names is None:
+        names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     digests = {}
     for name in names:
         with (folder / name).open("rb") as file:

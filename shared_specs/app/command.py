@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from shared_specs.app.team import SaidElsewhere
 from shared_specs.cli import InputError, flag, parse_size
 from shared_specs.errors import SpecError, UnsupportedError
 
@@ -42,6 +43,8 @@ def main(package: str, commands: Sequence[Command], arguments: Sequence[str] | N
         app.command(command.name, help=command.help)(_typed_function(command))
     try:
         code = app(args=arguments, prog_name=f"python -m {package}", standalone_mode=False)
+    except SaidElsewhere:
+        return 2
     except (InputError, SpecError, UnsupportedError) as error:
         return _fail(str(error))
     except typer.TyperException as error:

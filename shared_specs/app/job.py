@@ -7,6 +7,7 @@ from typing import Any
 from shared_specs.app.checkpoint import Checkpoint, load_checkpoint
 from shared_specs.app.log import read_log
 from shared_specs.app.model_config import check_context, scale_positions
+from shared_specs.app.team import ALONE, Team
 from shared_specs.app.text import Windows, make_windows
 from shared_specs.app.weights import ModelFiles, read_model
 from shared_specs.cli import FinetuneOptions, InputError, fixed_fields, flag
@@ -39,15 +40,23 @@ class Job:
         return {"step": step, "options": fixed_fields(self.options), "text_sha256": self.windows.digest()}
 
 
-def prepare(options: FinetuneOptions) -> Job:
+def prepare(options: FinetuneOptions, shard_format: str = "", team: Team = ALONE) -> Job:
     """Read and check everything a run needs.
+
+    Args:
+        shard_format: the form of sharded checkpoints that the trainer reads.
 
     Raises:
         InputError: an option, the model, the text, `--out` or the checkpoint cannot be used.
     """
     options.check()
     out = Path(options.out)
-    checkpoint = _resumed(options, out)
+    checkpoint = _resumed(options, out, team)
+    if checkpoint and checkpoint.shard_format not in (None, shard_format):
+        raise InputError(
+            f"finetune: --resume found a checkpoint of the form {checkpoint.shard_format}, which is not this half's. "
+            "Resume it with the half that wrote it."
+        )
     files = read_model(checkpoint.folder if checkpoint else options.model)
     config = scale_positions(files.config, options.rope_scale)
     check_context(config, options.tokens)
@@ -58,10 +67,10 @@ def prepare(options: FinetuneOptions) -> Job:
     return job
 
 
-def _resumed(options: FinetuneOptions, out: Path) -> Checkpoint | None:
+def _resumed(options: FinetuneOptions, out: Path, team: Team) -> Checkpoint | None:
     if options.resume:
         read_log(out)  # refuses a folder that holds no run
-        return load_checkpoint(out)
+        return load_checkpoint(out, team)
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise InputError(
             f"finetune: --out must be a new or empty folder, got {out}, which is not. "

@@ -28,6 +28,16 @@ class RunLog:
         self._file.close()
 
 
+class NoLog:
+    """The log of a process that leaves writing to another one."""
+
+    def write(self, event: str, **values: Any) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
 def read_log(folder: Path) -> list[dict[str, Any]]:
     """All whole records of a run's log, in the order they were written.
 

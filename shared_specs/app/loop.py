@@ -3,23 +3,27 @@
 import dataclasses
 import math
 import platform
+import sys
 import time
 from datetime import UTC, datetime
+from functools import partial
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import Console
 
-from shared_specs.app.checkpoint import save_checkpoint, write_folder
+from shared_specs.app.checkpoint import newest_checkpoint, save_checkpoint, save_sharded_checkpoint, write_folder
 from shared_specs.app.job import Job, prepare
-from shared_specs.app.log import RunLog, read_log, step_records
+from shared_specs.app.log import NoLog, RunLog, read_log, step_records
 from shared_specs.app.memory import PeakMemory, resident_bytes
 from shared_specs.app.plots import plot_runs
 from shared_specs.app.progress import RunProgress
-from shared_specs.app.signals import StopRequest
+from shared_specs.app.signals import StopRequest, exit_code
+from shared_specs.app.team import Team, agreed
 from shared_specs.app.trainer import Trainer
-from shared_specs.app.weights import write_model
+from shared_specs.app.weights import write_config, write_model
 from shared_specs.cli import FinetuneOptions
 
 PLOT_NAME = "run.png"
@@ -30,58 +34,86 @@ def finetune(trainer: Trainer, options: FinetuneOptions, console: Console | None
     """Run (or resume) the fine-tuning that the options describe and return the process's exit code.
 
     Leaves in `--out`: `log.jsonl`, `run.png`, `checkpoints/step-N` (the newest) and, once all steps are done, `model`.
+    Of several processes each calls this; process 0 shows and writes what is not in shards.
 
     Raises:
         InputError: something the user gave cannot be used; nothing was written.
         UnsupportedError, SpecError: the half cannot train this model with these options; nothing was written.
     """
-    console = console or Console()
-    job = prepare(options)
-    before = resident_bytes()
-    trainer.load(job.config, job.checkpoint.state.weights if job.checkpoint else job.files.tensors, options)
-    if job.checkpoint:
-        trainer.load_state(job.checkpoint.state)
-        job.checkpoint.state.optimizer.clear()
-        job.checkpoint.state.weights.clear()
-    else:
-        job.files.tensors.clear()  # the trainer has them: half a gigabyte less in every peak
-    job.out.mkdir(parents=True, exist_ok=True)
-    log = RunLog(job.out)
+    options.check()
+    team = trainer.join(options)
     try:
-        log.write("resume" if options.resume else "start", **_header(trainer, job), bytes_before_model=before)
-        return _Run(trainer, job, log, console).run()
+        return _finetune(trainer, team, options, console or Console(quiet=team.rank != 0))
+    except Exception as error:
+        reason = team.lost(error)
+        if reason is None:
+            raise
+        print(_lost(team, options, reason), file=sys.stderr, flush=True)
+        return 1
+    finally:
+        trainer.leave()
+
+
+def _finetune(trainer: Trainer, team: Team, options: FinetuneOptions, console: Console) -> int:
+    job = agreed(team, lambda: prepare(options, trainer.shard_format, team))
+    before = resident_bytes()
+    _load(trainer, job)
+    if team.rank == 0:
+        job.out.mkdir(parents=True, exist_ok=True)
+    log = RunLog(job.out) if team.rank == 0 else NoLog()
+    try:
+        log.write("resume" if options.resume else "start", **_header(trainer, team, job), bytes_before_model=before)
+        return _Run(trainer, team, job, log, console).run()
     finally:
         log.close()
+
+
+def _load(trainer: Trainer, job: Job) -> None:
+    """The model, and where a run is resumed its state, are the trainer's from here on."""
+    if job.checkpoint is None:
+        trainer.load(job.config, job.files.tensors, job.options)
+        job.files.tensors.clear()  # the trainer has them: half a gigabyte less in every peak
+    elif job.checkpoint.state is None:
+        trainer.load(job.config, None, job.options)
+        trainer.load_shards(job.checkpoint.shards)
+    else:
+        state = job.checkpoint.state
+        trainer.load(job.config, state.weights, job.options)
+        trainer.load_state(state)
+        state.optimizer.clear()
+        state.weights.clear()
 
 
 class _Run:
     """One process's part of a run."""
 
-    def __init__(self, trainer: Trainer, job: Job, log: RunLog, console: Console) -> None:
-        self.trainer, self.job, self.log = trainer, job, log
+    def __init__(self, trainer: Trainer, team: Team, job: Job, log: RunLog | NoLog, console: Console) -> None:
+        self.trainer, self.team, self.job, self.log = trainer, team, job, log
         self.options = job.options
         self.saved = job.done if job.checkpoint else -1
         self.progress = RunProgress(job.options.steps, job.done, console)
         self.began = time.perf_counter()
 
     def run(self) -> int:
-        step = self.job.done
+        step, asked = self.job.done, None
         with self.progress, StopRequest(self.progress.say) as stop:
-            self.progress.say(_summary(self.trainer, self.job))
-            while step < self.options.steps and stop.signal is None:
+            self.progress.say(_summary(self.trainer, self.team, self.job))
+            while step < self.options.steps and asked is None:
                 loss = self._step(step)
                 if not math.isfinite(loss):
                     return self._diverged(step + 1, loss)
                 step += 1
-                if step % self.options.save_every == 0 and step < self.options.steps:
+                # A signal may have come to some processes only, or to one of them a step earlier.
+                asked = next((signal for signal in self.team.gather(stop.signal) if signal is not None), None)
+                if step % self.options.save_every == 0 and step < self.options.steps and asked is None:
                     self._save(step)
             self._save(step)
             if step == self.options.steps:
                 self.progress.say(f"model, log and plot are in {self.job.out}")
             else:
                 self.progress.say(f"stopped after step {step}; the same command with --resume continues")
-            self.log.write("end", step=step, signal=stop.signal)
-        return stop.exit_code if step < self.options.steps else 0
+            self.log.write("end", step=step, signal=asked)
+        return exit_code(asked) if step < self.options.steps else 0
 
     def _step(self, step: int) -> float:
         """Step `step`, counted from 0, measured and written down."""
@@ -109,15 +141,26 @@ class _Run:
         """Write the checkpoint of `step`, the plot, and after the last step the model."""
         if step == 0:
             return
-        job, state = self.job, self.trainer.state()
-        if step != self.saved:
-            save_checkpoint(job.out, state, job.record(step), job.config, job.files.tokenizer)
-            self.saved = step
-        plot_runs({self.trainer.name: step_records(read_log(job.out))}, job.out / PLOT_NAME)
-        if step == self.options.steps:
-            write_folder(
-                job.out / MODEL_NAME, lambda folder: write_model(folder, job.config, state.weights, job.files.tokenizer)
+        job, weights = self.job, None
+        if step != self.saved and self.trainer.sharded:
+            write_rest = partial(write_config, config=job.config, tokenizer=job.files.tokenizer)
+            save_sharded_checkpoint(
+                job.out, self.team, job.record(step), self.trainer.shard_format, self.trainer.save_shards, write_rest
             )
+        elif step != self.saved:
+            state = self.trainer.state()
+            save_checkpoint(job.out, state, job.record(step), job.config, job.files.tokenizer)
+            weights = state.weights
+        self.saved = step
+        if self.team.rank == 0:
+            plot_runs({self.trainer.name: step_records(read_log(job.out))}, job.out / PLOT_NAME)
+        if step == self.options.steps:
+            weights = self.trainer.full_weights() if weights is None else weights
+            if self.team.rank == 0:
+                write_folder(job.out / MODEL_NAME, lambda folder: self._write_model(folder, weights))
+
+    def _write_model(self, folder: Path, weights: dict[str, np.ndarray]) -> None:
+        write_model(folder, self.job.config, weights, self.job.files.tokenizer)
 
     def _diverged(self, step: int, loss: float) -> int:
         """A loss that is no number ends the run; the checkpoint before it stays."""
@@ -126,16 +169,27 @@ class _Run:
         return 1
 
 
-def _summary(trainer: Trainer, job: Job) -> str:
+def _summary(trainer: Trainer, team: Team, job: Job) -> str:
     options = job.options
     tiling = "plain" if options.plain else "tiled"
+    ranks = "" if options.ranks == 1 else f"dp {options.dp} x fsdp {options.fsdp} x tp {options.tp}, "
+    ranks += "" if team.count == 1 else f"{team.count} processes, "
     return (
         f"{trainer.name} finetune: {job.files.source.name}, {options.batch} x {options.tokens} tokens, "
-        f"{options.dtype}, {tiling}, steps {job.done + 1} to {options.steps}, text of {len(job.windows.ids)} tokens"
+        f"{options.dtype}, {tiling}, {ranks}steps {job.done + 1} to {options.steps}, "
+        f"text of {len(job.windows.ids)} tokens"
     )
 
 
-def _header(trainer: Trainer, job: Job) -> dict[str, Any]:
+def _lost(team: Team, options: FinetuneOptions, reason: str) -> str:
+    """What the user reads when another process is gone; one line."""
+    newest = newest_checkpoint(Path(options.out))
+    kept = "There is no checkpoint yet." if newest is None else f"The last checkpoint is {newest}; --resume continues."
+    reason = " ".join(reason.split())
+    return f"finetune: process {team.rank} of {team.count} lost another one, and the run ends: {reason}. {kept}"
+
+
+def _header(trainer: Trainer, team: Team, job: Job) -> dict[str, Any]:
     versions = {"python": platform.python_version(), "numpy": np.__version__} | trainer.versions()
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -144,6 +198,7 @@ def _header(trainer: Trainer, job: Job) -> dict[str, Any]:
         "config": job.config,
         "text_tokens": len(job.windows.ids),
         "done": job.done,
+        "processes": team.count,
         "versions": versions | {"tiled-mlp": _own_version()},
         "machine": f"{platform.system()} {platform.machine()}",
     }

@@ -9,6 +9,11 @@ from typing import Self
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
+def exit_code(number: int | None) -> int:
+    """What a shell reports for a process that a signal ended; 0 without one."""
+    return 0 if number is None else 128 + number
+
+
 class StopRequest:
     """`with StopRequest(say) as stop:`; `stop.signal` is the signal that came, or None.
 
@@ -20,11 +25,6 @@ class StopRequest:
         self.signal: int | None = None
         self._say = say
         self._previous: dict[int, object] = {}
-
-    @property
-    def exit_code(self) -> int:
-        """What a shell reports for a process that a signal ended."""
-        return 0 if self.signal is None else 128 + self.signal
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():  # Python handles signals nowhere else

@@ -1,15 +1,17 @@
 """What a half has to provide so that the shared training loop can drive it: one small class.
 
-The loop owns text, windows, log, progress, checkpoints and signals; a trainer owns the model, the optimizer and the
-device. Everything that crosses between them is NumPy with Hugging Face names and layouts, so a checkpoint written
-by one half can be resumed by the other.
+The loop owns text, windows, log, progress, checkpoints and signals; a trainer owns the model, the optimizer, the
+devices and the processes. Everything that crosses between them is NumPy with Hugging Face names and layouts, so a
+checkpoint written by one half can be resumed by the other; only what several ranks save is in their framework's own form.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
+from shared_specs.app.team import ALONE, Team, check_layout
 from shared_specs.cli import FinetuneOptions
 
 
@@ -42,15 +44,33 @@ class TrainerState:
 
 
 class Trainer(Protocol):
-    """One half's model and optimizer, built empty (`TorchTrainer()`) and driven in the order of the methods."""
+    """One half's model and optimizer, built empty (`TorchTrainer()`) and driven in the order of the methods.
+
+    With several processes each has a trainer, and all of them call the same methods in the same order.
+    """
 
     name: str  # "tiled_torch" or "tiled_jax", for the log and the plot
+    shard_format: str  # what save_shards writes: noted in a checkpoint, and the only one that load_shards is given
+    sharded: bool  # after join: whether checkpoints are written by save_shards instead of state
+
+    def join(self, options: FinetuneOptions) -> Team:
+        """Become one of the processes of the run; its ranks are `options.dp`, `fsdp` and `tp`.
+
+        Raises:
+            InputError: they are not the ranks that there are (`team.check_layout`).
+            UnsupportedError: this machine cannot do it.
+        """
+        ...
+
+    def leave(self) -> None:
+        """Give up what `join` took; also after an error."""
+        ...
 
     def versions(self) -> dict[str, str]:
         """Versions of the packages and the device that decide the numbers, for the log."""
         ...
 
-    def load(self, config: dict[str, Any], tensors: dict[str, np.ndarray], options: FinetuneOptions) -> None:
+    def load(self, config: dict[str, Any], tensors: dict[str, np.ndarray] | None, options: FinetuneOptions) -> None:
         """Build the model and the optimizer (all moments zero).
 
         Args:
@@ -59,7 +79,8 @@ class Trainer(Protocol):
                 tie_word_embeddings, attention_bias, mlp_bias, max_position_embeddings and rope_parameters
                 ({"rope_type": "default" | "linear" | ..., "rope_theta": float, "factor": float for linear}).
                 `--rope-scale` is already in rope_parameters; a trainer does not look at options.rope_scale.
-            tensors: float32 arrays with Hugging Face names; `lm_head.weight` is absent where the head is tied.
+            tensors: float32 arrays with Hugging Face names; `lm_head.weight` is absent where the head is tied. None where
+                load_shards follows.
             options: tiling (plain, num_shards, shard_tokens, memory_budget, keep), checkpointing, dtype, lr, device.
 
         Raises:
@@ -70,6 +91,7 @@ class Trainer(Protocol):
     def step(self, tokens: np.ndarray) -> float:
         """One AdamW update on `tokens`, [batch, context + 1] int32; returns the loss before the update.
 
+        Every process is given the whole batch, takes its part, and returns the loss of the whole.
         The loss is the mean cross-entropy in float32 of the next token: tokens[:, :-1] in, tokens[:, 1:] out. Returns
         after the update is complete, so that the loop's clock and memory meter see the whole step.
         """
@@ -86,3 +108,38 @@ class Trainer(Protocol):
     def load_state(self, state: TrainerState) -> None:
         """Continue from a state; `load` was called before, with the same config."""
         ...
+
+    def full_weights(self) -> dict[str, np.ndarray]:
+        """The weights of `state` on process 0; anything on the others."""
+        ...
+
+    def save_shards(self, folder: Path) -> None:
+        """Write this process's part of the state into an existing folder, beside those of the others."""
+        ...
+
+    def load_shards(self, folder: Path) -> None:
+        """Continue from what any number of ranks saved with save_shards; `load` was called before."""
+        ...
+
+
+class OneDevice:
+    """What a trainer that runs on one device in one process has instead of teams and shards."""
+
+    shard_format = ""
+    sharded = False
+
+    def join(self, options: FinetuneOptions) -> Team:
+        check_layout(options, 1, "devices", "This half trains on one device.")
+        return ALONE
+
+    def leave(self) -> None:
+        pass
+
+    def full_weights(self) -> dict[str, np.ndarray]:
+        return self.state().weights  # type: ignore[attr-defined]
+
+    def save_shards(self, folder: Path) -> None:
+        raise NotImplementedError
+
+    def load_shards(self, folder: Path) -> None:
+        raise NotImplementedError

@@ -84,6 +84,11 @@ def write_model(
     """Write safetensors, config.json and the tokenizer into an existing folder, as `transformers` loads them."""
     # The format key is what transformers looks for; "pt" means that the names and layouts are PyTorch's.
     save_file(contiguous(weights), folder / "model.safetensors", metadata={"format": "pt"})
+    write_config(folder, config, tokenizer)
+
+
+def write_config(folder: Path, config: dict[str, Any], tokenizer: ModelTokenizer) -> None:
+    """Write config.json and the tokenizer: a model folder without its weights."""
     (folder / "config.json").write_text(json.dumps(saved_config(config), indent=2, sort_keys=True) + "\n")
     tokenizer.save(folder)
 

@@ -24,7 +24,7 @@ def _flop_of(equation: Any) -> int:
         return 2 * math.prod(shape[dim] for dim in summed) * equation.outvars[0].aval.size
     if name in ("while", "cond"):
         raise ValueError(f"{name}: how often it runs cannot be read from the program")
-    inner = sum(_flop(jaxpr) for value in params.values() for jaxpr in _jaxprs(value))
+    inner = sum(_flop(jaxpr) for value in params.values() for jaxpr in jaxprs_in(value))
     return inner * (params["length"] if name == "scan" else 1)
 
 
@@ -36,21 +36,21 @@ def collectives(fn: Callable[..., Any], *arguments: Any) -> dict[bool, int]:
         for equation in jaxpr.eqns:
             found[in_loop] += equation.primitive.name.startswith("psum")
             for value in equation.params.values():
-                for inner in _jaxprs(value):
+                for inner in jaxprs_in(value):
                     walk(inner, in_loop or equation.primitive.name in ("scan", "while"))
 
     walk(jax.jit(fn).trace(*arguments).jaxpr.jaxpr, False)
     return found
 
 
-def _jaxprs(value: Any) -> Iterator[Any]:
+def jaxprs_in(value: Any) -> Iterator[Any]:
     if isinstance(value, core.ClosedJaxpr):
         yield value.jaxpr
     elif isinstance(value, core.Jaxpr):
         yield value
     elif isinstance(value, tuple | list):
         for item in value:
-            yield from _jaxprs(item)
+            yield from jaxprs_in(item)
 
 
 def temp_bytes(fn: Callable[..., Any], *arguments: Any) -> int:

@@ -1,6 +1,7 @@
-"""The JAX half of `finetune`: a Flax Llama, tiled, under optax's AdamW."""
+"""The JAX half of `finetune`: a Flax Llama, tiled, under optax's AdamW, on one device or on a mesh of them."""
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import flax
@@ -9,11 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.experimental import multihost_utils
 
+from shared_specs.app.team import Team
 from shared_specs.app.trainer import ADAMW, TrainerState
 from shared_specs.cli import FinetuneOptions
-from shared_specs.errors import UnsupportedError
+from tiled_jax.commands import team
 from tiled_jax.models import Llama, LlamaConfig, from_hf, next_token_loss, to_hf
+from tiled_jax.parallel import Parallelized, parallelize
+from tiled_jax.parallel.plans import TrainState
 
 _MOMENTS = {"m": "mu", "v": "nu"}
 
@@ -22,18 +27,29 @@ class JaxTrainer:
     """See `shared_specs.app.trainer.Trainer`.
 
     Parameters, gradients and moments are float32; with `--dtype bfloat16` the products are bfloat16. Parameters and
-    moments are donated to each step, so one step's copies are the next one's.
+    moments are donated to each step, so one step's copies are the next one's. Checkpoints are in the common form, whole,
+    unless there are several processes, each of which then writes its parts with Orbax.
     """
 
     name = "tiled_jax"
+    shard_format = "orbax"
+    sharded = False
+
+    def join(self, options: FinetuneOptions) -> Team:
+        found = team.join(options)
+        self.sharded = found.count > 1
+        return found
+
+    def leave(self) -> None:
+        team.leave()
 
     def versions(self) -> dict[str, str]:
         modules = {"jax": jax, "flax": flax, "optax": optax}
         device = jax.devices()[0] if not hasattr(self, "_device") else self._device
         return {name: module.__version__ for name, module in modules.items()} | {"device": device.device_kind}
 
-    def load(self, config: dict[str, Any], tensors: dict[str, np.ndarray], options: FinetuneOptions) -> None:
-        self._device = _device(options.device)
+    def load(self, config: dict[str, Any], tensors: dict[str, np.ndarray] | None, options: FinetuneOptions) -> None:
+        self._device = team.devices_of(options.device)[0]
         llama = LlamaConfig.from_hf(config)
         build = partial(
             Llama,
@@ -44,13 +60,26 @@ class JaxTrainer:
             dtype=options.dtype,
         )
         # Shapes only: a random initialisation would be thrown away.
-        self._graph, parameters = nnx.split(nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0))))
-        self._parameters = from_hf(parameters, tensors, self._device)
+        model = nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0)))
+        self._graph, self._parameters = nnx.split(model)
         self._adamw = optax.adamw(
             options.lr, b1=ADAMW.beta1, b2=ADAMW.beta2, eps=ADAMW.eps, weight_decay=ADAMW.weight_decay
         )
-        self._optimizer = jax.jit(self._adamw.init)(self._parameters)
-        self._update = jax.jit(self._traced_update, donate_argnums=(0, 1))
+        self._plan: Parallelized | None = None
+        self._place: Any = self._device
+        if options.ranks > 1 or self.sharded:
+            self._plan = parallelize(model, *team.mesh_and_config(options), optimizer=self._adamw)
+            self._place = self._plan.shardings.parameters
+        self._update = self._step_of_plan if self._plan else jax.jit(self._traced_update, donate_argnums=(0, 1))
+        if tensors is None:
+            self._optimizer = jax.eval_shape(self._adamw.init, self._parameters)
+            return
+        self._parameters = from_hf(self._parameters, tensors, self._place)
+        self._optimizer = self._initialised()
+
+    def _initialised(self) -> optax.OptState:
+        places = None if self._plan is None else self._plan.shardings.optimizer
+        return jax.jit(self._adamw.init, out_shardings=places)(self._parameters)
 
     def _traced_update(
         self, parameters: nnx.State, optimizer: optax.OptState, tokens: jax.Array
@@ -61,15 +90,28 @@ class JaxTrainer:
             updates, optimizer = self._adamw.update(gradients, optimizer, parameters)
         return optax.apply_updates(parameters, updates), optimizer, loss
 
+    def _step_of_plan(
+        self, parameters: nnx.State, optimizer: optax.OptState, tokens: jax.Array
+    ) -> tuple[nnx.State, optax.OptState, jax.Array]:
+        assert self._plan is not None
+        assert self._plan.step is not None
+        state, loss = self._plan.step(TrainState(parameters, optimizer), tokens)
+        return state.parameters, state.optimizer, loss
+
     def step(self, tokens: np.ndarray) -> float:
-        placed = jnp.array(tokens, dtype=jnp.int32, device=self._device)
+        if self._plan is None:
+            placed = jnp.array(tokens, dtype=jnp.int32, device=self._device)
+        else:
+            tokens, sharding = tokens.astype(np.int32), self._plan.batch_sharding
+            placed = jax.make_array_from_callback(tokens.shape, sharding, lambda index: tokens[index])
         self._parameters, self._optimizer, loss = self._update(self._parameters, self._optimizer, placed)
         jax.block_until_ready(self._parameters)
         return float(loss)
 
     def peak_memory_bytes(self) -> int | None:
-        """Peak device bytes since the process began: JAX does not reset its meter."""
-        stats = None if self._device.platform == "cpu" else self._device.memory_stats()
+        """Peak bytes of the first device since the process began: JAX does not reset its meter."""
+        device = jax.local_devices(backend=self._device.platform)[0]
+        stats = None if device.platform == "cpu" else device.memory_stats()
         return stats["peak_bytes_in_use"] if stats else None
 
     def state(self) -> TrainerState:
@@ -79,23 +121,48 @@ class JaxTrainer:
             optimizer |= {f"{ours}.{name}": array for name, array in moments.items()}
         return TrainerState(weights=to_hf(self._parameters), optimizer=optimizer)
 
+    def full_weights(self) -> dict[str, np.ndarray]:
+        if not self.sharded:
+            return to_hf(self._parameters)
+        return to_hf(multihost_utils.process_allgather(self._parameters, tiled=True))
+
     def load_state(self, state: TrainerState) -> None:
-        self._parameters = from_hf(self._parameters, state.weights, self._device)
+        self._parameters = from_hf(self._parameters, state.weights, self._place)
         moments = {
             theirs: from_hf(
-                self._parameters, {name: state.optimizer[f"{ours}.{name}"] for name in state.weights}, self._device
+                self._parameters, {name: state.optimizer[f"{ours}.{name}"] for name in state.weights}, self._place
             )
             for ours, theirs in _MOMENTS.items()
         }
-        count = jnp.array(state.optimizer["step"], dtype=jnp.int32, device=self._device)
-        self._optimizer = optax.tree.set(self._optimizer, count=count, **moments)
+        self._set_optimizer(int(state.optimizer["step"]), moments)
+
+    def _set_optimizer(self, count: int, moments: dict[str, nnx.State]) -> None:
+        like = optax.tree.get(self._optimizer, "count")
+        place = self._device if self._plan is None else optax.tree.get(self._plan.shardings.optimizer, "count")
+        value = np.asarray(count, like.dtype)
+        if self._plan is None:
+            placed = jnp.array(value, device=place)
+        else:
+            placed = jax.make_array_from_callback((), place, lambda index: value)
+        self._optimizer = optax.tree.set(self._optimizer, count=placed, **moments)
+
+    def save_shards(self, folder: Path) -> None:
+        from tiled_jax.commands.shards import save
+
+        state = {theirs: optax.tree.get(self._optimizer, theirs) for theirs in _MOMENTS.values()}
+        save(folder, {"parameters": self._parameters} | state, optax.tree.get(self._optimizer, "count"))
+
+    def load_shards(self, folder: Path) -> None:
+        from tiled_jax.commands.shards import load
+
+        places = jax.tree.map(lambda _: self._place, self._parameters) if self._plan is None else self._place
+        like = jax.tree.map(lambda a, place: _at(a, place), self._parameters, places)
+        states, count = load(folder, dict.fromkeys(("parameters", *_MOMENTS.values()), like))
+        self._parameters = states.pop("parameters")
+        self._set_optimizer(count, states)
 
 
-def _device(name: str) -> jax.Device:
-    if name == "auto":
-        return jax.devices()[0]
-    try:
-        return jax.devices(name)[0]
-    except RuntimeError as error:
-        advice = "JAX sees no such device."
-        raise UnsupportedError(f"finetune: --device must be cpu or auto here, got {name}. {advice}") from error
+def _at(like: Any, place: Any) -> jax.ShapeDtypeStruct:
+    """The shape of an array at its place."""
+    sharding = jax.sharding.SingleDeviceSharding(place) if isinstance(place, jax.Device) else place
+    return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=sharding)

@@ -1,6 +1,7 @@
 """`tiled_linear_cross_entropy`: the loss of a language-model head, exact, without its logits: checks, plan, one call."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,11 +12,15 @@ from jax.core import Tracer
 from shared_specs import checks, config, costs
 from shared_specs.config import LossOptions, LossResult, Tiling
 from shared_specs.errors import fail_type
+from shared_specs.sequence_checks import sequence_tokens
+from shared_specs.sequence_costs import compiled_sequence_loss_peak_bytes, plan_sequence_loss
 from shared_specs.shards import ShardPlan
 from tiled_jax import backends
+from tiled_jax.functional.gathering import TokenAxis
 from tiled_jax.functional.loss_math import Rules
 from tiled_jax.functional.loss_vjp import NAME, Call, run
 from tiled_jax.functional.operands import array, operand
+from tiled_jax.functional.padding import is_token, without_padding
 from tiled_jax.functional.shard_math import wide
 
 
@@ -82,8 +87,11 @@ def linear_cross_entropy(
     *,
     axis: str | None = None,
     vocab: int | None = None,
+    sequence_parallel: bool = False,
+    split_sizes: Any = None,
 ) -> Any:
-    """One checked call. `axis`: the mesh axis over which a vocabulary of `vocab` entries is split."""
+    """One checked call. `axis`: the mesh axis over which a vocabulary of `vocab` entries is split, and with
+    sequence_parallel the tokens, of which every device has `split_sizes`."""
     given, x = targets, array(function, "x", x)
     w = {"weight": array(function, "weight", weight)} | (
         {} if bias is None else {"bias": array(function, "bias", bias)}
@@ -109,7 +117,12 @@ def linear_cross_entropy(
     local = w["weight"].shape[1]
     entries = local if vocab is None else vocab
     check_targets(function, given if isinstance(given, np.ndarray) else targets, entries, loss.ignore_index)
-    plan = _plan(function, x, w["weight"], loss, options)
+    rows = checks.flat_tokens(x.shape)
+    ranks = 1 if axis is None else jax.lax.axis_size(axis)
+    sizes = sequence_tokens(
+        function, sequence_parallel, split_sizes, tokens=rows, ranks=ranks, rank=None, x=tuple(x.shape)
+    )
+    plan = _plan(function, x, w["weight"], loss, options, 0 if sizes is None else ranks)
     if loss.num_valid is not None:
         fixed["num_valid"] = jnp.asarray(fixed.get("num_valid", loss.num_valid), wide(x.dtype))
     call = Call(
@@ -118,13 +131,20 @@ def linear_cross_entropy(
         rules=Rules(
             options=replace(loss, class_weight=None, num_valid=None),
             vocab=entries,
-            padded=axis is not None and jax.lax.axis_size(axis) * local > entries,
+            padded=ranks * local > entries,
         ),
         backend=chosen,
         axis=axis,
+        tokens=None if sizes is None or axis is None else TokenAxis.of(axis, plan.shard_tokens),
     )
-    fixed["targets"] = targets.reshape(plan.tokens)
-    return _result(run(call, x.reshape(plan.tokens, x.shape[-1]), w, fixed), loss, targets.shape)
+    x, fixed["targets"] = x.reshape(rows, x.shape[-1]), targets.reshape(rows)
+    if sizes is None or axis is None:
+        return _result(run(call, x, w, fixed), loss, targets.shape)
+    tokens = is_token(sizes, rows, axis)
+    fixed["targets"] = without_padding(fixed["targets"], tokens, loss.ignore_index)
+    found = run(call, without_padding(x, tokens), w, fixed)
+    found = {name: without_padding(a, tokens) if a.ndim else a for name, a in found.items()}
+    return _result(found, loss, targets.shape)
 
 
 def check_targets(function: str, targets: Any, vocab: int, ignore_index: int) -> None:
@@ -150,7 +170,10 @@ def _arrays(function: str, loss: LossOptions) -> dict[str, jax.Array]:
     return found | {"num_valid": jnp.asarray(count)}
 
 
-def _plan(function: str, x: jax.Array, weight: jax.Array, loss: LossOptions, options: Tiling) -> ShardPlan:
+def _plan(
+    function: str, x: jax.Array, weight: jax.Array, loss: LossOptions, options: Tiling, token_ranks: int
+) -> ShardPlan:
+    """The plan of the tokens that are here; `token_ranks`: of devices that split them, 0 where none do."""
     shape = costs.LossShape(
         tokens=checks.flat_tokens(x.shape),
         hidden=x.shape[-1],
@@ -160,15 +183,13 @@ def _plan(function: str, x: jax.Array, weight: jax.Array, loss: LossOptions, opt
         weight_itemsize=weight.dtype.itemsize,
         bends=loss.logit_softcap is not None or loss.logit_scale != 1 or "entropy" in loss.outputs,
     )
-    return costs.plan_loss(
-        function,
-        shape,
-        num_shards=options.num_shards,
-        shard_tokens=options.shard_tokens,
-        memory_budget=options.memory_budget,
-        device=backends.device_kind(),
-        compiled=True,
-    )
+    device = backends.device_kind()
+    cut = {name: getattr(options, name) for name in ("num_shards", "shard_tokens", "memory_budget")}
+    if not token_ranks:
+        return costs.plan_loss(function, shape, **cut, device=device, compiled=True)
+    peak = partial(compiled_sequence_loss_peak_bytes, device=device)
+    plan = plan_sequence_loss(function, shape, (shape.tokens,) * token_ranks, **cut, device=device, peak=peak)
+    return ShardPlan(shape.tokens, plan.shard_tokens)
 
 
 def _result(found: dict[str, jax.Array], loss: LossOptions, lead: tuple[int, ...]) -> Any:

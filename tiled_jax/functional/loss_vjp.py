@@ -19,6 +19,7 @@ from jax.custom_derivatives import SymbolicZero
 from shared_specs.shards import ShardPlan
 from tiled_jax import backends
 from tiled_jax.functional import loss_math
+from tiled_jax.functional.gathering import TokenAxis, for_each_gathered
 from tiled_jax.functional.loops import Body, Like, for_each, gradient_of, upstream_of, vary_over, varying, varying_of
 from tiled_jax.functional.loss_math import Labels, Part, Rules, Slopes, Statistics
 from tiled_jax.functional.shard_math import wide
@@ -37,7 +38,8 @@ class Call:
 
     Args:
         plan: how the tokens are cut. parts: how the entries of the vocabulary that this weight has are cut.
-        axis: the mesh axis that the vocabulary is split over, or None.
+        axis: the mesh axis that the vocabulary is split over, or None. tokens: the same axis where it splits the tokens too;
+            plan is then of a device's own tokens, and a shard is gathered.
     """
 
     plan: ShardPlan
@@ -45,6 +47,7 @@ class Call:
     rules: Rules
     backend: str
     axis: str | None = None
+    tokens: TokenAxis | None = None
 
     @property
     def in_forward(self) -> bool:
@@ -85,13 +88,13 @@ def _forward(
     if save and not call.in_forward:
         names |= {"best", "total"}
 
-    def shard(start: Any, size: int, carry: tuple[Arrays, Arrays]) -> tuple[Arrays, Arrays]:
+    def shard(start: Any, size: int, given: _Given, carry: tuple[Arrays, Arrays]) -> tuple[Arrays, Arrays]:
         numbers, gradients = carry
-        x_shard, labels = _rows(x, start, size), _cut(setting.labels, start, size)
+        x_shard, labels = given.x, setting.labelled(given.targets)
         logits, found = _statistics(call, setting, x_shard, labels)
         values = loss_math.values(call.rules, labels, found, setting.class_total)
         numbers = {
-            name: _set_rows(rows, vary_over(values[name], setting.token_axes), start, 0)
+            name: _set_rows(rows, vary_over(_own(call, values[name]), setting.token_axes), start, 0)
             for name, rows in numbers.items()
         }
         if gradients:
@@ -107,13 +110,13 @@ def _forward(
 
     numbers = {name: vary_over(jnp.zeros(x.shape[0], setting.dtype), setting.token_axes) for name in sorted(names)}
     gradients = setting.zeros(x, w, wanted if call.in_forward else ())
-    numbers, gradients = for_each(call.plan, Body(shard, _after_all), (numbers, gradients))
+    numbers, gradients = _for_each_shard(call, _Given(x, setting.targets), shard, (numbers, gradients))
     results = {name: numbers[name] for name in ("loss", *call.rules.options.outputs)}
     mean = None
     if call.rules.options.reduction != "none":
-        results |= {name: jnp.sum(results[name]) for name in ("loss", "accuracy") if name in results}
+        results |= {name: _sum(call, results[name]) for name in ("loss", "accuracy") if name in results}
     if call.rules.options.reduction == "mean":
-        mean, mean_of_hits = _means(setting.labels, fixed.get("num_valid"))
+        mean, mean_of_hits = _means(call, setting.labelled(setting.targets), fixed.get("num_valid"))
         results["loss"] *= mean
         results |= {"accuracy": results["accuracy"] * mean_of_hits} if "accuracy" in results else {}
     primals = {"x": x, **w}
@@ -138,8 +141,8 @@ def _forward_saving(call: Call, x: Any, w: dict[str, Any], fixed: dict[str, Any]
 
 def _backward(call: Call, saved: _Saved, upstream: dict[str, Any]) -> tuple[Any, dict[str, Any], dict[str, Any]]:
     g = {name: d for name, d in upstream.items() if name != "accuracy" and not isinstance(d, SymbolicZero)}
-    if call.axis is not None:
-        g = {name: upstream_of(call.axis, d) for name, d in g.items()}
+    if call.axis is not None:  # what is there once for every token is there on one device where these split the tokens
+        g = {name: d if call.tokens and d.ndim else upstream_of(call.axis, d) for name, d in g.items()}
     d: Arrays = {}
     if g and (wanted := marked(saved.wanted)):
         d = _multiplied(saved, wanted, g["loss"]) if call.in_forward else _computed(call, saved, wanted, g)
@@ -163,18 +166,19 @@ def _computed(call: Call, saved: _Saved, wanted: tuple[str, ...], g: Arrays) -> 
     found = _whole(numbers)
     lse = loss_math.log_sum_exp(call.rules, found)
     g = {name: jnp.broadcast_to(d, lse.shape) for name, d in g.items()}
-    slope = loss_math.slopes(call.rules, setting.labels, lse, setting.class_total, g)
+    slope = loss_math.slopes(call.rules, setting.labelled(setting.targets), lse, setting.class_total, g)
     sigma = loss_math.largest(slope)
+    if call.tokens is not None:  # one number for all gathered tokens
+        sigma = lax.pmax(call.tokens.differing(sigma), call.tokens.name)
     slope = jax.tree.map(lambda a: a / sigma, slope)
 
-    def shard(start: Any, size: int, gradients: Arrays) -> Arrays:
-        labels, at = _cut(setting.labels, start, size), _cut(numbers, start, size)
-        of = _Shard(
-            start, _rows(x, start, size), labels, _whole(at), _cut(slope, start, size), at.get("entropy"), sigma
-        )
+    def shard(start: Any, size: int, given: _Given, gradients: Arrays) -> Arrays:
+        at, of_slope = given.numbers
+        of = _Shard(start, given.x, setting.labelled(given.targets), _whole(at), of_slope, at.get("entropy"), sigma)
         return _with_shard(call, setting, gradients, of)
 
-    gradients = for_each(call.plan, Body(shard, _after_all), setting.zeros(x, w, wanted))
+    given = _Given(x, setting.targets, (numbers, slope))
+    gradients = _for_each_shard(call, given, shard, setting.zeros(x, w, wanted))
     like = dict(saved.like)
     return {
         name: gradient_of(like[name], gradients[name] if name == "x" else gradients[name] * sigma) for name in wanted
@@ -219,17 +223,21 @@ def _with_shard(call: Call, setting: "_Setting", gradients: Arrays, of: _Shard) 
     sums = for_each(call.parts, Body(part, _after_all), gradients | rows)
     if not rows:
         return sums
-    return sums | {"x": _set_rows(gradients["x"], (sums["x"] * of.sigma).astype(of.x.dtype), of.start, 0)}
+    dx = (sums["x"] * of.sigma).astype(of.x.dtype)
+    if call.tokens is not None:
+        dx = vary_over(call.tokens.scatter(dx), setting.axes)
+    return sums | {"x": _set_rows(gradients["x"], dx, of.start, 0)}
 
 
 class _Setting(NamedTuple):
     """What every shard of a call shares.
 
     `axes`: mesh axes along which anything of the call varies. `token_axes`: those of a number per token, which is the
-    same on every device of the axis that the vocabulary is split over.
+    same on every device of the axis that the vocabulary is split over unless that splits the tokens too.
     """
 
-    labels: Labels  # of all tokens
+    targets: jax.Array  # of all tokens, of a device's own ones where devices split them
+    labelled: Callable[[jax.Array], Labels]  # of targets
     class_total: jax.Array | int  # Σ ω over the vocabulary
     part: Callable[[Any, int], Part]  # (first entry, entries) of this weight
     dtype: Any
@@ -242,13 +250,14 @@ class _Setting(NamedTuple):
         own = frozenset() if call.axis is None else varying(lax.axis_index(call.axis))
         known = varying_of(fixed[name] for name in ("targets", "class_weight") if name in fixed)
         logits = varying_of([x, *w.values()])
-        token_axes = known | (logits - {call.axis})
+        token_axes = known | (own | logits if call.tokens else logits - {call.axis})
         targets = vary_over(fixed["targets"], token_axes)
         class_weight = fixed.get("class_weight")
         if class_weight is not None:
             class_weight = vary_over(class_weight.astype(dtype), token_axes)
         return cls(
-            labels=loss_math.make_labels(rules, targets, class_weight, dtype),
+            targets=targets,
+            labelled=lambda targets: loss_math.make_labels(rules, targets, class_weight, dtype),
             class_total=rules.vocab if class_weight is None else jnp.sum(class_weight),
             part=_parts(call, {name: a.astype(x.dtype) for name, a in w.items()}, class_weight),
             dtype=dtype,
@@ -304,15 +313,55 @@ def _statistics(
     return logits, found if call.axis is None else loss_math.reduce_over(call.rules, call.axis, found)
 
 
-def _means(labels: Labels, num_valid: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+def _means(call: Call, labels: Labels, num_valid: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     """What the sums of losses and of hits are multiplied with; a mean of nothing is zero."""
     hits = labels.valid.astype(labels.weight.dtype)
-    counts = [jnp.sum(a) if num_valid is None else num_valid.astype(a.dtype) for a in (labels.weight, hits)]
+    counts = [_sum(call, a) if num_valid is None else num_valid.astype(a.dtype) for a in (labels.weight, hits)]
     loss, accuracy = (jnp.where(n == 0, 0, 1 / jnp.where(n == 0, 1, n)) for n in counts)
     return loss, accuracy
 
 
-def _after_all(start: jax.Array, carry: Any) -> Any:
+class _Given(NamedTuple):
+    """What a shard is given of its tokens."""
+
+    x: jax.Array
+    targets: jax.Array
+    numbers: Any = ()  # a pytree of [t] in the wide dtype
+
+
+def _for_each_shard(call: Call, given: _Given, run: Callable[[Any, int, _Given, Any], Any], carry: Any) -> Any:
+    """carry = run(start, size, what the shard is given, carry) for every shard, gathered where devices split the tokens."""
+
+    tokens = call.tokens
+    if tokens is None:
+        body = Body(lambda start, size, carry: run(start, size, _cut(given, start, size), carry), _after_all)
+        return for_each(call.plan, body, carry)
+
+    def fetch(start: Any, size: int) -> _Given:
+        own = _cut(given, start, size)
+        numbers, structure = jax.tree.flatten(own.numbers)
+        if not numbers:
+            return tokens.gather(own)
+        together = jnp.stack([tokens.differing(a) for a in numbers], axis=1)  # one collective instead of one each
+        x, targets, together = tokens.gather((own.x, own.targets, together))
+        return _Given(x, targets, jax.tree.unflatten(structure, list(together.T)))
+
+    gathered = Body(lambda start, size, state: run(start, size, *state), _after_all)
+    return for_each_gathered(call.plan, call.plan.tokens, fetch, gathered, gathered, carry)
+
+
+def _own(call: Call, a: jax.Array) -> jax.Array:
+    """A device's own tokens of a shard's."""
+    return a if call.tokens is None else call.tokens.own(a)
+
+
+def _sum(call: Call, a: jax.Array) -> jax.Array:
+    """The sum over all tokens of the axis."""
+    own = jnp.sum(a)
+    return own if call.tokens is None else lax.psum(call.tokens.differing(own), call.tokens.name)
+
+
+def _after_all(start: Any, carry: Any) -> Any:
     return lax.optimization_barrier((start, carry))
 
 

@@ -1,7 +1,8 @@
 """`tiled_mlp`: the token-wise MLP, exact, one shard of tokens at a time: checks, the plan, and one call."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 
@@ -10,9 +11,12 @@ from shared_specs.config import Tiling
 from shared_specs.errors import fail_type
 from shared_specs.shards import KERNEL_MULTIPLE, ShardPlan
 from tiled_jax import backends
+from tiled_jax.functional.explicit import through_auto_axes
 from tiled_jax.functional.mlp_vjp import Call, run
 from tiled_jax.functional.operands import array, operand
 from tiled_jax.functional.shard_math import Kernels
+
+Plan = TypeVar("Plan")
 
 _NAME = "tiled_mlp"
 _ORDER = "XLA makes some of the products and adds in an order of its own; tiled_torch has kernels for all of them."
@@ -59,22 +63,91 @@ def tiled_mlp(
         SpecError: shapes, dtypes or numbers out of range. TypeError: a wrong kind of value.
         UnsupportedError: a backend named explicitly that cannot run here; tiling.deterministic.
     Source: derived in shared_specs/README.md. Sharded tokens belong inside `jax.shard_map`: without it XLA gathers them.
+        Weights whose columns are sharded work under plain `jit` too, on Auto meshes and, with `jax.set_mesh`, Explicit ones.
     Example:
         >>> import jax.numpy as jnp
         >>> x, w = jnp.ones((2, 5, 8)), jnp.ones((8, 16)) / 8
         >>> tiled_mlp(x, w, w, w.T, num_shards=3).shape
         (2, 5, 8)
     """
-    x = array(_NAME, "x", x)
-    gate = {} if w_gate is None else {"w_gate": array(_NAME, "w_gate", w_gate)}
-    w = {**gate, "w_up": array(_NAME, "w_up", w_up), "w_down": array(_NAME, "w_down", w_down)}
-    b = {name: array(_NAME, f"biases[{name!r}]", bias) for name, bias in _biases(biases).items()}
-    options = checks.resolve_tiling(_NAME, num_shards, keep, tiling, x=x.shape)
-    checks.check_deterministic(_NAME, options, _ORDER)
-    usable = backends.usable_backends()
-    checks.check_backend(_NAME, backend, config.JAX, usable)
+    given = check_operands(_NAME, x, w_gate, w_up, w_down, biases, activation, num_shards, keep, tiling, backend)
+    return tokenwise(given, given.w | {f"b_{name}": bias for name, bias in given.b.items()}, backend)
+
+
+class Given(NamedTuple):
+    """The checked arguments of one call. `w` and `b` are named as the checks name them: w_up, and biases by projection."""
+
+    function: str
+    x: jax.Array
+    w: dict[str, jax.Array]
+    b: dict[str, jax.Array]
+    activation: str
+    options: Tiling
+
+    @property
+    def shape(self) -> costs.MLPShape:
+        """What the formulas need of this call."""
+        return costs.MLPShape(
+            tokens=checks.flat_tokens(self.x.shape),
+            hidden=self.x.shape[-1],
+            intermediate=self.w["w_up"].shape[1],
+            out=self.w["w_down"].shape[1],
+            gated="w_gate" in self.w,
+            activation=self.activation,
+            itemsize=self.x.dtype.itemsize,
+            weight_itemsize=self.w["w_up"].dtype.itemsize,
+        )
+
+    def with_kernels(
+        self, backend: str, make_plan: Callable[[int], Plan], lengths: Callable[[Plan], Iterable[int]]
+    ) -> tuple[Plan, Kernels | None]:
+        """The plan, make_plan(rows that shards are multiples of), and the kernels where the backend that runs has them.
+
+        lengths(plan): the tokens of one product, one number for every kind of shard there is.
+        """
+        if backend != "xla" and backends.usable_backends()["pallas"] is None:
+            blocked = make_plan(KERNEL_MULTIPLE)
+            reason = self._no_kernel(lengths(blocked))
+            if backends.choose(self.function, backend, no_kernel=reason) == "pallas":
+                return blocked, Kernels(interpret=backends.interpreting())
+        return make_plan(1), None
+
+    def _no_kernel(self, lengths: Iterable[int]) -> str | None:
+        """Why the kernels cannot run shards of these lengths; None where they can."""
+        from tiled_jax.kernels.common import mlp_reason  # where no kernel can run, Mosaic is not loaded
+
+        shape = self.shape
+        sizes = {"hidden": shape.hidden, "intermediate": shape.intermediate, "out": self.w["w_down"].shape[1]}
+        reasons = (
+            mlp_reason(self.x.dtype, tokens=tokens, gated=shape.gated, activation=self.activation, **sizes)
+            for tokens in sorted(set(lengths) or {0})
+        )
+        return next((reason for reason in reasons if reason is not None), None)
+
+
+def check_operands(
+    function: str,
+    x: Any,
+    w_gate: Any,
+    w_up: Any,
+    w_down: Any,
+    biases: Any,
+    activation: str,
+    num_shards: int | None,
+    keep: float,
+    tiling: Tiling | None,
+    backend: str,
+) -> Given:
+    """The arguments of `tiled_mlp` as a public function is given them, checked."""
+    x = array(function, "x", x)
+    gate = {} if w_gate is None else {"w_gate": array(function, "w_gate", w_gate)}
+    w = {**gate, "w_up": array(function, "w_up", w_up), "w_down": array(function, "w_down", w_down)}
+    b = {name: array(function, f"biases[{name!r}]", bias) for name, bias in _biases(function, biases).items()}
+    options = checks.resolve_tiling(function, num_shards, keep, tiling, x=x.shape)
+    checks.check_deterministic(function, options, _ORDER)
+    checks.check_backend(function, backend, config.JAX, backends.usable_backends())
     checks.check_mlp(
-        _NAME,
+        function,
         x=operand(x),
         weights={name: operand(value) for name, value in w.items()},
         biases={name: operand(value) for name, value in b.items()},
@@ -82,55 +155,35 @@ def tiled_mlp(
         names=config.JAX,
         master_weights=True,
     )
-    plan, kernels = _plan(x, w, activation, options), None
-    if backend != "xla" and usable["pallas"] is None:
-        blocked = _plan(x, w, activation, options, multiple_of=KERNEL_MULTIPLE)
-        if backends.choose(_NAME, backend, no_kernel=_no_kernel(blocked, x, w, activation)) == "pallas":
-            plan, kernels = blocked, Kernels(interpret=backends.interpreting())
-    call = Call(plan=plan, kept_start=plan.kept_start(options.keep), activation=activation, kernels=kernels)
-    y = run(call, x.reshape(plan.tokens, x.shape[-1]), w | {f"b_{name}": bias for name, bias in b.items()})
+    return Given(function, x, w, b, activation, options)
+
+
+def tokenwise(given: Given, w: dict[str, jax.Array], backend: str) -> jax.Array:
+    """The MLP of the tokens that are here, with the weights `w` that are here (biases b_gate, b_up and b_down)."""
+    x, options = given.x, given.options
+
+    def make_plan(multiple_of: int) -> ShardPlan:
+        return costs.plan_mlp(
+            given.function,
+            given.shape,
+            num_shards=options.num_shards,
+            shard_tokens=options.shard_tokens,
+            memory_budget=options.memory_budget,
+            device=backends.device_kind(),
+            compiled=True,
+            multiple_of=multiple_of,
+        )
+
+    def lengths(plan: ShardPlan) -> list[int]:
+        return [stop - start for start, stop in plan.spans[:1] + plan.spans[-1:]]
+
+    plan, kernels = given.with_kernels(backend, make_plan, lengths)
+    call = Call(plan=plan, kept_start=plan.kept_start(options.keep), activation=given.activation, kernels=kernels)
+    y = through_auto_axes(partial(run, call), x.reshape(plan.tokens, x.shape[-1]), w)
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
-def _biases(biases: Any) -> Mapping[str, Any]:
+def _biases(function: str, biases: Any) -> Mapping[str, Any]:
     if biases is not None and not isinstance(biases, Mapping):
-        fail_type(_NAME, "biases", "a mapping or None", type(biases).__name__)
+        fail_type(function, "biases", "a mapping or None", type(biases).__name__)
     return {} if biases is None else biases
-
-
-def _no_kernel(plan: ShardPlan, x: jax.Array, w: Mapping[str, jax.Array], activation: str) -> str | None:
-    """Why the kernels cannot run the shards of this plan; None where they can."""
-    from tiled_jax.kernels.common import mlp_reason  # where no kernel can run, Mosaic is not loaded
-
-    lengths = {stop - start for start, stop in (plan.spans[:1] + plan.spans[-1:])}
-    sizes = {"hidden": x.shape[-1], "intermediate": w["w_up"].shape[1], "out": w["w_down"].shape[1]}
-    reasons = (
-        mlp_reason(x.dtype, tokens=tokens, gated="w_gate" in w, activation=activation, **sizes)
-        for tokens in sorted(lengths or {0})
-    )
-    return next((reason for reason in reasons if reason is not None), None)
-
-
-def _plan(
-    x: jax.Array, w: Mapping[str, jax.Array], activation: str, options: Tiling, *, multiple_of: int = 1
-) -> ShardPlan:
-    shape = costs.MLPShape(
-        tokens=checks.flat_tokens(x.shape),
-        hidden=x.shape[-1],
-        intermediate=w["w_up"].shape[1],
-        out=w["w_down"].shape[1],
-        gated="w_gate" in w,
-        activation=activation,
-        itemsize=x.dtype.itemsize,
-        weight_itemsize=w["w_up"].dtype.itemsize,
-    )
-    return costs.plan_mlp(
-        _NAME,
-        shape,
-        num_shards=options.num_shards,
-        shard_tokens=options.shard_tokens,
-        memory_budget=options.memory_budget,
-        device=backends.device_kind(),
-        compiled=True,
-        multiple_of=multiple_of,
-    )

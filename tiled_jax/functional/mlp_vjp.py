@@ -34,7 +34,7 @@ class Call:
 
 @partial(jax.tree_util.register_dataclass, data_fields=["x", "w", "kept", "wanted"], meta_fields=[])
 @dataclass(frozen=True)
-class _Saved:
+class Saved:
     """What backward needs."""
 
     x: jax.Array  # to compute gate and up again, and for dw_gate and dw_up
@@ -84,21 +84,21 @@ def _forward(call: Call, x: jax.Array, w: dict[str, jax.Array], *, keep: bool) -
     return for_each_shard(plan, kept_start if keep else plan.tokens, *bodies, carry)
 
 
-def _forward_saving(call: Call, x: Any, w: dict[str, Any]) -> tuple[jax.Array, _Saved]:
+def _forward_saving(call: Call, x: Any, w: dict[str, Any]) -> tuple[jax.Array, Saved]:
     """The forward under differentiation: every operand comes with whether it needs a gradient."""
     operands = {"x": x, **w}
     wanted = mark(operands, perturbed(operands))
     values = {name: operand.value for name, operand in w.items()}
     y, kept = _forward(call, x.value, values, keep=True)
-    return y, _Saved(x.value, values, kept, wanted)
+    return y, Saved(x.value, values, kept, wanted)
 
 
-def _backward(call: Call, saved: _Saved, dy: jax.Array | SymbolicZero) -> tuple[Any, dict[str, Any]]:
+def _backward(call: Call, saved: Saved, dy: jax.Array | SymbolicZero) -> tuple[Any, dict[str, Any]]:
     d = {} if isinstance(dy, SymbolicZero) else _gradients(call, saved, dy)
     return d.get("x"), {name: d.get(name) for name in saved.w}
 
 
-def _gradients(call: Call, saved: _Saved, dy: jax.Array) -> dict[str, jax.Array]:
+def _gradients(call: Call, saved: Saved, dy: jax.Array) -> dict[str, jax.Array]:
     """The gradient of every operand that needs one."""
     primals, wanted = {"x": saved.x, **saved.w}, marked(saved.wanted)
     # Without the barrier XLA merges the recomputation outside the loop, and the casts, with those of forward, and

@@ -34,7 +34,7 @@ def rotary_angles(rope: Rope, head_dim: int, tokens: int) -> tuple[jax.Array, ja
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Turn dims (i, i + d/2) of every head by the angle of their position; computed in float32.
+    """Turn dims (i, i + d/2) of every head by the angle of their position; computed in float32 (float64 for float64).
 
     Args:
         x: [batch, tokens, heads, d].
@@ -42,7 +42,8 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     Returns:
         Shape and dtype of x.
     """
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    cos, sin = cos[None, :, None, :], sin[None, :, None, :]
+    wide = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
+    first, second = jnp.split(x.astype(wide), 2, axis=-1)
+    cos, sin = (a.astype(wide)[None, :, None, :] for a in (cos, sin))
     turned = jnp.concatenate((first * cos - second * sin, second * cos + first * sin), axis=-1)
     return turned.astype(x.dtype)

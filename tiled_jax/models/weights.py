@@ -39,13 +39,16 @@ _HF_IN_LAYER = {("layers", *path): name for name, path in _IN_LAYER.items()}
 _TRANSPOSED = ("kernel", "w_gate", "w_up", "w_down")
 
 
-def from_hf(parameters: nnx.State, tensors: Mapping[str, np.ndarray], device: jax.Device | None = None) -> nnx.State:
+def from_hf(
+    parameters: nnx.State, tensors: Mapping[str, np.ndarray], device: jax.Device | nnx.State | None = None
+) -> nnx.State:
     """The parameters with the values of `tensors`, copied, in the dtype of each parameter.
 
     Args:
         parameters: what `nnx.split(model)` or, without memory, `nnx.split(nnx.eval_shape(...))` gives.
         tensors: arrays by Hugging Face name, [out, in]. Every parameter has to be there and nothing else.
-        device: where the copies go; None is JAX's default.
+        device: where the copies go; None is JAX's default. An nnx.State of the same paths has a sharding for each, of
+            which this process fills its own devices.
     Raises:
         SpecError: a tensor is missing, unknown or of another shape.
     Example:
@@ -53,6 +56,9 @@ def from_hf(parameters: nnx.State, tensors: Mapping[str, np.ndarray], device: ja
         model = nnx.merge(graph, from_hf(parameters, tensors))
     """
     unused = set(tensors)
+    places = (
+        {path: leaf.get_value() for path, leaf in nnx.to_flat_state(device)} if isinstance(device, nnx.State) else {}
+    )
 
     def take(name: str, shape: tuple[int, ...], path: Path) -> np.ndarray:
         if name not in tensors:
@@ -70,7 +76,11 @@ def from_hf(parameters: nnx.State, tensors: Mapping[str, np.ndarray], device: ja
         else:
             names = [f"model.layers.{layer}.{_HF_IN_LAYER[path]}" for layer in range(like.shape[0])]
             host = np.stack([take(name, like.shape[1:], path) for name in names])
-        return jnp.array(host, dtype=like.dtype, device=device)
+        if not isinstance(device, nnx.State):
+            return jnp.array(host, dtype=like.dtype, device=device)
+        # Copies too: XLA may take a NumPy array's memory as it is.
+        dtype, place = like.dtype, places[path]
+        return jax.make_array_from_callback(host.shape, place, lambda index: np.array(host[index], dtype=dtype))
 
     filled = [(path, leaf.replace(value(path, leaf.get_value()))) for path, leaf in nnx.to_flat_state(parameters)]
     if unused:

@@ -1,5 +1,6 @@
 """Cross entropy over a vocabulary that is split over a mesh axis: of given logits, or fused with the tiled head."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,6 +12,7 @@ from shared_specs import checks
 from shared_specs.config import LossOptions, Tiling
 from shared_specs.partitions import vocab_partition
 from tiled_jax.functional import loss_math
+from tiled_jax.functional.gathering import axis_ranks
 from tiled_jax.functional.loops import Like, gradient_of, upstream_of
 from tiled_jax.functional.loss import check_targets, linear_cross_entropy
 from tiled_jax.functional.loss_math import Part, Rules, Statistics
@@ -29,23 +31,32 @@ def vocab_parallel_linear_cross_entropy(
     tiling: Tiling | None = None,
     backend: str = "auto",
     vocab_size: int | None = None,
+    sequence_parallel: bool = False,
+    split_sizes: Sequence[int] | None = None,
     axis_name: str,
 ) -> Any:
     """`tiled_linear_cross_entropy` where every device of a mesh axis has a run of the vocabulary, in order.
 
     No device holds more than one shard's logits of its own entries, [t, V / R]. Devices meet twice a shard, in a maximum
-    and in a sum of a few numbers per token, and once a call, in the sum of dx.
+    and in a sum of a few numbers per token, and once a call, in the sum of dx. With sequence_parallel no device holds x, or
+    its gradient, of more tokens than two gathered shards, 2 R t H elements: shard i of every device's own tokens is gathered
+    while shard i - 1 computes, and every device is handed back its own rows of the sum of dx.
 
     Args:
-        x, targets: as there, the same on all devices of the axis. weight: [H, V / R], this device's entries.
+        x, targets: as there, the same on all devices of the axis; with sequence_parallel this device's tokens.
+        weight: [H, V / R], this device's entries.
         bias: [V / R]. loss: as there; its class_weight is whole, [V].
         num_shards, tiling, backend: as there; vocab_shards cuts a device's own entries.
         vocab_size: V; None is R times what a device has. Where it is less, the last entries of the last devices are
             padding: no token has them as its target, and their gradients are zero.
+        sequence_parallel: tokens are split over the axis too. A shard (num_shards, shard_tokens) is of a device's own ones.
+        split_sizes: tokens of every device where they differ, as in `tensor_parallel_mlp`; numbers of padding are zero.
         axis_name: the axis of the surrounding `jax.shard_map`. Other axes may split the tokens.
     Returns:
-        What `tiled_linear_cross_entropy` of the whole weight returns, the same on all devices of the axis.
-    Numerics, Memory: as there, of V / R entries.
+        What `tiled_linear_cross_entropy` of the whole weight returns, the same on all devices of the axis; with
+        sequence_parallel sums and means are over the tokens of all of its devices, and what there is of every token is of
+        this device's.
+    Numerics, Memory: as there, of V / R entries (shared_specs.sequence_costs.compiled_sequence_loss_peak_bytes).
     Raises:
         As there; SpecError where the devices have fewer entries than vocab_size.
     Source: derived in shared_specs/README.md; the split is Megatron-LM's, arXiv 1909.08053.
@@ -59,7 +70,19 @@ def vocab_parallel_linear_cross_entropy(
     weight = array(name, "weight", weight)
     vocab = _vocab(name, vocab_size, weight.shape[-1], axis_name)
     return linear_cross_entropy(
-        name, x, weight, targets, bias, loss, num_shards, tiling, backend, axis=axis_name, vocab=vocab
+        name,
+        x,
+        weight,
+        targets,
+        bias,
+        loss,
+        num_shards,
+        tiling,
+        backend,
+        axis=axis_name,
+        vocab=vocab,
+        sequence_parallel=sequence_parallel,
+        split_sizes=split_sizes,
     )
 
 
@@ -111,7 +134,7 @@ def vocab_parallel_cross_entropy(
 def _vocab(function: str, vocab_size: int | None, local: int, axis_name: str) -> int:
     """V, from the entries of every device; SpecError where there are fewer than vocab_size."""
     checks.check_count(function, "vocab_size", vocab_size)
-    return vocab_partition(function, vocab_size, local, lax.axis_size(axis_name), 0).vocab
+    return vocab_partition(function, vocab_size, local, axis_ranks(function, axis_name), 0).vocab
 
 
 @dataclass(frozen=True)

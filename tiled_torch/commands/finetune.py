@@ -1,16 +1,22 @@
-"""The PyTorch half of `finetune`: a Hugging Face Llama, tiled, under AdamW."""
+"""The PyTorch half of `finetune`: a Hugging Face Llama, tiled, under AdamW, in one process or in those of torchrun."""
 
+import os
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
+from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from shared_specs.app.team import ALONE, Team
 from shared_specs.app.trainer import ADAMW, TrainerState
 from shared_specs.cli import FinetuneOptions
 from shared_specs.errors import UnsupportedError
+from tiled_torch.commands import shards, team
 
 _MOMENTS = {"m": "exp_avg", "v": "exp_avg_sq"}
 
@@ -22,6 +28,22 @@ class TorchTrainer:
     """
 
     name = "tiled_torch"
+    shard_format = shards.FORMAT
+    _team: Team = ALONE
+
+    @property
+    def sharded(self) -> bool:
+        return self._team.count > 1
+
+    def join(self, options: FinetuneOptions) -> Team:
+        self._device = _device(options.device)
+        self._team = team.join(options, self._device)
+        return self._team
+
+    def leave(self) -> None:
+        if self.sharded:
+            dist.destroy_process_group()
+        self._team = ALONE
 
     def versions(self) -> dict[str, str]:
         versions = {"torch": torch.__version__, "transformers": transformers.__version__}
@@ -29,20 +51,13 @@ class TorchTrainer:
             versions["gpu"] = torch.cuda.get_device_name()
         return versions | {"threads": str(torch.get_num_threads())}
 
-    def load(self, config: dict[str, Any], tensors: dict[str, np.ndarray], options: FinetuneOptions) -> None:
-        self._device = _device(options.device)
+    def load(self, config: dict[str, Any], tensors: dict[str, np.ndarray] | None, options: FinetuneOptions) -> None:
+        self._device, self._options = _device(options.device), options
         self._dtype = getattr(torch, options.dtype)
-        self._model = build_model(config, tensors, self._device)
         self._tiling = options.tiling()
-        if self._tiling is not None:
-            from tiled_torch.models import tile_model
-
-            tile_model(self._model, tiling=self._tiling)
-        if options.checkpointing:
-            # The second name is the older one within transformers 5, deprecated where the first exists.
-            enable = getattr(self._model, "activation_checkpointing_enable", None)
-            (enable or self._model.gradient_checkpointing_enable)({"use_reentrant": False})
-        self._parameters = dict(self._model.named_parameters())
+        self._model: Any = self._spread(config, tensors) if self.sharded else self._alone(config, tensors)
+        named = dict(self._model.named_parameters())
+        self._parameters = {name.removeprefix("module."): parameter for name, parameter in named.items()}
         self._optimizer = torch.optim.AdamW(
             self._parameters.values(),
             lr=options.lr,
@@ -52,21 +67,53 @@ class TorchTrainer:
             fused=True,  # no temporaries of the size of the model
         )
 
+    def _alone(self, config: dict[str, Any], tensors: dict[str, np.ndarray] | None) -> LlamaForCausalLM:
+        model = self._tiled(build_model(config, tensors, self._device))
+        if self._options.checkpointing:
+            # The second name is the older one within transformers 5, deprecated where the first exists.
+            enable = getattr(model, "activation_checkpointing_enable", None)
+            (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
+        return model
+
+    def _spread(self, config: dict[str, Any], tensors: dict[str, np.ndarray] | None) -> Any:
+        """The model over all ranks: each takes its part of the weights, and none the whole unless it is a replica."""
+        from tiled_torch.parallel import materialize, parallelize
+
+        mesh, parallel = team.layout(self._options, self._device)
+        if parallel.data is not None and parallel.data.engine == "ddp":
+            return parallelize(self._tiled(build_model(config, tensors, self._device)), mesh, parallel)
+        model = parallelize(self._tiled(empty_model(config)), mesh, parallel)
+        weights = None if tensors is None else {name: _to_tensor(array) for name, array in tensors.items()}
+        materialize(model, device=self._device, weights=weights)
+        return with_positions(model, config, self._device).train()
+
+    def _tiled(self, model: LlamaForCausalLM) -> LlamaForCausalLM:
+        if self._tiling is not None:
+            from tiled_torch.models import tile_model
+
+            tile_model(model, tiling=self._tiling)
+        return model
+
     def step(self, tokens: np.ndarray) -> float:
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
-        ids = torch.from_numpy(tokens).to(self._device, torch.long)
+        mine = tokens[team.rows(self._options, self._team.rank)]
+        ids = torch.from_numpy(mine).to(self._device, torch.long)
         loss = self._loss(ids[:, :-1], ids[:, 1:])
         loss.backward()
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        return loss.item()
+        mean = loss.detach()
+        if self.sharded:
+            dist.all_reduce(mean)  # parts of the batch are equal; ranks that split layers have the same loss
+            mean = mean / self._team.count
+        return mean.item()
 
     def _loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         with torch.autocast(self._device.type, self._dtype, enabled=self._dtype != torch.float32):
-            if self._tiling is not None:
-                # The model's own loss; the targets are shifted already.
-                return self._model(input_ids=inputs, shift_labels=targets, use_cache=False).loss
+            if self._tiling is not None or self._options.tp > 1:
+                # The model's own loss; the targets are shifted already, but without labels transformers has no loss.
+                return self._model(input_ids=inputs, labels=targets, shift_labels=targets, use_cache=False).loss
             logits = self._model(input_ids=inputs, use_cache=False).logits
         log_probabilities = logits.flatten(0, 1).float().log_softmax(-1)
         del logits
@@ -85,41 +132,69 @@ class TorchTrainer:
         return TrainerState(weights=weights, optimizer=optimizer)
 
     def load_state(self, state: TrainerState) -> None:
+        shards.empty_moments(self._parameters, self._optimizer, float(state.optimizer["step"]))
         with torch.no_grad():
             for name, parameter in self._parameters.items():
-                parameter.copy_(_to_tensor(state.weights[name]))
-        step = torch.tensor(float(state.optimizer["step"]))
-        moments = {
-            index: {"step": step.clone()}
-            | {theirs: _to_tensor(state.optimizer[f"{ours}.{name}"]) for ours, theirs in _MOMENTS.items()}
-            for index, name in enumerate(self._parameters)
-        }
-        groups = self._optimizer.state_dict()["param_groups"]
-        self._optimizer.load_state_dict({"state": moments, "param_groups": groups})
+                shards.fill(parameter.detach(), _to_tensor(state.weights[name]))
+                for ours, theirs in _MOMENTS.items():
+                    moment = self._optimizer.state[parameter][theirs]
+                    shards.fill(moment, _to_tensor(state.optimizer[f"{ours}.{name}"]))
+
+    def full_weights(self) -> dict[str, np.ndarray]:
+        found = {}
+        for name, parameter in self._parameters.items():
+            whole = parameter.detach()
+            whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
+            if self._team.rank == 0:
+                found[name] = _to_numpy(whole)
+        return found
+
+    def save_shards(self, folder: Path) -> None:
+        shards.save(folder, self._parameters, self._optimizer, getattr(self._team, "control", None))
+
+    def load_shards(self, folder: Path) -> None:
+        shards.load(folder, self._parameters, self._optimizer, getattr(self._team, "control", None))
 
 
-def build_model(config: dict[str, Any], tensors: dict[str, np.ndarray], device: torch.device) -> LlamaForCausalLM:
-    """A Llama in training mode with these weights (copied), its attention in blocks (SDPA).
+def empty_model(config: dict[str, Any]) -> LlamaForCausalLM:
+    """A Llama on the meta device, its attention in blocks (SDPA)."""
+    with torch.device("meta"):
+        return LlamaForCausalLM._from_config(LlamaConfig(**config), attn_implementation="sdpa", dtype=torch.float32)
+
+
+def build_model(
+    config: dict[str, Any], tensors: dict[str, np.ndarray] | None, device: torch.device
+) -> LlamaForCausalLM:
+    """A Llama in training mode with these weights (copied), or zeros where a checkpoint is loaded next.
 
     Built without memory first: a random initialisation would be thrown away.
     """
-    hf_config = LlamaConfig(**config)
-    with torch.device("meta"):
-        model = LlamaForCausalLM._from_config(hf_config, attn_implementation="sdpa", dtype=torch.float32)
-    weights = {name: _to_tensor(array).to(device) for name, array in tensors.items()}
+    model = empty_model(config)
+    if tensors is None:
+        shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        weights = {name: torch.zeros(shape, device=device) for name, shape in shapes.items()}
+    else:
+        weights = {name: _to_tensor(array).to(device) for name, array in tensors.items()}
     if config["tie_word_embeddings"]:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     model.load_state_dict(weights, strict=True, assign=True)
     model.tie_weights()
-    # Its frequencies are a buffer that no state dict holds.
-    model.model.rotary_emb = type(model.model.rotary_emb)(config=hf_config).to(device)
-    return model.train()
+    return with_positions(model, config, device).train()
+
+
+def with_positions(model: LlamaForCausalLM, config: dict[str, Any], device: torch.device) -> LlamaForCausalLM:
+    """The same model with the frequencies of its positions, a buffer that no state dict holds."""
+    model.model.rotary_emb = type(model.model.rotary_emb)(config=LlamaConfig(**config)).to(device)
+    return model
 
 
 def _device(name: str) -> torch.device:
     if name == "gpu" and not torch.cuda.is_available():
         raise UnsupportedError("finetune: --device must be cpu or auto here, got gpu. PyTorch sees no CUDA GPU.")
     gpu = name == "gpu" or (name == "auto" and torch.cuda.is_available())
+    if gpu and "LOCAL_RANK" in os.environ:  # one GPU for each process of torchrun
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cuda" if gpu else "cpu")
 
 

@@ -15,6 +15,8 @@ from torch import Tensor
 from shared_specs import checks, costs
 from shared_specs.config import TORCH, LossOptions, LossResult, Tiling
 from shared_specs.errors import UnsupportedError, fail, fail_type
+from shared_specs.partitions import SequencePlan
+from shared_specs.sequence_costs import plan_sequence_loss
 from shared_specs.shards import ShardPlan
 from tiled_torch import backends
 from tiled_torch.functional import loss_call, loss_ops
@@ -22,7 +24,7 @@ from tiled_torch.functional.accumulate import main_grad_of, returned_gradient
 from tiled_torch.functional.activations import wide_dtype
 from tiled_torch.functional.casting import after_autocast, autocast_dtype, operand
 from tiled_torch.functional.loss_call import Operands, Problem
-from tiled_torch.functional.loss_shards import Needs, Ranks, scaled
+from tiled_torch.functional.loss_shards import Needs, Ranks, SplitTokens, scaled
 from tiled_torch.functional.rows import refuse_dtensor
 
 _NAME = "tiled_linear_cross_entropy"
@@ -93,11 +95,18 @@ class Given(NamedTuple):
     loss: LossOptions
 
     def check(
-        self, num_shards: int | None, tiling: Tiling | None, backend: str, vocab: int, entries: int | None = None
-    ) -> tuple[ShardPlan, int, str]:
+        self,
+        num_shards: int | None,
+        tiling: Tiling | None,
+        backend: str,
+        vocab: int,
+        entries: int | None = None,
+        tokens: tuple[int, ...] | None = None,
+    ) -> tuple[ShardPlan | SequencePlan, int, str]:
         """The plan, the number of vocabulary shards and the backend, once every argument is right.
 
-        entries: the most that any rank holds, where ranks must come to the same plan; else the weight's own.
+        entries: the most that any rank holds, where ranks must come to the same plan; else the weight's own. tokens: of every
+        rank, where they are split over ranks.
         """
         name, loss = self.function, self.loss
         tensors = {"x": self.x, "weight": self.weight, "targets": self.targets}
@@ -143,32 +152,33 @@ class Given(NamedTuple):
             weight_itemsize=self.weight.dtype.itemsize,
             bends=(loss.logit_softcap is not None) + ("entropy" in loss.outputs),
         )
-        plan = costs.plan_loss(
-            name,
-            shape,
-            num_shards=tiling.num_shards,
-            shard_tokens=tiling.shard_tokens,
-            memory_budget=tiling.memory_budget,
-            device="cpu" if self.x.device.type == "cpu" else "gpu",
-            kernels=chosen == "triton",
-        )
-        return plan, cuts, chosen
+        options: dict[str, Any] = {
+            "num_shards": tiling.num_shards,
+            "shard_tokens": tiling.shard_tokens,
+            "memory_budget": tiling.memory_budget,
+            "device": "cpu" if self.x.device.type == "cpu" else "gpu",
+            "kernels": chosen == "triton",
+        }
+        if tokens is not None:
+            return plan_sequence_loss(name, shape, tokens, **options), cuts, chosen
+        return costs.plan_loss(name, shape, **options), cuts, chosen
 
     def run(
         self,
-        plan: ShardPlan,
+        plan: ShardPlan | SequencePlan,
         cuts: int,
         vocab: int,
         start: int = 0,
         ranks: Ranks | None = None,
+        split: SplitTokens | None = None,
         *,
         backend: str,
     ) -> Tensor | LossResult:
-        """The checked call. start, ranks: of a vocabulary split over ranks."""
+        """The checked call. start, ranks: of a vocabulary split over ranks. split: of tokens split over them as well."""
         backends.record_run(self.function, backend)
         options = replace(self.loss, class_weight=None, num_valid=None)
         dtype = after_autocast(self.x, autocast_dtype(self.x))
-        problem = Problem(self.function, options, plan.shard_tokens, cuts, dtype, vocab, start, ranks, backend)
+        problem = Problem(self.function, options, plan.shard_tokens, cuts, dtype, vocab, start, ranks, backend, split)
         number = _number(self.loss.num_valid, self.x)
         given = Operands(self.x, self.weight, self.bias, self.targets, self.loss.class_weight, number)
         grads = torch.is_grad_enabled()

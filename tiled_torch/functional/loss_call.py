@@ -21,6 +21,8 @@ from tiled_torch.functional.loss_shards import (
     Head,
     Needs,
     Ranks,
+    Rows,
+    SplitTokens,
     gradients_of,
     losses,
     losses_and_gradients,
@@ -48,7 +50,7 @@ class Operands(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """What is static about one call. options: without its arrays."""
+    """What is static about one call. options: without its arrays. split: where the tokens are split over ranks."""
 
     function: str
     options: LossOptions
@@ -59,9 +61,23 @@ class Problem:
     start: int = 0
     ranks: Ranks | None = None
     backend: str = "eager"
+    split: SplitTokens | None = None
 
-    def plan(self, x: Tensor) -> ShardPlan:
-        return ShardPlan(checks.flat_tokens(x.shape), self.shard_tokens)
+    def rows(self, given: Operands) -> Rows:
+        """x, shard by shard."""
+        if self.split is not None:
+            return self.split.rows(given.rows)
+        return Rows(given.rows, ShardPlan(checks.flat_tokens(given.x.shape), self.shard_tokens))
+
+    def result(self, values: Tensor, dims: torch.Size) -> Tensor:
+        """Numbers per token of all shards as [*dims] of this call's own; not a view.
+
+        Callers may write to a result in place (mask a loss), engines do.
+        """
+        return torch.ops.aten._unsafe_view(values if self.split is None else self.split.own(values), dims)
+
+    def reduced(self, values: Tensor, factor: Tensor, dims: torch.Size) -> Tensor:
+        return self.result(values, dims) if self.options.reduction == "none" else values.sum() * factor
 
     def head(self, given: Operands) -> Head:
         bias = None if given.bias is None else given.bias.to(self.dtype)
@@ -69,8 +85,10 @@ class Problem:
         return Head(given.weight.to(self.dtype), bias, self.vocab, self.start, self.cuts, self.ranks, steps)
 
     def labels(self, given: Operands) -> Labels:
-        """What the targets say; on a CPU an error for one that does not exist."""
+        """What the targets say; on a CPU an error for one that does not exist, on every rank."""
         targets, ignore = given.targets.reshape(-1), self.options.ignore_index
+        if self.split is not None:
+            (targets,) = self.split.everywhere([targets], ignore)
         if targets.device.type == "cpu":
             missing = loss_math.first_missing_target(targets, self.vocab, ignore)
             if missing is not None:
@@ -86,42 +104,33 @@ class Problem:
         return tuple(torch.where(a == 0, 0.0, a.reciprocal()) for a in (loss, count))  # type: ignore[return-value]
 
 
-def _reduced(values: Tensor, factor: Tensor, reduction: str, dims: torch.Size) -> Tensor:
-    return _of_dims(values, dims) if reduction == "none" else values.sum() * factor
-
-
-def _of_dims(values: Tensor, dims: torch.Size) -> Tensor:
-    """[T] as [*dims], not a view: callers may write to a result in place (mask a loss), engines do."""
-    return torch.ops.aten._unsafe_view(values, dims)
-
-
 def with_gradients(given: Operands, problem: Problem, needs: Needs) -> tuple[Tensor | None, ...]:
     """The loss, the accuracy, the factor of the gradients, and dx [T, H], dweight and dbias before that factor."""
     with without_autocast(given.x):
-        labels, head, plan = problem.labels(given), problem.head(given), problem.plan(given.x)
+        labels, head, rows = problem.labels(given), problem.head(given), problem.rows(given)
         parts: Parts = (None, None, None)
         if any(needs):
-            tokens, found = losses_and_gradients(given.rows, head, labels, problem.options, plan, needs)
+            tokens, found = losses_and_gradients(rows, head, labels, problem.options, needs)
             parts = (found.dx, found.dweight, found.dbias)
         else:
-            tokens = losses(given.rows, head, labels, problem.options, plan, entropy=False)
+            tokens = losses(rows, head, labels, problem.options, entropy=False)
         factor, count = problem.factors(labels, given.num_valid)
-        reduction, dims = problem.options.reduction, given.targets.shape
-        value = _reduced(tokens.loss, factor, reduction, dims)
-        return value, _reduced(tokens.right, count, reduction, dims), factor, *parts
+        dims = given.targets.shape
+        return problem.reduced(tokens.loss, factor, dims), problem.reduced(tokens.right, count, dims), factor, *parts
 
 
 def values(given: Operands, problem: Problem) -> tuple[Tensor | None, ...]:
     """The loss, log_probs, lse, entropy (None where not asked for) and the accuracy."""
     with without_autocast(given.x):
-        labels, head, plan = problem.labels(given), problem.head(given), problem.plan(given.x)
+        labels, head, rows = problem.labels(given), problem.head(given), problem.rows(given)
         entropy = "entropy" in problem.options.outputs
-        tokens = losses(given.rows, head, labels, problem.options, plan, entropy=entropy)
+        tokens = losses(rows, head, labels, problem.options, entropy=entropy)
         factor, count = problem.factors(labels, given.num_valid)
-        reduction, dims = problem.options.reduction, given.targets.shape
-        value = _reduced(tokens.loss, factor, reduction, dims)
-        right = _reduced(tokens.right, count, reduction, dims)
-        of_tokens = (None if a is None else _of_dims(a, dims) for a in (tokens.log_probs, tokens.lse, tokens.entropy))
+        dims = given.targets.shape
+        value, right = problem.reduced(tokens.loss, factor, dims), problem.reduced(tokens.right, count, dims)
+        of_tokens = (
+            None if a is None else problem.result(a, dims) for a in (tokens.log_probs, tokens.lse, tokens.entropy)
+        )
         return value, *of_tokens, right
 
 
@@ -137,11 +146,30 @@ def gradients(
     saved: lse and entropy as `values` gave them; the logits are computed again.
     """
     with without_autocast(given.x):
-        labels, head, plan = problem.labels(given), problem.head(given), problem.plan(given.x)
-        lse, entropy = (None if a is None else a.view(-1) for a in saved)
-        assert lse is not None
+        labels, head, rows = problem.labels(given), problem.head(given), problem.rows(given)
+        upstream, (lse, entropy) = _everywhere(upstream, saved, problem)
         k = _coefficients(upstream, lse, labels, problem, given.num_valid)
-        return gradients_of(given.rows, head, labels, problem.options, plan, needs, (lse, entropy), k)
+        return gradients_of(rows, head, labels, problem.options, needs, (lse, entropy), k)
+
+
+def _everywhere(
+    upstream: tuple[Tensor | None, ...], saved: tuple[Tensor, Tensor | None], problem: Problem
+) -> tuple[tuple[Tensor | None, ...], tuple[Tensor, Tensor | None]]:
+    """Numbers per token as [T]; of tokens that are split over ranks by one collective, whatever is None on this rank."""
+    lse, entropy = (None if a is None else a.reshape(-1) for a in saved)
+    assert lse is not None
+    if problem.split is None:
+        return upstream, (lse, entropy)
+    per_token = [problem.options.reduction == "none", *(name in problem.options.outputs for name in _PER_TOKEN)]
+    mine = [lse, *([] if entropy is None else [entropy])]
+    for d in (d for d, wanted in zip(upstream, per_token, strict=False) if wanted):
+        mine.append(torch.zeros_like(lse) if d is None else d.reshape(-1).to(lse.dtype))
+    found = iter(problem.split.everywhere(mine))
+    kept = next(found), (None if entropy is None else next(found))
+    return tuple(next(found) if wanted else d for d, wanted in zip(upstream, per_token, strict=False)), kept
+
+
+_PER_TOKEN = ("log_probs", "lse", "entropy")
 
 
 def _coefficients(

@@ -4,6 +4,7 @@ Letters: T tokens, H hidden, V vocabulary, t tokens and v entries of a shard. On
 thing that exists; every shard reuses it, and dlogits are written over it.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -25,6 +26,51 @@ class Ranks(Protocol):
     def maximum_(self, a: Tensor) -> Tensor: ...
 
     def sum_(self, a: Tensor) -> Tensor: ...
+
+
+class RowGradient:
+    """dx [T, H], put together one shard of tokens at a time: `start` gives where it goes, `done` ends the shard."""
+
+    def __init__(self, x: Tensor, ranks: Ranks | None) -> None:
+        self.dx, self.ranks = torch.empty(x.shape, dtype=x.dtype, device=x.device), ranks
+
+    def start(self, shard: int, rows: slice) -> Tensor:
+        return self.dx[rows]
+
+    def done(self) -> None:
+        pass
+
+    def finish(self) -> Tensor:
+        """The whole of it, summed over the holders of the vocabulary."""
+        return self.dx if self.ranks is None else self.ranks.sum_(self.dx)
+
+
+class Rows:
+    """x [T, H] and the shards of tokens in which the loops go through it."""
+
+    def __init__(self, x: Tensor, plan: ShardPlan) -> None:
+        self.x, self.plan = x, plan
+
+    def shards(self, dtype: torch.dtype) -> Iterator[tuple[int, slice, Tensor]]:
+        """Number, rows and x [t, H] of every shard."""
+        for shard, (start, stop) in enumerate(self.plan.spans):
+            yield shard, slice(start, stop), self.x[start:stop].to(dtype)
+
+    def gradient(self, ranks: Ranks | None) -> RowGradient:
+        return RowGradient(self.x, ranks)
+
+
+class SplitTokens(Protocol):
+    """Tokens that are split over ranks: how this rank's part becomes all of them, shard by shard where it is x."""
+
+    def rows(self, x: Tensor) -> Rows:
+        """This rank's x [T / R, H] as gathered shards."""
+
+    def everywhere(self, values: list[Tensor], fill: float = 0) -> list[Tensor]:
+        """[T / R] of every rank as [T], in the order of the shards; `fill` in rows that stand for no token."""
+
+    def own(self, values: Tensor) -> Tensor:
+        """This rank's tokens [T / R] of values [T] in the order of the shards."""
 
 
 @dataclass(frozen=True)
@@ -92,23 +138,25 @@ class Tokens(NamedTuple):
             self.entropy.copy_(found.entropy)
 
 
-def empty_tokens(x: Tensor, *, entropy: bool) -> Tokens:
-    def rows() -> Tensor:
-        return torch.empty(x.shape[0], dtype=wide_dtype(x.dtype), device=x.device)
+def empty_tokens(rows: Rows, *, entropy: bool) -> Tokens:
+    def values() -> Tensor:
+        return rows.x.new_empty(rows.plan.tokens, dtype=wide_dtype(rows.x.dtype))
 
-    return Tokens(rows(), rows(), rows(), rows(), rows() if entropy else None)
+    return Tokens(values(), values(), values(), values(), values() if entropy else None)
 
 
 class Gradients:
     """dx, dweight and dbias, put together shard by shard; sums in float32 (float64 for float64).
 
-    dx is [T, H] in `dtype`; the sums are the returned gradients themselves where the weight has that dtype.
+    dx has the dtype of x; the sums are the returned gradients themselves where the weight has that dtype.
     """
 
-    def __init__(self, x: Tensor, head: Head, needs: Needs, dtype: torch.dtype, ranks: Ranks | None) -> None:
-        self.head, self.ranks = head, ranks
+    def __init__(self, rows: Rows, head: Head, needs: Needs) -> None:
+        self.head = head
         w = head.weight
-        self.dx = torch.empty(x.shape, dtype=dtype, device=x.device) if needs.x else None
+        self.rows = rows.gradient(head.ranks) if needs.x else None
+        self.dx: Tensor | None = None  # once finished
+        self.into: Tensor | None = None  # rows of dx that the present shard of tokens writes
         wide = wide_dtype(w.dtype)
         self.dweight = torch.empty(w.shape, dtype=wide, device=w.device) if needs.weight else None
         self.dbias = torch.empty(w.shape[0], dtype=wide, device=w.device) if needs.bias else None
@@ -119,16 +167,24 @@ class Gradients:
         # With vocabulary shards a 16-bit dx is summed in float32, one shard of tokens at a time: [t, H].
         self.dx_sum: Tensor | None = None
 
-    def add(self, x: Tensor, dlogits: Tensor, number: int, rows: slice) -> None:
-        """One vocabulary shard of one shard of tokens. x: [t, H]; dlogits: [t, v] of piece `number`."""
+    def add(self, x: Tensor, dlogits: Tensor, number: int, place: tuple[int, slice]) -> None:
+        """One vocabulary shard of one shard of tokens. x: [t, H]; dlogits: [t, v] of piece `number`; place: of the tokens."""
         weight_sum, bias_sum = self.sums[number]
+        if self.rows is not None:
+            if number == 0:
+                self.into = self.rows.start(*place)
+            self._add_dx(dlogits, number)
+            if number == len(self.head.pieces) - 1:
+                self.into = None
+                self.rows.done()
         if weight_sum is not None:
             weight_sum.add_product(dlogits, x)
         if bias_sum is not None:
             bias_sum.add_rows(dlogits)
-        if self.dx is None:
-            return
-        w, into = self.head.weight[self.head.pieces[number]], self.dx[rows]
+
+    def _add_dx(self, dlogits: Tensor, number: int) -> None:
+        w, into = self.head.weight[self.head.pieces[number]], self.into
+        assert into is not None
         last = len(self.head.pieces) - 1
         if last and into.dtype != wide_dtype(into.dtype):
             if number == 0:
@@ -151,53 +207,51 @@ class Gradients:
         """Zeros where no shard wrote; dx summed over the holders of the vocabulary."""
         for part in (part for pair in self.sums for part in pair if part is not None):
             part.finish()
-        if self.dx is not None and self.ranks is not None:
-            self.ranks.sum_(self.dx)
+        if self.rows is not None:
+            self.dx = self.rows.finish()
         return self
 
 
-def losses(x: Tensor, head: Head, labels: Labels, options: LossOptions, plan: ShardPlan, *, entropy: bool) -> Tokens:
-    """Results per token, without gradients: 2 THV FLOP. x: [T, H] in any dtype that the head's converts from."""
-    tokens, buffer = empty_tokens(x, entropy=entropy), head.buffer(plan)
-    for start, stop in plan.spans:
-        rows = slice(start, stop)
-        piece = x[rows].to(head.weight.dtype)
-        found = _statistics(piece, head, labels[rows], options, buffer, entropy=entropy, keep=False)
-        tokens[rows].write(found, labels[rows], options, head.vocab)
+def losses(rows: Rows, head: Head, labels: Labels, options: LossOptions, *, entropy: bool) -> Tokens:
+    """Results per token, without gradients: 2 THV FLOP. x in any dtype that the head's converts from."""
+    tokens, buffer = empty_tokens(rows, entropy=entropy), head.buffer(rows.plan)
+    for _, place, x in rows.shards(head.weight.dtype):
+        of_shard = labels[place]
+        found = _statistics(x, head, of_shard, options, buffer, entropy=entropy, keep=False)
+        tokens[place].write(found, of_shard, options, head.vocab)
+        del x  # may be a copy: before the next one is made
     return tokens
 
 
 def losses_and_gradients(
-    x: Tensor, head: Head, labels: Labels, options: LossOptions, plan: ShardPlan, needs: Needs
+    rows: Rows, head: Head, labels: Labels, options: LossOptions, needs: Needs
 ) -> tuple[Tokens, Gradients]:
     """Results per token and the gradients of the sum of the losses: 6 THV FLOP, 8 with vocabulary shards."""
-    tokens, buffer = empty_tokens(x, entropy=False), head.buffer(plan)
-    gradients = Gradients(x, head, needs, x.dtype, head.ranks)
-    whole = len(head.pieces) == 1 and head.ranks is None
-    for start, stop in plan.spans:
-        rows = slice(start, stop)
-        x_shard, of_shard = x[rows].to(head.weight.dtype), labels[rows]
-        if whole:
-            logits = head.logits(x_shard, head.pieces[0], buffer)
+    tokens, buffer = empty_tokens(rows, entropy=False), head.buffer(rows.plan)
+    gradients = Gradients(rows, head, needs)
+    kept = len(head.pieces) == 1
+    for shard, place, x in rows.shards(head.weight.dtype):
+        of_shard = labels[place]
+        if kept and head.ranks is None:
+            logits = head.logits(x, head.pieces[0], buffer)
             columns = head.columns(head.pieces[0])
             found = head.steps.fused_gradient_(logits, of_shard, columns, options, head.vocab)
-            tokens[rows].write(found, of_shard, options, head.vocab)
-            gradients.add(x_shard, logits, 0, rows)
-            continue
-        found = _statistics(x_shard, head, of_shard, options, buffer, entropy=False, keep=len(head.pieces) == 1)
-        tokens[rows].write(found, of_shard, options, head.vocab)
-        k = loss_math.loss_coefficients(found.lse, of_shard, options, head.vocab)
-        kept = len(head.pieces) == 1
-        _add_gradients(x_shard, head, of_shard, options, buffer, (found.lse, None, k), gradients, rows, kept=kept)
+            tokens[place].write(found, of_shard, options, head.vocab)
+            gradients.add(x, logits, 0, (shard, place))
+        else:
+            found = _statistics(x, head, of_shard, options, buffer, entropy=False, keep=kept)
+            tokens[place].write(found, of_shard, options, head.vocab)
+            of_rows = found.lse, None, loss_math.loss_coefficients(found.lse, of_shard, options, head.vocab)
+            _add_gradients(x, head, of_shard, options, buffer, of_rows, gradients, (shard, place), kept=kept)
+        del x
     return tokens, gradients.finish()
 
 
 def gradients_of(
-    x: Tensor,
+    rows: Rows,
     head: Head,
     labels: Labels,
     options: LossOptions,
-    plan: ShardPlan,
     needs: Needs,
     saved: tuple[Tensor, Tensor | None],
     k: Coefficients,
@@ -207,18 +261,17 @@ def gradients_of(
     The coefficients are divided by the largest finite one, so that dlogits keep their precision in float16 and a token
     whose upstream gradient is not finite spoils its own row of dx only.
     """
-    buffer = head.buffer(plan)
-    gradients = Gradients(x, head, needs, x.dtype, head.ranks)
+    buffer = head.buffer(rows.plan)
+    gradients = Gradients(rows, head, needs)
     parts = torch.stack([part.abs() for part in k if part is not None])
     scale = torch.where(parts.isfinite(), parts, 0.0).amax() if parts.numel() else parts.new_ones(())
     scale = torch.where(scale == 0, 1.0, scale)
     k = Coefficients(*(None if part is None else part / scale for part in k))  # type: ignore[arg-type]
     lse, entropy = saved
-    for start, stop in plan.spans:
-        rows = slice(start, stop)
-        x_shard = x[rows].to(head.weight.dtype)
-        of_rows = (lse[rows], None if entropy is None else entropy[rows], k[rows])
-        _add_gradients(x_shard, head, labels[rows], options, buffer, of_rows, gradients, rows, kept=False)
+    for shard, place, x in rows.shards(head.weight.dtype):
+        of_rows = (lse[place], None if entropy is None else entropy[place], k[place])
+        _add_gradients(x, head, labels[place], options, buffer, of_rows, gradients, (shard, place), kept=False)
+        del x
     return gradients.finish(), scale
 
 
@@ -246,7 +299,7 @@ def _add_gradients(
     buffer: Tensor,
     of_rows: tuple[Tensor, Tensor | None, Coefficients],
     gradients: Gradients,
-    rows: slice,
+    place: tuple[int, slice],
     *,
     kept: bool,
 ) -> None:
@@ -255,7 +308,7 @@ def _add_gradients(
         width = piece.stop - piece.start
         logits = buffer[: x.shape[0] * width].view(x.shape[0], width) if kept else head.logits(x, piece, buffer)
         head.steps.gradient_(logits, of_rows, labels, head.columns(piece), options)
-        gradients.add(x, logits, number, rows)
+        gradients.add(x, logits, number, place)
 
 
 def scaled(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

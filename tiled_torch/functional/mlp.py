@@ -76,35 +76,70 @@ def tiled_mlp(
         >>> tiled_mlp(x, torch.randn(12, 8), w_up, w_down, num_shards=4).shape
         torch.Size([2, 5, 8])
     """
-    weights = {} if w_gate is None else {"w_gate": w_gate}
-    weights |= {"w_up": w_up, "w_down": w_down}
-    biases = _check_kinds(x, weights, biases)
-    tiling = checks.resolve_tiling("tiled_mlp", num_shards, keep, tiling, x=tuple(x.shape))
-    checks.check_backend("tiled_mlp", backend, TORCH, backends.usable_backends())
-    cast = autocast_dtype(x)
-    dtype = after_autocast(x, cast)
-    checks.check_mlp(
-        "tiled_mlp",
-        x=operand(x, cast),
-        weights={name: operand(w, cast) for name, w in weights.items()},
-        biases={name: operand(bias, cast) for name, bias in biases.items()},
-        activation=activation,
-        names=TORCH,
-    )
-    chosen = backends.choose("tiled_mlp", backend, x.device, dtype)
+    found = checked("tiled_mlp", x, (w_gate, w_up, w_down), biases, activation, num_shards, keep, tiling, backend)
+    operands, dtype, tiling, chosen = found
     checks.check_deterministic("tiled_mlp", tiling, None if chosen == "triton" else _ORDER)
-    operands = Weights(w_gate, w_up, w_down, biases.get("gate"), biases.get("up"), biases.get("down"))
     plan = plan_for(x, operands, dtype, activation, tiling, backend=chosen)
     backends.record_run("tiled_mlp", chosen)
     steps = "deterministic" if tiling.deterministic else chosen
     return _run(x, operands, dtype, activation, plan, plan.kept_start(tiling.keep), steps)
 
 
+def checked(
+    function: str,
+    x: Tensor,
+    matrices: tuple[Tensor | None, Tensor, Tensor],
+    biases: Mapping[str, Tensor] | None,
+    activation: str,
+    num_shards: int | None,
+    keep: float,
+    tiling: Tiling | None,
+    backend: str,
+) -> tuple[Weights, torch.dtype, Tiling, str]:
+    """The operands, the compute dtype, the tiling and the backend of one call, once every argument is right.
+
+    matrices: w_gate (or None), w_up and w_down.
+    """
+    named = zip(("w_gate", "w_up", "w_down"), matrices, strict=True)
+    weights = {name: w for name, w in named if name != "w_gate" or w is not None}
+    biases = _check_kinds(function, x, weights, biases)
+    tiling = checks.resolve_tiling(function, num_shards, keep, tiling, x=tuple(x.shape))
+    checks.check_backend(function, backend, TORCH, backends.usable_backends())
+    cast = autocast_dtype(x)
+    dtype = after_autocast(x, cast)
+    checks.check_mlp(
+        function,
+        x=operand(x, cast),
+        weights={name: operand(w, cast) for name, w in weights.items()},  # type: ignore[arg-type]
+        biases={name: operand(bias, cast) for name, bias in biases.items()},
+        activation=activation,
+        names=TORCH,
+    )
+    chosen = backends.choose(function, backend, x.device, dtype)
+    return Weights(*matrices, biases.get("gate"), biases.get("up"), biases.get("down")), dtype, tiling, chosen
+
+
 def plan_for(
-    x: Tensor, weights: Weights, dtype: torch.dtype, activation: str, tiling: Tiling, *, backend: str = "eager"
+    x: Tensor,
+    weights: Weights,
+    dtype: torch.dtype,
+    activation: str,
+    tiling: Tiling,
+    *,
+    backend: str = "eager",
+    function: str = "tiled_mlp",
 ) -> ShardPlan:
     """The plan of one call; under compilation T, H and I are static integers of the traced shapes."""
-    shape = costs.MLPShape(
+    return costs.plan_mlp(
+        function,
+        shape_of(x, weights, dtype, activation),
+        **plan_options(x, tiling, backend),  # type: ignore[arg-type]
+    )
+
+
+def shape_of(x: Tensor, weights: Weights, dtype: torch.dtype, activation: str) -> costs.MLPShape:
+    """What the formulas need of one call."""
+    return costs.MLPShape(
         tokens=checks.flat_tokens(x.shape),
         hidden=x.shape[-1],
         intermediate=weights.w_up.shape[0],
@@ -114,27 +149,29 @@ def plan_for(
         itemsize=dtype.itemsize,
         weight_itemsize=weights.w_up.dtype.itemsize,
     )
-    return costs.plan_mlp(
-        "tiled_mlp",
-        shape,
-        num_shards=tiling.num_shards,
-        shard_tokens=tiling.shard_tokens,
-        memory_budget=tiling.memory_budget,
-        device="cpu" if x.device.type == "cpu" else "gpu",
-        kernels=backend == "triton",
-        multiple_of=KERNEL_MULTIPLE if backend == "triton" else 1,
-    )
 
 
-def _check_kinds(x: Any, weights: Mapping[str, Any], biases: Any) -> dict[str, Tensor]:
+def plan_options(x: Tensor, tiling: Tiling, backend: str) -> dict[str, Any]:
+    """The arguments of `costs.plan_mlp` that say how to cut."""
+    return {
+        "num_shards": tiling.num_shards,
+        "shard_tokens": tiling.shard_tokens,
+        "memory_budget": tiling.memory_budget,
+        "device": "cpu" if x.device.type == "cpu" else "gpu",
+        "kernels": backend == "triton",
+        "multiple_of": KERNEL_MULTIPLE if backend == "triton" else 1,
+    }
+
+
+def _check_kinds(function: str, x: Any, weights: Mapping[str, Any], biases: Any) -> dict[str, Tensor]:
     """The biases as a dict, once everything that must be a tensor is one."""
     if biases is not None and not isinstance(biases, Mapping):
-        fail_type("tiled_mlp", "biases", "a mapping or None", type(biases).__name__)
+        fail_type(function, "biases", "a mapping or None", type(biases).__name__)
     biases = dict(biases or {})
     named = {"x": x, **weights, **{f"biases[{name!r}]": bias for name, bias in biases.items()}}
     for name, tensor in named.items():
         if not isinstance(tensor, Tensor):
-            fail_type("tiled_mlp", name, "an array", type(tensor).__name__)
+            fail_type(function, name, "an array", type(tensor).__name__)
     return biases
 
 

@@ -24,8 +24,9 @@ def steps_named(name: str, x: Tensor, weights: Weights, dtype: torch.dtype) -> S
     return steps_for(x, weights, dtype, deterministic=name == "deterministic")
 
 
-def _buffers(count: int, plan: ShardPlan, like: Tensor, width: int) -> list[Tensor]:
-    return [torch.empty((plan.longest, width), dtype=like.dtype, device=like.device) for _ in range(count)]
+def buffers_of(count: int, longest: int, like: Tensor, width: int) -> list[Tensor]:
+    """Scratch of one call: `count` times [longest, width], which every shard reuses."""
+    return [torch.empty((longest, width), dtype=like.dtype, device=like.device) for _ in range(count)]
 
 
 def kept_up_projections(
@@ -54,7 +55,7 @@ def mlp_forward(
     """Writes y [T, H_out], whose dtype is the compute dtype; `kept` holds gate and up of the last tokens."""
     w, gated = w.cast(y.dtype), w.w_gate is not None
     kept_start = plan.tokens - (kept[1].shape[0] if kept else 0)
-    buffers = _buffers(2 if gated else 1, plan, y, w.w_up.shape[0])
+    buffers = buffers_of(2 if gated else 1, plan.longest, y, w.w_up.shape[0])
     for start, stop in plan.spans:
         scratch = [buffer[: stop - start] for buffer in buffers]
         if kept and start >= kept_start:
@@ -85,14 +86,10 @@ def mlp_backward(
     dtype, gated, single = dy.dtype, weights.w_gate is not None, len(plan) <= 1
     w = weights.cast(dtype)
     needs_dx, *needs_dw = needs
-    mains = main_grads or [main_grad_of(p) for p in weights]
-    sums = [
-        GradientSum(p, main, single=single and p.dtype == dtype, steps=steps) if p is not None and need else None
-        for p, need, main in zip(weights, needs_dw, mains, strict=True)
-    ]
+    sums = gradient_sums(weights, needs_dw, main_grads, single=single, dtype=dtype, steps=steps)
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_dx else None
     kept_start = plan.tokens - (kept[1].shape[0] if kept else 0)
-    buffers = _buffers(3 if gated else 2, plan, dy, w.w_up.shape[0])
+    buffers = buffers_of(3 if gated else 2, plan.longest, dy, w.w_up.shape[0])
     for start, stop in plan.spans:
         scratch = [buffer[: stop - start] for buffer in buffers]
         gate, up = (scratch[0] if gated else None), scratch[-2]
@@ -105,13 +102,31 @@ def mlp_backward(
         dgate, h, dup = steps.hidden_gradients(activation, dy_shard, w, gate, up, scratch)
         if dx is not None:
             steps.dx(dgate, dup, w, dx[start:stop])
-        _add_weight_gradients(sums, x_shard, dy_shard, dgate, dup, h)
+        add_weight_gradients(sums, x_shard, dy_shard, dgate, dup, h)
     return [dx, *(None if total is None else total.result() for total in sums)]
 
 
-def _add_weight_gradients(
+def gradient_sums(
+    weights: Weights,
+    needs: Sequence[bool],
+    main_grads: Sequence[Tensor | None] | None,
+    *,
+    single: bool,
+    dtype: torch.dtype,
+    steps: Steps,
+) -> list[GradientSum | None]:
+    """Where the gradient of every operand of `weights` is summed; None where nobody needs it."""
+    mains = main_grads or [main_grad_of(p) for p in weights]
+    return [
+        GradientSum(p, main, single=single and p.dtype == dtype, steps=steps) if p is not None and need else None
+        for p, need, main in zip(weights, needs, mains, strict=True)
+    ]
+
+
+def add_weight_gradients(
     sums: Sequence[GradientSum | None], x: Tensor, dy: Tensor, dgate: Tensor | None, dup: Tensor, h: Tensor
 ) -> None:
+    """One shard's part of every sum."""
     w_gate, w_up, w_down, b_gate, b_up, b_down = sums
     for total, rows, columns in ((w_gate, dgate, x), (w_up, dup, x), (w_down, dy, h)):
         if total is not None and rows is not None:

@@ -49,6 +49,8 @@ def reason_logits_are_needed(model: Any) -> str | None:
 
 def loss_path(model: Any) -> str:
     """How the loss runs now: "tiled_linear_cross_entropy", or another way and the reason."""
+    if "_linear_loss" in vars(model):
+        return "vocab_parallel_linear_cross_entropy"
     reason = reason_logits_are_needed(model)
     if reason is not None:
         return f"untiled: {reason}"
@@ -101,6 +103,7 @@ class TiledCausalLM:
     _untiled: type[nn.Module]
     _tiling: Tiling
     _backend: str
+    _linear_loss = staticmethod(linear_loss)  # `parallelize` puts the one of a split head into the instance
 
 
 def _forward_of(untiled: type[nn.Module]) -> Callable[..., Any]:
@@ -131,7 +134,7 @@ def _with_loss(model: Any, given: dict[str, Any], extra: dict[str, Any]) -> Caus
     hidden = outputs.last_hidden_state
     targets = shifted(labels, ignore_index) if targets is None else targets.reshape(hidden.shape[:-1])
     options = loss_options(model, count, ignore_index)
-    loss = linear_loss(model, hidden, targets.to(hidden.device), options, model._tiling, model._backend)
+    loss = model._linear_loss(model, hidden, targets.to(hidden.device), options, model._tiling, model._backend)
     logits = None
     if not isinstance(keep, int) or keep > 0:
         rows = hidden[:, -keep:] if isinstance(keep, int) else hidden[:, keep]

@@ -4,6 +4,7 @@ A module keeps its attributes and parameters and only changes its class, to a su
 keys, hooks, `save_pretrained` and sharding engines see the same module as before.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from types import MethodType
@@ -122,11 +123,17 @@ def tiling_paths(model: nn.Module) -> dict[str, str]:
     paths = {}
     for name, module in model.named_modules():
         if isinstance(module, Tiled):
-            reason = reason_not_plain(module)
-            paths[name] = "tiled_mlp" if reason is None else f"tile: {reason}"
+            paths[name] = _path_of(module)
         elif isinstance(module, TiledCausalLM):
             paths[f"{name}.lm_head".removeprefix(".")] = loss_path(module)
     return paths
+
+
+def _path_of(module: Any) -> str:
+    if module._run_split is not None:
+        return "tensor_parallel_mlp"
+    reason = reason_not_plain(module)
+    return "tiled_mlp" if reason is None else f"tile: {reason}"
 
 
 def family_of(module: nn.Module) -> Family | None:
@@ -152,8 +159,11 @@ class Tiled:
     _untiled: type[nn.Module]
     _tiling: Tiling
     _backend: str
+    _run_split: Callable[[Any], Any] | None = None  # what `parallelize` lets run where the projections are split over ranks
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._run_split is not None:
+            return self._run_split(*args, **kwargs)
         if reason_not_plain(self) is not None or kwargs or len(args) != 1:  # type: ignore[arg-type]
             whole = MethodType(self._untiled.forward, self)  # tile knows the parameters of a forward's module
             return tile(whole, tiling=self._tiling)(*args, **kwargs)

@@ -4,6 +4,7 @@ Two reductions of a few numbers per token: the maximum, then the sums relative t
 `functional/loss_shards.py`; every rank of the group makes the same calls, since shards follow from T alone.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,8 +13,9 @@ from torch.autograd.function import FunctionCtx
 
 from shared_specs import checks
 from shared_specs.config import LossOptions, LossResult, Tiling
-from shared_specs.errors import UnsupportedError, error_text, fail, fail_type
-from shared_specs.partitions import VocabPartition, vocab_partition
+from shared_specs.errors import UnsupportedError, fail, fail_type
+from shared_specs.partitions import SequencePlan, VocabPartition, vocab_partition
+from shared_specs.sequence_checks import sequence_tokens
 from tiled_torch import backends
 from tiled_torch.functional import loss_math
 from tiled_torch.functional.activations import wide_dtype
@@ -21,6 +23,9 @@ from tiled_torch.functional.casting import operand
 from tiled_torch.functional.loss import Given
 from tiled_torch.functional.loss_math import Coefficients, Columns, Statistics
 from tiled_torch.functional.rows import is_dtensor, refuse_dtensor
+from tiled_torch.parallel import transport
+from tiled_torch.parallel.groups import RankGroup, rank_group
+from tiled_torch.parallel.split_tokens import SplitSequence
 
 _LOGITS, _HEAD = "vocab_parallel_cross_entropy", "vocab_parallel_linear_cross_entropy"
 
@@ -32,12 +37,11 @@ class Group:
     them costs no collective of its own; None where ranks may differ.
     """
 
-    def __init__(self, function: str, group: Any, alike: int | None = None) -> None:
-        self.function, self.group, self.alike = function, group, alike
-        self.several = torch.distributed.get_world_size(group) > 1
+    def __init__(self, over: RankGroup, alike: int | None = None) -> None:
+        self.over, self.alike = over, alike
 
     def maximum_(self, a: Tensor) -> Tensor:
-        if not self.several:
+        if not self.over.several:
             return a
         if self.alike is None:
             return self._reduce(a, torch.distributed.ReduceOp.MAX)
@@ -48,15 +52,14 @@ class Group:
             return torch.where(most == least, a, torch.nan)
         if most != least:
             advice = "Pass vocab_size where they do not."
-            fail(self.function, "vocab_size", "given unless every rank holds as many entries", None, advice=advice)
+            fail(self.over.function, "vocab_size", "given unless every rank holds as many entries", None, advice=advice)
         return a
 
     def sum_(self, a: Tensor) -> Tensor:
-        return self._reduce(a, torch.distributed.ReduceOp.SUM) if self.several else a
+        return self._reduce(a, torch.distributed.ReduceOp.SUM)
 
     def _reduce(self, a: Tensor, op: Any) -> Tensor:
-        torch.distributed.all_reduce(a, op=op, group=self.group)
-        return a
+        return transport.all_reduce_(self.over, a, op).wait()
 
 
 def vocab_parallel_linear_cross_entropy(
@@ -70,26 +73,39 @@ def vocab_parallel_linear_cross_entropy(
     tiling: Tiling | None = None,
     backend: str = "auto",
     vocab_size: int | None = None,
+    sequence_parallel: bool = False,
+    split_sizes: Sequence[int] | None = None,
     group: Any = None,
 ) -> Tensor | LossResult:
     """`tiled_linear_cross_entropy` with the head split over the ranks of a group by vocabulary.
 
     No rank ever holds [T, V / R] logits: one shard of tokens exists at a time, [t, V / R]. Results are the same on every
-    rank; dx is complete on every rank, dweight and dbias are those of the rank's own entries.
+    rank; dx is complete on every rank, dweight and dbias are those of the rank's own entries. With sequence_parallel no rank
+    ever holds [T, H] either: a shard of t tokens of each rank is gathered, [R t, H], while the one before is computed, and its
+    dx is reduced and scattered while the next one is.
 
     Args:
-        x, targets: the same on every rank of the group.
+        x, targets: the same on every rank of the group; with sequence_parallel this rank's own tokens, [T / R, H] and
+            [T / R].
         weight: this rank's rows [V / R, H], or the whole head as a DTensor that one mesh dim shards by rows (group and
             vocab_size are then its own). bias: this rank's [V / R], or a DTensor split alike.
-        loss: class_weight is whole, [V]. outputs as in `tiled_linear_cross_entropy`, complete on every rank.
+        loss: class_weight is whole, [V]; num_valid is of all tokens. outputs as in `tiled_linear_cross_entropy`, complete on
+            every rank; with sequence_parallel scalars are of all tokens, results per token of the rank's own.
         vocab_size: V, where ranks do not all hold V / R entries: partitions are those of
             `shared_specs.partitions.vocab_range`, or equal with padding at the end, which gets no gradient.
+        sequence_parallel: tokens are split over the ranks as well; num_shards and tiling are of the local tokens then,
+            t = shard_tokens, and the same on every rank.
+        split_sizes: the number of local tokens (leading dims flattened) of every rank; None where all hold as many.
         group: a torch.distributed process group, or a DeviceMesh of one dim; None is the default group.
         the rest: as in `tiled_linear_cross_entropy`.
+    Memory: as `tiled_linear_cross_entropy` with V / R. With sequence_parallel peak `sequence_costs.sequence_loss_peak_bytes`:
+        one shard of logits [R t, V / R], two gathered shards of x, 2 R t H elements, and the partial dx of one; some numbers
+        per token of all ranks.
     Raises:
         SpecError, TypeError, UnsupportedError: as `tiled_linear_cross_entropy`; SpecError where the partition does not
-            fit vocab_size, or, on a CPU, ranks without vocab_size do not hold as many entries each (on other devices
-            the results are NaN); UnsupportedError without an initialised process group.
+            fit vocab_size, split_sizes are not of the group or not of x, or, on a CPU, ranks without vocab_size do not hold
+            as many entries each (on other devices the results are NaN); UnsupportedError without an initialised process
+            group. RuntimeError that names rank and collective where another rank never makes the call.
     Source: derived in shared_specs/README.md; the two reductions: Megatron-LM, arXiv 1909.08053.
     """
     for name, tensor in (("x", x), ("targets", targets)):
@@ -103,20 +119,32 @@ def vocab_parallel_linear_cross_entropy(
                 fail(_HEAD, "bias", "a DTensor split as weight is", type(bias).__name__)
             bias = bias.to_local()
     else:
-        group = _group(_HEAD, group)
         part = None
+    over = rank_group(_HEAD, group)
     given = Given(_HEAD, x, weight, targets, bias, loss)
     if isinstance(weight, Tensor) and weight.dim() == 2 and part is None:
-        part = _partition(_HEAD, vocab_size, weight.shape[0], group)
-    ranks = torch.distributed.get_world_size(group)
-    entries = None if part is None else max(weight.shape[0], -(-part.vocab // ranks))  # the same on every rank
-    plan, cuts, chosen = given.check(num_shards, tiling, backend, 0 if part is None else part.vocab, entries)
+        part = _partition(over, vocab_size, weight.shape[0])
+    entries = None if part is None else max(weight.shape[0], -(-part.vocab // over.size))  # the same on every rank
+    tokens = _tokens(over, x, sequence_parallel, split_sizes)
+    vocab = 0 if part is None else part.vocab
+    plan, cuts, chosen = given.check(num_shards, tiling, backend, vocab, entries, tokens)
     assert part is not None
     if part.size < weight.shape[0]:
         given = given._replace(weight=weight[: part.size], bias=None if bias is None else bias[: part.size])
     alike = weight.shape[0] if vocab_size is None and not split_by_mesh else None
+    split = SplitSequence(over, plan) if isinstance(plan, SequencePlan) else None
     run = torch.compiler.disable(given.run) if torch.compiler.is_compiling() else given.run
-    return run(plan, cuts, part.vocab, part.start, Group(_HEAD, group, alike), backend=chosen)
+    return run(plan, cuts, part.vocab, part.start, Group(over, alike), split, backend=chosen)
+
+
+def _tokens(over: RankGroup, x: Any, sequence_parallel: Any, split_sizes: Any) -> tuple[int, ...] | None:
+    """Local tokens of every rank; None where x is whole, or so wrong that `Given.check` refuses it."""
+    if not isinstance(x, Tensor) or x.dim() < 2:
+        return None
+    flat, shape = checks.flat_tokens(x.shape), tuple(x.shape)
+    ranks = {"tokens": flat, "ranks": over.size, "rank": over.rank}
+    tokens = sequence_tokens(over.function, sequence_parallel, split_sizes, x=shape, **ranks)
+    return tokens if over.several else None
 
 
 def vocab_parallel_cross_entropy(
@@ -153,18 +181,18 @@ def vocab_parallel_cross_entropy(
         last = vocab_parallel_logits.dim() - 1
         logits, group, part = _local(_LOGITS, "vocab_parallel_logits", vocab_parallel_logits, last, vocab_size, group)
     else:
-        group = _group(_LOGITS, group)
         logits, part = vocab_parallel_logits, None
+    over = rank_group(_LOGITS, group)
     checks.check_vocab_parallel_logits(_LOGITS, *(operand(a, None) for a in (logits, target)))
     if part is None:
-        part = _partition(_LOGITS, vocab_size, logits.shape[-1], group)
+        part = _partition(over, vocab_size, logits.shape[-1])
     if target.device.type == "cpu":
         missing = loss_math.first_missing_target(target, part.vocab, options.ignore_index)
         if missing is not None:
             checks.fail_target(_LOGITS, missing, part.vocab, options.ignore_index)
     backends.record_run(_LOGITS, "eager")
     alike = logits.shape[-1] if vocab_size is None and not split_by_mesh else None
-    return _OfLogits.apply(logits, target, options, part, Group(_LOGITS, group, alike))[0]
+    return _OfLogits.apply(logits, target, options, part, Group(over, alike))[0]
 
 
 class _OfLogits(torch.autograd.Function):
@@ -221,25 +249,9 @@ def _rows_and_labels(
     return rows, labels, Columns(part.start, part.start + part.size)
 
 
-def _partition(function: str, vocab_size: int | None, local: int, group: Any) -> VocabPartition:
-    checks.check_count(function, "vocab_size", vocab_size)
-    ranks, rank = torch.distributed.get_world_size(group), torch.distributed.get_rank(group)
-    return vocab_partition(function, vocab_size, local, ranks, rank)
-
-
-def _group(function: str, group: Any) -> Any:
-    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
-        text = error_text(function, "group", "usable here", "no initialised process group")
-        raise UnsupportedError(text + " Call torch.distributed.init_process_group first.")
-    if isinstance(group, torch.distributed.device_mesh.DeviceMesh):
-        if group.ndim != 1:
-            fail(function, "group", "a mesh of one dim", f"one of {group.ndim}")
-        return group.get_group()
-    if group is not None and not isinstance(group, torch.distributed.ProcessGroup):
-        fail_type(function, "group", "a process group, a DeviceMesh or None", type(group).__name__)
-    if group is not None and torch.distributed.get_rank(group) < 0:
-        fail(function, "group", "one that this rank is in", "one it is not in")
-    return group
+def _partition(over: RankGroup, vocab_size: int | None, local: int) -> VocabPartition:
+    checks.check_count(over.function, "vocab_size", vocab_size)
+    return vocab_partition(over.function, vocab_size, local, over.size, over.rank)
 
 
 def _local(

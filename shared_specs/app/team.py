@@ -1,0 +1,76 @@
+"""The processes of one run as the loop sees them: who writes, what all agree on, and what it means when one is lost."""
+
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+from shared_specs.cli import FinetuneOptions, InputError
+
+_T = TypeVar("_T")
+
+
+class Team(Protocol):
+    """The processes of a run. Every method but `lost` is called by all of them, in the same order."""
+
+    rank: int  # of this process; 0 writes log, plot and model
+    count: int
+
+    def gather(self, value: Any) -> list[Any]:
+        """`value` (JSON) of every process, in rank order; returns once all have come to it."""
+        ...
+
+    def lost(self, error: BaseException) -> str | None:
+        """What an error says of another process that ended or no longer answers; None for a fault of this one's own."""
+        ...
+
+
+class Alone:
+    """The team of a run in one process."""
+
+    rank, count = 0, 1
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+    def lost(self, error: BaseException) -> str | None:
+        return None
+
+
+ALONE = Alone()
+
+
+class SaidElsewhere(InputError):
+    """Ends this process with the exit code of bad input, quietly: another process says what is wrong."""
+
+
+def agreed(team: Team, work: Callable[[], _T]) -> _T:
+    """What `work` returns, once it succeeded in every process.
+
+    Raises:
+        InputError: it did in any of them; process 0 gets the text, the others SaidElsewhere.
+    """
+    result, text = None, None
+    try:
+        result = work()
+    except InputError as error:
+        if team.count == 1:
+            raise
+        text = str(error)
+    texts = team.gather(text)
+    failed = [rank for rank, found in enumerate(texts) if found is not None]
+    if failed:
+        if team.rank != 0:
+            raise SaidElsewhere
+        where = "" if failed[0] == 0 else f" (process {failed[0]} of {team.count})"
+        raise InputError(texts[failed[0]] + where)
+    return result  # type: ignore[return-value]
+
+
+def check_layout(options: FinetuneOptions, count: int, unit: str, advice: str) -> None:
+    """Refuse a `--dp`, `--fsdp` and `--tp` that do not make up the ranks there are.
+
+    Args:
+        count: how many there are. unit: what they are, such as "processes". advice: how to get as many as were asked for.
+    """
+    if options.ranks != count:
+        got = f"{options.dp} x {options.fsdp} x {options.tp} = {options.ranks}"
+        raise InputError(f"finetune: --dp x --fsdp x --tp must be {count}, the {unit} of this run, got {got}. {advice}")

@@ -1,0 +1,121 @@
+"""What a collective requires of the shape of its input before anything is sent. Integers only, one text for both halves."""
+
+from collections.abc import Sequence
+
+from shared_specs.errors import fail, fail_type, show_shape
+
+
+def check_dim(function: str, dim: object, shape: tuple[int, ...], *, of: str = "x") -> int:
+    """`dim` of the argument `of`, counted from the front."""
+    if isinstance(dim, bool) or not isinstance(dim, int):
+        fail_type(function, "dim", "an integer", type(dim).__name__)
+    dims = len(shape)
+    if not -dims <= dim < dims:
+        rule = f"in [-{dims}, {dims})" if dims else "left to an x with dims"
+        fail(function, "dim", rule, dim, shapes=f"{of} is {show_shape(shape)}")
+    return dim % dims
+
+
+def check_even(
+    function: str, shape: tuple[int, ...], dim: int, ranks: int, *, sizes: str = "split_sizes", of: str = "x"
+) -> None:
+    """`dim` of the argument `of` is cut into equal parts. sizes: the argument that allows others, "" where there is none."""
+    if shape[dim] % ranks:
+        advice = f"Pass {sizes} for parts of other sizes." if sizes else "Pad it."
+        rule = f"a multiple of the {ranks} ranks it is split over"
+        shapes = f"{of} is {show_shape(shape)}"
+        fail(function, f"dim {dim} of {of}", rule, shape[dim], shapes=shapes, advice=advice)
+
+
+def check_sizes(function: str, argument: str, sizes: object, ranks: int) -> tuple[int, ...]:
+    """The sizes of every rank's part, once there is one for each."""
+    if isinstance(sizes, str) or not isinstance(sizes, Sequence):
+        fail_type(function, argument, "a sequence of integers or None", type(sizes).__name__)
+    for size in sizes:
+        if isinstance(size, bool) or not isinstance(size, int):
+            fail_type(function, argument, "a sequence of integers or None", f"one with a {type(size).__name__}")
+    found = tuple(sizes)
+    if len(found) != ranks:
+        fail(function, argument, f"of one size for each of the {ranks} ranks", list(found))
+    if min(found) < 0:
+        fail(function, argument, ">= 0", list(found))
+    return found
+
+
+def check_total(
+    function: str, argument: str, sizes: tuple[int, ...], shape: tuple[int, ...], dim: int, *, of: str = "x"
+) -> None:
+    """The argument `of` holds the parts of all ranks."""
+    if sum(sizes) != shape[dim]:
+        rule = f"of sum {shape[dim]}, the size of dim {dim} of {of}"
+        fail(function, argument, rule, f"{list(sizes)} of sum {sum(sizes)}", shapes=f"{of} is {show_shape(shape)}")
+
+
+def check_part(
+    function: str, argument: str, sizes: tuple[int, ...], shape: tuple[int, ...], dim: int, rank: int
+) -> None:
+    """x is the part of one rank."""
+    if sizes[rank] != shape[dim]:
+        rule = f"{shape[dim]} for rank {rank}, the size of dim {dim} of x"
+        fail(function, argument, rule, f"{sizes[rank]} in {list(sizes)}", shapes=f"x is {show_shape(shape)}")
+
+
+def check_exchange(
+    function: str, output_sizes: object, input_sizes: object, shape: tuple[int, ...], ranks: int, rank: int
+) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
+    """The split sizes of an all-to-all along dim 0: both or neither, of the rows there are, in agreement about its own."""
+    check_dim(function, 0, shape)
+    if output_sizes is None and input_sizes is None:
+        check_even(function, shape, 0, ranks, sizes="input_split_sizes and output_split_sizes")
+        return None, None
+    for name, sizes in (("output_split_sizes", output_sizes), ("input_split_sizes", input_sizes)):
+        if sizes is None:
+            fail(function, name, "given, or both left out", None)
+    outputs = check_sizes(function, "output_split_sizes", output_sizes, ranks)
+    inputs = check_sizes(function, "input_split_sizes", input_sizes, ranks)
+    check_total(function, "input_split_sizes", inputs, shape, 0)
+    if outputs[rank] != inputs[rank]:
+        rule = f"{inputs[rank]} for rank {rank}, which is what it gives itself by input_split_sizes"
+        fail(function, "output_split_sizes", rule, f"{outputs[rank]} in {list(outputs)}")
+    return outputs, inputs
+
+
+def check_padded_part(function: str, argument: str, sizes: tuple[int, ...], shape: tuple[int, ...], dim: int) -> None:
+    """x is one device's part where all of them hold arrays of one shape (tiled_jax): padded to the longest part."""
+    if max(sizes) != shape[dim]:
+        rule = f"of maximum {shape[dim]}, the size of dim {dim} of x"
+        advice = "Every device holds an array of one shape: the longest part, shorter ones padded to it."
+        fail(function, argument, rule, list(sizes), shapes=f"x is {show_shape(shape)}", advice=advice)
+
+
+def check_exchange_of_all(
+    function: str, output_sizes: object, input_sizes: object, shape: tuple[int, ...], ranks: int
+) -> tuple[tuple[int, ...], ...] | None:
+    """The rows of every device of an all-to-all along dim 0 for every other one, known to all of them (tiled_jax).
+
+    None where both are left out: equal parts. x is padded to the longest device's rows.
+    """
+    check_dim(function, 0, shape)
+    if output_sizes is None and input_sizes is None:
+        check_even(function, shape, 0, ranks, sizes="input_split_sizes and output_split_sizes")
+        return None
+    found = {}
+    for name, rows in (("output_split_sizes", output_sizes), ("input_split_sizes", input_sizes)):
+        if rows is None:
+            fail(function, name, "given, or both left out", None)
+        rule = "a sequence with one sequence of integers for each device"
+        if isinstance(rows, str) or not isinstance(rows, Sequence):
+            fail_type(function, name, rule, type(rows).__name__)
+        if any(isinstance(row, str) or not isinstance(row, Sequence) for row in rows):
+            advice = "All devices run one program, which has to know the sizes of all of them."
+            fail_type(function, name, rule, rows, advice=advice)
+        if len(rows) != ranks:
+            fail(function, name, f"of one sequence for each of the {ranks} devices", len(rows))
+        found[name] = tuple(check_sizes(function, f"{name}[{rank}]", row, ranks) for rank, row in enumerate(rows))
+    given = found["input_split_sizes"]
+    expected = tuple(zip(*given, strict=True))
+    if found["output_split_sizes"] != expected:
+        rule = f"{[list(row) for row in expected]}, the columns of input_split_sizes"
+        fail(function, "output_split_sizes", rule, [list(row) for row in found["output_split_sizes"]])
+    check_padded_part(function, "the rows of a device by input_split_sizes", tuple(map(sum, given)), shape, 0)
+    return given

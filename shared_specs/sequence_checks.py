@@ -1,0 +1,46 @@
+"""What sequence parallelism requires of a call before anything is sent: how many tokens each rank holds. Integers only."""
+
+from shared_specs.collective_checks import check_sizes
+from shared_specs.errors import fail, fail_type, show_shape
+
+
+def check_sequence_parallel(function: str, sequence_parallel: object) -> None:
+    if not isinstance(sequence_parallel, bool):
+        fail_type(function, "sequence_parallel", "True or False", type(sequence_parallel).__name__)
+
+
+def sequence_tokens(
+    function: str,
+    sequence_parallel: object,
+    split_sizes: object,
+    *,
+    tokens: int,
+    ranks: int,
+    rank: int | None,
+    x: tuple[int, ...],
+) -> tuple[int, ...] | None:
+    """Local tokens of every rank, in rank order; None without sequence parallelism.
+
+    Args:
+        split_sizes: of every rank, or None where all hold as many as this one.
+        tokens: what this rank's x holds, all leading dims flattened. x: its shape, for messages.
+        rank: of this one in the group; None where it is not known when the call is checked (a traced program, which is the
+            same on all ranks): then every rank's x has as many rows, of which its size is the first ones.
+    """
+    check_sequence_parallel(function, sequence_parallel)
+    if not sequence_parallel:
+        if split_sizes is not None:
+            advice = "It says how many tokens each rank holds."
+            fail(function, "split_sizes", "left out without sequence_parallel", split_sizes, advice=advice)
+        return None
+    if split_sizes is None:
+        return (tokens,) * ranks
+    sizes = check_sizes(function, "split_sizes", split_sizes, ranks)
+    shapes = f"x is {show_shape(x)}"
+    if rank is None:
+        if max(sizes) > tokens:
+            fail(function, "split_sizes", f"<= {tokens}, the rows of x", list(sizes), shapes=shapes)
+    elif sizes[rank] != tokens:
+        rule = f"{tokens} for rank {rank}, the tokens of its x"
+        fail(function, "split_sizes", rule, f"{sizes[rank]} in {list(sizes)}", shapes=shapes)
+    return sizes

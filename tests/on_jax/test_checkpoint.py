@@ -1,0 +1,256 @@
+"""Checkpointing policies: the same results and gradients, and exactly the bytes that each says it keeps."""
+
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from shared_specs.config import Checkpointing
+from tests.on_jax.counting import flop, kept_bytes, temp_bytes
+from tiled_jax import SpecError, UnsupportedError
+from tiled_jax.parallel import checkpoint, checkpoint_without_output, checkpointed, scan_layers
+
+T, H, I, LAYERS = 64, 16, 48, 6  # noqa: E741
+MODES = {
+    "full": Checkpointing(),
+    "every-1": Checkpointing(mode="layers", every=1),
+    "every-2": Checkpointing(mode="layers", every=2),
+    "every-4": Checkpointing(mode="layers", every=4),
+    "every-9": Checkpointing(mode="layers", every=9),
+    "products": Checkpointing(mode="products"),
+}
+
+
+def layer(x: jax.Array, w: Any) -> jax.Array:
+    """Four products: [T, I], [T, H], [T, I], [T, H]. All that JAX keeps: both x, and of each tanh its slope; of those
+    that a product reads, the value as well."""
+    x = x + jnp.tanh(jnp.tanh(x @ w["a"]) @ w["b"])
+    return x + jnp.tanh(x @ w["c"]) @ w["d"]
+
+
+def operands(dtype: Any = None, *, layers: int = LAYERS, tokens: int = T, hidden: int = H, inner: int = I) -> Any:
+    rng = np.random.default_rng(0)
+    shapes = {"a": (hidden, inner), "b": (inner, hidden), "c": (hidden, inner), "d": (inner, hidden)}
+    w = {name: jnp.asarray(rng.standard_normal((layers, *s)) / 4, dtype) for name, s in shapes.items()}
+    return jnp.asarray(rng.standard_normal((tokens, hidden)), dtype), w
+
+
+def results(fn: Any, *arguments: Any) -> Any:
+    @jax.jit
+    def run(*arguments: Any) -> Any:
+        y, pull = jax.vjp(fn, *arguments)
+        return y, pull(jnp.cos(y))
+
+    return run(*arguments)
+
+
+def plain_scan(x: jax.Array, w: Any) -> jax.Array:
+    return lax.scan(lambda x, w: (layer(x, w), None), x, w)[0]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_nothing_changes_but_what_is_kept(mode: str, same: Any) -> None:
+    x, w = operands(jnp.float64)
+    expected = results(plain_scan, x, w)
+    same(results(lambda x, w: scan_layers(layer, x, w, MODES[mode]), x, w), expected)
+
+    def one_by_one(x: jax.Array, w: Any) -> jax.Array:
+        for index in range(LAYERS):
+            x = checkpointed(layer, MODES[mode], index=index)(x, jax.tree.map(lambda a, i=index: a[i], w))
+        return x
+
+    same(results(one_by_one, x, w), expected)
+
+
+ALL = 4 * T * (3 * H + 4 * I)
+"""Bytes that a layer without checkpointing needs in backward."""
+
+
+def kept_of(mode: str | None, layers: int = LAYERS, a: int = ALL) -> int:
+    """Bytes of activations that a stack keeps, by the formula of each mode; `a`: of a layer that keeps all."""
+    x = 4 * T * H
+    if mode is None:
+        return layers * a
+    if mode == "full":
+        return layers * x
+    if mode == "products":
+        return layers * (x + 4 * T * 2 * I)
+    replayed = layers // int(mode.removeprefix("every-"))
+    return replayed * x + (layers - replayed) * a
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_kept_bytes_are_those_of_the_formula(mode: str) -> None:
+    """The first layer's input is the argument, which exists anyway. JAX releases differ in what one layer keeps of all:
+    0.10 keeps a value of tanh that only its slope was made of."""
+    x, w = operands(jnp.float32)
+    layers = [jax.tree.map(lambda a, i=i: a[i], w) for i in range(LAYERS)]
+
+    def stack(x: jax.Array, layers: Any) -> jax.Array:
+        for index, w in enumerate(layers):
+            x = checkpointed(layer, MODES[mode], index=index)(x, w)
+        return x
+
+    one = kept_bytes(layer, x, layers[0]) + x.nbytes
+    assert ALL <= one < 2 * ALL
+    assert kept_bytes(stack, x, layers) == kept_of(mode, a=one) - x.nbytes
+
+
+@cache
+def used(mode: str | None, layers: int) -> int:
+    """Temporary bytes of forward and backward of the rolled loop."""
+
+    def program(x: jax.Array, w: Any) -> Any:
+        y, pull = jax.vjp(lambda x, w: scan_layers(layer, x, w, None if mode is None else MODES[mode]), x, w)
+        return y, pull(y)
+
+    return temp_bytes(program, *operands(jnp.float32, layers=layers))
+
+
+@pytest.mark.parametrize("mode", ["full", "every-2", "every-4", "products"])
+def test_compiled_temp_bytes_of_the_rolled_loop(mode: str) -> None:
+    """Each layer more costs to the byte what the formula says it keeps: so no copy of the parameters is among them.
+
+    What all of a layer is, is read off the loop without checkpointing: XLA in 0.10 keeps one [T, H] that is not needed.
+    """
+    few, many = 8, 24
+    a = (used(None, many) - used(None, few)) // (many - few)
+    assert ALL <= a <= ALL + 4 * T * H
+    assert used(mode, many) - used(mode, few) == kept_of(mode, many, a) - kept_of(mode, few, a)
+    assert used(mode, many) < used(None, many)
+
+
+def test_products_are_not_computed_again() -> None:
+    """Forward and backward of 4 products are 12; "full" adds the first three again, "products" only the second."""
+    x, w = operands(jnp.float32, layers=1)
+    w = jax.tree.map(lambda a: a[0], w)
+
+    def products(checkpointing: Checkpointing | None) -> float:
+        fn = checkpointed(layer, checkpointing)
+        return flop(lambda x, w: jax.vjp(fn, x, w)[1](x), x, w) / (2 * T * H * I)
+
+    assert [products(None), products(MODES["full"]), products(MODES["products"])] == [12, 15, 13]
+
+
+def test_products_inside_jit_and_beside_other_rules(same: Any) -> None:
+    """Products are found in jitted functions; custom rules, inner checkpoints and loops stay what they are."""
+
+    @jax.jit
+    def jitted(x: jax.Array, w: Any) -> jax.Array:
+        return jax.nn.silu(x @ w["a"]) @ w["b"]
+
+    def mixed(x: jax.Array, w: Any) -> jax.Array:
+        x = x + jax.checkpoint(jitted)(x, w) + jitted(x, w)
+        return lax.fori_loop(0, 2, lambda _, x: x + jnp.tanh(x @ w["c"]) @ w["d"], x)
+
+    x, w = operands(jnp.float64, layers=1)
+    w = jax.tree.map(lambda a: a[0], w)
+    same(results(checkpointed(mixed, MODES["products"]), x, w), results(mixed, x, w))
+    assert str(jax.make_jaxpr(checkpointed(mixed, MODES["products"]))(x, w)).count(f"name={checkpoint.PRODUCT}") == 1
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("mode", ["full", "every-2", "products"])
+def test_inside_shard_map(mode: str, check_vma: bool, same: Any) -> None:
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    x, w = operands(jnp.float64)
+    fn = jax.shard_map(
+        lambda x, w: scan_layers(layer, x, w, MODES[mode]),
+        mesh=mesh,
+        in_specs=(P("data"), P()),
+        out_specs=P("data"),
+        check_vma=check_vma,
+    )
+    same(results(fn, x, w), results(plain_scan, x, w))
+
+
+def test_modules_and_random_keys(same: Any) -> None:
+    """A layer may be an nnx module with dropout: recomputation draws what forward drew."""
+    module = nnx.Linear(H, H, rngs=nnx.Rngs(0), param_dtype=jnp.float64)
+    x, key = operands(jnp.float64)[0], jax.random.key(3)
+
+    def dropping(x: jax.Array, module: nnx.Linear, key: jax.Array) -> jax.Array:
+        return x + nnx.Dropout(0.5)(jnp.tanh(module(x)), rngs=nnx.Rngs(key))
+
+    def gradients(fn: Any) -> Any:
+        return jax.jit(jax.grad(lambda x, module: jnp.sum(jnp.sin(fn(x, module, key))), argnums=(0, 1)))(x, module)
+
+    for mode in ("full", "products"):
+        same(gradients(checkpointed(dropping, MODES[mode])), gradients(dropping))
+
+
+def standardised(x: jax.Array) -> jax.Array:
+    return x * lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True))
+
+
+def test_an_output_that_nobody_keeps(same: Any) -> None:
+    """Of a norm and a gated product: x and what the product keeps, not the norm's output or what the norm keeps."""
+    x, w = operands(jnp.float64, layers=1)
+    a, c = w["a"][0], w["c"][0]
+
+    def consumer(a: jax.Array, c: jax.Array, y: jax.Array) -> jax.Array:
+        return jnp.tanh(y @ a) * (y @ c)
+
+    def plain(x: jax.Array, a: jax.Array, c: jax.Array) -> jax.Array:
+        return consumer(a, c, standardised(x))
+
+    def without(x: jax.Array, a: jax.Array, c: jax.Array) -> jax.Array:
+        return checkpoint_without_output(standardised, partial(consumer, a, c))(x)
+
+    same(results(without, x, a, c), results(plain, x, a, c))
+    same(results(jax.checkpoint(without), x, a, c), results(plain, x, a, c))
+    of_consumer = 8 * T * 3 * I  # tanh of the gate and its slope, and the other product
+    assert kept_bytes(without, x, a, c) == of_consumer
+    assert kept_bytes(plain, x, a, c) >= of_consumer + 8 * T * H
+
+    def stack(fn: Any, x: jax.Array, a: jax.Array, c: jax.Array) -> jax.Array:
+        return lax.scan(lambda x, w: (x + fn(x, *w)[:, :H], None), x, (a, c))[0]
+
+    def bytes_of(fn: Any) -> int:
+        def program(*arguments: Any) -> Any:
+            y, pull = jax.vjp(partial(stack, fn), *arguments)
+            return pull(y)
+
+        return temp_bytes(program, *long)
+
+    x, w = operands(jnp.float64, layers=16)
+    long = x, w["a"], w["c"]
+    assert bytes_of(plain) - bytes_of(without) >= 15 * x.nbytes, "the norm's output of every layer but the one at work"
+
+
+def test_what_is_offloaded_waits_in_host_memory(same: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU has nothing to move, so the program is read: the residuals of x and of every second product are the host's."""
+    monkeypatch.setattr(checkpoint, "offload_refused", lambda: None)
+    x, w = operands(jnp.float64)
+    for mode, count in (("full", 1), ("products", 3)):
+        fn = partial(scan_layers, layer, checkpointing=Checkpointing(mode=mode, offload=True))
+        call = lambda x, w, fn=fn: fn(x, w)  # noqa: E731
+        same(results(call, x, w), results(plain_scan, x, w))
+        program = str(jax.make_jaxpr(lambda x, w, call=call: jax.vjp(call, x, w)[1](x))(x, w))
+        moved = program.count("pinned_host") + program.count("Space.Host") + program.count("<host>")
+        assert moved >= count, program
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(
+        UnsupportedError, match=r"^checkpointed: offload must be False here, got True\. The memory of a CPU"
+    ):
+        checkpointed(layer, Checkpointing(offload=True))
+    with pytest.raises(UnsupportedError, match="has no names; take full or products"):
+        scan_layers(layer, *operands(jnp.float32), Checkpointing(mode="layers", every=2, offload=True))
+    with pytest.raises(SpecError, match=r"config\.checkpointing\.every must be >= 1, got 0"):
+        checkpointed(layer, Checkpointing(mode="layers", every=0))
+    with pytest.raises(SpecError, match=r'config\.checkpointing\.every must be given with mode="layers"'):
+        checkpointed(layer, Checkpointing(mode="layers"))
+    with pytest.raises(TypeError, match="checkpointing must be a Checkpointing or None, got str"):
+        checkpointed(layer, "full")  # type: ignore[arg-type]
+    with pytest.raises(SpecError, match="parameters must be arrays with one leading dim of layers"):
+        scan_layers(layer, jnp.ones((2, 2)), {"a": jnp.ones((2, 2)), "b": jnp.ones((3, 2))}, None)

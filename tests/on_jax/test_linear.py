@@ -1,0 +1,319 @@
+"""`TiledLinear` for nnx and linen: any tiles are one linear layer, alone and with its tiles split over eight devices."""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from tests.on_jax.counting import collectives
+from tiled_jax import SpecError, TiledLinear, TiledLinearReturnBias, UnsupportedError, linen
+from tiled_jax.functional.linear import Cut, Tiles, tiled_linear
+
+IN, OUT = 13, 11
+SPLITS = [(1, 1), (3, 4), (13, 1)]
+
+
+def plain(x: jax.Array, params: Any) -> jax.Array:
+    return jnp.dot(x, params["kernel"], precision="highest") + params["bias"]
+
+
+def drawn(*shape: int, seed: int = 0, dtype: Any = None) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype or jnp.float64)
+
+
+def dense(inputs: int = IN, outputs: int = OUT, dtype: Any = None) -> dict[str, jax.Array]:
+    return {"kernel": drawn(inputs, outputs, seed=1, dtype=dtype), "bias": drawn(outputs, seed=2, dtype=dtype)}
+
+
+def results_and_gradients(fn: Any, *arguments: Any) -> Any:
+    """The result of fn and the gradients of its arguments, for upstream gradients that differ from value to value."""
+
+    @jax.jit
+    def run(*arguments: Any) -> Any:
+        y, pull = jax.vjp(fn, *arguments)
+        return y, pull(jax.tree.map(jnp.cos, y))
+
+    return run(*arguments)
+
+
+def as_linear(params: Any) -> nnx.Linear:
+    linear = nnx.Linear(*params["kernel"].shape, rngs=nnx.Rngs(0), param_dtype=params["kernel"].dtype)
+    linear.kernel[...], linear.bias[...] = params["kernel"], params["bias"]
+    return linear
+
+
+@pytest.mark.parametrize("splits", SPLITS, ids=str)
+def test_any_tiles_are_the_same_layer(splits: tuple[int, int], same: Any) -> None:
+    """y, dx and every gradient; of nnx and of linen; the gradient of what pads a tile is zero, and there is as much."""
+    x, params, options = drawn(3, 5, IN), dense(), {"in_splits": splits[0], "out_splits": splits[1]}
+    expected = results_and_gradients(plain, x, params)
+
+    module = TiledLinear.from_linear(as_linear(params), **options)
+    y, (dx, grads) = results_and_gradients(lambda x, module: module(x), x, module)
+    back = {"kernel": grads.to_linear().kernel[...], "bias": grads.bias[...]}
+    same((y, (dx, back)), expected)
+    full = np.asarray(grads.weight[...])
+    assert full.size - np.count_nonzero(full) == full.size - IN * OUT
+
+    twin: Any = linen.TiledLinear(IN, OUT, **options)
+    tiled = twin.tile_params(params)
+    y, (dx, grads) = results_and_gradients(lambda x, p: twin.apply({"params": p}, x), x, tiled)
+    same((y, (dx, twin.untile_params(grads))), expected)
+    shapes = jax.tree.map(lambda a: a.shape, twin.init(jax.random.key(0), jnp.ones((1, IN), jnp.float32))["params"])
+    assert shapes == jax.tree.map(lambda a: a.shape, tiled)
+
+
+def test_split_inputs_and_outputs_and_the_bias_apart(same: Any) -> None:
+    """A run of 13 in 3 is 5, 4, 4; of 11 in 4 is 3, 3, 3, 2."""
+    x, params = drawn(3, 5, IN), dense()
+    forms = {"in_splits": 3, "out_splits": 4, "input_is_already_split": True, "combine_out_splits": False}
+    parts, expected = jnp.split(x, [5, 9], -1), jnp.split(plain(x, params), [3, 6, 9], -1)
+    module = TiledLinear.from_linear(as_linear(params), **forms)
+    same(module(parts), expected)
+    joined = TiledLinear.from_linear(module.to_linear(), in_splits=3, input_is_already_split=True)
+    same(joined(tuple(parts)), plain(x, params))
+
+    apart = TiledLinearReturnBias.from_linear(as_linear(params), **forms)
+    y, bias = apart(parts)
+    same([a + b for a, b in zip(y, bias, strict=True)], expected)
+    y, bias = TiledLinearReturnBias.from_linear(as_linear(params), out_splits=4)(x)
+    same((y, bias), (jnp.dot(x, params["kernel"], precision="highest"), params["bias"]))
+    assert TiledLinearReturnBias(IN, OUT, bias=False, rngs=nnx.Rngs(0))(x.astype(jnp.float32))[1] is None
+
+    twin: Any = linen.TiledLinearReturnBias(IN, OUT, out_splits=4, combine_out_splits=False)
+    y, bias = twin.apply({"params": twin.tile_params(params)}, x)
+    same([a + b for a, b in zip(y, bias, strict=True)], expected)
+
+
+def test_initial_values_are_those_of_the_plain_layer() -> None:
+    splits, options = (3, 4), {"in_splits": 3, "out_splits": 4}
+    args = {"bias_init": nnx.initializers.normal(), "kernel_init": nnx.initializers.glorot_normal()}
+    for linear_args in ({}, args):
+        module = TiledLinear(IN, OUT, rngs=nnx.Rngs(3), linear_args=linear_args, linear_cls=nnx.Linear, **options)
+        twin, found = nnx.Linear(IN, OUT, rngs=nnx.Rngs(3), **linear_args), module.to_linear()
+        np.testing.assert_array_equal(found.kernel[...], twin.kernel[...])
+        np.testing.assert_array_equal(found.bias[...], twin.bias[...])
+        assert jax.tree.structure(nnx.state(found)) == jax.tree.structure(nnx.state(twin))
+    weight = linen.TiledLinear(IN, OUT, **options).init(jax.random.key(3), jnp.ones((1, IN)))["params"]["weight"]
+    kernel: Any = nn.Dense(OUT).init(jax.random.key(3), jnp.ones((1, IN)))["params"]["kernel"]
+    tiles = Tiles(Cut(IN, splits[0]), Cut(OUT, splits[1]))
+    assert 0.5 < np.asarray(tiles.unstack(weight)).std() / np.asarray(kernel).std() < 2, (
+        "the fan-in is the whole layer's"
+    )
+
+
+def test_copying_from_a_plain_layer() -> None:
+    source = nnx.Linear(IN, OUT, rngs=nnx.Rngs(5))
+    made = TiledLinear(IN, OUT, in_splits=3, out_splits=4, init_linear=source, rngs=nnx.Rngs(0))
+    copied = TiledLinear(IN, OUT, in_splits=13, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    copied.copy_params_from(source)
+    assert copied.weight[...].dtype == copied.bias[...].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(made.to_linear().kernel[...], source.kernel[...])
+    np.testing.assert_array_equal(copied.to_linear().kernel[...], source.kernel[...].astype(jnp.bfloat16))
+    without = TiledLinear.from_linear(nnx.Linear(IN, OUT, use_bias=False, rngs=nnx.Rngs(5)), out_splits=2)
+    assert without.bias is None
+    assert without.to_linear().use_bias is False
+
+
+def test_master_weights_and_a_step_of_an_optimizer() -> None:
+    """float32 gradients beside bfloat16 work; weight decay leaves the padding what it is."""
+    module = TiledLinear(IN, OUT, in_splits=3, out_splits=4, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(module, optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.1)), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(module: TiledLinear, optimizer: nnx.Optimizer, x: jax.Array) -> jax.Array:
+        loss, gradient = nnx.value_and_grad(lambda module: jnp.mean(jnp.square(module(x).astype(jnp.float32))))(module)
+        assert {leaf.dtype for leaf in jax.tree.leaves(gradient)} == {jnp.dtype(jnp.float32)}
+        optimizer.update(module, gradient)
+        return loss
+
+    x = drawn(4, IN, dtype=jnp.float32)
+    assert module(x).dtype == jnp.bfloat16
+    losses = [float(step(module, optimizer, x)) for _ in range(3)]
+    assert losses[2] < losses[0]
+    assert np.count_nonzero(module.weight[...]) == IN * OUT
+
+
+def mesh_of(kind: AxisType) -> jax.sharding.Mesh:
+    assert jax.device_count() == 8, "tests/conftest.py asks for eight virtual devices"
+    return jax.make_mesh((2, 4), ("replica", "fsdp"), axis_types=(kind,) * 2)
+
+
+TOKENS = P(("replica", "fsdp"), None)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("sharding", [("fsdp", None), (None, "fsdp")], ids=str)
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_tiles_split_over_devices(kind: AxisType, sharding: Any, same: Any) -> None:
+    """Tokens over all devices, tiles over four of them, two replicas: the plain layer; gradients sharded as weights."""
+    x, params = drawn(16, 24), dense(24, 16)
+    expected = results_and_gradients(plain, x, params)
+    mesh = mesh_of(kind)
+    options = {"in_splits": 3, "out_splits": 2, "dtype": jnp.float64, "param_dtype": jnp.float64}
+    with jax.set_mesh(mesh):
+        module = TiledLinear(24, 16, rngs=nnx.Rngs(0), sharding=sharding, **options)
+        module.copy_params_from(as_linear(params))
+        assert module.weight[...].sharding.spec == P(None, None, *sharding)
+        x = jax.device_put(x, NamedSharding(mesh, TOKENS))
+        fn = jax.jit(lambda x, m: results_and_gradients(lambda x, m: m(x), x, m))
+        y, (dx, grads) = fn(x, module)
+        assert grads.weight[...].sharding.is_equivalent_to(module.weight[...].sharding, 4)
+    tiles = module.config.tiles
+    back = {"kernel": tiles.unstack(jnp.asarray(np.asarray(grads.weight[...]))), "bias": np.asarray(grads.bias[...])}
+    same(jax.device_get((y, (dx, back))), expected)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("sharding", [("fsdp", None), (None, "fsdp"), ("fsdp", "replica")], ids=str)
+def test_inside_shard_map(sharding: Any, check_vma: bool, same: Any) -> None:
+    """Every device gathers a tile from the parts; gradients of parts are summed over the devices and stay parts."""
+    x, params = drawn(16, 26), dense(26, 22)  # tiles of 9, 9, 8 by 6, 6, 5, 5: padding is split as well
+    tiles = Tiles(Cut(26, 3), Cut(22, 4))
+    if sharding[0] == "fsdp":
+        x, params = drawn(16, 24), dense(24, 22)
+        tiles = Tiles(Cut(24, 3), Cut(22, 4))
+    elif sharding[1] == "fsdp":
+        params = dense(26, 30)  # 8, 8, 7, 7
+        tiles = Tiles(Cut(26, 3), Cut(30, 4))
+    expected = results_and_gradients(plain, x, params)
+    sizes = tiles.inputs.features, tiles.outputs.features
+    with jax.set_mesh(mesh_of(AxisType.Auto)):
+        module = TiledLinear(
+            *sizes, in_splits=3, out_splits=4, sharding=sharding, param_dtype=jnp.float64, rngs=nnx.Rngs(0)
+        )
+        module.copy_params_from(as_linear(params))
+    graph, state = nnx.split(module)
+    specs = nnx.get_partition_spec(state)
+    fn = jax.shard_map(
+        lambda x, state: nnx.merge(graph, state)(x),
+        mesh=mesh_of(AxisType.Auto),
+        in_specs=(TOKENS, specs),
+        out_specs=TOKENS,
+        check_vma=check_vma,
+    )
+    y, (dx, grads) = jax.jit(lambda *a: results_and_gradients(fn, *a))(x, state)
+    back = nnx.merge(graph, grads)
+    same((y, (dx, {"kernel": back.to_linear().kernel[...], "bias": back.bias[...]})), expected)
+
+
+def test_a_part_that_is_not_a_part_of_a_tile() -> None:
+    fn = jax.shard_map(
+        lambda x, w: tiled_linear("here", x, w, None, Tiles(Cut(8, 1), Cut(8, 1)), ("fsdp", None)),
+        mesh=mesh_of(AxisType.Auto),
+        in_specs=(TOKENS, P(None, None, ("replica", "fsdp"), None)),
+        out_specs=TOKENS,
+    )
+    message = r"^here: weight must be 8 / 4 long in dim 2 on a device, got \[1, 1, 1, 8\]\. Split it over the axes"
+    with pytest.raises(SpecError, match=message):
+        fn(drawn(8, 8, dtype=jnp.float32), drawn(1, 1, 8, 8, dtype=jnp.float32))
+
+
+H, N, ROWS = 256, 256, 64  # of one tile; tokens
+TILE = 4 * H * N
+"""Bytes of one gathered tile in float32."""
+
+
+def compiled(form: str, splits: int, *, gradients: bool) -> Any:
+    """The program of a layer [4 H, 4 N] whose weight is split over all eight devices, as its tokens are."""
+    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
+    tiles = Tiles(Cut(4 * H, splits), Cut(4 * N, splits))
+    tokens, parts = P("fsdp", None), P(None, None, "fsdp", None)
+
+    def fn(x: jax.Array, weight: jax.Array) -> jax.Array:
+        return tiled_linear("here", x, weight, None, tiles, ("fsdp", None))
+
+    if form == "shard_map":
+        fn = jax.shard_map(fn, mesh=mesh, in_specs=(tokens, parts), out_specs=tokens)
+    x = jax.ShapeDtypeStruct((ROWS, 4 * H), jnp.float32, sharding=NamedSharding(mesh, tokens))
+    weight = jax.ShapeDtypeStruct(tiles.shape, jnp.float32, sharding=NamedSharding(mesh, parts))
+    with jax.set_mesh(mesh):
+        program = (lambda *a: results_and_gradients(fn, *a)) if gradients else fn
+        return jax.jit(program).lower(x, weight).compile()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("gradients", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("form", ["jit", "shard_map"])
+def test_at_most_two_gathered_tiles_are_alive(form: str, gradients: bool) -> None:
+    """Forward: one tile. Backward: one tile and the gradient of one tile, before it is reduced to the devices' parts.
+
+    Beside them a device's part of each, and a few arrays of its own tokens. An untiled layer needs all 16.
+    """
+    tokens = 4 * (ROWS // 8) * 4 * (H + N)
+    tiled, whole = (compiled(form, splits, gradients=gradients) for splits in (4, 1))
+    alive = 2 if gradients else 1
+    used = tiled.memory_analysis().temp_size_in_bytes
+    assert alive * TILE <= used <= alive * (TILE + TILE // 8) + 2 * tokens < 3 * TILE
+    assert whole.memory_analysis().temp_size_in_bytes >= 16 * TILE
+    gathered = re.findall(r"= f32\[([\d,]*)\]\S* all-gather", tiled.as_text())
+    assert gathered == [f"{H},{N}"] * alive, "every gather is of one tile, and none of them stands before a loop"
+    inside = [body for body in re.split(r"\n\n", tiled.as_text()) if "all-gather(" in body]
+    assert not any(body.lstrip().startswith("ENTRY") for body in inside)
+
+
+@pytest.mark.ranks
+def test_replicas_are_summed_once_a_call() -> None:
+    """Inside the loops: a gather, and a gather and a reduce-scatter of a tile. The sum over replicas is outside."""
+    mesh = mesh_of(AxisType.Auto)
+    tiles, parts = Tiles(Cut(16, 2), Cut(16, 2)), P(None, None, "fsdp", None)
+    fn = jax.shard_map(
+        lambda x, w: tiled_linear("here", x, w, None, tiles, ("fsdp", None)),
+        mesh=mesh,
+        in_specs=(TOKENS, parts),
+        out_specs=TOKENS,
+    )
+    arguments = drawn(8, 16, dtype=jnp.float32), drawn(2, 2, 8, 8, dtype=jnp.float32)
+    assert collectives(lambda *a: results_and_gradients(fn, *a), *arguments) == {False: 1, True: 0}
+
+
+def test_second_derivatives(same: Any) -> None:
+    x, params = drawn(5, IN), dense()
+    module = TiledLinear.from_linear(as_linear(params), in_splits=3, out_splits=4)
+
+    def twice(fn: Any) -> Any:
+        def slope(x: jax.Array) -> jax.Array:
+            return jax.grad(lambda x: jnp.sum(jnp.sin(fn(x))))(x)
+
+        return jax.grad(lambda x: jnp.sum(jnp.square(slope(x))))(x)
+
+    same(twice(module), twice(lambda x: plain(x, params)))
+
+
+def test_in_a_scan_over_layers_under_a_checkpoint(same: Any) -> None:
+    layers, x = drawn(3, 8, 8, seed=4), drawn(5, 8)
+    twin: Any = linen.TiledLinear(8, 8, bias=False, in_splits=3, out_splits=2)
+    tiles = Tiles(Cut(8, 3), Cut(8, 2))
+
+    def stack(layer: Any, x: jax.Array, weights: jax.Array) -> jax.Array:
+        return lax.scan(lambda x, w: (x + jax.checkpoint(layer)(x, w), None), x, weights)[0]
+
+    tiled = results_and_gradients(
+        lambda x, w: stack(lambda x, w: twin.apply({"params": {"weight": tiles.stack(w)}}, x), x, w), x, layers
+    )
+    same(tiled, results_and_gradients(lambda x, w: stack(jnp.dot, x, w), x, layers))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"linear_cls": nnx.Einsum}, UnsupportedError, "linear_cls must be None or nnx.Linear here, got Einsum"),
+        ({"linear_args": {"precision": "highest"}}, UnsupportedError, "linear_args must be of kernel_init, bias_init"),
+        ({"linear_args": {"use_bias": True}}, SpecError, "TiledLinear passes it"),
+        ({"sharding": "fsdp"}, TypeError, r"sharding must be \(axis of in, axis of out\) or None"),
+        ({"in_splits": 14}, SpecError, r"in_splits must be in \[1, 13\], got 14"),
+    ],
+)
+def test_bad_options_fail_when_the_module_is_made(options: dict[str, Any], error: type, message: str) -> None:
+    with pytest.raises(error, match=message):
+        TiledLinear(IN, OUT, rngs=nnx.Rngs(0), **options)

@@ -1,0 +1,229 @@
+"""`parallelize` over 1, 2, 4 and 8 virtual devices: loss and updates in float64 are those of one device."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from shared_specs.config import Checkpointing, DataParallel, ParallelConfig, TensorParallel
+from tests.on_jax.parallel_models import (
+    LEARNING_RATE,
+    Blocks,
+    assert_same,
+    blocks_loss,
+    llama,
+    llama_config,
+    loss_and_gradients,
+    mesh_of,
+    run_quickly,
+    token_ids,
+)
+from tiled_jax.models import Llama, next_token_loss
+from tiled_jax.parallel import ModelRules, parallelize, register_rules
+
+pytestmark = pytest.mark.ranks
+
+DDP = DataParallel(engine="ddp", reduce_dtype=None)
+FSDP = DataParallel(reduce_dtype=None)
+HYBRID = DataParallel(replicate_axis="replica", reduce_dtype=None)
+FULL, SECOND, PRODUCTS = Checkpointing(), Checkpointing(mode="layers", every=2), Checkpointing(mode="products")
+WHOLE = TensorParallel(sequence_parallel=False, loss_parallel=False)
+BIASED: dict[str, Any] = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False}
+Axes = dict[str, int]
+
+# (axes, data, tensor, checkpointing, what the model has, axis type)
+LLAMAS: dict[str, tuple[Axes, Any, Any, Any, dict[str, Any], AxisType]] = {
+    "one device": ({"dp_shard": 1}, FSDP, None, None, {}, AxisType.Auto),
+    "dp 2": ({"dp_shard": 2}, DDP, None, SECOND, BIASED, AxisType.Explicit),
+    "fsdp 8": ({"dp_shard": 8}, FSDP, None, SECOND, BIASED, AxisType.Auto),
+    "fsdp 4": ({"dp_shard": 4}, FSDP, None, None, {}, AxisType.Explicit),
+    "fsdp 2, products": ({"dp_shard": 2}, FSDP, None, PRODUCTS, {}, AxisType.Auto),
+    "fsdp 2, kept": (
+        {"dp_shard": 2},
+        DataParallel(reduce_dtype=None, reshard="never"),
+        None,
+        FULL,
+        {},
+        AxisType.Auto,
+    ),
+    "replicas 2 x fsdp 4": ({"replica": 2, "dp_shard": 4}, HYBRID, None, FULL, {}, AxisType.Auto),
+    "tp 8": ({"tp": 8}, None, TensorParallel(sequence_parallel=False), None, {}, AxisType.Auto),
+    "tp 4, whole head": ({"tp": 4}, None, WHOLE, None, BIASED, AxisType.Auto),
+    "sp 8": ({"tp": 8}, None, TensorParallel(), FULL, BIASED, AxisType.Auto),
+    "sp 2, whole head": ({"tp": 2}, None, TensorParallel(loss_parallel=False), None, {}, AxisType.Explicit),
+    "sp 2, plain": ({"tp": 2}, None, TensorParallel(), None, {"plain": True}, AxisType.Auto),
+    "fsdp 2 x tp 4": ({"dp_shard": 2, "tp": 4}, FSDP, TensorParallel(), PRODUCTS, BIASED, AxisType.Auto),
+    "replicas 2 x fsdp 2 x tp 2": (
+        {"replica": 2, "dp_shard": 2, "tp": 2},
+        HYBRID,
+        TensorParallel(),
+        SECOND,
+        {},
+        AxisType.Auto,
+    ),
+    "fsdp 2 x context 2 x tp 2": (
+        {"dp_shard": 2, "cp": 2, "tp": 2},
+        DataParallel(context_axis="cp", reduce_dtype=None),
+        TensorParallel(),
+        FULL,
+        {},
+        AxisType.Auto,
+    ),
+}
+
+
+@pytest.fixture
+def float64(x64: None) -> Iterator[None]:
+    """Flax's norms promote their float32 constants, which strict promotion refuses beside float64."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+_REFERENCES: dict[str, Any] = {}
+
+
+def reference(changes: dict[str, Any]) -> Any:
+    """Loss and gradients of one device, tiled and without anything parallel."""
+    tiled = {name: value for name, value in changes.items() if name != "plain"}
+    if str(tiled) not in _REFERENCES:
+        _REFERENCES[str(tiled)] = loss_and_gradients(llama(**tiled), next_token_loss, token_ids())
+    return _REFERENCES[str(tiled)]
+
+
+@pytest.mark.parametrize("case", LLAMAS)
+def test_one_step_of_llama(case: str, float64: None) -> None:
+    axes, data, tensor, checkpointing, changes, kind = LLAMAS[case]
+    model, (loss, gradients) = llama(**changes), reference(changes)
+    config = ParallelConfig(data=data, tensor=tensor, checkpointing=checkpointing)
+    plan = parallelize(model, mesh_of(kind, **axes), config, optimizer=optax.sgd(LEARNING_RATE))
+    before = nnx.state(model)
+    after, found = run_quickly(plan.step, plan.state, token_ids(), plan)
+    assert_same(found, loss)
+    update = jax.tree.map(lambda a, b: (a - np.asarray(b)) / LEARNING_RATE, before, after.parameters)
+    assert_same(update, gradients)
+    assert jax.tree.map(lambda a: a.sharding, after) == plan.shardings
+    parts = 1 if data is DDP else int(np.prod([size for name, size in axes.items() if name != "replica"]))
+    for path, leaf in nnx.to_flat_state(after.parameters):
+        value = leaf.get_value()
+        if "kernel" in path or "embedding" in path:
+            assert value.addressable_shards[0].data.size * parts == value.size, path
+
+
+BLOCKS: dict[str, tuple[Axes, Any, Any, Any, AxisType]] = {
+    "dp 8": ({"dp_shard": 8}, DDP, None, None, AxisType.Auto),
+    "fsdp 8": ({"dp_shard": 8}, FSDP, None, SECOND, AxisType.Explicit),
+    "fsdp 2": ({"dp_shard": 2}, FSDP, None, FULL, AxisType.Auto),
+    "tp 4": ({"tp": 4}, None, WHOLE, None, AxisType.Auto),
+    "everything": ({"replica": 2, "dp_shard": 2, "tp": 2}, HYBRID, WHOLE, FULL, AxisType.Auto),
+}
+register_rules(
+    Blocks,
+    ModelRules(
+        axes={
+            "layers.*.w_down": ("wide", "hidden"),
+            "layers.*.w_*": ("hidden", "wide"),
+            "layers.*.b_down": ("norm",),
+            "layers.*.b_*": ("wide",),
+        },
+        logical={"wide": "tensor"},
+    ),
+)
+
+
+@pytest.mark.parametrize("case", BLOCKS)
+def test_any_model_with_rules(case: str, x64: None) -> None:
+    """Its loss is the user's, written for one device; the last two cases leave tensor parallelism to XLA."""
+    axes, data, tensor, checkpointing, kind = BLOCKS[case]
+    x, model = jnp.asarray(np.random.default_rng(0).standard_normal((8, 5, 6))), Blocks(nnx.Rngs(0))
+    config = ParallelConfig(data=data, tensor=tensor, checkpointing=checkpointing)
+    plan = parallelize(model, mesh_of(kind, **axes), config, loss_fn=blocks_loss)
+    assert plan.step is None
+    assert_same(run_quickly(plan.gradients, plan.state.parameters, x, plan), loss_and_gradients(model, blocks_loss, x))
+
+
+def test_a_loss_of_sum_and_count(x64: None) -> None:
+    """Devices that count differently: half of them have nothing that counts."""
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((4, 5, 6)))
+    batch = {"x": x, "weight": jnp.asarray([1.0, 0.0, 3.0, 0.0])}
+
+    def loss_fn(model: Blocks, batch: Any) -> tuple[jax.Array, jax.Array]:
+        return jnp.sum(batch["weight"][:, None, None] * model(batch["x"]) ** 2), jnp.sum(batch["weight"])
+
+    def mean(model: Blocks, batch: Any) -> jax.Array:
+        total, count = loss_fn(model, batch)
+        return total / count
+
+    model = Blocks(nnx.Rngs(0))
+    plan = parallelize(model, mesh_of(dp_shard=4), ParallelConfig(data=FSDP), loss_fn=loss_fn)
+    assert_same(run_quickly(plan.gradients, plan.state.parameters, batch, plan), loss_and_gradients(model, mean, batch))
+
+
+def test_metadata_goes_before_rules() -> None:
+    """The names of a parameter's own sharding are mesh axes; without any, the longest dim that divides is split."""
+    mesh = mesh_of(dp_shard=2, tp=4)
+
+    class Model(nnx.Module):
+        def __init__(self) -> None:
+            self.named = nnx.Param(jnp.zeros((4, 8)), out_sharding=(None, "tp"))
+            self.both = nnx.Param(jnp.zeros((4, 8)), out_sharding=("dp_shard", "tp"))
+            self.silent = nnx.Param(jnp.zeros((3, 5, 6, 4)))
+            self.odd = nnx.Param(jnp.zeros((3, 5)))
+
+    with jax.set_mesh(mesh):
+        model = Model()
+    config = ParallelConfig(data=FSDP, tensor=WHOLE)
+    plan = parallelize(model, mesh, config, loss_fn=lambda model, x: x.mean())
+    found = {path[0]: leaf.get_value().spec for path, leaf in nnx.to_flat_state(plan.shardings.parameters)}
+    assert found == {
+        "named": P(None, "tp"),
+        "both": P("dp_shard", "tp"),
+        "silent": P(None, None, "dp_shard", None),
+        "odd": P(None, None),
+    }
+
+
+@pytest.mark.parametrize("donate", [True, False])
+def test_the_state_is_written_over_only_where_it_is_donated(donate: bool) -> None:
+    model, x = Blocks(nnx.Rngs(0), jnp.float32), jnp.ones((8, 5, 6))
+    config = ParallelConfig(data=DataParallel(), donate=donate)
+    plan = parallelize(model, mesh_of(dp_shard=4), config, loss_fn=blocks_loss, optimizer=optax.adamw(0.1))
+    given = jax.tree.leaves(plan.state)
+    where = {leaf.addressable_shards[0].data.unsafe_buffer_pointer() for leaf in given if leaf.size > 8}
+    state, first = plan.step(plan.state, x)
+    assert all(leaf.is_deleted() == donate for leaf in given)
+    now = {leaf.addressable_shards[0].data.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state) if leaf.size > 8}
+    assert (now == where) == donate
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(nnx.state(model))), "the model's own arrays"
+    assert float(plan.step(state, x)[1]) < float(first)
+
+
+def test_shapes_first_and_parameters_later() -> None:
+    """What loads a checkpoint: a model of shapes, its shardings, then `init` with arrays that lie anywhere."""
+    model = Blocks(nnx.Rngs(0), jnp.float32)
+    shapes = nnx.eval_shape(lambda: Blocks(nnx.Rngs(0), jnp.float32))
+    mesh, x = mesh_of(replica=2, dp_shard=4), jnp.ones((8, 5, 6))
+    options: Any = dict(loss_fn=blocks_loss, optimizer=optax.adamw(0.1))
+    config = ParallelConfig(data=DataParallel(replicate_axis="replica"))
+    late = parallelize(shapes, mesh, config, **options)
+    assert late.state is None
+    state = late.init(jax.tree.map(np.asarray, nnx.state(model)))
+    assert jax.tree.map(lambda a: a.sharding, state) == late.shardings
+    assert jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), state) == late.shapes
+    early = parallelize(model, mesh, config, **options)
+    assert late.batch_sharding == NamedSharding(mesh, P(("replica", "dp_shard")))
+    placed = jax.device_put(x, late.batch_sharding)
+    assert float(late.step(state, placed)[1]) == float(early.step(early.state, x)[1])
+
+
+def test_llama_of_shapes_needs_no_memory() -> None:
+    model = nnx.eval_shape(lambda: Llama(llama_config(hidden_size=2**16, vocab_size=2**16), rngs=nnx.Rngs(0)))
+    plan = parallelize(model, mesh_of(dp_shard=8), ParallelConfig(data=DataParallel()), optimizer=optax.adamw(1e-3))
+    moments = optax.tree.get(plan.shapes.optimizer, "mu")
+    assert moments["embed"]["embedding"].get_value().sharding.spec == P(None, "dp_shard")

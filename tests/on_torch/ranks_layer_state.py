@@ -1,0 +1,335 @@
+"""What the ranks run for parameters of the layers: initial values, attributes, embeddings, state that changes ranks, errors."""
+
+import copy
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from shared_specs.config import ParallelLinearOptions
+from shared_specs.partitions import vocab_range
+from tests.on_torch.ranks_engines import Collectives
+from tests.on_torch.ranks_layers import stretch
+from tests.on_torch.ranks_loss import distance, draw, group_of
+from tiled_torch import parallel
+
+
+def initial(rank: int, world: int, group: str = "default", dtype: str = "float32") -> dict[str, bool] | None:
+    """Whether each layer starts as a slice of the layer on one process, bit by bit, and leaves the generator as it does."""
+    over, rank, ranks = group_of(group, rank, world)
+    if rank < 0:
+        return None
+    like: dict[str, Any] = {"dtype": getattr(torch, dtype)}
+    found = {}
+
+    def compare(name: str, make: Callable[[], nn.Module], ours: Callable[[], nn.Module], dims: dict[str, Any]) -> None:
+        torch.manual_seed(7)
+        whole, after = make(), torch.rand(3)
+        torch.manual_seed(7)
+        mine = ours()
+        found[f"{name} generator"] = torch.equal(after, torch.rand(3))
+        for parameter, (dim, stride) in dims.items():
+            expected = getattr(whole, parameter)
+            expected = expected if dim is None else stretch(expected, dim, rank, ranks, stride)
+            found[f"{name} {parameter}"] = torch.equal(getattr(mine, parameter), expected)
+
+    def by_method() -> nn.Module:
+        whole = nn.Linear(12, 16, **like)
+        nn.init.normal_(whole.weight, std=0.02)
+        nn.init.zeros_(whole.bias)
+        return whole
+
+    normal = lambda weight: nn.init.normal_(weight, std=0.02)  # noqa: E731
+    column, row = parallel.ColumnParallelLinear, parallel.RowParallelLinear
+    plain = lambda: nn.Linear(12, 16, **like)  # noqa: E731
+    fused = ParallelLinearOptions(stride=2)
+    both = {"weight": (0, 1), "bias": (0, 1)}
+    compare("column", plain, lambda: column(12, 16, group=over, **like), both)
+    strided = {"weight": (0, 2), "bias": (0, 2)}
+    compare("fused column", plain, lambda: column(12, 16, options=fused, group=over, **like), strided)
+    compare("column by method", by_method, lambda: column(12, 16, init_method=normal, group=over, **like), both)
+    compare(
+        "row",
+        lambda: nn.Linear(16, 12, **like),
+        lambda: row(16, 12, group=over, **like),
+        {"weight": (1, 1), "bias": (None, 1)},
+    )
+    make = lambda: nn.Embedding(4 * ranks, 6, **like)  # noqa: E731
+    compare(
+        "embedding", make, lambda: parallel.VocabParallelEmbedding(4 * ranks, 6, group=over, **like), {"weight": (0, 1)}
+    )
+    torch.manual_seed(7)
+    whole = nn.Linear(12, 16, **like)
+    meta = column(12, 16, group=over, device="meta", **like).to_empty(device="cpu")
+    torch.manual_seed(7)
+    meta.reset_parameters()
+    found["from the meta device"] = torch.equal(meta.weight, stretch(whole.weight, 0, rank, ranks))  # type: ignore[arg-type]
+    found["generator of every rank"] = len({*_gathered(torch.rand(1).item(), over)}) == 1
+    return found
+
+
+def _gathered(value: float, group: Any) -> list[Any]:
+    group = group.get_group() if hasattr(group, "get_group") else group
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def attributes(rank: int, world: int) -> dict[str, list[Any]]:
+    """Of each parameter: its shape and the attributes that training engines read."""
+    mesh = init_device_mesh("cpu", (world,))
+    expert = ParallelLinearOptions(is_expert=True, stride=2)
+    layers = {
+        "column": parallel.ColumnParallelLinear(6, 8),
+        "row": parallel.RowParallelLinear(8, 6),
+        "expert": parallel.ColumnParallelLinear(6, 8, options=expert, group=mesh),
+        "embedding": parallel.VocabParallelEmbedding(10, 6),
+        "from meta": parallel.RowParallelLinear(8, 6, device="meta").to_empty(device="cpu"),
+        "copied": copy.deepcopy(parallel.ColumnParallelLinear(6, 8, options=expert, group=dist.new_group())),
+    }
+    names = ("tensor_model_parallel", "partition_dim", "partition_stride", "allreduce")
+    return {
+        f"{kind}.{name}": [list(one.shape), *(getattr(one, attribute) for attribute in names)]
+        for kind, layer in layers.items()
+        for name, one in layer.named_parameters()
+    }
+
+
+def calls(rank: int, world: int) -> dict[str, Any]:
+    """The run-time arguments of the column-parallel module."""
+    x = draw(3, 6, seed=0)
+    like: dict[str, Any] = {"dtype": torch.float64}
+    shared = nn.Parameter(draw(8, 6, seed=1).chunk(world)[rank].clone())
+    layer = parallel.ColumnParallelLinear(6, 8, bias=False, allocate_weight=False, **like)
+    expected = F.linear(x, draw(8, 6, seed=1))
+    gathered = layer(x, shared, runtime_gather_output=True)
+    local = layer(x, weight=shared)
+    owning = parallel.ColumnParallelLinear(6, 8, bias=False, gather_output=True, **like)
+    deferring = parallel.ColumnParallelLinear(6, 8, options=ParallelLinearOptions(defer_weight_grad=True), **like)
+    skipping = parallel.ColumnParallelLinear(6, 8, bias=False, skip_bias_add=True, **like)
+    deferring(2 * x.clone().requires_grad_()).sum().backward()
+    ((kept, *_),) = deferring.weight.__dict__["_deferred_weight_grads"]  # type: ignore[union-attr]
+    left_out = deferring.weight.grad is None  # type: ignore[union-attr]
+    done = deferring.deferred_weight_grad()
+    (gathered.sum() + local.sum()).backward()
+    return {
+        "parameters": [name for name, _ in layer.named_parameters()],
+        "gathered": distance(gathered, expected),
+        "local": distance(local, expected.chunk(world, -1)[rank]),
+        "gradient": shared.grad is not None,
+        "not gathered": list(owning(x, runtime_gather_output=False).shape),
+        "instead of its own": distance(owning(x, shared), expected),
+        "deferred": [left_out, done, deferring.deferred_weight_grad()],
+        "deferred holds a graph": kept.requires_grad,
+        "deferred gradient": distance(deferring.weight.grad, 2 * x.sum(0).expand(8 // world, 6)),  # type: ignore[union-attr]
+        "skipped": skipping(x)[1] is None,
+        "copied": torch.equal(copy.deepcopy(owning)(x), owning(x)),
+    }
+
+
+def embedding(
+    rank: int,
+    world: int,
+    group: str = "default",
+    vocab: int = 16,
+    partition: str = "equal",
+    scattered: bool = False,
+    sequence_dim: int = 0,
+    sizes: list[int] | None = None,
+    deterministic: bool = False,
+    dtype: str = "float64",
+) -> dict[str, Any] | None:
+    """Against torch's embedding on one process: y and the gradient of this rank's entries; equal to the last bit."""
+    over, rank, ranks = group_of(group, rank, world)
+    if rank < 0:
+        return None
+    lead = [4, 4]
+    lead[sequence_dim] = sum(sizes or [2] * ranks)
+    ids = torch.randint(vocab, lead, generator=torch.Generator().manual_seed(0))
+    kind = getattr(torch, dtype)
+    weight, dy = draw(vocab, 6, seed=1).to(kind), draw(*lead, 6, seed=2).to(kind)
+    whole = weight.clone().requires_grad_()
+    expected = F.embedding(ids, whole)
+    expected.backward(dy)
+    start, stop = vocab_range(vocab, ranks, rank)
+    rows = stop - start
+    if partition == "padded":
+        rows = -(-vocab // ranks)
+        start, stop = min(vocab, rank * rows), min(vocab, (rank + 1) * rows)
+    mine = torch.full((rows, 6), torch.nan, dtype=kind)
+    mine[: stop - start] = weight[start:stop]
+    mine.requires_grad_()
+    given: dict[str, Any] = {"vocab_size": None if partition == "equal" else vocab, "deterministic": deterministic}
+    if scattered:
+        given |= {"reduce_scatter_embeddings": True, "sequence_dim": sequence_dim, "split_sizes": sizes}
+    with Collectives() as forward:
+        y = parallel.vocab_parallel_embedding(ids, mine, **given, group=over)
+    own = lambda a: a.split(sizes or [2] * ranks, sequence_dim)[rank] if scattered else a  # noqa: E731
+    with Collectives() as backward:
+        y.backward(own(dy))
+    assert mine.grad is not None
+    assert whole.grad is not None
+    names = set()
+    node = y.grad_fn
+    while node is not None:
+        names.add(type(node).__name__)
+        node = next((one for one, _ in node.next_functions if one is not None), None)
+    return {
+        "y": torch.equal(y, own(expected)),
+        "dweight": distance(mine.grad[: stop - start].double(), whole.grad[start:stop].double()),
+        "padding": float(mine.grad[stop - start :].abs().sum()),
+        "collectives": [dict(counted.counts) for counted in (forward, backward)],
+        "lookup": sorted(name for name in names if name.startswith(("Index", "Embedding"))),
+    }
+
+
+class Model(nn.Module):
+    """An embedding of a vocabulary that no number of ranks divides, a fused up-projection, a norm and a row-parallel layer."""
+
+    def __init__(self, group: Any) -> None:
+        super().__init__()
+        like: dict[str, Any] = {"dtype": torch.float64, "group": group}
+        self.embedding = parallel.VocabParallelEmbedding(11, 8, **like)
+        self.norm = nn.LayerNorm(8, dtype=torch.float64)
+        self.up = parallel.ColumnParallelLinear(8, 16, options=ParallelLinearOptions(stride=2), **like)
+        self.down = parallel.RowParallelLinear(8, 8, input_is_parallel=True, **like)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        gate, up = self.up(self.norm(self.embedding(ids))).chunk(2, -1)
+        return self.down(F.silu(gate) * up)
+
+
+def output_of(model: nn.Module) -> Tensor:
+    return model(torch.arange(11))
+
+
+def save(rank: int, world: int, folder: str, group: str = "default") -> list[Any]:
+    """Writes a model at its initial values; its names and its output."""
+    over, _, _ = group_of(group, rank, world)
+    torch.manual_seed(11)
+    model = Model(over)
+    state = parallel.sharded_state_dict(model)
+    dcp.save(state, checkpoint_id=folder)
+    return [sorted(state), output_of(model).flatten().tolist()]
+
+
+def load(rank: int, world: int, folder: str, group: str = "default") -> dict[str, Any]:
+    """Reads it at this number of ranks; the output, and whether the parameters are what one process would start with."""
+    over, _, _ = group_of(group, rank, world)
+    torch.manual_seed(12)  # others than were saved
+    model = Model(over)
+    before = output_of(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(torch.nan)
+        model.embedding.weight.zero_()  # padding is nobody's
+    dcp.load(parallel.sharded_state_dict(model), checkpoint_id=folder)
+    torch.manual_seed(11)
+    equal = all(torch.equal(a, b) for a, b in zip(model.parameters(), Model(over).parameters(), strict=True))
+    after = output_of(model)
+    return {"output": after.flatten().tolist(), "equal": equal, "changed": not torch.equal(before, after)}
+
+
+def refused(rank: int, world: int) -> dict[str, str]:
+    """Wrong call -> its error, on rank 0 alone: the other ranks make no call."""
+    if rank:
+        return {}
+    x, weight = torch.ones(3, 4), torch.ones(2, 4)
+    p, o = parallel, ParallelLinearOptions
+    fusing, deferring = o(gradient_accumulation_fusion=True), o(defer_weight_grad=True)
+    parameter, small = nn.Parameter(torch.ones(2, 4)), nn.Parameter(torch.ones(2, 4))
+    small.main_grad = torch.zeros(2, 4, dtype=torch.bfloat16)  # type: ignore[attr-defined]
+    make, linear, row, frozen = (
+        p.ColumnParallelLinear,
+        p.column_parallel_linear,
+        p.row_parallel_linear,
+        p.linear_with_frozen_weight,
+    )
+    ids = torch.zeros(3, dtype=torch.long)
+    wrong: dict[str, Callable[[], Any]] = {
+        "weight": lambda: linear(x, torch.ones(2, 5)),
+        "matrix": lambda: linear(x, torch.ones(4)),
+        "bias": lambda: linear(x, weight, torch.ones(4)),
+        "dtype": lambda: linear(x, weight.double()),
+        "integers": lambda: linear(x.long(), weight.long()),
+        "x": lambda: linear([1.0], weight),  # type: ignore[arg-type]
+        "options": lambda: linear(x, weight, options=3),  # type: ignore[arg-type]
+        "flag": lambda: linear(x, weight, sequence_parallel=1),  # type: ignore[arg-type]
+        "option": lambda: linear(x, weight, options=o(async_grad_reduce=None)),  # type: ignore[arg-type]
+        "stride": lambda: linear(x, weight, options=o(stride=0)),
+        "stride of the rows": lambda: linear(x, weight, options=o(stride=3)),
+        "both": lambda: linear(x, weight, sequence_parallel=True, options=o(disable_grad_reduce=True)),
+        "row reduction": lambda: row(x, weight, options=o(disable_grad_reduce=True)),
+        "row input": lambda: row(torch.ones(world, 4), weight, sequence_parallel=True),
+        "row columns": lambda: row(torch.ones(3, 5), weight),
+        "row tokens": lambda: row(x, weight, input_is_parallel=True, sequence_parallel=True),
+        "sizes": lambda: linear(x, weight, split_sizes=[3] * world),
+        "own size": lambda: linear(x, weight, sequence_parallel=True, split_sizes=[4] * world),
+        "sequence dim": lambda: linear(x, weight, sequence_parallel=True, options=o(sequence_dim=1)),
+        "expert": lambda: linear(x, weight, options=o(is_expert=True)),
+        "main_grad": lambda: linear(x, parameter, options=fusing),
+        "dtype of main_grad": lambda: linear(x, small, options=fusing),
+        "leaf": lambda: linear(x, parameter * 2, options=deferring),
+        "frozen": lambda: frozen(x, parameter),
+        "frozen option": lambda: frozen(x, weight, options=deferring),
+        "split": lambda: make(4, world + 1),
+        "fused split": lambda: make(4, 2 * world, options=o(stride=4)),
+        "features": lambda: make(0, 4),
+        "init_method": lambda: make(4, 4 * world, init_method=3),  # type: ignore[arg-type]
+        "no weight": lambda: make(4, 2 * world, allocate_weight=False)(x),
+        "other weight": lambda: make(4, 2 * world)(x, torch.ones(3, 4)),
+        "module expert": lambda: make(4, 2 * world, options=o(is_expert=True)),
+        "id": lambda: p.vocab_parallel_embedding(ids + 2 * world, weight),
+        "ids": lambda: p.vocab_parallel_embedding(ids.float(), weight),
+        "vocab_size": lambda: p.vocab_parallel_embedding(ids, weight, vocab_size=3 * world),
+        "tokens": lambda: p.vocab_parallel_embedding(ids, weight, reduce_scatter_embeddings=True),
+        "unused dim": lambda: p.vocab_parallel_embedding(ids, weight, sequence_dim=1),
+        "module": lambda: p.sharded_state_dict({}),  # type: ignore[arg-type]
+    }
+    messages = {}
+    with Collectives() as collectives:
+        for name, attempt in wrong.items():
+            try:
+                attempt()
+                messages[name] = "accepted"
+            except (ValueError, TypeError, NotImplementedError) as error:
+                messages[name] = f"{type(error).__name__}: {error}"
+    messages["collectives"] = str(sum(collectives.counts.values()))
+    return messages
+
+
+def more_refused(rank: int, world: int) -> list[str]:
+    """A DTensor as weight, and a second derivative."""
+    x, messages = torch.ones(3, 4).requires_grad_(), []
+    split = distribute_tensor(torch.ones(2 * world, 4), init_device_mesh("cpu", (world,)), [Shard(0)])
+    y = parallel.column_parallel_linear(x, torch.ones(2, 4))
+    for attempt in (
+        lambda: parallel.column_parallel_linear(x, split),
+        lambda: torch.autograd.grad(y.sum(), x, create_graph=True),
+    ):
+        try:
+            attempt()
+            messages.append("accepted")
+        except NotImplementedError as error:
+            messages.append(str(error))
+    return messages
+
+
+def alone(rank: int, world: int, seconds: float) -> str:
+    """Rank 0's layer is wrong; the others wait for the group's timeout and are told so."""
+    group = dist.new_group(timeout=timedelta(seconds=seconds))
+    x, weight = torch.ones(2, 4), torch.ones(2, 5 if rank == 0 else 4)
+    try:
+        parallel.column_parallel_linear(x, weight, sequence_parallel=True, group=group)
+        message = "returned"
+    except (ValueError, RuntimeError) as error:
+        message = f"{type(error).__name__}: {error}"
+    dist.barrier()
+    return message

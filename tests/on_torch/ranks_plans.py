@@ -1,0 +1,349 @@
+"""What the ranks run for `parallelize`: losses and gradients of whole models against one process. See tests/ranks.py."""
+
+import warnings
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from shared_specs.config import Checkpointing, Compile, DataParallel, ParallelConfig, TensorParallel
+from tests.on_torch.decoders import BATCH, batch, decoder, loss_of, truth
+from tests.on_torch.gla import GatedLinearModel
+from tiled_torch import TiledLinearCrossEntropy, TiledMLP
+from tiled_torch.models import tile_model, tiling_paths
+from tiled_torch.parallel import Plan, materialize, parallelize, register_plan
+
+FULL = Checkpointing()
+EXACT: dict[str, Any] = {"reduce_dtype": None}
+SHARDED = DataParallel(**EXACT)
+BOTH_AXES = DataParallel(replicate_axis="dp_replicate", **EXACT)
+CONTEXT = DataParallel(context_axis="cp", **EXACT)
+TENSOR, WHOLE_TOKENS = TensorParallel(), TensorParallel(sequence_parallel=False)
+GATHERED_LOGITS = TensorParallel(loss_parallel=False)
+
+# name -> (axes that take two ranks or all there are, configuration)
+CONFIGS: dict[str, tuple[tuple[str, ...], ParallelConfig]] = {
+    "tp": (("tp",), ParallelConfig(tensor=WHOLE_TOKENS)),
+    "sp": (("tp",), ParallelConfig(tensor=TENSOR)),
+    "sp, gathered logits": (("tp",), ParallelConfig(tensor=GATHERED_LOGITS)),
+    "sp, full": (("tp",), ParallelConfig(tensor=TENSOR, checkpointing=FULL)),
+    "sp, products": (("tp",), ParallelConfig(tensor=TENSOR, checkpointing=Checkpointing(mode="products"))),
+    "fsdp": (("dp_shard",), ParallelConfig(data=SHARDED)),
+    "fsdp, layers": (("dp_shard",), ParallelConfig(data=SHARDED, checkpointing=Checkpointing(mode="layers", every=2))),
+    "fsdp, always": (("dp_shard",), ParallelConfig(data=DataParallel(reshard="always", **EXACT), checkpointing=FULL)),
+    "fsdp, pipeline": (("dp_shard",), ParallelConfig(data=DataParallel(pipeline=True, **EXACT))),
+    "fsdp, offload": (("dp_shard",), ParallelConfig(data=DataParallel(cpu_offload=True, **EXACT))),
+    "fsdp, products": (("dp_shard",), ParallelConfig(data=SHARDED, checkpointing=Checkpointing(mode="products"))),
+    "ddp": (("dp_shard",), ParallelConfig(data=DataParallel(engine="ddp", **EXACT), checkpointing=FULL)),
+    "hsdp": (("dp_replicate", "dp_shard"), ParallelConfig(data=BOTH_AXES)),
+    "context": (("dp_shard", "cp"), ParallelConfig(data=CONTEXT)),
+    "fsdp x sp": (("dp_shard", "tp"), ParallelConfig(tensor=TENSOR, data=SHARDED, checkpointing=FULL)),
+    "fsdp x sp, gathered logits": (("dp_shard", "tp"), ParallelConfig(tensor=GATHERED_LOGITS, data=SHARDED)),
+    "fsdp x tp": (("dp_shard", "tp"), ParallelConfig(tensor=WHOLE_TOKENS, data=SHARDED)),
+}  # fmt: skip
+
+
+def mesh_of(axes: tuple[str, ...], world: int) -> DeviceMesh:
+    """All ranks on one axis, or two on the last of two axes."""
+    shape = (world,) if len(axes) == 1 else (world // 2, 2)
+    return init_device_mesh("cpu", shape, mesh_dim_names=axes)
+
+
+def full(gradient: Tensor | None) -> Tensor | None:
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+
+
+def _is_partial(gradient: Any) -> bool:
+    return isinstance(gradient, DTensor) and any(placement.is_partial() for placement in gradient.placements)
+
+
+def error_between(found: dict[str, Tensor | None], expected: dict[str, Tensor]) -> float:
+    """The largest relative L2 distance; infinite where a gradient is missing, added or not finite."""
+    present = {name: grad for name, grad in found.items() if grad is not None}
+    if set(present) != set(expected) or not all(bool(g.isfinite().all()) for g in present.values()):
+        return float("inf")
+    return max(float((present[name] - grad).norm() / grad.norm()) for name, grad in expected.items())
+
+
+def rows_of(mesh: DeviceMesh, config: ParallelConfig) -> slice:
+    """This rank's part of the batch: the ranks of all axes but the tensor-parallel one split it."""
+    parts, part = 1, 0
+    for name in mesh.mesh_dim_names or ():
+        if config.tensor is None or name != config.tensor.axis:
+            parts, part = parts * mesh[name].size(), part * mesh[name].size() + mesh[name].get_local_rank()
+    return slice(part * BATCH // parts, (part + 1) * BATCH // parts)
+
+
+def compare(mesh: DeviceMesh, config: ParallelConfig, tiled: bool, kind: str, length: int, **changes: Any) -> Any:
+    """Errors of the loss and of all gradients."""
+    expected_loss, expected = truth(kind, length, **changes)
+    model = decoder(kind, **changes)
+    if tiled:
+        tile_model(model, num_shards=3)
+    model = parallelize(model, mesh, config)
+    rows = rows_of(mesh, config)
+    ids, labels = batch(length)
+    inside = tiled or (config.tensor is not None and config.tensor.loss_parallel)
+    loss = loss_of(model, ids[rows], labels[rows], inside)
+    loss.backward()
+    found = {name.removeprefix("module."): full(p.grad) for name, p in model.named_parameters()}
+    mean = loss.detach().clone()
+    dist.all_reduce(mean)
+    mean /= dist.get_world_size()
+    return {
+        "loss": abs(mean.item() - expected_loss) / expected_loss,
+        "gradients": error_between(found, expected),
+        "partial": any(_is_partial(p.grad) for p in model.parameters()),
+        "paths": sorted(set(tiling_paths(model).values())),
+    }
+
+
+def models(
+    rank: int, world: int, names: list[str], tiled: bool = False, kind: str = "llama", length: int = 10, **changes: Any
+) -> dict[str, Any]:
+    """`compare` of several configurations, by name."""
+    found = {}
+    for name in names:
+        axes, config = CONFIGS[name]
+        found[name] = compare(mesh_of(axes, world), config, tiled, kind, length, **changes)
+    return found
+
+
+def filled(model: Any) -> Any:
+    """The same model in float64 with values that are the same for the same shapes."""
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.double().parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.3)
+    return model
+
+
+def linear_attention(rank: int, world: int, names: list[str], length: int = 10) -> dict[str, Any]:
+    """A model with a plan of the user's, against one process."""
+    expected_model = filled(GatedLinearModel())
+    ids, _ = batch(length)
+    expected_loss = expected_model(ids[:, :-1], ids[:, 1:])
+    expected_loss.backward()
+    expected = {name: p.grad for name, p in expected_model.named_parameters()}
+    found = {}
+    for name in names:
+        axes, config = CONFIGS[name]
+        mesh = mesh_of(axes, world)
+        model: Any = parallelize(filled(GatedLinearModel()), mesh, config)
+        rows = ids[rows_of(mesh, config)]
+        loss = model(rows[:, :-1], rows[:, 1:])
+        loss.backward()
+        grads = {name.removeprefix("module."): full(p.grad) for name, p in model.named_parameters()}
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        error = abs(mean.item() / world - expected_loss.item()) / expected_loss.item()
+        partial_ones = any(_is_partial(p.grad) for p in model.parameters())
+        found[name] = {"loss": error, "gradients": error_between(grads, expected), "partial": partial_ones}
+    return found
+
+
+def own_modules(rank: int, world: int) -> dict[str, float]:
+    """A TiledMLP and a TiledLinearCrossEntropy that are the whole model."""
+    found = {}
+    x = torch.randn(2, 2 * world, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    targets = torch.randint(0, 11, (2, 2 * world), generator=torch.Generator().manual_seed(2))
+    for name, sequence in (("tp", False), ("sp", True)):
+        config = ParallelConfig(tensor=TensorParallel(sequence_parallel=sequence), checkpointing=FULL)
+        plain = filled(TiledMLP(8, 12, bias=True, num_shards=3))
+        plain(x).square().sum().backward()
+        split: Any = parallelize(filled(TiledMLP(8, 12, bias=True, num_shards=3)), mesh_of(("tp",), world), config)
+        mine = x.chunk(world, 1)[rank] if sequence else x
+        split(mine).square().sum().backward()
+        grads = {key: full(p.grad) for key, p in split.named_parameters()}
+        found[f"mlp {name}"] = error_between(grads, {key: p.grad for key, p in plain.named_parameters()})
+    head = filled(TiledLinearCrossEntropy(8, 11, bias=True, num_shards=2))
+    head(x, targets).backward()
+    split = parallelize(
+        filled(TiledLinearCrossEntropy(8, 11, bias=True, num_shards=2)), mesh_of(("tp",), world), config
+    )
+    split(x, targets).backward()
+    grads = {key: full(p.grad) for key, p in split.named_parameters()}
+    found["loss"] = error_between(grads, {key: p.grad for key, p in head.named_parameters()})
+    return found
+
+
+def meta(rank: int, world: int, names: list[str]) -> dict[str, Any]:
+    """Models that get memory after they were split: with given weights the truth's loss, with drawn ones one process's."""
+    expected_loss, _ = truth("llama")
+    weights = dict(decoder().named_parameters())
+    with torch.device("meta"):
+        alone = decoder()
+    drawn = {key: p.detach() for key, p in materialize(alone, seed=4).named_parameters()}
+    found = {}
+    for name in names:
+        axes, config = CONFIGS[name]
+        mesh, losses = mesh_of(axes, world), []
+        for given in (weights, None):
+            with torch.device("meta"):
+                model = decoder()
+            model = materialize(parallelize(model, mesh, config), weights=given, seed=4)
+            ids, labels = batch()
+            rows = rows_of(mesh, config)
+            loss = loss_of(model, ids[rows], labels[rows], inside=config.tensor is not None).detach()
+            dist.all_reduce(loss)
+            losses.append(loss.item() / world)
+        same = [bool(torch.equal(full(p.detach()), drawn[key])) for key, p in model.named_parameters()]
+        found[name] = {"loss": abs(losses[0] - expected_loss) / expected_loss, "drawn": all(same), "other": losses[1]}
+    return found
+
+
+def compiled(rank: int, world: int, names: list[str], backend: str, ends: bool = True) -> dict[str, Any]:
+    """The same numbers through torch.compile of each block and of the ends; and how many graphs that were."""
+    graphs = []
+
+    def compiler(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return torch._dynamo.lookup_backend(backend)(graph, inputs)
+
+    whole = torch.compile
+    torch.compile = partial(whole, backend=compiler)  # type: ignore[assignment]
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")  # dynamo's own
+    try:
+        found = {}
+        for name in names:
+            torch.compiler.reset()
+            graphs.clear()
+            axes, config = CONFIGS[name]
+            config = replace(config, compile=Compile(ends=ends))
+            found[name] = compare(mesh_of(axes, world), config, False, "llama", 10) | {"graphs": len(graphs)}
+        return found
+    finally:
+        torch.compile = whole
+
+
+def reshard(rank: int, world: int) -> dict[str, list[bool]]:
+    """Which blocks hold their own part only once forward is through."""
+    found = {}
+    for name, data in {
+        "default": SHARDED,
+        "always": DataParallel(reshard="always"),
+        "never": DataParallel(reshard="never"),
+        "pipeline": DataParallel(pipeline=True),
+    }.items():
+        model = parallelize(decoder(), mesh_of(("dp_shard",), world), ParallelConfig(data=data))
+        model(input_ids=batch()[0])
+        first = [next(module.parameters()) for module in (model.model.embed_tokens, *model.model.layers, model.lm_head)]
+        found[name] = [isinstance(parameter, DTensor) for parameter in first]
+    return found
+
+
+def mixed_precision(rank: int, world: int) -> dict[str, Any]:
+    """bfloat16 computation of float32 weights, with gradients reduced in float32; and one process in bfloat16."""
+    _, expected = truth("llama")
+    baseline = decoder().bfloat16()
+    loss_of(baseline, *batch(), inside=False).backward()
+    config = ParallelConfig(data=DataParallel(param_dtype="bfloat16"))
+    mesh = mesh_of(("dp_shard",), world)
+    model = parallelize(decoder().float(), mesh, config)
+    seen: list[str] = []
+    layer = model.model.layers[0].self_attn.q_proj
+    layer.register_forward_hook(lambda module, _, y: seen.append(f"{module.weight.dtype} {y.dtype}"))
+    rows = rows_of(mesh, config)
+    ids, labels = batch()
+    loss_of(model, ids[rows], labels[rows], inside=False).backward()
+    grads = {name: full(p.grad) for name, p in model.named_parameters()}
+    return {
+        "seen": seen,
+        "kept": sorted({f"{p.dtype} {p.grad.dtype}" for p in model.parameters()}),
+        "error": error_between({name: g.double() for name, g in grads.items()}, expected),
+        "baseline": error_between({name: p.grad.double() for name, p in baseline.named_parameters()}, expected),
+    }
+
+
+def ddp_reduce_dtype(rank: int, world: int) -> dict[str, float]:
+    """bfloat16 gradients of replicas, reduced in float32: the mean rounded once, which a bfloat16 sum is not."""
+    found = {}
+    for dtype in ("float32", None):
+        model = torch.nn.Linear(64, 64, bias=False).bfloat16()
+        register_plan(torch.nn.Linear, Plan(blocks=""), replace=True)
+        config = ParallelConfig(data=DataParallel(engine="ddp", reduce_dtype=dtype))
+        model = parallelize(model, mesh_of(("dp_shard",), world), config)
+        draws = [torch.randn(64, generator=torch.Generator().manual_seed(r)).bfloat16() for r in range(world)]
+        model(draws[rank][None]).backward(torch.ones(1, 64, dtype=torch.bfloat16))
+        exact = torch.stack(draws).double().mean(0).expand(64, 64)
+        found[str(dtype)] = float((model.module.weight.grad.double() - exact).norm() / exact.norm())
+    return found
+
+
+REFUSED: dict[str, tuple[tuple[str, ...], ParallelConfig, dict[str, Any]]] = {
+    "missing axis": (("dp_shard",), ParallelConfig(tensor=TENSOR), {}),
+    "unused axis": (("dp_shard", "tp"), ParallelConfig(tensor=TENSOR), {}),
+    "async without compile": (("tp",), ParallelConfig(tensor=TensorParallel(asynchronous=True)), {}),
+    "async without cuda": (("tp",), ParallelConfig(tensor=TensorParallel(asynchronous=True), compile=Compile()), {}),
+    "ddp on two axes": (("dp_shard", "tp"), ParallelConfig(tensor=TENSOR, data=DataParallel(engine="ddp")), {}),
+    "heads": (("tp",), ParallelConfig(tensor=TENSOR), {"num_attention_heads": 1, "num_key_value_heads": 1}),
+    "kv heads": (("tp",), ParallelConfig(tensor=TENSOR), {"num_key_value_heads": 1}),
+    "intermediate": (("tp",), ParallelConfig(tensor=TENSOR), {"intermediate_size": 25}),
+    "float8": (("dp_shard",), ParallelConfig(data=SHARDED, float8=True), {}),
+    "tiled loss gathered": (("tp",), ParallelConfig(tensor=GATHERED_LOGITS), {"tiled": True}),
+    "adapter": (("tp",), ParallelConfig(tensor=TENSOR), {"adapter": True}),
+    "no plan": (("dp_shard",), ParallelConfig(data=SHARDED), {"unknown": True}),
+    "meta ddp": (("dp_shard",), ParallelConfig(data=DataParallel(engine="ddp")), {"meta": True}),
+    "donate": (("dp_shard",), ParallelConfig(data=SHARDED, donate=False), {}),
+    "offloaded checkpoints": ((), ParallelConfig(checkpointing=Checkpointing(offload=True)), {}),
+}
+
+
+class Unknown(torch.nn.Module):
+    """Of no registered kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(2))
+
+
+class Adapted(torch.nn.Linear):
+    """More than a linear layer."""
+
+
+def snapshot(model: torch.nn.Module) -> list[Any]:
+    """All of a model that parallelize could touch: classes, parameters, hooks, attributes."""
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    found: list[Any] = []
+    for module in model.modules():
+        found.append(
+            (type(module).__name__, id(type(module)), sorted(vars(module)), module._compiled_call_impl is None)
+        )
+        found.append([len(getattr(module, kind)) for kind in hooks])
+        found.extend(
+            (name, id(p), p.device.type, p.requires_grad) for name, p in module._parameters.items() if p is not None
+        )
+    return found
+
+
+def refusals(rank: int, world: int) -> dict[str, Any]:
+    """The message of every refused call, and whether the model is as it was."""
+    found = {}
+    for name, (axes, config, changes) in REFUSED.items():
+        changes = dict(changes)
+        flags = {flag: changes.pop(flag, False) for flag in ("tiled", "adapter", "unknown", "meta")}
+        with torch.device("meta" if flags["meta"] else "cpu"):
+            model: Any = Unknown() if flags["unknown"] else decoder(**changes)
+        if flags["tiled"]:
+            tile_model(model)
+        if flags["adapter"]:
+            model.model.layers[1].mlp.up_proj = Adapted(16, 24, bias=False)
+        found[name] = _refusal(model, mesh_of(axes, world) if axes else None, config)
+    again = parallelize(decoder(), mesh_of(("dp_shard",), world), ParallelConfig(data=SHARDED))
+    found["again"] = _refusal(again, mesh_of(("dp_shard",), world), ParallelConfig(data=SHARDED))
+    found["nameless mesh"] = _refusal(decoder(), init_device_mesh("cpu", (world,)), ParallelConfig(tensor=TENSOR))
+    return found
+
+
+def _refusal(model: Any, mesh: Any, config: ParallelConfig) -> list[Any]:
+    before = snapshot(model)
+    try:
+        parallelize(model, mesh, config)
+    except (ValueError, TypeError, NotImplementedError) as error:
+        return [type(error).__name__, str(error), snapshot(model) == before]
+    return ["nothing was refused", "", False]

@@ -1,0 +1,482 @@
+"""What the ranks run for the tensor- and sequence-parallel MLP: errors against one process, counts, sizes. See tests/ranks.py.
+
+Every rank makes the whole problem from a seed, keeps its part of the features and of the tokens, and compares what it gets
+with its part of what the untiled MLP gives on one process.
+"""
+
+import warnings
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from shared_specs import SpecError, Tiling, UnsupportedError
+from shared_specs.costs import MLPShape
+from shared_specs.partitions import SequencePlan, plan_sequence
+from shared_specs.sequence_costs import sequence_peak_bytes
+from tests.on_torch.counting import GemmFlop, LiveBytes
+from tests.on_torch.ranks_engines import Collectives, full
+from tests.on_torch.ranks_loss import distance, draw, group_of
+from tiled_torch import TiledMLP, tiled_mlp
+from tiled_torch.parallel import TensorParallelTiledMLP, tensor_parallel_mlp
+from tiled_torch.parallel.groups import rank_group
+from tiled_torch.parallel.sequence import gathered
+
+HIDDEN, FEATURES, OUT = 6, 16, 5
+PLACEMENTS = {"w_gate": 0, "w_up": 0, "w_down": 1, "b_gate": 0, "b_up": 0, "b_down": None}
+
+
+class LiveGathered(TorchDispatchMode):
+    """How many elements of gathered shards are alive at once, and in how many pieces: outputs of all-gathers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = self.peak_elements = self.pieces = self.peak_pieces = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d" and "allgather" in func.__name__:
+            storage = args[0].untyped_storage()
+            size = storage.nbytes() // args[0].element_size()
+            self.elements, self.pieces = self.elements + size, self.pieces + 1
+            self.peak_elements = max(self.peak_elements, self.elements)
+            self.peak_pieces = max(self.peak_pieces, self.pieces)
+            weakref.finalize(storage, self._gone, size)
+        return func(*args, **(kwargs or {}))
+
+    def _gone(self, size: int) -> None:
+        self.elements, self.pieces = self.elements - size, self.pieces - 1
+
+
+def operands(tokens: int, *, gated: bool, bias: bool, features: int = FEATURES) -> dict[str, Tensor]:
+    """x, every weight and every bias of the whole problem."""
+    found = {"x": draw(tokens, HIDDEN, seed=0)}
+    ups = ("gate", "up") if gated else ("up",)
+    found |= {f"w_{name}": draw(features, HIDDEN, seed=seed) for seed, name in enumerate(ups, 1)}
+    found["w_down"] = draw(OUT, features, seed=3) / 4
+    if bias:
+        found |= {f"b_{name}": draw(features, seed=seed) for seed, name in enumerate(ups, 4)}
+        found["b_down"] = draw(OUT, seed=6)
+    return found
+
+
+def untiled(given: dict[str, Tensor], activation: Callable[[Tensor], Tensor] = F.silu) -> Tensor:
+    up = F.linear(given["x"], given["w_up"], given.get("b_up"))
+    h = activation(up)
+    if "w_gate" in given:
+        h = activation(F.linear(given["x"], given["w_gate"], given.get("b_gate"))) * up
+    return F.linear(h, given["w_down"], given.get("b_down"))
+
+
+def part_of(name: str, tensor: Tensor, rank: int, ranks: int) -> Tensor:
+    dim = PLACEMENTS[name]
+    return tensor if dim is None else tensor.chunk(ranks, dim)[rank]
+
+
+def call(given: dict[str, Any], **options: Any) -> Tensor:
+    biases = {name[2:]: tensor for name, tensor in given.items() if name.startswith("b_")}
+    return tensor_parallel_mlp(
+        given["x"], given.get("w_gate"), given["w_up"], given["w_down"], biases=biases or None, **options
+    )
+
+
+def mlp(
+    rank: int,
+    world: int,
+    group: str = "default",
+    sequence_parallel: bool = True,
+    sizes: tuple[int, ...] | None = None,
+    tokens: int = 32,
+    gated: bool = True,
+    bias: bool = True,
+    num_shards: int | None = 4,
+    shard_tokens: int | None = None,
+    keep: float = 0.0,
+    frozen: tuple[str, ...] = (),
+    checkpointed: bool = False,
+    main_grad: bool = False,
+    layout: str = "plain",
+    batched: bool = False,
+    compute: str = "float64",
+) -> dict[str, Any] | None:
+    """y, dx and every weight's gradient against the untiled MLP; collectives, FLOP and live gathered shards."""
+    world_rank, (over, rank, ranks) = rank, group_of(group, rank, world)
+    if rank < 0:
+        return None
+    counts = list(sizes) if sizes else [tokens // ranks] * ranks
+    start = sum(counts[:rank])
+    rows = slice(start, start + counts[rank]) if sequence_parallel else slice(None)
+    dtype = getattr(torch, compute)
+    stored = {name: a.to(dtype) for name, a in operands(sum(counts), gated=gated, bias=bias).items()}
+    upstream = draw(sum(counts), OUT, seed=7).to(dtype)
+
+    wide = {name: a.double().clone().requires_grad_(name not in frozen) for name, a in stored.items()}
+    expected = untiled(wide)
+    expected.backward(upstream.double())
+
+    mine: dict[str, Any] = {"x": stored["x"][rows].clone()}
+    mesh = None
+    if layout == "dtensor":
+        mesh, over = init_device_mesh("cpu", (world,)), None
+    for name, whole in stored.items():
+        if name == "x":
+            continue
+        if mesh is not None:
+            dim = PLACEMENTS[name]
+            mine[name] = distribute_tensor(whole, mesh, [Replicate() if dim is None else Shard(dim)])
+        else:
+            mine[name] = part_of(name, whole, rank, ranks).clone()
+    if batched:
+        mine["x"] = mine["x"].view(2, -1, HIDDEN)
+    for name, a in mine.items():
+        a.requires_grad_(name not in frozen)
+        if main_grad and name != "x" and name not in frozen:
+            a.main_grad = torch.full_like(a.detach(), 2.0, dtype=torch.float64)
+            a.grad_added_to_main_grad = False
+    options: dict[str, Any] = {"sequence_parallel": sequence_parallel, "group": over, "split_sizes": sizes}
+    tiling = Tiling(num_shards=num_shards, shard_tokens=shard_tokens, keep=keep)
+    meters = GemmFlop(), Collectives(), LiveGathered()
+    with meters[0] as flop, meters[1] as collectives, meters[2] as live:
+        if checkpointed:
+            y = checkpoint(lambda x: call({**mine, "x": x}, tiling=tiling, **options), mine["x"], use_reentrant=False)
+        else:
+            y = call(mine, tiling=tiling, **options)
+        forward = {name: collectives.counts[name] for name in collectives.counts}
+        y.backward(upstream[rows].view(y.shape))
+    errors = {"y": distance(y.detach().double().reshape(-1, OUT), expected[rows])}
+    for name, a in mine.items():
+        if name in frozen:
+            assert a.grad is None
+            continue
+        grad = full(a.main_grad) - 2.0 if main_grad and name != "x" else full(a.grad)
+        truth = wide[name].grad
+        if name == "x":
+            grad, truth = grad.reshape(-1, HIDDEN), truth[rows]
+        elif mesh is None:
+            truth = part_of(name, truth, rank, ranks)
+        errors[f"d{name}"] = distance(grad.double(), truth)
+    return {
+        "errors": errors,
+        "baseline": baseline(stored, upstream, wide, expected, rows, rank, ranks) if compute != "float64" else None,
+        "forward": forward,
+        "collectives": dict(collectives.counts),
+        "flop": flop.flop,
+        "live": [live.peak_pieces, live.peak_elements, live.pieces],
+        "flags": all(getattr(a, "grad_added_to_main_grad", True) for a in mine.values()),
+        "dtensors": all(type(a.grad) is type(a) or a.grad is None for a in mine.values() if mesh is not None),
+        "rank": world_rank,
+    }
+
+
+def baseline(
+    stored: dict[str, Tensor],
+    upstream: Tensor,
+    wide: dict[str, Tensor],
+    expected: Tensor,
+    rows: slice,
+    rank: int,
+    ranks: int,
+) -> dict[str, float]:
+    """Errors of the untiled MLP in the stored dtype, of this rank's parts."""
+    plain = {name: a.clone().requires_grad_() for name, a in stored.items()}
+    y = untiled(plain)
+    y.backward(upstream)
+    errors = {"y": distance(y.detach().double()[rows], expected[rows])}
+    for name, a in plain.items():
+        parts = [t[rows] if name == "x" else part_of(name, t, rank, ranks) for t in (a.grad, wide[name].grad)]
+        errors[f"d{name}"] = distance(parts[0].double(), parts[1])
+    return errors
+
+
+def peaks(
+    rank: int,
+    world: int,
+    dtype: str = "float32",
+    gated: bool = True,
+    shard_tokens: int = 64,
+    tokens: int = 512,
+    hidden: int = 64,
+    features: int = 256,
+) -> dict[str, Any]:
+    """Peak bytes of forward and backward above results, beside the formula; the largest storage of either."""
+    kind = getattr(torch, dtype)
+    local = features // world
+    x = torch.randn(tokens, hidden, dtype=kind, requires_grad=True)
+    shapes = [(local, hidden)] * (2 if gated else 1) + [(hidden, local)]
+    weights = [torch.randn(shape, dtype=kind, requires_grad=True) for shape in shapes]
+    matrices = weights if gated else [None, *weights]
+    tiling = Tiling(shard_tokens=shard_tokens)
+    with LiveBytes() as forward:
+        y = tensor_parallel_mlp(x, *matrices, sequence_parallel=True, tiling=tiling)  # type: ignore[arg-type]
+    upstream = torch.ones_like(y)
+    with LiveBytes() as backward, LiveGathered() as live:
+        found = torch.autograd.grad(y, [x, *weights], upstream)
+    shape = MLPShape(
+        tokens=tokens * world, hidden=hidden, intermediate=local, gated=gated, itemsize=kind.itemsize,
+        weight_itemsize=kind.itemsize,
+    )  # fmt: skip
+    itemsize = kind.itemsize
+    return {
+        "forward": forward.peak - y.numel() * itemsize,
+        # Sums of 16-bit gradients are float32, which the formula counts; the gradients themselves come after the peak.
+        "backward": backward.peak - sum(a.numel() * itemsize for a in (found if itemsize >= 4 else found[:1])),
+        "formula": sequence_peak_bytes(shape, SequencePlan((tokens,) * world, shard_tokens)),
+        "largest": max(forward.largest, backward.largest) // itemsize,
+        "live": [live.peak_pieces, live.peak_elements],
+    }
+
+
+def forward_only(rank: int, world: int, keep: float = 0.0, no_grad: bool = True, group: str = "default") -> Any:
+    """A forward: collectives, and gathered shards alive at once."""
+    over, rank, ranks = group_of(group, rank, world)
+    given = operands(32, gated=True, bias=True)
+    rows = slice(rank * 32 // ranks, (rank + 1) * 32 // ranks)
+    mine = {name: a[rows] if name == "x" else part_of(name, a, rank, ranks) for name, a in given.items()}
+    with torch.set_grad_enabled(not no_grad), Collectives() as collectives, LiveGathered() as live, LiveBytes() as size:
+        y = call(mine, sequence_parallel=True, tiling=Tiling(num_shards=4, keep=keep), group=over)
+    return {
+        "error": distance(y, untiled(given)[rows]),
+        "collectives": dict(collectives.counts),
+        "live": [live.peak_pieces, live.peak_elements],
+        "largest": size.largest // 8,
+    }
+
+
+def held(rank: int, world: int) -> list[int]:
+    """What the meter sees of a caller that drops each gathered shard, and of one that holds on to the last."""
+    plan, found = plan_sequence("held", (8,) * world, num_shards=4), []
+    for hold in (False, True):
+        with LiveGathered() as live:
+            for _, arrived in gathered(rank_group("held"), plan, [draw(8, HIDDEN, seed=0)], torch.float64):
+                if not hold:
+                    arrived.clear()
+        found.append(live.peak_pieces)
+    return found
+
+
+def one_rank(rank: int, world: int) -> dict[str, Any]:
+    """Every rank in a group of its own: no communication, and exactly `tiled_mlp`."""
+    groups = [dist.new_group([one]) for one in range(world)]
+    given = operands(12, gated=True, bias=True)
+    biases = {name[2:]: given[name] for name in given if name.startswith("b_")}
+    expected = tiled_mlp(given["x"], given["w_gate"], given["w_up"], given["w_down"], biases=biases, num_shards=3)
+    with Collectives() as collectives:
+        found = [
+            call(given, group=groups[rank], num_shards=3, sequence_parallel=split, split_sizes=[12] if split else None)
+            for split in (False, True)
+        ]
+    return {"same": all(torch.equal(y, expected) for y in found), "collectives": sum(collectives.counts.values())}
+
+
+def module(rank: int, world: int, gated: bool, bias: bool, sequence_parallel: bool) -> dict[str, Any]:
+    """The module's parameters are slices of `TiledMLP`'s from the same seed, and so are its results."""
+    torch.manual_seed(3)
+    whole = TiledMLP(HIDDEN, FEATURES, gated=gated, bias=bias, num_shards=3, dtype=torch.float64)
+    torch.manual_seed(3)
+    mine = TensorParallelTiledMLP(
+        HIDDEN, FEATURES, gated=gated, bias=bias, sequence_parallel=sequence_parallel, num_shards=3, dtype=torch.float64
+    )
+    x, upstream = draw(2, 8 * world, HIDDEN, seed=0), draw(2, 8 * world, HIDDEN, seed=1)
+    rows = slice(8 * rank, 8 * (rank + 1)) if sequence_parallel else slice(None)
+    expected = whole(x)
+    expected.backward(upstream)
+    y = mine(x[:, rows])
+    y.backward(upstream[:, rows])
+    errors = {"y": distance(y, expected[:, rows])}
+    same = []
+    for name, parameter in mine.named_parameters():
+        theirs = whole.get_parameter(name)
+        same.append(torch.equal(parameter, part_of(name, theirs, rank, world)))
+        errors[f"d{name}"] = distance(parameter.grad, part_of(name, theirs.grad, rank, world))
+    dims = {name: parameter.partition_dim for name, parameter in mine.named_parameters()}  # type: ignore[attr-defined]
+    return {"errors": errors, "same": all(same), "dims": dims, "repr": mine.extra_repr()}
+
+
+class Projections(nn.Module):
+    """An MLP of nn.Linear layers that runs through `tensor_parallel_mlp`, as a parallelised model's would."""
+
+    def __init__(self, sequence_parallel: bool) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Linear(HIDDEN, FEATURES, dtype=torch.float64) for _ in range(2))
+        self.down = nn.Linear(FEATURES, HIDDEN, dtype=torch.float64)
+        self.sequence_parallel = sequence_parallel
+
+    def forward(self, x: Tensor) -> Tensor:
+        layers = {"gate": self.gate, "up": self.up, "down": self.down}
+        weights = [layer.weight for layer in layers.values()]
+        biases: Any = {name: layer.bias for name, layer in layers.items()}
+        options: Any = {"sequence_parallel": self.sequence_parallel, "num_shards": 3}
+        return tensor_parallel_mlp(x, *weights, biases=biases, **options)
+
+
+def data_and_tensor(rank: int, world: int, kind: str, sequence_parallel: bool) -> dict[str, float]:
+    """FSDP2 over one dim of a mesh and this MLP over the other, against the untiled MLP on the batch of all."""
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp", "tp"))
+    batch, place, ranks = rank // (world // 2), rank % (world // 2), world // 2
+    torch.manual_seed(3)
+    plain = Projections(sequence_parallel)
+    reference = {
+        name.replace(".weight", "").replace(".bias", "_bias"): p.detach().clone()
+        for name, p in plain.named_parameters()
+    }
+    given = {f"w_{name}": reference[name] for name in ("gate", "up", "down")}
+    given |= {f"b_{name}": reference[f"{name}_bias"] for name in ("gate", "up", "down")}
+    given = {name: a.requires_grad_() for name, a in given.items()}
+    xs = [draw(12, HIDDEN, seed=10 + one) for one in range(2)]
+    expected = [untiled({**given, "x": x}) for x in xs]
+    torch.stack([(y**2).sum() for y in expected]).mean().backward()
+
+    if kind == "dtensor":
+        styles = {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
+        engine: Any = parallelize_module(plain, mesh["tp"], styles)  # type: ignore[arg-type]
+    else:
+        engine = TensorParallelTiledMLP(
+            HIDDEN, FEATURES, bias=True, sequence_parallel=sequence_parallel, num_shards=3, group=mesh["tp"],
+            dtype=torch.float64,
+        )  # fmt: skip
+        with torch.no_grad():
+            for name, parameter in engine.named_parameters():
+                parameter.copy_(part_of(name, given[name], place, ranks))
+    fully_shard(engine, mesh=mesh["dp"])
+    rows = slice(place * 12 // ranks, (place + 1) * 12 // ranks) if sequence_parallel else slice(None)
+    y = engine(xs[batch][rows])
+    (y**2).sum().backward()
+    errors = {"y": distance(y.detach(), expected[batch][rows])}
+    for name, parameter in engine.named_parameters():
+        if kind == "dtensor":
+            layer, which = name.split(".")
+            name = f"{which[0]}_{layer}"
+            errors[name] = distance(full(parameter.grad), given[name].grad)
+        else:
+            errors[name] = distance(full(parameter.grad), part_of(name, given[name].grad, place, ranks))
+    return errors
+
+
+def other_dtypes(rank: int, world: int, sequence_parallel: bool) -> dict[str, Any]:
+    """float32 weights under bfloat16 autocast."""
+    given = {name: a.float() for name, a in operands(32, gated=True, bias=True).items()}
+    wide = {name: a.double().requires_grad_() for name, a in given.items()}
+    upstream = draw(32, OUT, seed=7).bfloat16()
+    expected = untiled(wide)
+    expected.backward(upstream.double())
+    plain = {name: a.clone().requires_grad_() for name, a in given.items()}
+    rows = slice(rank * 32 // world, (rank + 1) * 32 // world) if sequence_parallel else slice(None)
+    mine = {n: (a[rows] if n == "x" else part_of(n, a, rank, world)).clone().requires_grad_() for n, a in given.items()}
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        untiled(plain).backward(upstream)
+        y = call(mine, sequence_parallel=sequence_parallel, num_shards=4)
+    y.backward(upstream[rows])
+    errors = {}
+    for name, a in mine.items():
+        truth = wide[name].grad[rows] if name == "x" else part_of(name, wide[name].grad, rank, world)
+        theirs = plain[name].grad[rows] if name == "x" else part_of(name, plain[name].grad, rank, world)
+        errors[name] = [distance(a.grad.double(), truth), distance(theirs.double(), truth)]
+    return {"dtypes": [str(y.dtype), *sorted({str(a.grad.dtype) for a in mine.values()})], "errors": errors}
+
+
+def refused(rank: int, world: int, what: str) -> str:
+    """The message that this rank gets for a wrong call."""
+    given: dict[str, Any] = {
+        n: part_of(n, a, rank, world) if n != "x" else a for n, a in operands(8, gated=True, bias=True).items()
+    }
+    options: dict[str, Any] = {"sequence_parallel": True}
+    mesh = init_device_mesh("cpu", (world,))
+    match what:
+        case "sequence_parallel":
+            options = {"sequence_parallel": 1}
+        case "split_sizes alone":
+            options = {"split_sizes": (8, 8)}
+        case "split_sizes kind":
+            options["split_sizes"] = 8
+        case "split_sizes length":
+            options["split_sizes"] = (8, 8, 8)
+        case "split_sizes of another":
+            options["split_sizes"] = (7,) * world
+        case "negative split_sizes":
+            options["split_sizes"] = (-8, 8)
+        case "x":
+            given["x"] = distribute_tensor(given["x"], mesh, [Shard(0)])
+        case "one DTensor":
+            given["w_up"] = distribute_tensor(operands(8, gated=True, bias=True)["w_up"], mesh, [Shard(0)])
+        case "placement":
+            given = {
+                n: a if n == "x" else distribute_tensor(a, mesh, [Shard(0)])
+                for n, a in operands(8, gated=True, bias=False).items()
+            }
+        case "group beside a DTensor":
+            given = {
+                n: a if n == "x" else distribute_tensor(a, mesh, [Shard(PLACEMENTS[n])])
+                for n, a in operands(8, gated=True, bias=False).items()
+            }
+            options["group"] = mesh
+        case "mesh":
+            options["group"] = init_device_mesh("cpu", (1, world))
+        case "group":
+            options["group"] = "tp"
+        case "whole w_down":
+            given["w_down"] = operands(8, gated=True, bias=True)["w_down"]
+        case "num_shards":
+            options["num_shards"] = 0
+        case "deterministic":
+            options["tiling"] = Tiling(deterministic=True)
+        case "budget":
+            options["tiling"] = Tiling(memory_budget=10)
+        case "module":
+            return message_of(lambda: TensorParallelTiledMLP(HIDDEN, 15))
+        case "create_graph":
+            given["x"].requires_grad_()
+            y = call(given, **options)
+            return message_of(lambda: torch.autograd.grad(y.sum(), given["x"], create_graph=True))
+    return message_of(lambda: call(given, **options))
+
+
+def message_of(run: Callable[[], Any]) -> str:
+    try:
+        run()
+    except (SpecError, TypeError, UnsupportedError) as error:
+        return str(error)
+    return "accepted"
+
+
+def absent(rank: int, world: int, sequence_parallel: bool) -> str:
+    """Rank 1 makes a wrong call and never comes; the others' wait ends with the group's timeout."""
+    group = dist.new_group(list(range(world)), timeout=timedelta(seconds=3))
+    given = {n: part_of(n, a, rank, world) if n != "x" else a for n, a in operands(8, gated=True, bias=True).items()}
+    if rank == 1:
+        given["w_up"] = given["w_up"].T
+    try:
+        call(given, sequence_parallel=sequence_parallel, group=group)
+    except (SpecError, RuntimeError) as error:
+        return str(error)
+    return "accepted"
+
+
+def compiled(rank: int, world: int) -> dict[str, Any]:
+    """Inside torch.compile the call runs as it is, outside of the graph."""
+    given = operands(8, gated=True, bias=False)
+    mine = {
+        n: (a[rank * 8 // world : (rank + 1) * 8 // world] if n == "x" else part_of(n, a, rank, world))
+        for n, a in given.items()
+    }
+    mine = {n: a.clone().requires_grad_() for n, a in mine.items()}
+
+    def run(scale: float) -> Tensor:
+        return call({**mine, "x": mine["x"] * scale}, sequence_parallel=True, num_shards=2)
+
+    plain = run(2.0)
+    expected = torch.autograd.grad(plain, list(mine.values()), torch.ones_like(plain))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # dynamo asks tensors that are no leaves for .grad
+        y = torch.compile(run, backend="eager")(2.0)
+    found = torch.autograd.grad(y, list(mine.values()), torch.ones_like(y))
+    return {"same": torch.equal(y, plain) and all(map(torch.equal, found, expected))}

@@ -1,0 +1,191 @@
+"""`finetune` under torchrun: the losses of one process, checkpoints that other numbers of ranks go on from, a killed rank."""
+
+import contextlib
+import io
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from rich.console import Console
+from transformers import AutoModelForCausalLM
+
+from shared_specs.app.checkpoint import load_checkpoint
+from shared_specs.app.log import LOG_NAME, read_log, step_records
+from shared_specs.app.loop import MODEL_NAME, finetune
+from shared_specs.app.weights import read_model
+from shared_specs.cli import FinetuneOptions
+from shared_specs.tolerances import DEMO_LOSS_RTOL, MODEL_FLOAT32
+from tests.ranks import LOOPBACK
+from tests.tiny_model import write_text, write_tiny_folder
+from tiled_torch.commands.finetune import TorchTrainer
+
+pytestmark = pytest.mark.ranks
+
+ROOT = Path(__file__).parents[2]
+STEPS, GROUP_TIMEOUT = 4, 60
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    """A model, a text and a run of one process, which no test writes to."""
+    folder = tmp_path_factory.mktemp("inputs")
+    write_tiny_folder(folder / "model")
+    write_text(folder / "text")
+    assert run_alone(folder, folder / "alone") == 0
+    return folder
+
+
+def words(inputs, out, *more):
+    sizes = (
+        "--tokens",
+        "48",
+        "--steps",
+        str(STEPS),
+        "--batch",
+        "4",
+        "--lr",
+        "1e-3",
+        "--num-shards",
+        "3",
+        "--save-every",
+        "2",
+    )
+    files = ("--model", str(inputs / "model"), "--text", str(inputs / "text"), "--out", str(out))
+    return [*files, *sizes, "--device", "cpu", "--group-timeout", str(GROUP_TIMEOUT), *more]
+
+
+def run_alone(inputs, out, **changes):
+    base = {"tokens": 48, "steps": STEPS, "batch": 4, "lr": 1e-3, "num_shards": 3, "save_every": 2, "device": "cpu"}
+    files = {"model": str(inputs / "model"), "text": str(inputs / "text"), "out": str(out)}
+    return finetune(TorchTrainer(), FinetuneOptions(**base | files | changes), Console(file=io.StringIO()))
+
+
+def start(ranks, *arguments):
+    """torchrun, its output in one pipe."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", **LOOPBACK}
+    command = [*launcher, "-m", "tiled_torch", "finetune", *arguments]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    return subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **pipes)
+
+
+def run(ranks, *arguments):
+    """The exit code and all that was shown."""
+    process = start(ranks, *arguments)
+    shown, _ = process.communicate(timeout=300)
+    return process.returncode, shown
+
+
+def losses(out):
+    return [record["loss"] for record in step_records(read_log(out))]
+
+
+def assert_same_model(out, inputs):
+    ours, theirs = (read_model(folder / MODEL_NAME).tensors for folder in (out, inputs / "alone"))
+    assert ours.keys() == theirs.keys()
+    for name, weight in theirs.items():
+        assert np.linalg.norm(ours[name] - weight) <= MODEL_FLOAT32 * np.linalg.norm(weight), name
+
+
+def test_two_ranks_have_the_losses_of_one_and_one_goes_on(inputs, tmp_path):
+    """Sharded over two ranks for two steps, then one process reads their checkpoint."""
+    out = tmp_path / "run"
+    code, shown = run(2, *words(inputs, out, "--fsdp", "2", "--steps", "2"))
+    assert code == 0, shown
+    assert "dp 1 x fsdp 2 x tp 1, 2 processes" in shown
+    assert shown.count("step 2/2  loss ") == 1  # one process speaks
+    checkpoint = load_checkpoint(out)
+    assert checkpoint.state is None
+    assert len(list(checkpoint.shards.glob("*.distcp"))) == 2
+    assert run_alone(inputs, out, resume=True) == 0
+    assert losses(out) == pytest.approx(losses(inputs / "alone"), rel=DEMO_LOSS_RTOL)
+    assert_same_model(out, inputs)
+    assert AutoModelForCausalLM.from_pretrained(out / MODEL_NAME).config.hidden_size == 32
+
+
+def test_two_ranks_go_on_from_one_and_from_another_layout(inputs, tmp_path):
+    """One process, then two that split every layer: the whole weights are cut, the moments too."""
+    out = tmp_path / "run"
+    assert run_alone(inputs, out, steps=1) == 0
+    code, shown = run(2, *words(inputs, out, "--tp", "2", "--resume", "--checkpointing"))
+    assert code == 0, shown
+    assert losses(out) == pytest.approx(losses(inputs / "alone"), rel=DEMO_LOSS_RTOL)
+    assert_same_model(out, inputs)
+
+
+@pytest.mark.slow
+def test_four_ranks_and_plain_replicas(inputs, tmp_path):
+    code, shown = run(2, *words(inputs, tmp_path / "dp", "--dp", "2"))
+    assert code == 0, shown
+    assert losses(tmp_path / "dp") == pytest.approx(losses(inputs / "alone"), rel=DEMO_LOSS_RTOL)
+    out = tmp_path / "run"
+    code, shown = run(4, *words(inputs, out, "--fsdp", "2", "--tp", "2", "--steps", "2"))
+    assert code == 0, shown
+    code, shown = run(2, *words(inputs, out, "--dp", "2", "--resume"))
+    assert code == 0, shown
+    assert losses(out) == pytest.approx(losses(inputs / "alone"), rel=DEMO_LOSS_RTOL)
+    assert_same_model(out, inputs)
+    code, shown = run(4, *words(inputs, tmp_path / "hybrid", "--dp", "2", "--tp", "2"))
+    assert code == 0, shown
+    assert losses(tmp_path / "hybrid") == pytest.approx(losses(inputs / "alone"), rel=DEMO_LOSS_RTOL)
+
+
+def test_ranks_that_do_not_fit_are_refused_once(inputs, tmp_path):
+    code, shown = run(2, *words(inputs, tmp_path / "run", "--fsdp", "4"))
+    assert code != 0
+    refusal = "finetune: --dp x --fsdp x --tp must be 2, the processes of this run, got 1 x 4 x 1 = 4."
+    assert refusal in shown
+    assert not (tmp_path / "run").exists()
+
+
+def workers(process):
+    """The ranks below torchrun, by rank."""
+    found = {}
+    for child in psutil.Process(process.pid).children(recursive=True):
+        try:
+            rank = child.environ().get("RANK")
+        except psutil.Error:
+            continue
+        if rank is not None and "finetune" in child.cmdline():
+            found[int(rank)] = child
+    return found
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_rank_ends_the_run_and_keeps_the_last_checkpoint(inputs, tmp_path, how):
+    """A rank that is killed, and one that only stops: the others say so and end, within the timeout plus 30 s."""
+    out, timeout = tmp_path / "run", 10 if how == signal.SIGSTOP else GROUP_TIMEOUT
+    more = ("--fsdp", "2", "--steps", "5000", "--group-timeout", str(timeout), "--save-every", "3")
+    process = start(2, *words(inputs, out, *more))
+    try:
+        deadline = time.monotonic() + 200
+        while not (out / LOG_NAME).exists() or len(losses(out)) < 4:
+            assert process.poll() is None, process.stdout.read()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        survivor, victim = (workers(process)[rank] for rank in range(2))
+        victim.send_signal(how)
+        survivor.wait(timeout + 30)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            victim.kill()  # torchrun gives one that only stopped half a minute of its own
+        shown, _ = process.communicate(timeout=30)
+    finally:
+        for child in psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []:
+            child.kill()
+        process.kill()
+    assert process.returncode != 0
+    message = re.search(r"^.*finetune: process 0 of 2 lost another one, and the run ends: .*$", shown, re.MULTILINE)
+    assert message, shown
+    checkpoint = load_checkpoint(out)
+    assert str(checkpoint.folder) in message[0]
+    step = checkpoint.record["step"]
+    assert 3 <= step <= len(losses(out))
+    assert run_alone(inputs, out, resume=True, steps=step + 1) == 0
+    assert losses(out)[:STEPS] == pytest.approx(losses(inputs / "alone"), rel=DEMO_LOSS_RTOL)

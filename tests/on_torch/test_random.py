@@ -1,0 +1,346 @@
+"""Named random streams in one process: what forks draw, states, errors, recomputation; CUDA's swapping by a fake."""
+
+import copy
+import gc
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shared_specs import SpecError, UnsupportedError
+from shared_specs.partitions import RANDOM_STREAMS, derived_seed, stream_coordinates
+from tiled_torch.parallel import RandomStates, checkpoint, random, seed_parallel
+
+
+def draw() -> list[float]:
+    return torch.rand(5).tolist()
+
+
+def numbers(seed: int, times: int = 1) -> list[list[float]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.rand(5, generator=generator).tolist() for _ in range(times)]
+
+
+@pytest.fixture(autouse=True)
+def _default_generator():
+    """Each test starts from the same default generator and leaves none of its own changes."""
+    before = torch.get_rng_state()
+    torch.manual_seed(5)
+    yield
+    torch.set_rng_state(before)
+
+
+def two_streams() -> RandomStates:
+    states = RandomStates()
+    states.add("a", 1)
+    states.add("b", 2)
+    return states
+
+
+def test_a_fork_draws_from_its_stream_and_leaves_the_default_generator_alone():
+    states, (first, second) = two_streams(), numbers(1, 2)
+    for expected in (first, second):
+        with states.fork("a"):
+            assert draw() == expected
+    assert draw() == numbers(5)[0]
+    with states.fork("b"):
+        assert draw() == numbers(2)[0]
+
+
+def test_an_error_inside_a_fork():
+    """The default generator is back, and the stream stands behind what was drawn."""
+    states = two_streams()
+
+    def fail() -> None:
+        draw()
+        raise ValueError("inside")
+
+    with pytest.raises(ValueError, match="inside"):
+        forked(states, "a", fail)
+    assert draw() == numbers(5)[0]
+    with states.fork("a"):
+        assert draw() == numbers(1, 2)[1]
+
+
+def test_forks_of_different_streams_nest():
+    states = two_streams()
+    with states.fork("a"):
+        draw()
+        with states.fork("b"):
+            assert draw() == numbers(2)[0]
+        assert draw() == numbers(1, 2)[1]
+
+
+def test_states_go_on_where_they_were_taken():
+    states = two_streams()
+    with states.fork("a"):
+        draw()
+    taken = states.states()
+    for _ in range(2):
+        with states.fork("a"):
+            assert draw() == numbers(1, 2)[1]
+        states.set_states(taken)
+    other = RandomStates()
+    other.set_states(taken)
+    with other.fork("a"):
+        assert draw() == numbers(1, 2)[1]
+    with other.fork("b"):
+        assert draw() == numbers(2)[0]
+    assert all(torch.equal(a["cpu"], b["cpu"]) for a, b in zip(taken.values(), states.states().values(), strict=True))
+
+
+def test_reset_forgets():
+    states = two_streams()
+    states.reset()
+    assert states.states() == {}
+    states.add("a", 1)
+    with states.fork("a"):
+        assert draw() == numbers(1)[0]
+
+
+def test_copies():
+    """A copied module shares its streams; a pickled one goes on with its own, which recomputation knows."""
+    states = two_streams()
+    assert copy.deepcopy(nn.ModuleDict({"block": Block(states)}))["block"].states is states
+    with states.fork("a"):
+        draw()
+    other = pickle.loads(pickle.dumps(states))
+    with other.fork("a"):
+        assert draw() == numbers(1, 2)[1]
+    assert other in random.living()
+    with pytest.raises(SpecError, match="seed must be new"):
+        other.add("c", 2)
+
+
+def test_seed_parallel():
+    states = seed_parallel(7, data=1, tensor=2, expert=3)
+    assert draw() == numbers(derived_seed(7, (len(RANDOM_STREAMS), 1)))[0]
+    for stream in RANDOM_STREAMS:
+        with states.fork(stream):
+            expected = derived_seed(7, stream_coordinates(stream, data=1, tensor=2, expert=3))
+            assert draw() == numbers(expected)[0]
+    states = seed_parallel(7, tensor=1)
+    with states.fork():
+        assert draw() == numbers(derived_seed(7, stream_coordinates("tensor-parallel", tensor=1)))[0]
+
+
+def forked(states: RandomStates, name: str, then: Any) -> None:
+    with states.fork(name):
+        then()
+
+
+REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
+    "name taken": (
+        lambda s: s.add("a", 3),
+        SpecError,
+        "RandomStates.add: name must be new, got 'a'. reset() forgets all streams.",
+    ),
+    "seed taken": (
+        lambda s: s.add("c", 1),
+        SpecError,
+        "RandomStates.add: seed must be new, got 1. Two streams of one seed are the same numbers.",
+    ),
+    "seed below zero": (lambda s: s.add("c", -1), SpecError, "RandomStates.add: seed must be >= 0, got -1."),
+    "seed kind": (lambda s: s.add("c", 1.5), TypeError, "RandomStates.add: seed must be an integer, got float."),
+    "no such stream": (
+        lambda s: forked(s, "c", lambda: None),
+        SpecError,
+        "RandomStates.fork: name must be one of a, b, got 'c'.",
+    ),
+    "forked already": (
+        lambda s: forked(s, "a", lambda: forked(s, "a", lambda: None)),
+        SpecError,
+        "RandomStates.fork: name must be a stream that is not forked already, got 'a'.",
+    ),
+    "states in fork": (
+        lambda s: forked(s, "a", s.states),
+        SpecError,
+        "RandomStates.states: a call must be outside fork, got one inside fork('a').",
+    ),
+    "reset in fork": (
+        lambda s: forked(s, "a", s.reset),
+        SpecError,
+        "RandomStates.reset: a call must be outside fork, got one inside fork('a').",
+    ),
+    "states kind": (
+        lambda s: s.set_states([]),
+        TypeError,
+        "RandomStates.set_states: states must be a mapping, got list.",
+    ),
+    "state kind": (
+        lambda s: s.set_states({"a": 3}),
+        TypeError,
+        "RandomStates.set_states: states['a'] must be a mapping, got int.",
+    ),
+    "data": (lambda s: seed_parallel(1, data=-1), SpecError, "seed_parallel: data must be >= 0, got -1."),
+    "seed": (lambda s: seed_parallel(None), TypeError, "seed_parallel: seed must be an integer, got NoneType."),  # type: ignore[arg-type]
+    "device": (
+        lambda s: RandomStates(device="meta"),
+        SpecError,
+        "RandomStates: device must be a CUDA device, cpu or None, got meta.",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_refused(what):
+    call, error, message = REFUSED[what]
+    with pytest.raises(error) as caught:
+        call(two_streams())
+    assert type(caught.value) is error
+    assert str(caught.value) == message
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+def test_cuda_is_refused_where_it_is_not():
+    with pytest.raises(UnsupportedError, match="RandomStates: device must be usable here, got cuda"):
+        RandomStates(device="cuda")
+    with pytest.raises(UnsupportedError, match=r"RandomStates\.register: a CUDA device must be there, got none"):
+        two_streams().register(None)  # type: ignore[arg-type]
+    with pytest.raises(SpecError, match=r"states\['a'\] must be of cpu, got cpu and cuda"):
+        RandomStates().set_states({"a": {"cpu": torch.get_rng_state(), "cuda": torch.get_rng_state()}})
+
+
+class Block(nn.Module):
+    """Dropout in two streams and from the default generator."""
+
+    def __init__(self, states: RandomStates) -> None:
+        super().__init__()
+        self.states, self.masks = states, list[torch.Tensor]()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for name in ("a", "b"):
+            with self.states.fork(name):
+                x = self.drop(x)
+        return self.drop(x).sin()
+
+    def drop(self, x: torch.Tensor) -> torch.Tensor:
+        y = nn.functional.dropout(x, 0.4)
+        self.masks.append(y.detach() != 0)
+        return y
+
+
+@pytest.mark.parametrize("backward", ["outside", "inside a fork", "after more draws"])
+def test_recomputation_draws_the_same_numbers(backward):
+    """Two calls, backward in reverse order; streams afterwards are where they would be without checkpointing."""
+    states = two_streams()
+    block, x = Block(states), torch.rand(64, requires_grad=True)
+    y = checkpoint(block, checkpoint(block, x))
+    masks, block.masks = block.masks, []
+    after, default = states.states(), torch.get_rng_state()
+    if backward == "after more draws":
+        block(x)
+        block.masks = []
+        after, default = states.states(), torch.get_rng_state()
+    if backward == "inside a fork":
+        with states.fork("a"):
+            y.sum().backward()
+    else:
+        y.sum().backward()
+        assert all(torch.equal(s["cpu"], after[name]["cpu"]) for name, s in states.states().items())
+        assert torch.equal(torch.get_rng_state(), default)
+    assert len(block.masks) == len(masks) == 6
+    assert all(torch.equal(a, b) for a, b in zip(block.masks[:3], masks[3:], strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(block.masks[3:], masks[:3], strict=True))
+
+
+def test_streams_that_are_gone_do_not_matter():
+    states = two_streams()
+    x = torch.rand(4, requires_grad=True)
+    y = checkpoint(torch.sin, x)
+    del states
+    gc.collect()
+    y.sum().backward()
+    assert x.grad is not None
+
+
+class FakeState:
+    """A state of CUDA's generator: a seed and how many numbers were drawn, which `get_state` copies."""
+
+    def __init__(self, seed: int, offset: int = 0) -> None:
+        self.seed, self.offset = seed, offset
+
+    def manual_seed(self, seed: int) -> "FakeState":
+        self.seed, self.offset = seed, 0
+        return self
+
+    def get_state(self) -> torch.Tensor:
+        return torch.tensor([self.seed, self.offset])
+
+    def set_state(self, state: torch.Tensor) -> None:
+        self.seed, self.offset = state.tolist()
+
+
+class FakeGenerator:
+    """CUDA's default generator: whatever state it is given it shares, as the graph-safe calls do."""
+
+    def __init__(self) -> None:
+        self.state = FakeState(0)
+
+    def clone_state(self) -> FakeState:
+        return FakeState(self.state.seed, self.state.offset)
+
+    def graphsafe_get_state(self) -> FakeState:
+        return self.state
+
+    def graphsafe_set_state(self, state: FakeState) -> None:
+        self.state = state
+
+    def draw(self) -> tuple[int, int]:
+        self.state.offset += 1
+        return self.state.seed, self.state.offset
+
+
+@pytest.fixture
+def cuda(monkeypatch) -> FakeGenerator:
+    generator = FakeGenerator()
+    monkeypatch.setattr(random, "_cuda_generator", lambda device: generator)
+    return generator
+
+
+def test_cuda_states_are_swapped_and_never_copied(cuda):
+    """What a graph captured stays the object in use: through forks, and through set_states."""
+    states = two_streams()
+    captured: list[FakeState] = []
+    states.register(type("Graph", (), {"register_generator_state": lambda self, state: captured.append(state)})())
+    default = cuda.state
+    assert [state.seed for state in captured] == [1, 2]
+    with states.fork("a"):
+        assert cuda.state is captured[0]
+        assert [cuda.draw(), cuda.draw()] == [(1, 1), (1, 2)]
+        with states.fork("b"):
+            assert cuda.state is captured[1]
+    assert cuda.state is default
+    taken = states.states()
+    assert taken["a"]["cuda"].tolist() == [1, 2]
+    with states.fork("a"):
+        assert cuda.draw() == (1, 3)
+    states.set_states(taken)
+    with states.fork("a"):
+        assert cuda.state is captured[0]
+        assert cuda.draw() == (1, 3)
+    other = RandomStates()
+    other.set_states(taken)
+    with other.fork("a"):
+        assert cuda.draw() == (1, 3)
+    assert captured[0].offset == 3
+
+
+def test_cuda_streams_in_recomputation(cuda):
+    """Backward inside a fork of the same stream: recomputation sees forward's numbers and disturbs nothing."""
+    states, drawn = two_streams(), list[tuple[int, int]]()
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        with states.fork("a"):
+            drawn.append(cuda.draw())
+        return x.sin()
+
+    x = torch.rand(3, requires_grad=True)
+    y = checkpoint(fn, x)
+    with states.fork("a"):
+        assert cuda.draw() == (1, 2)
+        y.sum().backward()
+        assert cuda.draw() == (1, 3)
+    assert drawn == [(1, 1), (1, 1)]

@@ -1,0 +1,170 @@
+"""Collectives over gloo ranks against their NumPy specification: values, gradients, counts, and errors that end.
+
+What runs on the ranks is in ranks_collectives.py.
+"""
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from shared_specs import UnsupportedError
+from shared_specs.oracle.collectives import COLLECTIVES, collective_cases
+from shared_specs.signatures import PARALLEL_SIGNATURES
+from shared_specs.tolerances import DISTRIBUTED_FLOAT64, limit
+from tests.ranks import Ranks
+from tiled_torch import parallel
+
+pytestmark = pytest.mark.ranks
+
+WORLDS = (2, 4)
+# Collectives that a call makes forward and backward: all but the two that only keep or cut make one.
+SILENT = {
+    "copy_to_tensor_parallel_region": [0, 1],
+    "reduce_from_tensor_parallel_region": [1, 0],
+    "scatter_to_tensor_parallel_region": [0, 1],
+    "gather_from_tensor_parallel_region": [1, 0],
+    "scatter_to_sequence_parallel_region": [0, 1],
+}
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[dict[int, Ranks]]:
+    with Ranks(world=2) as two, Ranks(world=4) as four:
+        yield {2: two, 4: four}
+
+
+def run(pools: dict[int, Ranks], world: int, function: str, **arguments: Any) -> list[Any]:
+    return pools[world].run(f"tests.on_torch.ranks_collectives:{function}", **arguments)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "strided"])
+@pytest.mark.parametrize("world", WORLDS)
+def test_every_case(pools, world, layout):
+    """Each with one collective forward and one backward, or none where nothing has to move."""
+    for answer in run(pools, world, "cases", layout=layout):
+        assert set(answer) == {case.id for case in collective_cases(world)}
+        for case in collective_cases(world):
+            found = answer[case.id]
+            assert max(found["y"], found["dx"]) <= DISTRIBUTED_FLOAT64, case.id
+            expected = SILENT.get(case.name, [1, 1])
+            if case.arguments.get("tensor_parallel_output_grad") is False:
+                expected = [1, 0]
+            assert found["collectives"] == expected, case.id
+
+
+@pytest.mark.parametrize("group", ["subset", "mesh dim"])
+def test_groups_that_are_not_the_world(pools, group):
+    """The ranks outside are not waited for, and two groups side by side do not mix."""
+    inside = [answer for answer in run(pools, 4, "cases", group=group) if answer is not None]
+    assert len(inside) == (2 if group == "subset" else 4)
+    for answer in inside:
+        assert max(max(found["y"], found["dx"]) for found in answer.values()) <= DISTRIBUTED_FLOAT64
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_other_dtypes(pools, dtype):
+    """Against exact sums of the same rounded inputs; the baseline rounds once per addition."""
+    rounding = {"bfloat16": 2.0**-9, "float32": 2.0**-24}[dtype]
+    for answer in run(pools, 4, "cases", dtype=dtype):
+        for name, found in answer.items():
+            assert max(found["y"], found["dx"]) <= limit(2 * rounding, dtype), name
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_derivatives(pools, world):
+    """Under both forms of checkpointing, from a zero-stride gradient, and a second time."""
+    for answer in run(pools, world, "derivatives"):
+        assert set(answer) == {case.id for case in collective_cases(world)}
+        for name, errors in answer.items():
+            assert max(errors.values()) <= DISTRIBUTED_FLOAT64, (name, errors)
+
+
+def test_a_group_of_one_is_free(pools):
+    assert run(pools, 2, "one_rank") == [[[0], []]] * 2
+
+
+def test_integers(pools):
+    assert run(pools, 2, "integers") == [[[0, 1], [0, 1, 2, 3], False], [[2, 3], [0, 1, 2, 3], False]]
+
+
+def test_under_compile(pools):
+    assert max(run(pools, 2, "compiled")) <= DISTRIBUTED_FLOAT64
+
+
+REFUSED = {
+    "last dim": "SpecError: scatter_to_tensor_parallel_region: dim 1 of x must be a multiple of the 2 ranks it is split "
+    "over, got 3 (x is [5, 3]). Pad it.",
+    "last dim summed": "SpecError: reduce_scatter_last_dim_to_tensor_parallel_region: dim 1 of x must be a multiple of ",
+    "tokens": "SpecError: scatter_to_sequence_parallel_region: dim 0 of x must be a multiple of the 2 ranks it is split "
+    "over, got 5 (x is [5, 3]). Pass split_sizes for parts of other sizes.",
+    "tokens summed": "SpecError: reduce_scatter_to_sequence_parallel_region: dim 1 of x must be a multiple of the 2 ",
+    "sum of sizes": "SpecError: scatter_to_sequence_parallel_region: split_sizes must be of sum 5, the size of dim 0 of "
+    "x, got [3, 3] of sum 6 (x is [5, 3]).",
+    "own size": "SpecError: gather_from_sequence_parallel_region: split_sizes must be 5 for rank 0, the size of dim 0 of "
+    "x, got 4 in [4, 4] (x is [5, 3]).",
+    "count of sizes": "SpecError: scatter_to_sequence_parallel_region: split_sizes must be of one size for each of the 2 "
+    "ranks, got [5, 5, 5].",
+    "negative size": "SpecError: scatter_to_sequence_parallel_region: split_sizes must be >= 0, got [6, -1].",
+    "kind of sizes": "TypeError: scatter_to_sequence_parallel_region: split_sizes must be a sequence of integers or "
+    "None, got int.",
+    "kind of size": "TypeError: scatter_to_sequence_parallel_region: split_sizes must be a sequence of integers or None, "
+    "got one with a float.",
+    "dim": "SpecError: gather_from_sequence_parallel_region: dim must be in [-2, 2), got 2 (x is [5, 3]).",
+    "kind of dim": "TypeError: gather_from_sequence_parallel_region: dim must be an integer, got float.",
+    "flag": "TypeError: gather_from_sequence_parallel_region: tensor_parallel_output_grad must be True or False, got int.",
+    "no dims": "SpecError: gather_from_tensor_parallel_region: dim must be left to an x with dims, got -1 (x is []).",
+    "rows": "SpecError: all_to_all: dim 0 of x must be a multiple of the 2 ranks it is split over, got 5 (x is [5, 3]). "
+    "Pass input_split_sizes and output_split_sizes for parts of other sizes.",
+    "one of two": "SpecError: all_to_all: output_split_sizes must be given, or both left out, got None.",
+    "sum of rows": "SpecError: all_to_all: input_split_sizes must be of sum 5, the size of dim 0 of x, got [1, 1] of ",
+    "rows to itself": "SpecError: all_to_all: output_split_sizes must be 5 for rank 0, which is what it gives itself by "
+    "input_split_sizes, got 4 in [4, 0].",
+    "hidden": "SpecError: all_to_all_sequence_to_hidden: dim 1 of x must be a multiple of the 2 ranks it is split over, ",
+    "sequence": "SpecError: all_to_all_hidden_to_sequence: dim 0 of x must be a multiple of the 2 ranks it is split over",
+    "one dim": "SpecError: all_to_all_hidden_to_sequence: x must be of two dims or more, tokens first and features last, "
+    "got [4].",
+    "x": "TypeError: copy_to_tensor_parallel_region: x must be an array, got list.",
+    "group": "TypeError: copy_to_tensor_parallel_region: group must be a process group, a DeviceMesh or None, got int.",
+}
+
+
+def test_a_wrong_call_is_refused_before_anything_is_sent(pools):
+    """By the rank that makes it, with no other rank in any call."""
+    inside, outside = run(pools, 2, "refused")
+    assert (inside.pop("collectives"), outside.pop("collectives")) == ("0", "0")
+    assert set(inside) == set(REFUSED)
+    for name, message in inside.items():
+        assert message.startswith(REFUSED[name]), name
+    text = "SpecError: copy_to_tensor_parallel_region: group must be one that this rank is in, got one it is not in."
+    assert outside == {"outside": text}
+
+
+def test_meshes_and_dtensors(pools):
+    for mesh, dtensor in run(pools, 2, "meshes"):
+        assert mesh == "copy_to_tensor_parallel_region: group must be a mesh of one dim, got one of 2."
+        assert dtensor.startswith("reduce_from_tensor_parallel_region: x must be a plain tensor, got a DTensor. ")
+
+
+def test_a_wrong_call_on_one_rank_does_not_hang_the_others(pools):
+    """They wait for the group's timeout; the error then names the call, the collective and the rank that waited."""
+    first, second = run(pools, 2, "alone", seconds=2)
+    assert first.startswith("SpecError: reduce_scatter_to_sequence_parallel_region: dim 0 of x must be a multiple of ")
+    text = "RuntimeError: reduce_scatter_to_sequence_parallel_region: reduce-scatter failed on rank 1 of 2. Every rank "
+    assert second.startswith(text)
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_without_a_process_group(name):
+    with pytest.raises(UnsupportedError, match=f"^{name}: group must be usable here, got no initialised process group"):
+        getattr(parallel, name)(torch.ones(2, 2))
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_signatures(name):
+    found = inspect.signature(getattr(parallel, name)).parameters.values()
+    agreed = [argument for argument in PARALLEL_SIGNATURES[name] if "torch" in argument.halves]
+    assert [one.name for one in found] == [argument.name for argument in agreed]
+    assert [one.default for one in found][1:] == [argument.default for argument in agreed][1:]

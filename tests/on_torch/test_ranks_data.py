@@ -1,0 +1,63 @@
+"""broadcast_data over gloo ranks: what arrives, how much is sent, and that a fault on one rank is an error on all."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from shared_specs import UnsupportedError
+from tests.ranks import Ranks
+from tiled_torch.parallel import broadcast_data
+
+pytestmark = pytest.mark.ranks
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Ranks]:
+    with Ranks(world=4) as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize("group", ["default", "mesh", "subset", "mesh dim"])
+def test_every_rank_gets_what_rank_0_of_its_group_has(four, group):
+    answers = [one for one in four.run("tests.on_torch.ranks_data:received", group=group) if one is not None]
+    assert len(answers) == (2 if group == "subset" else 4)
+    for answer in answers:
+        # int64, bool, float32 and bfloat16
+        assert answer == {"same": True, "kinds": True, "order": True, "gradients": False, "broadcasts": 4}
+
+
+def test_expected_tensors_are_replaced(four):
+    assert four.run("tests.on_torch.ranks_data:of_one_dtype") == [[[0, 1, 2], [[0, 0], [0, 0]]]] * 4
+
+
+def test_a_group_of_one_is_free(four):
+    assert four.run("tests.on_torch.ranks_data:alone") == [True] * 4
+
+
+REFUSED = {
+    "missing": "data['b'] must be a tensor on rank 0, got nothing.",
+    "dtype": "data['b'] must be of dtype torch.float32, got torch.float64 on rank 0.",
+    "keys": "keys must be the same on every rank (['a', 'b'] on rank 0), got ['a'] on rank 3.",
+    "other keys": "keys must be the same on every rank (['a', 'b'] on rank 0), got ['a', 'c'] on rank 3.",
+    "dtypes": "dtype must be the same on every rank (torch.float32 on rank 0), got torch.float64 on rank 3.",
+    "shape": "data['a'] must be [2, 3] as on rank 0, got [3, 2] on rank 3.",
+    "expected dtype": "data['a'] must be of dtype torch.float32, got torch.float64 on rank 3.",
+    "no data": "data must be a mapping, got NoneType. This is rank 0 of 4.",
+    "kind of data": "data must be a mapping or None, got list. This is rank 3 of 4.",
+    "kind of keys": "keys must be a sequence of strings, got 'ab'. This is rank 3 of 4.",
+    "twice": "keys must be different from each other, got ['a', 'a']. This is rank 3 of 4.",
+    "kind of tensor": "data['a'] must be a plain tensor, got list. This is rank 0 of 4.",
+    "kind of dtype": "dtype must be a torch.dtype or None, got str. This is rank 3 of 4.",
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_fault_on_one_rank_is_the_same_error_on_all(four, what):
+    answers = four.run("tests.on_torch.ranks_data:refused", what=what)
+    assert answers == [f"broadcast_data: {REFUSED[what]}"] * 4
+
+
+def test_without_a_process_group():
+    with pytest.raises(UnsupportedError, match=r"^broadcast_data: group must be usable here"):
+        broadcast_data(["a"], {"a": torch.ones(2)})

@@ -1,0 +1,112 @@
+"""Layers of inference over gloo ranks against one process, which path they take, and what they refuse.
+
+The symmetric-memory path itself needs several GPUs (tests/gpu/test_symmetric_memory.py); here its wiring runs with the
+three exchanges stood in for. What runs on the ranks is in ranks_inference.py.
+"""
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from shared_specs.signatures import PARALLEL_SIGNATURES
+from shared_specs.tolerances import DISTRIBUTED_FLOAT64, limit
+from tests.ranks import Ranks
+from tiled_torch import parallel
+
+pytestmark = pytest.mark.ranks
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[dict[int, Ranks]]:
+    with Ranks(world=2) as two, Ranks(world=4) as four:
+        yield {2: two, 4: four}
+
+
+def run(pools: dict[int, Ranks], world: int, function: str, **arguments: Any) -> list[Any]:
+    return pools[world].run(f"tests.on_torch.ranks_inference:{function}", **arguments)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "no bias": {"bias": False},
+    "own tokens": {"gather": False, "sequence_parallel": True},
+    "mesh": {"group": "mesh", "sequence_parallel": True},
+    "symmetric memory": {"symmetric_memory": True},
+    "symmetric memory, own tokens": {"symmetric_memory": True, "gather": False, "bias": False},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("world", [2, 4])
+def test_against_one_process(pools, world, name):
+    for answer in run(pools, world, "layers", **CASES[name]):
+        assert answer["dtypes"]
+        assert max(error["ours"] for error in answer["errors"].values()) <= DISTRIBUTED_FLOAT64, answer["errors"]
+        gathered = {"_allgather_base_": 1}
+        column = gathered if CASES[name].get("sequence_parallel") else {}
+        row = {"_reduce_scatter_base_": 1} | (gathered if CASES[name].get("gather", True) else {})
+        assert answer["collectives"] == [column, row]
+
+
+@pytest.mark.parametrize("group", ["subset", "mesh dim"])
+def test_groups_that_are_not_the_world(pools, group):
+    inside = [one for one in run(pools, 4, "layers", group=group, sequence_parallel=True) if one is not None]
+    assert len(inside) == (2 if group == "subset" else 4)
+    for answer in inside:
+        assert max(error["ours"] for error in answer["errors"].values()) <= DISTRIBUTED_FLOAT64
+
+
+@pytest.mark.parametrize("symmetric_memory", [False, True])
+def test_bfloat16(pools, symmetric_memory):
+    for answer in run(pools, 4, "layers", dtype="bfloat16", symmetric_memory=symmetric_memory):
+        assert answer["dtypes"]
+        for name, error in answer["errors"].items():
+            assert error["ours"] <= limit(error["plain"], "bfloat16"), name
+
+
+def test_which_path_and_why(pools):
+    cpu = "Symmetric memory is a path of CUDA devices, and the tensors are on cpu."
+    one = "A group of one rank has nothing to exchange."
+    assert run(pools, 2, "paths") == [[["collectives", cpu], ["collectives", one]]] * 2
+
+
+ROW = "row_parallel_linear_residual_norm"
+REFUSED = {
+    "path": f"SpecError: {ROW}: path must be one of auto, collectives, symmetric_memory, got 'fast'.",
+    "symmetric memory": f"UnsupportedError: {ROW}: path must be usable here, got 'symmetric_memory'. Symmetric memory is a "
+    'path of CUDA devices, and the tensors are on cpu. Pass path="auto".',
+    "residual": f"SpecError: {ROW}: residual must be [2, 3, 16], this rank's tokens, got [4, 3, 16] (x is [4, 3, 4]).",
+    "dtype of residual": f"SpecError: {ROW}: residual must be of x's dtype float32, got float64.",
+    "norm_weight": f"SpecError: {ROW}: norm_weight must be [16], got [3].",
+    "tokens": f"SpecError: {ROW}: dim 0 of x must be a multiple of the 2 ranks it is split over, got 3 (x is [3, 3, 4]).",
+    "eps": f"SpecError: {ROW}: eps must be >= 0, got -1.0.",
+    "gather": f"TypeError: {ROW}: gather must be True or False, got int.",
+    "weight": f"SpecError: {ROW}: weight must be [16, 4], got [16, 3] (x is [4, 3, 4]).",
+    "gradient": f"UnsupportedError: {ROW}: weight must be without a gradient, got one that requires grad in grad mode. Call "
+    "it under torch.no_grad(); ",
+    "column norm_weight": "SpecError: norm_column_parallel_linear: norm_weight must be [8], got [3].",
+    "column gradient": "UnsupportedError: norm_column_parallel_linear: norm_weight must be without a gradient, got one ",
+}
+
+
+def test_a_wrong_call_is_refused_before_anything_is_sent(pools):
+    """By the rank that makes it, with no other rank in any call."""
+    messages = run(pools, 2, "refused")[0]
+    assert messages.pop("collectives") == "0"
+    assert set(messages) == set(REFUSED)
+    for name, message in messages.items():
+        assert message.startswith(REFUSED[name]), name
+
+
+@pytest.mark.parametrize("name", ["norm_column_parallel_linear", ROW])
+def test_signatures(name):
+    found = inspect.signature(getattr(parallel, name)).parameters.values()
+    agreed = [argument for argument in PARALLEL_SIGNATURES[name] if "torch" in argument.halves]
+    assert [(one.name, one.default) for one in found if one.default is not inspect.Parameter.empty] == [
+        (argument.name, argument.default)
+        for argument in agreed
+        if argument.name in ("bias", "eps") or argument.keyword_only
+    ]
+    assert [one.name for one in found] == [argument.name for argument in agreed]

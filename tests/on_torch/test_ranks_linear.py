@@ -1,0 +1,105 @@
+"""Tiled linear layers under FSDP2 on two and four gloo ranks: every tile a unit of its own. They run ranks_linear.py."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from shared_specs.tolerances import DISTRIBUTED_FLOAT64, limit
+from tests.ranks import Ranks
+
+pytestmark = pytest.mark.ranks
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks() as pair:
+        yield pair
+
+
+def run(ranks: Ranks, function: str, **arguments: Any) -> list[Any]:
+    return ranks.run(f"tests.on_torch.ranks_linear:{function}", **arguments)
+
+
+@pytest.mark.parametrize("return_bias", [False, True], ids=["bias inside", "bias returned"])
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["stored", "checkpointed"])
+@pytest.mark.parametrize("grid", [[1, 1], [3, 5]], ids=str)
+def test_gradients_are_those_of_the_untiled_layer(ranks, grid, checkpointed, return_bias):
+    """Splits of uneven sizes included; every parameter's gradient is accumulated once."""
+    for answer in run(ranks, "fsdp", grid=grid, checkpointed=checkpointed, return_bias=return_bias):
+        assert max(answer["errors"]) <= DISTRIBUTED_FLOAT64
+        assert answer["fired"]
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Ranks]:
+    with Ranks(world=4) as pool:
+        yield pool
+
+
+def test_four_ranks(four):
+    """Gradients, two gathered tiles and checkpoints; splits whose rows four ranks cannot share evenly included."""
+    for answer in run(four, "fsdp", grid=[3, 5]):
+        assert max(answer["errors"]) <= DISTRIBUTED_FLOAT64
+        assert answer["fired"]
+    for answer in run(four, "gathered", grid=[2, 4]):
+        assert answer["peak"] <= answer["two"]
+        assert answer["buffers"] <= answer["copying"]
+    for answer in run(four, "checkpoints", saved=[3, 5], loaded=[2, 4]):
+        assert answer["equal"] == [True, True]
+        assert answer["gathers"] == 0
+
+
+@pytest.mark.parametrize("grid", [[2, 4], [4, 1], [1, 8], [4, 8]], ids=str)
+def test_two_tiles_are_gathered_at_once_and_never_the_layer(ranks, grid):
+    """One computing, one prefetched. While FSDP2 copies one out of its buffer that one takes its bytes twice."""
+    for answer in run(ranks, "gathered", grid=grid):
+        assert answer["gathers"] == 2 * answer["units"]
+        assert answer["peak"] <= answer["two"]
+        assert answer["peak"] > answer["two"] // 2, "a prefetched tile was not seen"
+        assert answer["buffers"] <= answer["copying"]
+
+
+def test_the_meter_sees_the_whole_layer_where_it_is_gathered(ranks):
+    for answer in run(ranks, "gathered", grid=None):
+        assert answer["peak"] == answer["layer"]
+        assert answer["buffers"] == 2 * answer["layer"]
+
+
+def test_mixed_precision(ranks):
+    """bfloat16 under a policy: gradients about as exact as those of the untiled layer under the same policy."""
+    for answer in run(ranks, "mixed_precision", grid=[4, 4]):
+        for tiled, untiled in zip(answer["tiled"], answer["untiled"], strict=True):
+            assert tiled <= limit(untiled, "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [([2, 4], [3, 5]), ([3, 5], [2, 1]), (None, [3, 5]), ([3, 5], None)], ids=str
+)
+def test_checkpoints_load_at_other_split_counts(ranks, saved, loaded):
+    """Weights and Adam's moments through torch.distributed.checkpoint, also from and to a plain layer; nothing is gathered."""
+    for answer in run(ranks, "checkpoints", saved=saved, loaded=loaded):
+        assert answer["equal"] == [True, True]
+        assert answer["rest"]
+        assert answer["keys"] == [
+            f"{name}.{kind}" for name in ("first", "last", "middle") for kind in ("bias", "weight")
+        ]
+        assert answer["gathers"] == 0
+
+
+def test_a_tiled_mlp_of_tiled_linears(ranks):
+    """tile(mlp): sequence shards around weight tiles; every tile is gathered once per pass, all of them together."""
+    for answer in run(ranks, "mlp", form="whole"):
+        assert max(answer["errors"]) <= DISTRIBUTED_FLOAT64
+        assert answer["gathers"][0] == 2 * answer["gathers"][1]
+        assert answer["peak"] == answer["mlp"]
+        assert answer["largest"] <= answer["x"]
+
+
+def test_small_in_tokens_and_in_weights(ranks):
+    """tile() of a slice of the MLP at a time: two slices of weights, and no activation larger than x."""
+    for answer in run(ranks, "mlp", form="slices"):
+        assert max(answer["errors"]) <= DISTRIBUTED_FLOAT64
+        assert answer["gathers"][0] == 2 * answer["gathers"][1]
+        assert answer["peak"] == 2 * answer["slice"]
+        assert answer["largest"] <= answer["x"]

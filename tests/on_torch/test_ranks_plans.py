@@ -1,0 +1,141 @@
+"""`parallelize` on two and four gloo ranks: the losses and gradients of one process, whatever the configuration."""
+
+import pytest
+
+from shared_specs.tolerances import DISTRIBUTED_FLOAT64, limit
+from tests.ranks import Ranks
+
+pytestmark = pytest.mark.ranks
+
+_HERE = "tests.on_torch.ranks_plans:"
+ONE_AXIS = ["tp", "sp", "sp, gathered logits", "sp, full", "sp, products", "fsdp", "fsdp, layers", "fsdp, always"]
+ONE_AXIS += ["fsdp, pipeline", "fsdp, offload", "fsdp, products", "ddp"]
+TWO_AXES = ["hsdp", "context", "fsdp x sp", "fsdp x sp, gathered logits", "fsdp x tp"]
+
+
+@pytest.fixture(scope="module")
+def two():
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def four():
+    with Ranks(4) as ranks:
+        yield ranks
+
+
+def check(answers):
+    """Every loss and every gradient, on every rank, is that of one process; none is left a partial sum."""
+    for found in answers:
+        for name, errors in found.items():
+            assert errors["loss"] <= DISTRIBUTED_FLOAT64, name
+            assert errors["gradients"] <= DISTRIBUTED_FLOAT64, name
+            assert not errors.get("partial"), name
+
+
+@pytest.mark.parametrize("tiled", [False, True])
+def test_llama_on_one_axis(two, tiled):
+    names = [name for name in ONE_AXIS if not (tiled and "gathered" in name)]
+    answers = two.run(_HERE + "models", names=names, tiled=tiled)
+    check(answers)
+    paths = answers[0]["sp"]["paths"]
+    assert paths == (["tensor_parallel_mlp", "vocab_parallel_linear_cross_entropy"] if tiled else [])
+
+
+@pytest.mark.parametrize("tiled", [False, True])
+def test_llama_on_two_axes_and_uneven_tokens(four, tiled):
+    """Ten tokens over four ranks are 3, 3, 3 and 1."""
+    names = [name for name in ["tp", "sp", *TWO_AXES] if not (tiled and "gathered" in name)]
+    check(four.run(_HERE + "models", names=names, tiled=tiled))
+
+
+@pytest.mark.parametrize("kind", ["mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3"])
+def test_families(two, kind):
+    """Norms of heads, biases, tied embeddings, caps of logits, windows of attention."""
+    check(two.run(_HERE + "models", names=["tp", "sp", "fsdp"], kind=kind))
+    check(two.run(_HERE + "models", names=["sp", "tp"], kind=kind, tiled=True))
+
+
+def test_head_norms_are_split_over_two_axes(four):
+    check(four.run(_HERE + "models", names=["fsdp x sp", "fsdp x tp"], kind="gemma3"))
+
+
+def test_grouped_queries_and_biases(two):
+    changes = {"num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True}
+    for tiled in (False, True):
+        check(two.run(_HERE + "models", names=["tp", "sp"], tiled=tiled, **changes))
+
+
+def test_linear_attention_with_a_plan_of_its_own(two, four):
+    check(two.run(_HERE + "linear_attention", names=["tp", "sp", "sp, full", "sp, products", "fsdp", "ddp"]))
+    check(four.run(_HERE + "linear_attention", names=["hsdp", "fsdp x sp", "fsdp x tp"], length=9))
+
+
+def test_own_modules(two):
+    for found in two.run(_HERE + "own_modules"):
+        assert max(found.values()) <= DISTRIBUTED_FLOAT64, found
+
+
+def test_meta_device(two, four):
+    for answers in (two.run(_HERE + "meta", names=["sp", "fsdp"]), four.run(_HERE + "meta", names=["fsdp x sp"])):
+        for found in answers:
+            for name, result in found.items():
+                assert result["loss"] <= DISTRIBUTED_FLOAT64, name
+                assert result["drawn"], name  # the same values on any mesh, to the last bit
+                assert result["other"] > 0
+
+
+def test_reshard_policies(two):
+    """Of embedding, three layers and head: whether they hold their own part only after forward."""
+    for found in two.run(_HERE + "reshard"):
+        assert found == {
+            "default": [True, True, True, False, False],
+            "always": [True] * 5,
+            "never": [False] * 5,
+            "pipeline": [False] * 5,
+        }
+
+
+def test_mixed_precision(two):
+    for found in two.run(_HERE + "mixed_precision"):
+        assert found["seen"] == ["torch.bfloat16 torch.bfloat16"]
+        assert found["kept"] == ["torch.float32 torch.float32"]
+        assert found["error"] <= limit(found["baseline"], "bfloat16")
+
+
+def test_ddp_reduces_in_the_dtype_asked_for(four):
+    """The mean of four bfloat16 gradients is rounded once in float32, at every addition without it."""
+    for found in four.run(_HERE + "ddp_reduce_dtype"):
+        assert found["float32"] < found["None"]
+        assert found["float32"] <= limit(0.0, "bfloat16") * 2
+
+
+REFUSALS = {
+    "missing axis": ("SpecError", "config.tensor.axis must be an axis of the mesh, one of dp_shard, got 'tp'"),
+    "unused axis": ("SpecError", "mesh must be of axes that config names (tp), got dp_shard, tp"),
+    "async without compile": ("SpecError", "config.tensor.asynchronous must be False"),
+    "async without cuda": ("UnsupportedError", "config.tensor.asynchronous must be False here, got True"),
+    "ddp on two axes": ("SpecError", 'mesh must be of one axis with engine="ddp", got dp_shard, tp'),
+    "heads": ("SpecError", "num_attention_heads must be a multiple of the 2 ranks of the mesh axis 'tp', got 1"),
+    "kv heads": ("SpecError", "num_key_value_heads must be a multiple of the 2 ranks of the mesh axis 'tp', got 1"),
+    "intermediate": ("SpecError", "intermediate_size must be a multiple of the 2 ranks of the mesh axis 'tp', got 25"),
+    "float8": ("UnsupportedError", "config.float8 must be False here, got True"),
+    "tiled loss gathered": ("SpecError", "config.tensor.loss_parallel must be True where the loss is tiled"),
+    "adapter": ("UnsupportedError", "layers.1.mlp.up_proj must be nn.Linear, got Adapted"),
+    "no plan": ("UnsupportedError", "model must be of a kind that has a plan: "),
+    "meta ddp": ("SpecError", 'model must be on a device with engine="ddp", got one on the meta device'),
+    "donate": ("SpecError", "config.donate must be left at True in tiled_torch, got False"),
+    "offloaded checkpoints": ("SpecError", "config.checkpointing.offload must be left at False in tiled_torch"),
+    "again": ("SpecError", "model must be one that has not been parallelized"),
+    "nameless mesh": ("SpecError", "mesh must be a DeviceMesh with names for its axes"),
+}
+
+
+def test_refused_before_the_model_is_touched(two):
+    for found in two.run(_HERE + "refusals"):
+        assert found.keys() == REFUSALS.keys()
+        for name, (kind, words) in REFUSALS.items():
+            error, text, untouched = found[name]
+            assert (error, untouched) == (kind, True), (name, text)
+            assert text.startswith(f"parallelize: {words}"), (name, text)

@@ -1,0 +1,107 @@
+"""The devices and processes of a run of `finetune`: who they are, how they are joined, and the mesh that they make."""
+
+import json
+import os
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from shared_specs.app.team import ALONE, Team, check_layout
+from shared_specs.cli import FinetuneOptions, InputError
+from shared_specs.config import Checkpointing, DataParallel, ParallelConfig, TensorParallel
+from shared_specs.errors import UnsupportedError
+
+_ADDRESS = "JAX_COORDINATOR_ADDRESS"
+_NUMBERS = ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+# What gloo and the coordination service say of a process that is gone.
+_GONE = ("connection", "gloo", "coordination", "deadline", "unavailable", "heartbeat", "timeout", "timed out")
+
+
+class Processes:
+    """The team of a run in several processes, over JAX's own collectives."""
+
+    def __init__(self) -> None:
+        self.rank, self.count = jax.process_index(), jax.process_count()
+
+    def gather(self, value: Any) -> list[Any]:
+        data = np.frombuffer(json.dumps(value).encode(), np.uint8)
+        sizes = np.asarray(multihost_utils.process_allgather(np.array([data.size], np.int32))).reshape(-1)
+        padded = np.zeros(int(sizes.max()), np.uint8)
+        padded[: data.size] = data
+        found = np.asarray(multihost_utils.process_allgather(padded)).reshape(self.count, -1)
+        return [json.loads(row[:size].tobytes()) for row, size in zip(found, sizes, strict=True)]
+
+    def lost(self, error: BaseException) -> str | None:
+        text = str(error)
+        gone = isinstance(error, jax.errors.JaxRuntimeError) and any(word in text.lower() for word in _GONE)
+        return text if gone else None
+
+
+def join(options: FinetuneOptions) -> Team:
+    """The processes that the environment describes, once the options fit their devices.
+
+    JAX_COORDINATOR_ADDRESS (host:port of process 0), JAX_NUM_PROCESSES and JAX_PROCESS_ID make this process one of several.
+    """
+    address = os.environ.get(_ADDRESS)
+    if address is not None:
+        _join_processes(address, options)
+    devices = devices_of(options.device)
+    if jax.process_count() > 1:
+        check_layout(options, len(devices), "devices", "Every device of every process takes part.")
+        return Processes()
+    if options.ranks > len(devices):
+        advice = "XLA_FLAGS=--xla_force_host_platform_device_count=8 makes eight of a CPU."
+        check_layout(options, len(devices), "devices", advice)
+    return ALONE
+
+
+def _join_processes(address: str, options: FinetuneOptions) -> None:
+    numbers = []
+    for name in _NUMBERS:
+        text = os.environ.get(name, "")
+        if not text.isdecimal():
+            raise InputError(f"finetune: {name} must be a number beside {_ADDRESS}, got '{text}'.")
+        numbers.append(int(text))
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(
+        address, num_processes=numbers[0], process_id=numbers[1], initialization_timeout=options.group_timeout
+    )
+
+
+def leave() -> None:
+    """Give the other processes up."""
+    if jax.distributed.is_initialized():
+        jax.distributed.shutdown()
+
+
+def devices_of(name: str) -> list[jax.Device]:
+    """All devices of a kind, of every process."""
+    if name == "auto":
+        return jax.devices()
+    try:
+        return jax.devices(name)
+    except RuntimeError as error:
+        advice = "JAX sees no such device."
+        raise UnsupportedError(f"finetune: --device must be cpu or auto here, got {name}. {advice}") from error
+
+
+def mesh_and_config(options: FinetuneOptions) -> tuple[jax.sharding.Mesh, ParallelConfig]:
+    """The devices as dp x fsdp x tp, and what is done along each; axes of one device are left out."""
+    sizes = {name: getattr(options, name) for name in ("dp", "fsdp", "tp") if getattr(options, name) > 1}
+    if "dp" in sizes and "tp" in sizes:
+        sizes = {"dp": options.dp, "fsdp": options.fsdp, "tp": options.tp}  # the engine of replicas beside other axes
+    sizes = sizes or {"dp": 1}
+    devices = np.asarray(devices_of(options.device)[: options.ranks]).reshape(tuple(sizes.values()))
+    mesh = jax.sharding.Mesh(devices, tuple(sizes), axis_types=(jax.sharding.AxisType.Auto,) * len(sizes))
+    data = None
+    if "fsdp" in sizes:
+        data = DataParallel(shard_axis="fsdp", replicate_axis="dp" if "dp" in sizes else None)
+    elif "dp" in sizes:
+        data = DataParallel(engine="ddp", shard_axis="dp")
+    rows = options.batch // (options.dp * options.fsdp) * options.tokens
+    # Tokens that the devices do not divide stay whole between the layers.
+    tensor = TensorParallel(sequence_parallel=rows % options.tp == 0) if options.tp > 1 else None
+    checkpointing = Checkpointing() if options.checkpointing else None
+    return mesh, ParallelConfig(tensor=tensor, data=data, checkpointing=checkpointing)

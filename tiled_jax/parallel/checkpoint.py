@@ -1,0 +1,267 @@
+"""What backward keeps of a stack of layers and what it computes again, by `shared_specs.config.Checkpointing`.
+
+One layer at a time: `checkpointed`. Stacked layers in one rolled loop: `scan_layers`. An output that nobody keeps:
+`checkpoint_without_output`.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend import core
+
+from shared_specs.config import Checkpointing, ParallelConfig
+from shared_specs.errors import UnsupportedError, error_text, fail, fail_type
+from shared_specs.parallel_checks import check_parallel_config
+
+Layer = Callable[..., Any]
+INPUT, PRODUCT = "layer_input", "layer_product"
+_HOST = "pinned_host"
+# What an array is cut with: computed again rather than kept, since its operand, the stacked weights, exists anyway.
+_CUTS = ("slice", "squeeze", "dynamic_slice", "reshape")
+
+
+def checkpointed(layer: Layer, checkpointing: Checkpointing | None, *, index: int = 0) -> Layer:
+    """`layer` with the same results, keeping for backward what the configuration says of the layer at `index`.
+
+    Args:
+        layer: fn(x, *more) -> x, of arrays and pytrees of them (parameters, modules). What it draws from keys among its
+            arguments is the same when it is computed again.
+        checkpointing: mode "full" keeps the arguments alone. "layers" does so where index is every-1, 2 every-1, ... and
+            keeps all elsewhere. "products" keeps the arguments and the results of the first, third, ... matrix product;
+            those inside a loop, a `custom_vjp` such as `tiled_mlp` or another checkpoint are not counted. With
+            `offload`, x and those results wait for backward in the memory of the host. None returns the layer.
+        index: of the layer in its stack, for mode "layers".
+    Memory: of a stack of L layers of which each keeps x bytes of input, p of every second product and a of everything,
+        L x, L (x + p), or (L // every) x + (L - L // every) a.
+    Raises:
+        SpecError: a mode without what belongs to it. TypeError: no Checkpointing.
+        UnsupportedError: offload where the devices have no host memory apart from their own, or with mode "layers".
+    Source: `jax.checkpoint` with policies over `checkpoint_name`; every second product is torchtitan's selective mode.
+    Example:
+        >>> layer = checkpointed(lambda x, w: x + jax.numpy.tanh(x @ w), Checkpointing(mode="products"))
+        >>> jax.grad(lambda x, w: layer(x, w).sum())(jax.numpy.ones((2, 4)), jax.numpy.ones((4, 4))).shape
+        (2, 4)
+    """
+    _check("checkpointed", checkpointing)
+    if checkpointing is None or not _replays(checkpointing, index):
+        return layer
+    if checkpointing.mode == "products":
+        layer = _with_named_products(layer)
+    if checkpointing.offload:
+        layer = _with_named_input(layer)
+    return jax.checkpoint(layer, policy=_policy(checkpointing))
+
+
+def scan_layers(layer: Layer, x: Any, parameters: Any, checkpointing: Checkpointing | None) -> Any:
+    """x = layer(x, parameters of one layer) for all of them, in one rolled loop under a checkpointing policy.
+
+    Mode "layers" rolls groups of `every` layers and compiles each of a group; layers beyond the last whole group, which
+    keep all, are a loop of their own and cost a copy of the parameters.
+
+    Args:
+        layer: as for `checkpointed`. x: array or pytree of arrays, the type of which no layer changes.
+        parameters: pytree of arrays with a leading dim of layers.
+    Raises:
+        As `checkpointed`. SpecError: no parameters, or leading dims that differ.
+    """
+    _check("scan_layers", checkpointing)
+    count = _layers(parameters)
+    if checkpointing is None or checkpointing.mode != "layers" or checkpointing.every == 1:
+        one = checkpointed(layer, checkpointing)
+        return lax.scan(lambda x, p: (one(x, p), None), x, parameters)[0]
+    every = checkpointing.every or 1
+    groups, rest = divmod(count, every)
+
+    def group(x: Any, p: Any) -> tuple[Any, None]:
+        for place in range(every):
+            # The parameters are cut inside: what backward keeps is the loop's own stack, and no copy of a slice of it.
+            def at_place(x: Any, p: Any, place: int = place) -> Any:
+                return layer(x, jax.tree.map(lambda a: a[place], p))
+
+            policy = _policy(checkpointing) if _replays(checkpointing, place) else _all_but_cuts
+            x = jax.checkpoint(at_place, policy=policy)(x, p)
+        return x, None
+
+    if groups:
+        stacked = jax.tree.map(lambda a: a[: groups * every].reshape(groups, every, *a.shape[1:]), parameters)
+        x = lax.scan(group, x, stacked)[0]
+    if rest:
+        tail = jax.tree.map(lambda a: a[groups * every :], parameters)
+        x = lax.scan(lambda x, p: (layer(x, p), None), x, tail)[0]
+    return x
+
+
+def checkpoint_without_output(fn: Layer, consumer: Callable[[Any], Any]) -> Layer:
+    """consumer(fn(...)) whose backward keeps what the consumer keeps, except the output of fn: fn is computed again.
+
+    For an output that is cheap to compute and large to keep, such as that of a norm or an activation before a product.
+    What fn keeps inside is not kept either, only its arguments.
+
+    Args:
+        fn: of arrays and pytrees of them. consumer: of the result of fn alone; both may close over arrays, and gradients
+            reach those.
+    Memory: the arguments of fn, and the consumer's residuals but for the arrays that fn returned.
+    Source: the role of Megatron-LM's CheckpointWithoutOutput, which frees storage by a hook where JAX has none.
+    Example:
+        >>> normed_product = checkpoint_without_output(jax.nn.standardize, lambda y: y @ jax.numpy.ones((4, 3)))
+        >>> normed_product(jax.numpy.ones((2, 4))).shape
+        (2, 3)
+    """
+
+    def call(*args: Any) -> Any:
+        made, made_from = jax.closure_convert(fn, *args)
+        used, used_with = jax.closure_convert(consumer, jax.eval_shape(made, *args, *made_from))
+        return _apart(made, used)((*args, *made_from), tuple(used_with))
+
+    return call
+
+
+def offload_refused() -> str | None:
+    """Why nothing can wait in host memory here; None where it can."""
+    device = jax.devices()[0]
+    if device.platform == "cpu":
+        return "The memory of a CPU device is the host's: there is nowhere to move to."
+    kinds = {memory.kind for memory in device.addressable_memories()}
+    if _HOST not in kinds:
+        return f"The devices have the memories {', '.join(sorted(kinds))} and not {_HOST}."
+    return None
+
+
+def _check(function: str, checkpointing: Checkpointing | None) -> None:
+    if checkpointing is None:
+        return
+    if not isinstance(checkpointing, Checkpointing):
+        fail_type(function, "checkpointing", "a Checkpointing or None", type(checkpointing).__name__)
+    check_parallel_config(function, ParallelConfig(checkpointing=checkpointing), {}, "jax")
+    if not checkpointing.offload:
+        return
+    reason = offload_refused()
+    if checkpointing.mode == "layers":
+        reason = "What a layer without recomputation keeps has no names; take full or products."
+    if reason is not None:
+        raise UnsupportedError(error_text(function, "offload", "False here", True, advice=reason))
+
+
+def _replays(checkpointing: Checkpointing, index: int) -> bool:
+    """Whether the layer at `index` is computed again."""
+    return checkpointing.mode != "layers" or (index + 1) % (checkpointing.every or 1) == 0
+
+
+def _policy(checkpointing: Checkpointing) -> Any:
+    """What a recomputed layer keeps beside its arguments; None: nothing."""
+    names = [PRODUCT] if checkpointing.mode == "products" else []
+    if not checkpointing.offload:
+        return jax.checkpoint_policies.save_only_these_names(*names) if names else None
+    return jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=[INPUT, *names],
+        offload_src="device",
+        offload_dst=_HOST,
+    )
+
+
+def _all_but_cuts(primitive: Any, *_: Any, **__: Any) -> bool:
+    """A policy: keep everything but slices, which would be copies of what is kept already."""
+    return primitive.name not in _CUTS
+
+
+def _layers(parameters: Any) -> int:
+    counts = {a.shape[:1] for a in jax.tree.leaves(parameters)}
+    if len(counts) != 1 or () in counts:
+        fail("scan_layers", "parameters", "arrays with one leading dim of layers", sorted(counts))
+    return counts.pop()[0]
+
+
+def _with_named_input(layer: Layer) -> Layer:
+    return lambda x, *more: layer(jax.tree.map(lambda a: checkpoint_name(a, INPUT), x), *more)
+
+
+def _with_named_products(layer: Layer) -> Layer:
+    """The layer, its first, third, ... matrix product under the name that the policy keeps."""
+
+    def named(*args: Any) -> Any:
+        closed, shape = jax.make_jaxpr(layer, return_shape=True)(*args)
+        results = _evaluate(closed.jaxpr, closed.consts, jax.tree.leaves(args), itertools.count())
+        return jax.tree.unflatten(jax.tree.structure(shape), results)
+
+    return named
+
+
+def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], products: Iterator[int]) -> list[Any]:
+    """What the program computes, with every second of its products named; calls of `jit` are taken apart."""
+    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, core.Literal) else values[atom]
+
+    for equation in jaxpr.eqns:
+        inputs, inner = [read(atom) for atom in equation.invars], equation.params.get("jaxpr")
+        if equation.primitive.name in ("jit", "pjit") and _has_products(inner.jaxpr):
+            results = _evaluate(inner.jaxpr, inner.consts, inputs, products)
+        else:
+            with equation.ctx.manager:
+                results = equation.primitive.bind(*inputs, **equation.primitive.get_bind_params(equation.params))
+            results = results if equation.primitive.multiple_results else [results]
+        if equation.primitive.name == "dot_general" and next(products) % 2 == 0:
+            results = [checkpoint_name(results[0], PRODUCT)]
+        values.update(zip(equation.outvars, results, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _has_products(jaxpr: Any) -> bool:
+    return any(
+        equation.primitive.name == "dot_general"
+        or (equation.primitive.name in ("jit", "pjit") and _has_products(equation.params["jaxpr"].jaxpr))
+        for equation in jaxpr.eqns
+    )
+
+
+def _apart(made: Layer, used: Layer) -> Any:
+    """used(made(*args), *more) with the differentiation rule of `checkpoint_without_output`."""
+
+    @jax.custom_vjp
+    def run(args: tuple[Any, ...], more: tuple[Any, ...]) -> Any:
+        return used(made(*args), *more)
+
+    def forward(args: tuple[Any, ...], more: tuple[Any, ...]) -> tuple[Any, Any]:
+        y = made(*args)
+        z, pull = jax.vjp(used, y, *more)
+        kept, form = jax.tree.flatten(pull)
+        outputs = jax.tree.leaves(y)
+        # Which residual is an output of fn: those are left out, and put back when it is computed again.
+        places = tuple(next((i for i, a in enumerate(outputs) if leaf is a), None) for leaf in kept)
+        rest = [leaf for leaf, place in zip(kept, places, strict=True) if place is None]
+        return z, (args, rest, _Static((places, form)))
+
+    def backward(saved: Any, dz: Any) -> Any:
+        args, rest, static = saved
+        places, form = static.value
+        # Without the barrier XLA finds that fn was computed before and keeps its output after all.
+        args, rest, dz = lax.optimization_barrier((args, rest, dz))
+        y, pull_made = jax.vjp(made, *args)
+        outputs, others = jax.tree.leaves(y), iter(rest)
+        kept = [next(others) if place is None else outputs[place] for place in places]
+        dy, *dmore = jax.tree.unflatten(form, kept)(dz)
+        return pull_made(dy), tuple(dmore)
+
+    run.defvjp(forward, backward)
+    return run
+
+
+@jax.tree_util.register_pytree_node_class
+class _Static:
+    """A value that is part of a pytree's structure."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def tree_flatten(self) -> tuple[tuple[()], Any]:
+        return (), self.value
+
+    @classmethod
+    def tree_unflatten(cls, value: Any, _: tuple[()]) -> "_Static":
+        return cls(value)

@@ -1,0 +1,60 @@
+"""Weights and AdamW's moments as torch.distributed.checkpoint writes them: every rank its part, readable at any rank count."""
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+FORMAT = "torch.distributed.checkpoint"
+_MOMENTS = {"m": "exp_avg", "v": "exp_avg_sq"}
+
+
+def save(folder: Path, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, group: Any) -> None:
+    """Write this rank's part below `folder`.
+
+    Args:
+        group: of all ranks, for what they have to tell each other; None where there is one.
+    """
+    dcp.save(
+        _state(parameters, optimizer), checkpoint_id=folder, process_group=group, no_dist=not dist.is_initialized()
+    )
+
+
+def load(folder: Path, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, group: Any) -> None:
+    """Fill parameters and optimizer, as they lie on this rank, from what any number of ranks wrote."""
+    empty_moments(parameters, optimizer, 0.0)
+    state = _state(parameters, optimizer)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # which is meant
+        dcp.load(state, checkpoint_id=folder, process_group=group, no_dist=not dist.is_initialized())
+    for parameter in parameters.values():
+        optimizer.state[parameter]["step"].fill_(state["step"].item())
+
+
+def empty_moments(parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, step: float) -> None:
+    """The optimizer's state after `step` updates, its moments zero and laid out as the parameters are."""
+    for parameter in parameters.values():
+        moments = {name: torch.zeros_like(parameter.detach()) for name in _MOMENTS.values()}
+        # Fused AdamW wants the count where the parameter is, on a GPU.
+        optimizer.state[parameter] = {"step": torch.tensor(step, device=parameter.device)} | moments
+
+
+def fill(part: Tensor, whole: Tensor) -> None:
+    """Copy what this rank holds of `whole`."""
+    from tiled_torch.parallel.materialize import fill_local
+
+    fill_local(part, whole)
+
+
+def _state(parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Flat names, those of `TrainerState`; what is loaded is written into these very tensors."""
+    state = {f"weights.{name}": parameter.detach() for name, parameter in parameters.items()}
+    for name, parameter in parameters.items():
+        state |= {f"{ours}.{name}": optimizer.state[parameter][theirs] for ours, theirs in _MOMENTS.items()}
+    first = next(iter(parameters.values()))
+    return state | {"step": optimizer.state[first]["step"].detach().cpu().clone()}

@@ -1,0 +1,77 @@
+"""The processes that torchrun started, as one team; how the options lay the model out over them."""
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shared_specs.app.team import ALONE, Team, check_layout
+from shared_specs.cli import FinetuneOptions
+from shared_specs.config import Checkpointing, DataParallel, ParallelConfig, TensorParallel
+
+# gloo reports what happened to another process in a plain RuntimeError.
+_GLOO_WORDS = (
+    "gloo",
+    "connection closed by peer",
+    "connection reset",
+    "connection refused",
+    "broken pipe",
+    "timed out",
+)
+
+
+class TorchTeam:
+    """See `shared_specs.app.team.Team`. What is gathered travels over gloo, whatever the model's collectives use."""
+
+    def __init__(self, options: FinetuneOptions, device: torch.device) -> None:
+        timeout = timedelta(seconds=options.group_timeout)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+        self.rank, self.count = dist.get_rank(), dist.get_world_size()
+        self.control = dist.new_group(backend="gloo", timeout=timeout)
+
+    def gather(self, value: Any) -> list[Any]:
+        found: list[Any] = [None] * self.count
+        dist.all_gather_object(found, value, group=self.control)
+        return found
+
+    def lost(self, error: BaseException) -> str | None:
+        if isinstance(error, dist.DistError):
+            return str(error)
+        text = str(error)
+        known = isinstance(error, RuntimeError) and any(word in text.lower() for word in _GLOO_WORDS)
+        return text if known else None
+
+
+def join(options: FinetuneOptions, device: torch.device) -> Team:
+    """The team of a run: the processes of torchrun, which have to be as many as the options ask for."""
+    count = int(os.environ.get("WORLD_SIZE", "1"))
+    advice = f"Start it with torchrun --nproc-per-node {options.ranks} -m tiled_torch finetune."
+    if options.ranks == 1:
+        advice = f"Pass for example --fsdp {count}."
+    check_layout(options, count, "processes", advice)
+    return ALONE if count == 1 else TorchTeam(options, device)
+
+
+def layout(options: FinetuneOptions, device: torch.device) -> tuple[DeviceMesh, ParallelConfig]:
+    """The mesh of a run of several processes, and what `parallelize` does on it."""
+    tensor = TensorParallel() if options.tp > 1 else None
+    checkpointing = Checkpointing() if options.checkpointing else None
+    if options.dp > 1 and options.fsdp == options.tp == 1:
+        axes, data = {"dp_shard": options.dp}, DataParallel(engine="ddp")
+    else:
+        replicas = {"dp_replicate": options.dp} if options.dp > 1 else {}
+        shards = {"dp_shard": options.fsdp} if options.dp * options.fsdp > 1 else {}
+        axes = replicas | shards | ({"tp": options.tp} if tensor else {})
+        data = DataParallel(replicate_axis="dp_replicate" if replicas else None) if shards else None
+    mesh = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    return mesh, ParallelConfig(tensor=tensor, checkpointing=checkpointing, data=data)
+
+
+def rows(options: FinetuneOptions, rank: int) -> slice:
+    """This rank's sequences of the batch; ranks of one tensor-parallel axis, which come side by side, have the same."""
+    size = options.batch // (options.dp * options.fsdp)
+    part = rank // options.tp
+    return slice(part * size, (part + 1) * size)

@@ -1,0 +1,247 @@
+"""Activations that backward computes again: with the named random streams, over tensor-parallel ranks, without an output."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C._autograd import _top_saved_tensors_default_hooks as _top_hooks  # torch has no public name for it
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from shared_specs.errors import error_text, fail, fail_type
+from tiled_torch.functional import replay
+from tiled_torch.parallel import transport
+from tiled_torch.parallel.groups import RankGroup, rank_group
+from tiled_torch.parallel.random import Snapshot
+
+_NAME = "CheckpointWithoutOutput"
+
+
+def checkpoint(
+    fn: Callable[..., Any], *args: Any, partition_inputs: bool = False, group: Any = None, **kwargs: Any
+) -> Any:
+    """fn(*args, **kwargs), of which only the inputs are kept; backward computes the rest again, on the same random numbers.
+
+    `torch.utils.checkpoint` (non-reentrant) that also puts back the streams of every `RandomStates`, so that dropout
+    inside `fork` is the same in recomputation, and that can keep 1/R of the inputs on each of R tensor-parallel ranks.
+
+    Args:
+        fn: a module or a function.
+        args, kwargs: of fn.
+        partition_inputs: keep each rank's part of the tensors among args, and gather them in backward. They must be the
+            same on every rank of the group (not those of a sequence-parallel region, which are parts already), and all
+            ranks must run backward through the same calls in the same order. Parameters are kept as they are.
+        group: the ranks among which inputs are partitioned: a process group, a DeviceMesh of one dim, or None for the
+            default group.
+    Returns:
+        What fn returns.
+    Numerics: bit for bit those of fn without checkpointing, as long as fn is deterministic.
+    Memory: the tensor arguments; with partition_inputs 1/R of their bytes (rounded up) between forward and backward.
+    Raises:
+        TypeError: fn cannot be called. SpecError, UnsupportedError: group is given but not used, or cannot be used.
+    Source: sublinear memory: Chen et al., arXiv 1604.06174; partitioned inputs: Megatron-LM, arXiv 2104.04473.
+    Example:
+        >>> layer, x = torch.nn.Linear(8, 8), torch.randn(2, 8)
+        >>> checkpoint(layer, x).shape
+        torch.Size([2, 8])
+    """
+    if not callable(fn):
+        fail_type("checkpoint", "fn", "a module or a function", type(fn).__name__)
+    if not partition_inputs and group is not None:
+        fail("checkpoint", "group", "left out unless partition_inputs is True", type(group).__name__)
+    with _parted("checkpoint", group) if partition_inputs else nullcontext():
+        return torch_checkpoint(fn, *args, use_reentrant=False, context_fn=_contexts, **kwargs)
+
+
+def _contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Around forward, which takes the streams as they are, and around recomputation."""
+    return nullcontext(), _Again(Snapshot())
+
+
+class _Again(AbstractContextManager[None]):
+    """The snapshot restored; entered anew by each recomputation."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self.snapshot, self.stacks = snapshot, list[ExitStack]()
+
+    def __enter__(self) -> None:
+        stack = ExitStack()
+        stack.enter_context(self.snapshot.restored())
+        self.stacks.append(stack)
+
+    def __exit__(self, *error: Any) -> None:
+        self.stacks.pop().__exit__(*error)
+
+
+def _parted(function: str, group: Any) -> AbstractContextManager[Any]:
+    """Saved tensors are kept in parts. Around `torch_checkpoint`, which inside has hooks of its own, they are its inputs."""
+    ranks = rank_group(function, group)
+    if not ranks.several:
+        return nullcontext()
+    return saved_tensors_hooks(lambda tensor: _part(tensor, ranks), _whole)
+
+
+class _Part:
+    """This rank's part of a flattened tensor."""
+
+    def __init__(self, tensor: Tensor, ranks: RankGroup) -> None:
+        size = -(-tensor.numel() // ranks.size)
+        flat = tensor.detach().reshape(-1)[ranks.rank * size : (ranks.rank + 1) * size]
+        self.local = flat.new_zeros(size)
+        self.local[: flat.numel()] = flat
+        self.shape, self.requires_grad, self.ranks = tensor.shape, tensor.requires_grad, ranks
+
+
+def _part(tensor: Tensor, ranks: RankGroup) -> Tensor | _Part:
+    if isinstance(tensor, nn.Parameter) or type(tensor) is not Tensor or tensor.numel() < ranks.size:
+        return tensor
+    return _Part(tensor, ranks)
+
+
+def _whole(kept: Tensor | _Part) -> Tensor:
+    if not isinstance(kept, _Part):
+        return kept
+    whole = transport.all_gather(kept.ranks, kept.local, 0).wait()
+    return whole[: kept.shape.numel()].view(kept.shape)
+
+
+class CheckpointWithoutOutput:
+    """A checkpointed call whose output is thrown away as well, once it has been used, and comes back for backward.
+
+    The next operation keeps the output (its input) for its own backward; where it is cheap to compute, such as a norm
+    or an activation before a large product, these bytes are most of what is kept.
+
+        call = CheckpointWithoutOutput()
+        h = call.checkpoint(activation, x)
+        y = down(h)
+        call.discard_output_and_register_recompute(y)
+
+    The hook on y computes fn once more before the backward of y needs h; the same computation serves fn's own backward.
+    Random numbers, named streams and autocast are those of forward.
+
+    Inside a region that is checkpointed already (or whose saved tensors are offloaded) nothing is discarded: that region
+    keeps neither.
+
+    Memory: the inputs of fn; neither its activations nor its output. An object serves one call.
+    Source: Megatron-LM's checkpointing without output storage; derived in shared_specs/README.md.
+    """
+
+    def __init__(self) -> None:
+        self._call: _Call | None = None
+        self._outputs: list[Tensor] = []
+        self._inside = False
+
+    def checkpoint(self, fn: Callable[..., Any], *args: Any) -> Any:
+        """fn(*args), whose activations are not kept. Results: a tensor, or any nested structure of tensors.
+
+        Raises:
+            TypeError: fn cannot be called. SpecError: this object has run a call.
+        """
+        if not callable(fn):
+            fail_type(f"{_NAME}.checkpoint", "fn", "a module or a function", type(fn).__name__)
+        if self._outputs:
+            fail(f"{_NAME}.checkpoint", "the object", "new for every call", "a second call")
+        self._inside = _top_hooks(True) is not None  # type: ignore[call-arg]
+        self._call = _Call(fn, args) if torch.is_grad_enabled() and not self._inside else None
+        with self._call.dropping() if self._call is not None else nullcontext():
+            results = fn(*args)
+        self._outputs = [leaf for leaf in pytree.tree_leaves(results) if isinstance(leaf, Tensor)]
+        given = {leaf.untyped_storage()._cdata for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)}
+        if any(output.untyped_storage()._cdata in given for output in self._outputs):
+            self._outputs = []
+            fail(f"{_NAME}.checkpoint", "the output", "memory of its own", "a view of an argument")
+        return results
+
+    def discard_output_and_register_recompute(self, hook_tensor: Tensor) -> None:
+        """Frees the output's storage; it is filled again when the gradient of `hook_tensor` is there.
+
+        Args:
+            hook_tensor: computed from the output; nothing else may read the output from now on until backward.
+        Raises:
+            TypeError: hook_tensor is no tensor. SpecError: no call to discard the output of, or hook_tensor needs no
+                gradient while the output does.
+        """
+        function = f"{_NAME}.discard_output_and_register_recompute"
+        if not isinstance(hook_tensor, Tensor):
+            fail_type(function, "hook_tensor", "an array", type(hook_tensor).__name__)
+        if not self._outputs:
+            fail(function, "a call", "made by checkpoint before", "none")
+        call, outputs = self._call, self._outputs
+        needed = call is not None and any(output.requires_grad for output in outputs)
+        if needed and not hook_tensor.requires_grad:
+            fail(function, "hook_tensor", "computed from the output with gradients", "one without")
+        sizes = [output.untyped_storage().nbytes() for output in outputs]
+        if needed:
+            waiting = [call]  # emptied by the first backward: later ones find the output there
+            hook_tensor.register_hook(lambda _: _refill(waiting.pop(), outputs, sizes) if waiting else None)
+        for output in () if self._inside else outputs:
+            output.untyped_storage().resize_(0)
+        self._call, self._outputs = None, []
+
+
+def _refill(call: "_Call | None", outputs: Sequence[Tensor], sizes: Sequence[int]) -> None:
+    """Puts the values back where they were; the storage is written, not the tensor, whose version others remember."""
+    assert call is not None
+    for output, size, value in zip(outputs, sizes, call.compute_again(), strict=True):
+        storage = output.untyped_storage()
+        if value.untyped_storage().nbytes() != size or value.stride() != output.stride():
+            got = f"one of {value.untyped_storage().nbytes()} bytes"
+            raise RuntimeError(error_text(_NAME, "the output computed again", f"one of {size} bytes", got))
+        storage.resize_(size)
+        storage.copy_(value.untyped_storage())
+
+
+class _Call:
+    """A call whose saved tensors are dropped and computed again, once, when the first of them is asked for."""
+
+    def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        self.fn, self.args = fn, args
+        tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
+        self.versions = [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
+        self.device = tensors[0].device if tensors else torch.device("cpu")
+        self.snapshot, self.state = Snapshot(), replay.random_state(self.device)
+        self.autocast = replay.Autocast(self.device)
+        self.count = 0
+        self.saved: dict[int, Tensor] = {}
+
+    def dropping(self) -> AbstractContextManager[Any]:
+        """What autograd saves inside is forgotten but for its number."""
+
+        def forget(_: Tensor) -> int:
+            self.count += 1
+            return self.count - 1
+
+        return saved_tensors_hooks(forget, self._recall)
+
+    def _recall(self, number: int) -> Tensor:
+        if number not in self.saved:
+            self.compute_again()
+        return self.saved.pop(number)
+
+    def compute_again(self) -> list[Tensor]:
+        """Runs fn once more; keeps what autograd saves and returns the outputs."""
+        if any(tensor._version != version for tensor, version in self.versions):
+            raise RuntimeError(error_text(_NAME, "an argument", "left as it was", "one that was written to"))
+        found: list[Tensor] = []
+
+        def keep(tensor: Tensor) -> Tensor:
+            found.append(tensor.detach())
+            return tensor
+
+        args = pytree.tree_map_only(Tensor, lambda a: a.detach().requires_grad_(a.requires_grad), self.args)
+        with ExitStack() as stack:
+            stack.enter_context(replay.random_state_kept(self.device))
+            replay.set_random_state(self.device, self.state)
+            stack.enter_context(self.snapshot.restored())
+            stack.enter_context(self.autocast.again())
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(saved_tensors_hooks(keep, lambda tensor: tensor))
+            results = self.fn(*args)
+        if len(found) != self.count:
+            got = f"{len(found)} tensors"
+            raise RuntimeError(error_text(_NAME, "what fn saves", f"as before, {self.count} tensors", got))
+        self.saved = dict(enumerate(found))
+        return [leaf.detach() for leaf in pytree.tree_leaves(results) if isinstance(leaf, Tensor)]

@@ -1,0 +1,79 @@
+"""Activation checkpointing of a finished model: every layer, every k-th layer, or all but every second matrix product."""
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from shared_specs.config import Checkpointing
+from shared_specs.errors import UnsupportedError, error_text
+from tiled_torch.parallel.plan_registry import Plan, plan_of
+
+_PRODUCTS = frozenset({torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._scaled_mm.default})
+
+
+def apply_checkpointing(model: nn.Module, checkpointing: Checkpointing, plan: Plan | None = None) -> None:
+    """Let the layers of a model keep less for backward, by recomputing them there; changes their classes in place.
+
+    Args:
+        model: of a kind that has a plan. plan: another one.
+        checkpointing: mode "full": every layer keeps its input. "layers": every `every`-th does, the others keep all.
+            "products": a layer keeps its input and the results of its first, third, ... matrix product (those of linear
+            layers; a tiled MLP is not taken apart).
+    """
+    every = checkpointing.every or 1
+    blocks = (plan or plan_of(model, "apply_checkpointing")).blocks_of(model)
+    context = every_second_product if checkpointing.mode == "products" else None
+    for block in blocks[every - 1 :: every]:
+        block.__class__ = _checkpointed_class(type(block))
+        block._checkpoint_contexts = context  # type: ignore[assignment]
+
+
+class Checkpointed:
+    """Forward of a layer that is computed again in backward; comes before the original class in the order of methods."""
+
+    _checkpoint_contexts: Callable[[], Any] | None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        forward = super().forward  # type: ignore[misc]
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        kwargs = _without_cache(self, kwargs)
+        contexts = self._checkpoint_contexts
+        options = {} if contexts is None else {"context_fn": contexts}
+        return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
+
+
+@cache
+def _checkpointed_class(plain: type[nn.Module]) -> type[nn.Module]:
+    return type(plain.__name__, (Checkpointed, plain), {"__module__": plain.__module__})
+
+
+def _without_cache(layer: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Hugging Face models fill a cache of keys and values unless told otherwise; a replay would fill it twice."""
+    cache = kwargs.get("past_key_values")
+    if cache is None:
+        return kwargs
+    if cache.get_seq_length(getattr(getattr(layer, "self_attn", layer), "layer_idx", 0)) > 0:
+        text = error_text(
+            "parallelize", "past_key_values", "empty in a checkpointed layer with gradients", "a filled one"
+        )
+        raise UnsupportedError(text)
+    return kwargs | {"past_key_values": None}
+
+
+def every_second_product() -> Any:
+    """The contexts of one selective checkpoint; it counts the products of one forward and of its replay."""
+    counts = {False: 0, True: 0}
+    return create_selective_checkpoint_contexts(partial(_policy, counts))
+
+
+def _policy(counts: dict[bool, int], context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+    if operator not in _PRODUCTS:
+        return CheckpointPolicy.PREFER_RECOMPUTE
+    counts[context.is_recompute] += 1
+    kept = counts[context.is_recompute] % 2 == 1
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

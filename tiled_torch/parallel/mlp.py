@@ -1,0 +1,317 @@
+"""`tensor_parallel_mlp`: the tiled MLP with its weights, and where asked for its tokens, split over the ranks of a group.
+
+The only file that knows its autograd structure, which is that of `functional/mlp.py`: `Save` keeps the operands and owns the
+backward, `Run` computes y, so that a non-reentrant checkpoint's replay stops before the MLP's products and collectives.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from shared_specs import checks
+from shared_specs.config import Activation, Tiling
+from shared_specs.errors import UnsupportedError, fail
+from shared_specs.partitions import SequencePlan
+from shared_specs.sequence_checks import sequence_tokens
+from shared_specs.sequence_costs import plan_sequence_mlp
+from shared_specs.shards import ShardPlan
+from tiled_torch import backends
+from tiled_torch.functional import mlp_shards as whole
+from tiled_torch.functional.accumulate import main_grad_of
+from tiled_torch.functional.casting import without_autocast
+from tiled_torch.functional.mlp import checked, plan_for, plan_options, shape_of, tiled_mlp
+from tiled_torch.functional.rows import is_dtensor, refuse_dtensor
+from tiled_torch.functional.steps import Weights
+from tiled_torch.parallel import mlp_shards, transport
+from tiled_torch.parallel.groups import RankGroup, rank_group
+
+_NAME = "tensor_parallel_mlp"
+_ORDER = "Sums over ranks are a communication library's, who adds in an order of its own."
+
+
+def tensor_parallel_mlp(
+    x: Tensor,
+    w_gate: Tensor | None,
+    w_up: Tensor,
+    w_down: Tensor,
+    *,
+    biases: Mapping[str, Tensor] | None = None,
+    activation: Activation = "silu",
+    sequence_parallel: bool = False,
+    split_sizes: Sequence[int] | None = None,
+    num_shards: int | None = None,
+    keep: float = 0.0,
+    tiling: Tiling | None = None,
+    backend: str = "auto",
+    group: Any = None,
+) -> Tensor:
+    """`tiled_mlp` where every rank of a group has a run of the intermediate features, and with sequence_parallel of the tokens.
+
+    y = sum over ranks of (act(x w_gate^T + b_gate) * (x w_up^T + b_up)) w_down^T, + b_down. No rank ever holds [T, I / R].
+    Without sequence_parallel x is whole on every rank, and y and dx are summed once a call. With it x, y and their gradients
+    are the rank's own tokens, and no rank ever holds [T, H]: a shard of t tokens of each rank is gathered, [R t, H],
+    while the one before is computed, and its partial sums are reduced and scattered while the next one is.
+
+    Args:
+        x: [T, H] or any leading dims, the same on every rank; with sequence_parallel this rank's tokens, [T / R, H]. Its
+            gradient is complete for what it is.
+        w_gate, w_up: [I / R, H], this rank's rows of the whole weights; w_gate None: a two-matrix MLP. w_down:
+            [H_out, I / R], this rank's columns. Or all of them as DTensors that one mesh dim splits so (Shard(0), Shard(1));
+            the group is then that of their mesh, and their gradients are DTensors.
+        biases: any of "gate", "up" [I / R] and "down" [H_out], which is the same on every rank and added once.
+        activation, backend: as in `tiled_mlp`.
+        sequence_parallel: tokens are split over the ranks as well.
+        split_sizes: the number of local tokens (leading dims flattened) of every rank; None where all hold as many.
+        num_shards, keep, tiling: as in `tiled_mlp`; with sequence_parallel of the local tokens, t = shard_tokens, and the
+            same on every rank.
+        group: a torch.distributed process group, or a DeviceMesh of one dim; None is the default group. A group of one rank
+            is `tiled_mlp`.
+    Returns:
+        [same leading dims, H_out], dtype of x, or the autocast dtype under autocast; complete for the tokens of x.
+    Numerics: as `tiled_mlp` on each rank. Partial sums of y and dx are rounded to the compute dtype and summed over ranks in
+        it: with 16 bits R + 1 roundings instead of one, at half the bytes that float32 sums would move. Weight and bias
+        gradients are summed over shards in float32 and cast once.
+    Memory: as `tiled_mlp` with I / R. With sequence_parallel peak `sequence_costs.sequence_peak_bytes`: two gathered shards,
+        2 R t H elements, of x (and of dy in backward), and the partial sums of one. Ranks with fewer tokens than others cost
+        what the longest does: their part of a gathered shard is padded.
+    Raises:
+        SpecError, TypeError, UnsupportedError: as `tiled_mlp`; SpecError where split_sizes is not of this group or not of x;
+            UnsupportedError without an initialised process group, or for tiling.deterministic. All of them before any
+            communication. RuntimeError that names rank and collective where another rank never makes the call.
+    Source: derived in shared_specs/README.md; the split is Megatron-LM's, arXiv 1909.08053 and 2205.05198.
+    Example:
+        >>> import torch
+        >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        >>> x, w_up, w_down = torch.randn(5, 8), torch.randn(12, 8), torch.randn(8, 12)
+        >>> tensor_parallel_mlp(x, None, w_up, w_down, sequence_parallel=True, num_shards=2).shape
+        torch.Size([5, 8])
+        >>> torch.distributed.destroy_process_group()
+    """
+    refuse_dtensor(
+        _NAME, "x", x, "Convert it with to_local(), or redistribute() it to a layout that sequence_parallel has."
+    )
+    local = _Local.of({"w_gate": w_gate, "w_up": w_up, "w_down": w_down}, biases, group)
+    over = rank_group(_NAME, local.group)
+    matrices: Any = tuple(local.weights.values())
+    found = checked(_NAME, x, matrices, local.biases, activation, num_shards, keep, tiling, backend)
+    operands, dtype, tiling, chosen = found
+    checks.check_deterministic(_NAME, tiling, _ORDER if over.several else None)
+    flat = checks.flat_tokens(x.shape)
+    tokens = sequence_tokens(
+        _NAME, sequence_parallel, split_sizes, tokens=flat, ranks=over.size, rank=over.rank, x=tuple(x.shape)
+    )
+    if not over.several and not local.owners:
+        given = {"biases": local.biases, "activation": activation, "tiling": tiling, "backend": backend}
+        return tiled_mlp(x, *matrices, **given)  # type: ignore[arg-type]
+    plan: ShardPlan | SequencePlan
+    if tokens is None:
+        plan = plan_for(x, operands, dtype, activation, tiling, backend=chosen, function=_NAME)
+    else:
+        shape = local.largest(shape_of(x, operands, dtype, activation), over.size)
+        plan = plan_sequence_mlp(_NAME, shape, tokens, **plan_options(x, tiling, chosen))
+    backends.record_run(_NAME, chosen)
+    owners = tuple(local.owners.get(name) for name in _NAMES)
+    call = _Call(over, plan, activation, dtype, plan.kept_start(tiling.keep), chosen, owners)
+    run = torch.compiler.disable(_run) if torch.compiler.is_compiling() else _run
+    return run(x, operands, call)
+
+
+_NAMES = ("w_gate", "w_up", "w_down", "biases['gate']", "biases['up']", "biases['down']")  # as in Weights
+_SHARDED_DIM = {"w_gate": 0, "w_up": 0, "w_down": 1, "biases['gate']": 0, "biases['up']": 0, "biases['down']": None}
+
+
+@dataclass(frozen=True)
+class _Local:
+    """This rank's part of the weights: what was given, or the local tensors of DTensors and the group of their mesh.
+
+    owners: DTensors that want their gradients in a main_grad, by name. intermediate: I, where the DTensors say it.
+    """
+
+    weights: Mapping[str, Tensor | None]
+    biases: Any
+    group: Any
+    owners: Mapping[str, Tensor]
+    intermediate: int | None = None
+
+    @classmethod
+    def of(cls, weights: Mapping[str, Tensor | None], biases: Any, group: Any) -> "_Local":
+        of_biases = biases if isinstance(biases, Mapping) else {}
+        named = {**weights, **{f"biases[{name!r}]": bias for name, bias in of_biases.items()}}
+        named = {name: tensor for name, tensor in named.items() if tensor is not None}
+        if not any(map(is_dtensor, named.values())):
+            return cls(weights, biases, group, {})
+        if group is not None:
+            fail(_NAME, "group", "left out beside a DTensor", group)
+        mesh = next(tensor.device_mesh for tensor in named.values() if is_dtensor(tensor))
+        for name, tensor in named.items():
+            _check_placement(name, tensor, mesh)
+        return cls(
+            {name: None if w is None else w.to_local() for name, w in weights.items()},
+            {name: bias.to_local() for name, bias in of_biases.items()},
+            mesh,
+            {name: tensor for name, tensor in named.items() if main_grad_of(tensor) is not None},
+            named["w_up"].shape[0],
+        )
+
+    def largest(self, shape: Any, ranks: int) -> Any:
+        """The shape with the most features that any rank holds, so that all come to the same plan."""
+        return shape if self.intermediate is None else replace(shape, intermediate=-(-self.intermediate // ranks))
+
+
+def _check_placement(name: str, tensor: Any, mesh: Any) -> None:
+    from torch.distributed.tensor import Replicate, Shard
+
+    if not is_dtensor(tensor):
+        fail(_NAME, name, "a DTensor as the other weights are", type(tensor).__name__)
+    dim = _SHARDED_DIM.get(name)
+    wanted = Replicate() if dim is None else Shard(dim)
+    if tensor.device_mesh != mesh or tensor.device_mesh.ndim != 1 or tensor.placements != (wanted,):
+        words = "replicated" if dim is None else f"sharded by dim {dim}"
+        got = f"{tuple(tensor.placements)} over {tensor.device_mesh}"
+        fail(_NAME, name, f"{words} over one mesh of one dim", got)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What is static about one call. plan: of this rank's loop, or of a sequence that is split over the ranks."""
+
+    over: RankGroup
+    plan: ShardPlan | SequencePlan
+    activation: str
+    dtype: torch.dtype
+    kept_start: int
+    steps: str
+    owners: tuple[Tensor | None, ...]
+
+    def kept(self, x: Tensor, w: Weights) -> tuple[Tensor, Tensor]:
+        steps = whole.steps_named(self.steps, x, w, self.dtype)
+        if isinstance(self.plan, SequencePlan):
+            return mlp_shards.kept_up_projections(self.over, self.plan, _rows(x), w, self.kept_start, self.dtype, steps)
+        return whole.kept_up_projections(_rows(x), w, self.plan, self.kept_start, self.dtype, steps)
+
+    def forward(self, x: Tensor, w: Weights, kept: tuple[Tensor, Tensor] | None) -> Tensor:
+        y = torch.empty((*x.shape[:-1], w.w_down.shape[0]), dtype=self.dtype, device=x.device)
+        with torch.no_grad(), without_autocast(x):
+            steps = whole.steps_named(self.steps, x, w, self.dtype)
+            if isinstance(self.plan, SequencePlan):
+                mlp_shards.sequence_forward(self.over, self.plan, _rows(x), w, kept, self.activation, _rows(y), steps)
+                return y
+            partial = w._replace(b_down=None)  # a bias is not a partial sum
+            whole.mlp_forward(_rows(x), partial, kept, self.activation, self.plan, _rows(y), steps)
+            transport.all_reduce_(self.over, y).wait()
+            if w.b_down is not None:
+                y += w.b_down.to(y.dtype)
+        return y
+
+    def backward(
+        self,
+        dy: Tensor,
+        x: Tensor,
+        w: Weights,
+        kept: tuple[Tensor, Tensor] | None,
+        needs: Sequence[bool],
+        mains: Sequence[Tensor | None],
+    ) -> list[Tensor | None]:
+        with without_autocast(x):
+            steps = whole.steps_named(self.steps, x, w, dy.dtype)
+            rows = (_rows(dy), _rows(x), w, kept, self.activation)
+            if isinstance(self.plan, SequencePlan):
+                dx, *dws = mlp_shards.sequence_backward(self.over, self.plan, *rows, needs, mains, steps)
+            else:
+                dx, *dws = whole.mlp_backward(*rows, self.plan, needs, mains, steps)
+                if dx is not None:
+                    transport.all_reduce_(self.over, dx).wait()
+        return [None if dx is None else dx.view(x.shape), *dws]
+
+
+def _rows(a: Tensor) -> Tensor:
+    """[T, last dim]; a copy only where the leading dims cannot be merged."""
+    return a.reshape(checks.flat_tokens(a.shape), a.shape[-1])
+
+
+def _run(x: Tensor, weights: Weights, call: _Call) -> Tensor:
+    if not (torch.is_grad_enabled() and any(a is not None and a.requires_grad for a in (x, *weights))):
+        return call.forward(x, weights, None)
+    anchor, *kept = _Save.apply(x, *weights, call)
+    detached = (None if a is None else a.detach() for a in (x, *weights))
+    return _Run.apply(anchor, *kept, *detached, call)
+
+
+class _Save(torch.autograd.Function):
+    """Packs x, the weights and the kept gate and up; owns the backward. Outputs: anchor, kept gate, kept up."""
+
+    @staticmethod
+    def forward(x: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        weights, call = Weights(*args[:6]), args[6]
+        shape = (*x.shape[:-1], weights.w_down.shape[0])
+        anchor = torch.zeros((), dtype=call.dtype, device=x.device).expand(shape)
+        with without_autocast(x):
+            return anchor, *call.kept(x, weights)
+
+    @staticmethod
+    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        x, *weights = inputs[:7]
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)
+        # x: gathered again, gate and up are recomputed from it, and it is an operand of dw_gate, dw_up; weights: dh, dx
+        # and the recomputation; kept gate and up: instead of recomputing them.
+        ctx.save_for_backward(x, *weights, *output[1:])
+        ctx.call = inputs[7]
+        # Saved-tensor hooks may hand back other tensor objects; only the parameters themselves carry main_grad.
+        ctx.fused = [
+            owner if owner is not None else (w if main_grad_of(w) is not None else None)
+            for w, owner in zip(weights, ctx.call.owners, strict=True)
+        ]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+        if dy is None:
+            return (None,) * 8
+        if torch.is_grad_enabled():
+            raise UnsupportedError(
+                f"{_NAME}: create_graph must be False in backward, got True. The hand-written backward has no second "
+                "derivative; differentiate the untiled MLP, or use tiled_jax."
+            )
+        x, *weights, kept_gate, kept_up = ctx.saved_tensors
+        kept = (kept_gate, kept_up) if kept_up.shape[0] else None
+        mains = [_local_main_grad(owner) for owner in ctx.fused]
+        dx, *dws = ctx.call.backward(dy, x, Weights(*weights), kept, ctx.needs_input_grad[:7], mains)
+        returned = (
+            dw if owner is None else _returned(owner, w, dw)
+            for owner, w, dw in zip(ctx.fused, weights, dws, strict=True)
+        )
+        return dx, *returned, None
+
+
+class _Run(torch.autograd.Function):
+    """Computes y from detached operands; saves nothing and hands dy to the anchor."""
+
+    @staticmethod
+    def forward(anchor: Tensor, kept_gate: Tensor, kept_up: Tensor, x: Tensor, *args: Any) -> Tensor:
+        kept = (kept_gate, kept_up) if kept_up.shape[0] else None
+        return args[6].forward(x, Weights(*args[:6]), kept)
+
+    @staticmethod
+    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return (dy, *(None,) * 10)
+
+
+def _local_main_grad(owner: Tensor | None) -> Tensor | None:
+    main = main_grad_of(owner)
+    return main.to_local() if is_dtensor(main) else main  # type: ignore[union-attr]
+
+
+def _returned(owner: Tensor, local: Tensor, gradient: Tensor | None) -> Tensor | None:
+    """As `accumulate.returned_gradient`, of the local tensor of an owner that may be a DTensor."""
+    if gradient is not None or not hasattr(owner, "grad_added_to_main_grad"):
+        return gradient
+    owner.grad_added_to_main_grad = True
+    return torch.zeros((), dtype=local.dtype, device=local.device).expand(local.shape)

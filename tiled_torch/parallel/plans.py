@@ -1,0 +1,135 @@
+"""`parallelize`: one configuration applied to a finished model, in a fixed order, after everything was checked."""
+
+import importlib.util
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from shared_specs.config import ParallelConfig
+from shared_specs.errors import fail, fail_type
+from shared_specs.parallel_checks import check_parallel_config
+from tiled_torch.parallel import decoder_plan as decoder_plan  # registers its plans
+from tiled_torch.parallel import module_plans as module_plans
+from tiled_torch.parallel.checkpoint_policies import apply_checkpointing
+from tiled_torch.parallel.compile_plan import apply_compile
+from tiled_torch.parallel.data_plan import apply_data_parallel
+from tiled_torch.parallel.plan_registry import Plan, plan_of
+from tiled_torch.parallel.tensor_plan import apply_tensor_parallel, reason_not_asynchronous
+
+_NAME = "parallelize"
+_MARK = "_parallel_config"
+
+
+def parallelize(model: nn.Module, mesh: DeviceMesh | None, config: ParallelConfig) -> nn.Module:
+    """The same model, spread over the ranks of a mesh.
+
+    In this order: float8 products, tensor parallelism, activation checkpointing, torch.compile of each block, data
+    parallelism. Every rank calls it with the same model and configuration. What the loss is does not change: with tensor
+    parallelism every rank of its axis is given the same batch, with data parallelism its own part of it, and gradients are
+    means over these.
+
+    Args:
+        model: of a kind that has a plan: Hugging Face Llama, Mistral, Qwen and Gemma models (also after `tile_model`), a
+            `TiledMLP` or a `TiledLinearCrossEntropy`, or what `register_plan` was told of. Changed in place; it may be on
+            the meta device (see `materialize`).
+        mesh: with names for its axes, all of which the configuration uses; None where it uses none.
+        config: see `shared_specs.config.ParallelConfig`.
+    Returns:
+        The model itself; inside DistributedDataParallel with engine="ddp".
+    Numerics: sums over ranks are made in the dtype of what is summed, or in `config.data.reduce_dtype`.
+    Raises:
+        SpecError, TypeError: the configuration cannot work on this mesh, or the model's sizes do not divide, or it was
+            parallelized before.
+        UnsupportedError: a model without a plan, or an option that this machine cannot do. Nothing was changed in any
+            of these cases.
+    Source: the order is torchtitan's, arXiv 2410.06511.
+    Example:
+        >>> from shared_specs.config import Checkpointing
+        >>> from tiled_torch import TiledMLP
+        >>> config = ParallelConfig(checkpointing=Checkpointing())
+        >>> type(parallelize(TiledMLP(8, 12), None, config)).__name__
+        'TiledMLP'
+    """
+    plan = _checked(model, mesh, config)
+    submesh: Any = mesh
+    if config.float8:
+        _use_float8(model)
+    if config.tensor is not None:
+        apply_tensor_parallel(model, submesh[config.tensor.axis], config.tensor, plan)
+    if config.checkpointing is not None:
+        apply_checkpointing(model, config.checkpointing, plan)
+    if config.compile is not None:
+        apply_compile(model, config.compile, plan)
+    if config.data is not None:
+        model = apply_data_parallel(model, submesh, config.data, plan)
+    setattr(model, _MARK, config)
+    return model
+
+
+def _checked(model: Any, mesh: Any, config: Any) -> Plan:
+    """The plan of the model, once all that is asked for can be done."""
+    if not isinstance(model, nn.Module):
+        fail_type(_NAME, "model", "an nn.Module", type(model).__name__)
+    reasons = {"tensor.asynchronous": reason_not_asynchronous(), "float8": _reason_no_float8()}
+    axes = mesh_sizes(mesh)
+    check_parallel_config(_NAME, config, axes, "torch", reasons)
+    if config.float8 and config.tensor is not None:
+        fail(
+            _NAME,
+            "config.float8",
+            "False with config.tensor",
+            True,
+            advice="Splits of float8 layers are not there yet.",
+        )
+    _check_fresh(model)
+    if config.data is not None and config.data.engine == "ddp" and any(p.is_meta for p in model.parameters()):
+        advice = 'Materialize it first, or use engine="fsdp".'
+        fail(_NAME, "model", 'on a device with engine="ddp"', "one on the meta device", advice=advice)
+    plan = plan_of(model)
+    if config.tensor is not None:
+        if plan.styles is None:
+            advice = "Register a plan with styles."
+            fail(_NAME, "config.tensor", "None for a model whose plan has no styles", "TensorParallel", advice=advice)
+        plan.check(model, config.tensor, axes[config.tensor.axis])
+    return plan
+
+
+def mesh_sizes(mesh: Any) -> dict[str, int]:
+    """Ranks by name of axis; empty for None."""
+    if mesh is None:
+        return {}
+    if not isinstance(mesh, DeviceMesh):
+        fail_type(_NAME, "mesh", "a DeviceMesh or None", type(mesh).__name__)
+    if mesh.mesh_dim_names is None:
+        advice = "Pass mesh_dim_names to init_device_mesh."
+        fail(_NAME, "mesh", "a DeviceMesh with names for its axes", "one without", advice=advice)
+    return dict(zip(mesh.mesh_dim_names, mesh.mesh.shape, strict=True))
+
+
+def _check_fresh(model: nn.Module) -> None:
+    wrapped = isinstance(model, DistributedDataParallel) or any(isinstance(m, FSDPModule) for m in model.modules())
+    if wrapped or hasattr(model, _MARK) or any(isinstance(p, DTensor) for p in model.parameters()):
+        advice = "Build it anew, or pass one configuration with all that is wanted."
+        fail(_NAME, "model", "one that has not been parallelized", type(model).__name__, advice=advice)
+
+
+def _reason_no_float8() -> str | None:
+    if importlib.util.find_spec("torchao") is None:
+        return "The package torchao is not installed."
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9):
+        return "It needs a GPU of compute capability 8.9."
+    return None
+
+
+def _use_float8(model: nn.Module) -> None:
+    from torchao.float8 import convert_to_float8_training  # type: ignore[import-not-found]
+
+    def fits(module: nn.Module, _: str) -> bool:
+        return isinstance(module, nn.Linear) and not (module.in_features % 16 or module.out_features % 16)
+
+    convert_to_float8_training(model, module_filter_fn=fits)

@@ -1,0 +1,256 @@
+"""Named streams of random numbers for ranks that compute parts of one model: who draws the same numbers, and who does not.
+
+A stream is the state of PyTorch's own generators. Inside `fork` the default generators stand where the stream stands, so
+that nn.Dropout and torch.rand draw from it without knowing.
+"""
+
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shared_specs.errors import UnsupportedError, error_text, fail, fail_type
+from shared_specs.partitions import RANDOM_STREAMS, derived_seed, stream_coordinates
+
+_DEFAULT = "tensor-parallel"
+State = dict[str, Tensor]  # the state of a generator for each kind of device
+_living: "weakref.WeakSet[RandomStates]" = weakref.WeakSet()
+
+
+def seed_parallel(seed: int, *, data: int = 0, tensor: int = 0, expert: int = 0) -> "RandomStates":
+    """The named streams of one rank, all derived from one seed and the rank's place in the mesh.
+
+    "data-parallel" differs from data rank to data rank and agrees over tensor and expert ranks: for activations that
+    tensor ranks hold whole. "tensor-parallel" differs over tensor ranks as well: for activations that are split.
+    "expert-parallel" differs over all (shared_specs.partitions.RANDOM_STREAMS). The default generators, from which
+    whatever runs outside `fork` draws, are seeded too: they agree where "data-parallel" does, with other numbers.
+
+    Args:
+        seed: an integer >= 0, the same on all ranks.
+        data, tensor, expert: this rank's place. Context and pipeline ranks count as data ranks.
+    Returns:
+        `RandomStates` with the three streams.
+    Numerics: the numbers are not those of tiled_jax, which has other generators; who agrees with whom is.
+    Raises:
+        SpecError: a seed or a rank below 0. TypeError: no integer.
+    Source: the roles are Megatron-LM's (arXiv 1909.08053); seeds are hashed, never added, so that no two runs meet.
+    Example:
+        >>> a, b = (seed_parallel(7, tensor=rank) for rank in (0, 1))
+        >>> with a.fork("data-parallel"):
+        ...     first = torch.rand(2)
+        >>> with b.fork("data-parallel"):
+        ...     bool((first == torch.rand(2)).all())
+        True
+    """
+    ranks = {"data": data, "tensor": tensor, "expert": expert}
+    for name, value in {"seed": seed, **ranks}.items():
+        _check_integer("seed_parallel", name, value)
+    states = RandomStates()
+    for stream in RANDOM_STREAMS:
+        states.add(stream, derived_seed(seed, stream_coordinates(stream, **ranks)))
+    torch.manual_seed(derived_seed(seed, (len(RANDOM_STREAMS), data)))
+    return states
+
+
+class RandomStates:
+    """Random streams by name, for the CPU and, where there is one, the current CUDA device.
+
+    `tiled_torch.parallel.checkpoint` finds every RandomStates by itself and computes again from the numbers that forward
+    drew. On CUDA a stream is a generator state of its own that `fork` swaps in without reading or copying it, which a
+    CUDA graph can capture: `register` the graph before.
+
+    Args:
+        device: the CUDA device; None is the current one where CUDA is available. "cpu": the CPU alone.
+    Example:
+        >>> states = RandomStates()
+        >>> states.add("dropout", 3)
+        >>> with states.fork("dropout"):
+        ...     dropped = torch.nn.functional.dropout(torch.ones(8), 0.5)
+    """
+
+    def __init__(self, *, device: torch.device | str | None = None) -> None:
+        self._cuda = _cuda_generator(device)
+        self._cpu: dict[str, Tensor] = {}
+        self._on_cuda: dict[str, torch.Generator] = {}
+        self._seeds: dict[str, int] = {}
+        self._forked: list[str] = []
+        _living.add(self)
+
+    def add(self, name: str, seed: int) -> None:
+        """A new stream from a seed >= 0.
+
+        Raises:
+            SpecError: the name is taken, or another stream was made from the same seed. TypeError: no integer.
+        """
+        if name in self._cpu:
+            fail("RandomStates.add", "name", "new", repr(name), advice="reset() forgets all streams.")
+        _check_integer("RandomStates.add", "seed", seed)
+        if seed in self._seeds.values():
+            fail("RandomStates.add", "seed", "new", seed, advice="Two streams of one seed are the same numbers.")
+        self._seeds[name] = seed
+        self._cpu[name] = torch.Generator().manual_seed(seed).get_state()
+        if self._cuda is not None:
+            self._on_cuda[name] = self._cuda.clone_state().manual_seed(seed)
+
+    @contextmanager
+    def fork(self, name: str = _DEFAULT) -> Iterator[None]:
+        """Inside, the default generators draw from the stream, which goes on from there next time.
+
+        Raises:
+            SpecError: there is no such stream, or it is forked already (it would give the same numbers again).
+        """
+        if name not in self._cpu:
+            fail("RandomStates.fork", "name", f"one of {', '.join(self._cpu) or 'no streams'}", repr(name))
+        if name in self._forked:
+            fail("RandomStates.fork", "name", "a stream that is not forked already", repr(name))
+        cpu, cuda = torch.get_rng_state(), self._swap_cuda(self._on_cuda.get(name))
+        torch.set_rng_state(self._cpu[name])
+        self._forked.append(name)
+        try:
+            yield
+        finally:
+            self._forked.remove(name)
+            if name in self._cpu:
+                self._cpu[name] = torch.get_rng_state()
+            torch.set_rng_state(cpu)
+            self._swap_cuda(cuda)
+
+    def _swap_cuda(self, state: torch.Generator | None) -> torch.Generator | None:
+        """The state that CUDA's default generator had, which from now on is in the state given."""
+        if self._cuda is None or state is None:
+            return None
+        before = self._cuda.graphsafe_get_state()
+        self._cuda.graphsafe_set_state(state)
+        return before
+
+    def states(self) -> dict[str, State]:
+        """The state of every stream, as `set_states` takes them: copies on the CPU, safe to store."""
+        self._refuse_forked("RandomStates.states")
+        return {name: {"cpu": cpu.clone(), **self._cuda_state(name)} for name, cpu in self._cpu.items()}
+
+    def _cuda_state(self, name: str) -> State:
+        return {} if name not in self._on_cuda else {"cuda": self._on_cuda[name].get_state()}
+
+    def set_states(self, states: Mapping[str, State]) -> None:
+        """Go on where `states` was taken: the streams are those, and no others.
+
+        Raises:
+            TypeError: no mapping, or a value that is none. SpecError: states of other kinds of devices than those here.
+        """
+        function = "RandomStates.set_states"
+        if not isinstance(states, Mapping):
+            fail_type(function, "states", "a mapping", type(states).__name__)
+        kinds = {"cpu"} if self._cuda is None else {"cpu", "cuda"}
+        for name, state in states.items():
+            if not isinstance(state, Mapping):
+                fail_type(function, f"states[{name!r}]", "a mapping", type(state).__name__)
+            if set(state) != kinds:
+                fail(function, f"states[{name!r}]", f"of {' and '.join(sorted(kinds))}", " and ".join(sorted(state)))
+        self._refuse_forked(function)
+        self._seeds = {name: seed for name, seed in self._seeds.items() if name in states}
+        self._cpu = {name: state["cpu"].clone() for name, state in states.items()}
+        before, self._on_cuda = self._on_cuda, {}
+        for name in states if self._cuda is not None else ():
+            if name in before:  # the same object: a CUDA graph may have captured it
+                before[name].set_state(states[name]["cuda"])
+            self._on_cuda[name] = before.get(name) or self._generator(states[name]["cuda"])
+
+    def reset(self) -> None:
+        """Forget all streams."""
+        self._refuse_forked("RandomStates.reset")
+        self._cpu, self._on_cuda, self._seeds = {}, {}, {}
+
+    def register(self, graph: "torch.cuda.CUDAGraph") -> None:
+        """Lets a CUDA graph fork the streams while it is captured, and advance them on every replay.
+
+        Raises:
+            UnsupportedError: there is no CUDA device.
+        """
+        if self._cuda is None:
+            raise UnsupportedError(error_text("RandomStates.register", "a CUDA device", "there", "none"))
+        for state in self._on_cuda.values():
+            graph.register_generator_state(state)
+
+    def __deepcopy__(self, _: Any) -> "RandomStates":
+        """Itself: a copied module draws from the same streams."""
+        return self
+
+    def __reduce__(self) -> Any:
+        """Pickled with its streams; the copy is one that `checkpoint` knows."""
+        return _unpickled, (self.states(), self._seeds)
+
+    def _all_on_cuda(self) -> State:
+        return {name: generator.get_state() for name, generator in self._on_cuda.items()}
+
+    def _generator(self, state: Tensor) -> torch.Generator:
+        """A new state for CUDA's default generator."""
+        assert self._cuda is not None
+        generator = self._cuda.clone_state()
+        generator.set_state(state)
+        return generator
+
+    def _refuse_forked(self, function: str) -> None:
+        if self._forked:
+            fail(function, "a call", "outside fork", f"one inside fork({self._forked[-1]!r})")
+
+
+class Snapshot:
+    """Every stream of every RandomStates as it stands now, to be put back for the time of a computation."""
+
+    def __init__(self) -> None:
+        self.taken = [(weakref.ref(states), states._cpu.copy(), states._all_on_cuda()) for states in living()]
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Inside, all streams stand where they stood and none is forked; afterwards they are as they were."""
+        before = []
+        for reference, cpu, cuda in self.taken:
+            states = reference()
+            if states is not None:
+                before.append((states, states._cpu, states._on_cuda, states._forked))
+                states._cpu, states._forked = cpu.copy(), []
+                states._on_cuda = {name: states._generator(state) for name, state in cuda.items()}
+        try:
+            yield
+        finally:
+            for states, cpu, on_cuda, forked in before:
+                states._cpu, states._on_cuda, states._forked = cpu, on_cuda, forked
+
+
+def _unpickled(states: dict[str, State], seeds: dict[str, int]) -> RandomStates:
+    found = RandomStates()
+    found.set_states(states)
+    found._seeds = seeds
+    return found
+
+
+def living() -> "list[RandomStates]":
+    """Every RandomStates that has not been garbage-collected."""
+    return list(_living)
+
+
+def _cuda_generator(device: torch.device | str | None) -> torch.Generator | None:
+    """The default generator of a CUDA device; None for the CPU alone."""
+    if device is None:
+        if not torch.cuda.is_available():
+            return None
+        device = torch.device("cuda")
+    device = torch.device(device)
+    if device.type == "cpu":
+        return None
+    if device.type != "cuda":
+        fail("RandomStates", "device", "a CUDA device, cpu or None", device)
+    if not torch.cuda.is_available():
+        raise UnsupportedError(error_text("RandomStates", "device", "usable here", device, advice="CUDA is not."))
+    torch.cuda.init()
+    return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+
+
+def _check_integer(function: str, argument: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        fail_type(function, argument, "an integer", type(value).__name__)
+    if value < 0:
+        fail(function, argument, ">= 0", value)

@@ -1,0 +1,91 @@
+"""Reduce-scatter and all-gather through symmetric memory and multicast: the one file that touches those interfaces of torch.
+
+Every rank's buffer is mapped by all of them (`torch.distributed._symmetric_memory`), so that a rank reads its rows of every
+partial result and writes its normalised rows to all ranks at once (NVLink multicast), without a library call between.
+Unmeasured: it needs several GPUs of the Hopper class in one NVLink domain, and no record of such a machine exists yet.
+"""
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tiled_torch.parallel.groups import RankGroup
+
+_HOPPER = (9, 0)
+_ALIGNMENT = 16  # bytes of one multicast store
+_OPERATORS = ("reduce_scatter_out", "multimem_all_gather_out")
+_buffers: dict[tuple[str, torch.dtype, torch.device, str], Tensor] = {}
+
+
+def why_not(over: RankGroup, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why symmetric memory cannot be used by this group here; None where it can. The same on every rank of like machines."""
+    if not over.several:
+        return "A group of one rank has nothing to exchange."
+    if device.type != "cuda":
+        return f"Symmetric memory is a path of CUDA devices, and the tensors are on {device.type}."
+    if dtype not in (torch.bfloat16, torch.float32):
+        return f"It adds bfloat16 and float32, not {str(dtype).removeprefix('torch.')}."
+    if torch.cuda.get_device_capability(device) < _HOPPER:
+        return f"Multicast needs a GPU of the Hopper class or newer, and this is {torch.cuda.get_device_name(device)}."
+    if "nccl" not in torch.distributed.get_backend(over.group):
+        return f"The group's backend is {torch.distributed.get_backend(over.group)}; it has to be nccl."
+    if over.size > torch.cuda.device_count():
+        return f"The group has {over.size} ranks and this host {torch.cuda.device_count()} GPUs; they have to share NVLink."
+    return _missing(device)
+
+
+def _missing(device: torch.device) -> str | None:
+    try:
+        from torch._C._autograd import DeviceType
+        from torch._C._distributed_c10d import _SymmetricMemory
+    except ImportError as error:
+        return f"This build of torch has no symmetric memory ({error})."
+    absent = [name for name in _OPERATORS if not hasattr(torch.ops.symm_mem, name)]
+    if absent:
+        return f"This version of torch has no {absent[0]}."
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    if not _SymmetricMemory.has_multicast_support(DeviceType.CUDA, index):
+        return "The GPUs have no NVLink multicast (NVSwitch)."
+    return None
+
+
+def partial_buffer(over: RankGroup, rows: int, features: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[rows, features] of memory that every rank of the group can read, for this rank's partial result."""
+    return _buffer(over, "partial", rows * features, dtype, device).view(rows, features)
+
+
+def reduce_scatter_rows(over: RankGroup, partial: Tensor) -> Tensor:
+    """This rank's rows of the sum of all ranks' `partial`, which is a `partial_buffer`."""
+    mine = partial.new_empty(partial.shape[0] // over.size, partial.shape[1])
+    return torch.ops.symm_mem.reduce_scatter_out(partial, _name(over), False, mine)
+
+
+def fits_multicast(rows: int, features: int, dtype: torch.dtype) -> bool:
+    """Whether a rank's rows are whole multicast stores."""
+    return rows * features * dtype.itemsize % _ALIGNMENT == 0
+
+
+def all_gather_rows(over: RankGroup, mine: Tensor) -> Tensor:
+    """All ranks' rows, written to every rank by multicast; in memory of its own."""
+    rows = mine.shape[0] * over.size
+    out = _buffer(over, "gathered", rows * mine.shape[1], mine.dtype, mine.device).view(rows, mine.shape[1])
+    return torch.ops.symm_mem.multimem_all_gather_out(mine.contiguous(), _name(over), out).clone()
+
+
+def _buffer(over: RankGroup, use: str, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The first elements of a buffer that is mapped once and grows, at the same calls on every rank."""
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    key = (_name(over), dtype, device, use)
+    if key not in _buffers or _buffers[key].numel() < elements:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch marks the interface as one that may change
+            _buffers[key] = symmetric_memory.empty(elements, dtype=dtype, device=device)
+            symmetric_memory.rendezvous(_buffers[key], _name(over))
+    return _buffers[key][:elements]
+
+
+def _name(over: RankGroup) -> Any:
+    return (over.group or torch.distributed.group.WORLD).group_name

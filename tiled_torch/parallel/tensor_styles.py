@@ -1,0 +1,220 @@
+"""Parallel styles that torch.distributed.tensor.parallel lacks: for norms, tiled MLPs and tiled losses."""
+
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+
+from tiled_torch.modules.loss import TiledLinearCrossEntropy
+from tiled_torch.modules.mlp import TiledMLP
+from tiled_torch.parallel.loss import vocab_parallel_linear_cross_entropy
+from tiled_torch.parallel.mlp import tensor_parallel_mlp
+
+
+def distribute(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
+    """Replace one parameter of a module by a DTensor; rank 0's values are everybody's."""
+    parameter = getattr(module, name)
+    if parameter is not None:
+        whole = distribute_tensor(parameter, mesh, [placement])
+        module.register_parameter(name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
+
+
+def whole_gradients(model: nn.Module) -> None:
+    """Sum the gradients of replicated parameters over the ranks as they come: each saw its own tokens or heads only."""
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor) and parameter.requires_grad and parameter.placements == (Replicate(),):
+            parameter.register_hook(_whole)
+
+
+def _whole(gradient: Tensor) -> Tensor:
+    if isinstance(gradient, DTensor) and any(placement.is_partial() for placement in gradient.placements):
+        return gradient.redistribute(placements=[Replicate()] * gradient.device_mesh.ndim)
+    return gradient
+
+
+class Norm(ParallelStyle):
+    """Replicated parameters, input split as `layout` says.
+
+    Args:
+        layout: of the input: Shard(1) with sequence parallelism, the dim of the heads for a norm of each head.
+        result: "split" is a DTensor like the input; "local" this rank's part of it; "whole" a plain tensor with all of it.
+    """
+
+    def __init__(self, layout: Placement, result: Literal["split", "local", "whole"] = "split") -> None:
+        super().__init__()
+        self.layout, self.result = layout, result
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name, _ in list(module.named_parameters(recurse=False)):
+            distribute(module, name, device_mesh, Replicate())
+        module.register_forward_pre_hook(partial(self._before, device_mesh))
+        module.register_forward_hook(self._after)
+        return module
+
+    def _before(self, mesh: DeviceMesh, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        x = inputs[0]
+        if not isinstance(x, DTensor):
+            x = DTensor.from_local(x, mesh, [self.layout], run_check=False)
+        elif x.placements != (self.layout,):
+            x = x.redistribute(placements=[self.layout])
+        return (x, *inputs[1:])
+
+    def _after(self, _: nn.Module, __: Any, y: Any) -> Any:
+        if self.result == "split":
+            return y
+        # FSDP2 warns where a module returns a view, which to_local is.
+        return y.to_local() if self.result == "local" else gathered(y).clone()
+
+
+class Whole(ParallelStyle):
+    """The hidden states that a module is given, its first argument or `hidden_states`, are a DTensor with all tokens.
+
+    Partial sums of their gradient are summed, and scattered where the tokens were split, as soon as the module is through
+    with backward, so that those of the stream between modules are complete.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.register_forward_pre_hook(partial(self._before, device_mesh), with_kwargs=True)
+        return module
+
+    def _before(self, mesh: DeviceMesh, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args:
+            return (_whole_input(args[0], mesh), *args[1:]), kwargs
+        return args, kwargs | {"hidden_states": _whole_input(kwargs["hidden_states"], mesh)}
+
+
+def _whole_input(x: Tensor, mesh: DeviceMesh) -> DTensor:
+    if isinstance(x, DTensor) and x.placements != (Replicate(),):
+        return x.redistribute(placements=[Replicate()])
+    # Through a plain tensor: the backward of from_local makes its gradient whole.
+    return DTensor.from_local(x.to_local() if isinstance(x, DTensor) else x, mesh, [Replicate()], run_check=False)
+
+
+class Head(ColwiseParallel):
+    """A head split by vocabulary: logits are a DTensor split so, or with `gathered` a plain tensor with all of them."""
+
+    def __init__(self, *, gathered: bool) -> None:
+        super().__init__(output_layouts=Replicate() if gathered else Shard(-1), use_local_output=False)
+        self.gathered = gathered
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module = super()._apply(Whole()._apply(module, device_mesh), device_mesh)
+        if self.gathered:
+            module.register_forward_hook(lambda _, __, y: gathered(y).clone())  # a view otherwise, as above
+        return module
+
+
+class Embedding(RowwiseParallel):
+    """An embedding split by vocabulary whose result is a DTensor in `layout`."""
+
+    def __init__(self, layout: Placement) -> None:
+        super().__init__(input_layouts=Replicate(), output_layouts=layout, use_local_output=False)
+
+
+class TiledMLPStyle(ParallelStyle):
+    """A `TiledMLP` split by intermediate features; with sequence_parallel x and y are the rank's own tokens.
+
+    A DTensor x, split along its tokens or replicated, gives a DTensor y.
+    """
+
+    def __init__(self, *, sequence_parallel: bool) -> None:
+        super().__init__()
+        self.sequence_parallel = sequence_parallel
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, TiledMLP)
+        for name, _ in list(module.named_parameters()):
+            placement = {"w_down": Shard(1), "b_down": Replicate()}.get(name, Shard(0))
+            distribute(module, name, device_mesh, placement)
+        module.__class__ = _mlp_class(type(module))  # keeps parameters, hooks and state_dict keys
+        module._sequence_parallel, module._tensor_mesh = self.sequence_parallel, device_mesh
+        return module
+
+
+class _SplitMLP:
+    """Forward of a TiledMLP whose parameters are DTensors."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        options = {"activation": self.activation, "tiling": self.tiling, "backend": self.backend}
+        biases = {"gate": self._pair("b")[0], "up": self._pair("b")[1], "down": getattr(self, "b_down", None)}
+        weights = (*self._pair("w"), self.w_down)
+        return run_mlp(x, weights, biases, options, self._tensor_mesh, sequence_parallel=self._sequence_parallel)
+
+
+@cache
+def _mlp_class(plain: type[nn.Module]) -> type[nn.Module]:
+    return type(plain.__name__, (_SplitMLP, plain), {"__module__": plain.__module__})
+
+
+def run_mlp(
+    x: Tensor,
+    weights: Any,
+    biases: dict[str, Any],
+    options: dict[str, Any],
+    mesh: DeviceMesh,
+    *,
+    sequence_parallel: bool,
+) -> Tensor:
+    """`tensor_parallel_mlp` of DTensor weights and a plain or DTensor x."""
+    present = {name: bias for name, bias in biases.items() if bias is not None}
+    call = partial(tensor_parallel_mlp, biases=present, sequence_parallel=sequence_parallel, **options)
+    if not isinstance(x, DTensor):
+        return call(x, *weights)
+    dim = x.dim() - 2
+    layout = Shard(dim) if sequence_parallel else Replicate()
+    if x.placements != (layout,):
+        x = x.redistribute(placements=[layout])
+    sizes = local_tokens(x, dim, mesh.size()) if sequence_parallel else None
+    y = call(x.to_local(), *weights, split_sizes=sizes)
+    shape = torch.Size((*x.shape[:-1], y.shape[-1]))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(y, mesh, [layout], run_check=False, shape=shape, stride=stride)
+
+
+def local_tokens(x: Tensor, dim: int, ranks: int) -> tuple[int, ...]:
+    """Tokens (leading dims flattened) of every rank of a DTensor whose `dim` is split: full chunks first, then less."""
+    length = x.shape[dim]
+    chunk = -(-length // ranks)
+    others = x.shape[:-1].numel() // max(length, 1)
+    return tuple(others * max(0, min(length, (rank + 1) * chunk) - rank * chunk) for rank in range(ranks))
+
+
+class TiledLossStyle(ParallelStyle):
+    """A `TiledLinearCrossEntropy` split by vocabulary; x and targets are the same on every rank, or x a DTensor."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, TiledLinearCrossEntropy)
+        for name in ("weight", "bias"):
+            distribute(module, name, device_mesh, Shard(0))
+        module.__class__ = _loss_class(type(module))
+        return module
+
+
+class _SplitLoss:
+    """Forward of a TiledLinearCrossEntropy whose parameters are DTensors."""
+
+    def forward(self: Any, x: Tensor, targets: Tensor, *, num_valid: Any = None) -> Any:
+        loss = self.loss if num_valid is None else replace(self.loss, num_valid=num_valid)
+        return split_loss(x, self.weight, targets, bias=self.bias, loss=loss, tiling=self.tiling, backend=self.backend)
+
+
+@cache
+def _loss_class(plain: type[nn.Module]) -> type[nn.Module]:
+    return type(plain.__name__, (_SplitLoss, plain), {"__module__": plain.__module__})
+
+
+def split_loss(x: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Any:
+    """`vocab_parallel_linear_cross_entropy` of a DTensor head and a plain x, or a DTensor x, which is gathered."""
+    return vocab_parallel_linear_cross_entropy(gathered(x), weight, targets, **options)
+
+
+def gathered(x: Tensor) -> Tensor:
+    """The whole of a DTensor on every rank; its gradient has to be the same on all of them."""
+    if not isinstance(x, DTensor):
+        return x
+    return x.redistribute(placements=[Replicate()] * x.device_mesh.ndim).to_local()
