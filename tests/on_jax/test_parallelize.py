@@ -60,6 +60,14 @@ LLAMAS: dict[str, tuple[Axes, Any, Any, Any, dict[str, Any], AxisType]] = {
     "sp 2, whole head": ({"tp": 2}, None, TensorParallel(loss_parallel=False), None, {}, AxisType.Explicit),
     "sp 2, plain": ({"tp": 2}, None, TensorParallel(), None, {"plain": True}, AxisType.Auto),
     "fsdp 2 x tp 4": ({"dp_shard": 2, "tp": 4}, FSDP, TensorParallel(), PRODUCTS, BIASED, AxisType.Auto),
+    "fsdp 2 x tp 2, whole tokens": (
+        {"dp_shard": 2, "tp": 2},
+        FSDP,
+        TensorParallel(sequence_parallel=False),
+        None,
+        BIASED,
+        AxisType.Auto,
+    ),
     "replicas 2 x fsdp 2 x tp 2": (
         {"replica": 2, "dp_shard": 2, "tp": 2},
         HYBRID,
@@ -97,7 +105,18 @@ def reference(changes: dict[str, Any]) -> Any:
     return _REFERENCES[str(tiled)]
 
 
-@pytest.mark.parametrize("case", LLAMAS)
+# What every run checks; the rest combines the same parts in other ways.
+IN_EVERY_RUN = (
+    *("one device", "dp 2", "fsdp 8", "tp 8", "sp 8", "fsdp 2 x tp 4", "fsdp 2 x tp 2, whole tokens"),
+    *("fsdp 2 x context 2 x tp 2", "dp 8", "everything"),
+)
+
+
+def some_slow(cases: Any) -> list[Any]:
+    return [pytest.param(name, marks=() if name in IN_EVERY_RUN else pytest.mark.slow) for name in cases]
+
+
+@pytest.mark.parametrize("case", some_slow(LLAMAS))
 def test_one_step_of_llama(case: str, float64: None) -> None:
     axes, data, tensor, checkpointing, changes, kind = LLAMAS[case]
     model, (loss, gradients) = llama(**changes), reference(changes)
@@ -137,7 +156,7 @@ register_rules(
 )
 
 
-@pytest.mark.parametrize("case", BLOCKS)
+@pytest.mark.parametrize("case", some_slow(BLOCKS))
 def test_any_model_with_rules(case: str, x64: None) -> None:
     """Its loss is the user's, written for one device; the last two cases leave tensor parallelism to XLA."""
     axes, data, tensor, checkpointing, kind = BLOCKS[case]

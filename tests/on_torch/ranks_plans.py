@@ -16,7 +16,7 @@ from tests.on_torch.decoders import BATCH, batch, decoder, loss_of, truth
 from tests.on_torch.gla import GatedLinearModel
 from tiled_torch import TiledLinearCrossEntropy, TiledMLP
 from tiled_torch.models import tile_model, tiling_paths
-from tiled_torch.parallel import Plan, materialize, parallelize, register_plan
+from tiled_torch.parallel import Plan, backward_context, materialize, parallelize, register_plan
 
 FULL = Checkpointing()
 EXACT: dict[str, Any] = {"reduce_dtype": None}
@@ -48,10 +48,23 @@ CONFIGS: dict[str, tuple[tuple[str, ...], ParallelConfig]] = {
 }  # fmt: skip
 
 
+_MESHES: dict[Any, dict[tuple[str, ...], DeviceMesh]] = {}
+
+
 def mesh_of(axes: tuple[str, ...], world: int) -> DeviceMesh:
-    """All ranks on one axis, or two on the last of two axes."""
-    shape = (world,) if len(axes) == 1 else (world // 2, 2)
-    return init_device_mesh("cpu", shape, mesh_dim_names=axes)
+    """All ranks on one axis, or two on the last of two axes.
+
+    A call makes all its meshes at once, in one order: DTensor caches by what a mesh looks like, and what it remembers from
+    the call before names process groups that have to exist in this one under the same names.
+    """
+    group = dist.group.WORLD
+    if group not in _MESHES:
+        _MESHES.clear()
+        wanted = sorted({axes for axes, *_ in (*CONFIGS.values(), *REFUSED.values()) if axes})
+        shapes = {axes: (world,) if len(axes) == 1 else (world // 2, 2) for axes in wanted}
+        _MESHES[group] = {axes: init_device_mesh("cpu", s, mesh_dim_names=axes) for axes, s in shapes.items()}
+        _MESHES[group]["dp_shard", "cp"]._flatten("dp_shard_cp")
+    return _MESHES[group][axes]
 
 
 def full(gradient: Tensor | None) -> Tensor | None:
@@ -89,7 +102,8 @@ def compare(mesh: DeviceMesh, config: ParallelConfig, tiled: bool, kind: str, le
     rows = rows_of(mesh, config)
     ids, labels = batch(length)
     inside = tiled or (config.tensor is not None and config.tensor.loss_parallel)
-    loss = loss_of(model, ids[rows], labels[rows], inside)
+    # Compiled layers are called without the cache that transformers fills by default: it breaks their graphs.
+    loss = loss_of(model, ids[rows], labels[rows], inside, cache=None if config.compile is None else False)
     loss.backward()
     found = {name.removeprefix("module."): full(p.grad) for name, p in model.named_parameters()}
     mean = loss.detach().clone()
@@ -207,18 +221,19 @@ def compiled(rank: int, world: int, names: list[str], backend: str, ends: bool =
 
     whole = torch.compile
     torch.compile = partial(whole, backend=compiler)  # type: ignore[assignment]
-    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")  # dynamo's own
+    warnings.simplefilter("ignore")  # the compiler's own: deprecations, .grad of tensors that are no leaves
     try:
         found = {}
         for name in names:
             torch.compiler.reset()
             graphs.clear()
             axes, config = CONFIGS[name]
-            config = replace(config, compile=Compile(ends=ends))
+            config = replace(config, compile=Compile(ends=ends and config.tensor is None))
             found[name] = compare(mesh_of(axes, world), config, False, "llama", 10) | {"graphs": len(graphs)}
         return found
     finally:
         torch.compile = whole
+        warnings.simplefilter("error")
 
 
 def reshard(rank: int, world: int) -> dict[str, list[bool]]:
@@ -284,6 +299,12 @@ REFUSED: dict[str, tuple[tuple[str, ...], ParallelConfig, dict[str, Any]]] = {
     "heads": (("tp",), ParallelConfig(tensor=TENSOR), {"num_attention_heads": 1, "num_key_value_heads": 1}),
     "kv heads": (("tp",), ParallelConfig(tensor=TENSOR), {"num_key_value_heads": 1}),
     "intermediate": (("tp",), ParallelConfig(tensor=TENSOR), {"intermediate_size": 25}),
+    "ends split": (("tp",), ParallelConfig(tensor=TENSOR, compile=Compile(ends=True)), {}),
+    "products compiled": (
+        ("tp",),
+        ParallelConfig(tensor=TENSOR, compile=Compile(), checkpointing=Checkpointing(mode="products")),
+        {},
+    ),
     "float8": (("dp_shard",), ParallelConfig(data=SHARDED, float8=True), {}),
     "tiled loss gathered": (("tp",), ParallelConfig(tensor=GATHERED_LOGITS), {"tiled": True}),
     "adapter": (("tp",), ParallelConfig(tensor=TENSOR), {"adapter": True}),
@@ -347,3 +368,25 @@ def _refusal(model: Any, mesh: Any, config: ParallelConfig) -> list[Any]:
     except (ValueError, TypeError, NotImplementedError) as error:
         return [type(error).__name__, str(error), snapshot(model) == before]
     return ["nothing was refused", "", False]
+
+
+def compiled_autograd(rank: int, world: int) -> dict[str, Any]:
+    """DDP whose reductions are part of a compiled backward."""
+    warnings.simplefilter("ignore")
+    options = torch._dynamo.config.optimize_ddp
+    try:
+        torch.compiler.reset()
+        _, expected = truth("llama")
+        config = ParallelConfig(data=DataParallel(engine="ddp", **EXACT), compile=Compile(compiled_autograd=True))
+        mesh = mesh_of(("dp_shard",), world)
+        model = parallelize(decoder(), mesh, config)
+        rows = rows_of(mesh, config)
+        ids, labels = batch()
+        with backward_context(config):
+            loss = loss_of(model, ids[rows], labels[rows], False, cache=False)
+            loss.backward()
+        found = {name.removeprefix("module."): p.grad for name, p in model.named_parameters()}
+        return {"gradients": error_between(found, expected)}
+    finally:
+        torch._dynamo.config.optimize_ddp = options
+        warnings.simplefilter("error")

@@ -86,6 +86,23 @@ def test_meta_device(two, four):
                 assert result["other"] > 0
 
 
+def test_compiled_blocks(two):
+    """Through dynamo and AOT autograd; one graph serves the equal layers where nothing breaks it."""
+    names = ["fsdp", "fsdp, always", "fsdp, products", "ddp", "sp", "sp, full"]
+    answers = two.run(_HERE + "compiled", names=names, backend="aot_eager")
+    check(answers)
+    for found in answers:
+        assert found["fsdp"]["graphs"] == 4  # a layer, embedding, norm and head
+        assert found["fsdp, always"]["graphs"] == 4
+        assert all(errors["graphs"] > 0 for errors in found.values())
+
+
+def test_compiled_autograd(two):
+    """DDP's reductions as operations of a backward that is compiled whole."""
+    for found in two.run(_HERE + "compiled_autograd"):
+        assert found["gradients"] <= DISTRIBUTED_FLOAT64
+
+
 def test_reshard_policies(two):
     """Of embedding, three layers and head: whether they hold their own part only after forward."""
     for found in two.run(_HERE + "reshard"):
@@ -120,6 +137,11 @@ REFUSALS = {
     "heads": ("SpecError", "num_attention_heads must be a multiple of the 2 ranks of the mesh axis 'tp', got 1"),
     "kv heads": ("SpecError", "num_key_value_heads must be a multiple of the 2 ranks of the mesh axis 'tp', got 1"),
     "intermediate": ("SpecError", "intermediate_size must be a multiple of the 2 ranks of the mesh axis 'tp', got 25"),
+    "ends split": ("UnsupportedError", "config.compile.ends must be False with config.tensor, got True"),
+    "products compiled": (
+        "UnsupportedError",
+        'config.checkpointing.mode must be "full" or "layers" with config.tensor',
+    ),
     "float8": ("UnsupportedError", "config.float8 must be False here, got True"),
     "tiled loss gathered": ("SpecError", "config.tensor.loss_parallel must be True where the loss is tiled"),
     "adapter": ("UnsupportedError", "layers.1.mlp.up_proj must be nn.Linear, got Adapted"),

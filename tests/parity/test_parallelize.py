@@ -102,7 +102,9 @@ def on_devices(case: Case) -> tuple[float, dict[str, Array]]:
         return float(loss), to_hf(gradients)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in ("fsdp 2", "sp 2") else ()) for name in CASES]
+)
 def test_losses_and_gradients(pools: Any, name: str) -> None:
     case = CASES[name]
     answers = pools[case.ranks].run(

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 
@@ -70,5 +71,8 @@ def test_public_names_of_what_runs_across_ranks(half: Half) -> None:
     of_root = ("vocab_parallel_cross_entropy", "vocab_parallel_linear_cross_entropy")
     here = [path for path in PARALLEL_SIGNATURES if exists_in(half, path)]
     assert sorted(package.__all__) == sorted((*here, *PARALLEL_ONLY[half], *of_root))
-    # A function of the name of its file would be hidden by the submodule in some orders of import.
     assert not [name for name in package.__all__ if inspect.ismodule(getattr(package, name))]
+    # What loads on first use must not have the name of a file: importing that submodule first would hide it.
+    assert package.__file__ is not None
+    files = {path.stem for path in Path(package.__file__).parent.glob("*.py")}
+    assert not files & set(getattr(package, "_ON_FIRST_USE", ()))

@@ -172,8 +172,9 @@ def _freed_forward(layer: _Layer, parameters: nnx.State, arrays: tuple[Any, ...]
 
 
 def _freed_backward(layer: _Layer, saved: _Residuals, dy: Any) -> tuple[Any, tuple[Any, ...]]:
-    # Without the barrier XLA takes the parameters that forward gathered, and keeps them.
-    parameters = lax.optimization_barrier(saved.parameters)
+    # Without the barrier XLA takes the parameters that forward gathered, and keeps them. One for each: a barrier gives all
+    # that go through it the axes along which any of them differs.
+    parameters = jax.tree.map(lax.optimization_barrier, saved.parameters)
     whole, scatter = jax.vjp(layer.gather, parameters)
     gathered, kept = jax.tree.leaves(whole), iter(saved.kept)
     leaves = [next(kept) if number is None else gathered[number] for number in saved.whole]

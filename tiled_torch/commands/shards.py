@@ -46,7 +46,7 @@ def empty_moments(parameters: Mapping[str, Tensor], optimizer: torch.optim.Optim
 
 def fill(part: Tensor, whole: Tensor) -> None:
     """Copy what this rank holds of `whole`."""
-    from tiled_torch.parallel.materialize import fill_local
+    from tiled_torch.parallel.meta_device import fill_local
 
     fill_local(part, whole)
 

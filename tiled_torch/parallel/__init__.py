@@ -96,7 +96,7 @@ _ON_FIRST_USE = {
     "Plan": "plan_registry",
     "apply_checkpointing": "checkpoint_policies",
     "backward_context": "compile_plan",
-    "materialize": "materialize",
+    "materialize": "meta_device",
     "parallelize": "plans",
     "plan_of": "plan_registry",
     "register_plan": "plan_registry",

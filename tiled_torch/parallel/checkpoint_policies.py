@@ -36,9 +36,10 @@ class Checkpointed:
     """Forward of a layer that is computed again in backward; comes before the original class in the order of methods."""
 
     _checkpoint_contexts: Callable[[], Any] | None
+    _compiled_inside: Callable[..., Any] | None = None  # see `compile_plan`
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        forward = super().forward  # type: ignore[misc]
+        forward = self._compiled_inside or super().forward  # type: ignore[misc]
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         kwargs = _without_cache(self, kwargs)

@@ -1,25 +1,64 @@
 """torch.compile of a finished model, block by block, so that equal blocks are compiled once."""
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch._dynamo
 from torch import nn
 
 from shared_specs.config import Compile, ParallelConfig
+from shared_specs.errors import UnsupportedError, error_text
+from tiled_torch.parallel.checkpoint_policies import Checkpointed
 from tiled_torch.parallel.plan_registry import Plan
 
 
-def apply_compile(model: nn.Module, options: Compile, plan: Plan) -> None:
-    """Compile every block in place, and the embedding, the norm and the head apart where asked."""
+def apply_compile(model: nn.Module, options: Compile, plan: Plan, *, split: bool = False) -> None:
+    """Compile every block in place, and the embedding, the norm and the head apart where asked.
+
+    Args:
+        split: whether tensor parallelism was applied. A block that is recomputed is then compiled inside its checkpoint:
+            PyTorch 2.13 cannot trace a checkpoint whose region redistributes DTensors.
+    """
     for block in plan.blocks_of(model):
-        block.compile()
+        if split and isinstance(block, Checkpointed):
+            block._compiled_inside = torch.compile(super(Checkpointed, block).forward)  # type: ignore[misc]
+        else:
+            block.compile()
     if options.ends:
         for path in plan.ends:
-            model.get_submodule(path).compile()
+            _compile_end(model.get_submodule(path))
     if options.compiled_autograd:
         # Reductions are then operations of the compiled backward instead of calls from C++ that it cannot see.
         torch._dynamo.config.optimize_ddp = "python_reducer"
+
+
+def _compile_end(module: Any) -> None:
+    """Compile the forward alone. module.compile() would leave modules of torch.nn as they are: the compiler looks at no frame
+    of PyTorch's own, and once the hooks of a sharding engine break the graph there is no other."""
+    plain = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return plain(*args, **kwargs)
+
+    module.forward = torch.compile(forward)
+
+
+def check_compile(function: str, config: ParallelConfig) -> None:
+    """Raise for what PyTorch cannot compile where layers are split."""
+    if config.compile is None or config.tensor is None:
+        return
+    if config.compile.ends:
+        advice = "PyTorch cannot compile an embedding that is split by vocabulary."
+        raise UnsupportedError(
+            error_text(function, "config.compile.ends", "False with config.tensor", True, advice=advice)
+        )
+    if config.checkpointing is not None and config.checkpointing.mode == "products":
+        rule = '"full" or "layers" with config.tensor and config.compile'
+        advice = (
+            "PyTorch cannot trace a checkpoint around DTensors, and operations inside compiled code cannot be kept."
+        )
+        raise UnsupportedError(error_text(function, "config.checkpointing.mode", rule, "'products'", advice=advice))
 
 
 def backward_context(config: ParallelConfig) -> AbstractContextManager[object]:

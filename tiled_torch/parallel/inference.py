@@ -70,9 +70,9 @@ def norm_column_parallel_linear(
     """
     _refuse_gradients(_NORM, x=x, norm_weight=norm_weight, weight=weight, bias=bias)
     call = LinearArguments(_NORM, "column", x, weight, bias, sequence_parallel, None, DEFAULTS, group)
-    like = operand(x, call.cast)
-    inference_checks.check_norm(_NORM, operand(norm_weight, call.cast), x.shape[-1] if x.dim() else 0, like, eps)
     call.check_column(gather_output=False)
+    like = operand(x, call.cast)
+    inference_checks.check_norm(_NORM, operand(norm_weight, call.cast), x.shape[-1], like, eps)
     call.x = _rms_norm(x, norm_weight, eps, x.dtype)
     return call.column(False)
 
@@ -115,14 +115,16 @@ def row_parallel_linear_residual_norm(
     """
     layer_checks.check_flags(_ROW, gather=gather)
     _refuse_gradients(_ROW, x=x, weight=weight, residual=residual, norm_weight=norm_weight, bias=bias)
+    over = rank_group(_ROW, group)
+    if x.dim():  # here, where no split_sizes can be advised; LinearArguments says what is wrong with an x without dims
+        collective_checks.check_even(_ROW, tuple(x.shape), 0, over.size, sizes="")
     call = LinearArguments(_ROW, "row", x, weight, bias, True, None, DEFAULTS, group)
-    over, like, dtype = call.over, operand(x, call.cast), after_autocast(x, call.cast)
+    like, dtype = operand(x, call.cast), after_autocast(x, call.cast)
     call.check_row(input_is_parallel=True)
     features = weight.shape[0]
     shape = (x.shape[0] // over.size, *x.shape[1:-1], features)
     inference_checks.check_residual(_ROW, operand(residual, call.cast), shape, like)
     inference_checks.check_norm(_ROW, operand(norm_weight, call.cast), features, like, eps)
-    collective_checks.check_even(_ROW, tuple(x.shape), 0, over.size, sizes="")
     rows = residual.numel() // features
     chosen = _path(path, over, x.device, dtype, rows, features)
     if chosen == "collectives":

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 from torch import nn
@@ -64,6 +65,7 @@ def register_plan(kind: str | type[nn.Module], plan: Plan | Builder, *, replace:
         >>> len(plan_of(Stack()).blocks_of(Stack()))
         2
     """
+    _load_own_plans()
     if kind in _BUILDERS and not replace:
         fail("register_plan", "kind", "one without a plan", _name(kind), advice="Pass replace=True to exchange it.")
     _BUILDERS[kind] = plan if not isinstance(plan, Plan) else lambda _: plan
@@ -71,6 +73,7 @@ def register_plan(kind: str | type[nn.Module], plan: Plan | Builder, *, replace:
 
 def plan_of(model: nn.Module, function: str = "parallelize") -> Plan:
     """The plan of a model: that of its class or the nearest base class that has one, else of its `config.model_type`."""
+    _load_own_plans()
     for base in type(model).__mro__:
         if base in _BUILDERS:
             return _BUILDERS[base](model)
@@ -80,6 +83,12 @@ def plan_of(model: nn.Module, function: str = "parallelize") -> Plan:
     rule = "of a kind that has a plan: " + ", ".join(sorted(map(_name, _BUILDERS)))
     advice = "Add one with tiled_torch.parallel.register_plan."
     raise UnsupportedError(error_text(function, "model", rule, kind or type(model).__name__, advice=advice))
+
+
+def _load_own_plans() -> None:
+    """The library's plans register themselves when they are imported, which need not have happened yet."""
+    for name in ("decoder_plan", "module_plans"):
+        import_module(f"tiled_torch.parallel.{name}")
 
 
 def _name(kind: str | type) -> str:

@@ -13,10 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from shared_specs.config import ParallelConfig
 from shared_specs.errors import fail, fail_type
 from shared_specs.parallel_checks import check_parallel_config
-from tiled_torch.parallel import decoder_plan as decoder_plan  # registers its plans
-from tiled_torch.parallel import module_plans as module_plans
 from tiled_torch.parallel.checkpoint_policies import apply_checkpointing
-from tiled_torch.parallel.compile_plan import apply_compile
+from tiled_torch.parallel.compile_plan import apply_compile, check_compile
 from tiled_torch.parallel.data_plan import apply_data_parallel
 from tiled_torch.parallel.plan_registry import Plan, plan_of
 from tiled_torch.parallel.tensor_plan import apply_tensor_parallel, reason_not_asynchronous
@@ -64,7 +62,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh | None, config: ParallelConfi
     if config.checkpointing is not None:
         apply_checkpointing(model, config.checkpointing, plan)
     if config.compile is not None:
-        apply_compile(model, config.compile, plan)
+        apply_compile(model, config.compile, plan, split=config.tensor is not None)
     if config.data is not None:
         model = apply_data_parallel(model, submesh, config.data, plan)
     setattr(model, _MARK, config)
@@ -86,6 +84,7 @@ def _checked(model: Any, mesh: Any, config: Any) -> Plan:
             True,
             advice="Splits of float8 layers are not there yet.",
         )
+    check_compile(_NAME, config)
     _check_fresh(model)
     if config.data is not None and config.data.engine == "ddp" and any(p.is_meta for p in model.parameters()):
         advice = 'Materialize it first, or use engine="fsdp".'

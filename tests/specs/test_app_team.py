@@ -1,0 +1,104 @@
+"""Several processes of one run, here threads: who speaks about bad input, and who writes which part of a checkpoint."""
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+
+from shared_specs.app.checkpoint import load_checkpoint, save_sharded_checkpoint
+from shared_specs.app.team import SaidElsewhere, agreed, check_layout
+from shared_specs.cli import FinetuneOptions, InputError
+
+
+class Threads:
+    """A team whose processes are threads."""
+
+    def __init__(self, rank, count, barrier, board):
+        self.rank, self.count, self._barrier, self._board = rank, count, barrier, board
+
+    def gather(self, value):
+        self._board[self.rank] = value
+        self._barrier.wait()
+        found = [self._board[rank] for rank in range(self.count)]
+        self._barrier.wait()
+        return found
+
+    def lost(self, error):
+        return None
+
+
+def together(work, count=2):
+    """What work(team) returns, or raises, in each thread."""
+    barrier, board, found = threading.Barrier(count, timeout=30), {}, [None] * count
+
+    def run(rank):
+        try:
+            found[rank] = work(Threads(rank, count, barrier, board))
+        except Exception as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def fails_on(ranks):
+    def work(team):
+        def step():
+            if team.rank in ranks:
+                raise InputError(f"finetune: bad on {team.rank}.")
+            return team.rank
+
+        return agreed(team, step)
+
+    return together(work, 3)
+
+
+def test_agreement():
+    assert fails_on([]) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"), [([0, 1, 2], "finetune: bad on 0."), ([2], "finetune: bad on 2. (process 2 of 3)")]
+)
+def test_bad_input_anywhere_ends_all_and_one_speaks(ranks, words):
+    first, *others = fails_on(ranks)
+    assert (type(first), str(first)) == (InputError, words)
+    assert [type(error) for error in others] == [SaidElsewhere] * 2
+
+
+def test_sharded_checkpoint_has_every_part_or_does_not_exist(tmp_path):
+    def save(step):
+        def work(team):
+            def part(folder: Path):
+                (folder / f"{team.rank}.part").write_text(str(step))
+
+            def rest(folder: Path):
+                (folder / "config.json").write_text("{}")
+
+            return save_sharded_checkpoint(tmp_path, team, {"step": step}, "form", part, rest)
+
+        return together(work)
+
+    save(3)
+    checkpoint = load_checkpoint(tmp_path)
+    assert (checkpoint.record, checkpoint.state) == ({"step": 3, "shard_format": "form"}, None)
+    assert sorted(path.name for path in checkpoint.shards.iterdir()) == ["0.part", "1.part"]
+    manifest = json.loads((checkpoint.folder / "manifest.json").read_text())
+    assert {"shards/0.part", "shards/1.part", "config.json", "run.json"} == set(manifest)
+    (checkpoint.shards / "1.part").write_text("?")
+    with pytest.raises(InputError, match=r"damaged checkpoint, .*shards/1.part is not what was written"):
+        load_checkpoint(tmp_path)
+    (checkpoint.shards / "1.part").write_text("3")
+    save(5)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000005"]
+
+
+def test_layout():
+    check_layout(FinetuneOptions(dp=2, fsdp=2, tp=2, batch=4), 8, "processes", "")
+    with pytest.raises(InputError, match=r"must be 4, the processes of this run, got 2 x 1 x 1 = 2\. More\.$"):
+        check_layout(FinetuneOptions(dp=2, batch=2), 4, "processes", "More.")
