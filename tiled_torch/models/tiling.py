@@ -159,7 +159,9 @@ class Tiled:
     _untiled: type[nn.Module]
     _tiling: Tiling
     _backend: str
-    _run_split: Callable[[Any], Any] | None = None  # what `parallelize` lets run where the projections are split over ranks
+    _run_split: Callable[[Any], Any] | None = (
+        None  # what `parallelize` lets run where the projections are split over ranks
+    )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._run_split is not None:

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
+from shared_specs.config import LossOptions
 from tiled_torch.modules.loss import TiledLinearCrossEntropy
 from tiled_torch.modules.mlp import TiledMLP
 from tiled_torch.parallel.loss import vocab_parallel_linear_cross_entropy
@@ -208,9 +209,20 @@ def _loss_class(plain: type[nn.Module]) -> type[nn.Module]:
     return type(plain.__name__, (_SplitLoss, plain), {"__module__": plain.__module__})
 
 
-def split_loss(x: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Any:
-    """`vocab_parallel_linear_cross_entropy` of a DTensor head and a plain x, or a DTensor x, which is gathered."""
-    return vocab_parallel_linear_cross_entropy(gathered(x), weight, targets, **options)
+def split_loss(x: Tensor, weight: Tensor, targets: Tensor, *, loss: LossOptions = LossOptions(), **options: Any) -> Any:
+    """`vocab_parallel_linear_cross_entropy` of a DTensor head and a plain x, or a DTensor x.
+
+    Of an x that is split by tokens one shard at a time is gathered; all of it where a result for every token is asked for.
+    targets: whole on every rank.
+    """
+    run = partial(vocab_parallel_linear_cross_entropy, loss=loss, **options)
+    dim = x.dim() - 2
+    if not isinstance(x, DTensor) or x.placements != (Shard(dim),) or not loss.gradients_in_forward:
+        return run(gathered(x), weight, targets)
+    ranks, rank = x.device_mesh.size(), x.device_mesh.get_local_rank()
+    chunk = -(-x.shape[dim] // ranks)
+    mine = targets.narrow(dim, min(rank * chunk, x.shape[dim]), x.to_local().shape[dim])
+    return run(x.to_local(), weight, mine, sequence_parallel=True, split_sizes=local_tokens(x, dim, ranks))
 
 
 def gathered(x: Tensor) -> Tensor:
