@@ -61,6 +61,8 @@ DETERMINISTIC = Paths(up="dual", down="dgated", weight_gradient="kernel", produc
 FLOAT32 = Paths(up="vendor", down="vendor")
 # Not measured yet: a fused down-projection has to reach 79% of the vendor's rate to pay, a fused up-projection 94%.
 UNMEASURED = Paths()
+# The same of XLA's library; the Pallas kernels of the up- and down-projection also save memory: h alone is written.
+PALLAS_UNMEASURED = Paths(up="dual", down="dgated")
 
 # Clean ahead of time (no spill in a loop with tensor-core instructions, shared memory within the limit). sm_80 has no
 # tensor memory accelerator and 64 x 128 is its largest dual block without spills.
@@ -95,10 +97,22 @@ _SM_90 = {
 
 # Two consumer warpgroups of 64 rows each; the third one only issues copies.
 _MOSAIC = Blocks(rows=128, columns=128, depth=64, warps=8, stages=4)
+_MOSAIC_WIDE = Blocks(rows=128, columns=256, depth=64, warps=8, stages=4)
+_MOSAIC_PAIRS = Blocks(rows=128, columns=256, depth=32, warps=8, stages=4)  # two products a step
+_MOSAIC_ADDING = Blocks(rows=128, columns=128, depth=64, warps=8, stages=5)  # two sums in registers
 
 DEFAULTS: Mapping[Kernels, Mapping[str, Mapping[str, Blocks]]] = {
     "triton": {"sm_80": _SM_80, "sm_90": _SM_90, "sm_100": _SM_90},
-    "pallas": {"sm_90": {**_EVERYWHERE, "glu_up": _MOSAIC, "dgated": _MOSAIC}},
+    "pallas": {
+        "sm_90": {
+            **_EVERYWHERE,
+            "glu_up": _MOSAIC,
+            "dgated": _MOSAIC,
+            "linear": _MOSAIC_WIDE,
+            "dx": _MOSAIC_PAIRS,
+            "weight_gradient": _MOSAIC_ADDING,
+        }
+    },
 }
 ARCHITECTURES = {kernels: tuple(table) for kernels, table in DEFAULTS.items()}
 
@@ -123,6 +137,13 @@ TRITON_CANDIDATES: Mapping[str, tuple[Blocks, ...]] = {
 PALLAS_CANDIDATES: Mapping[str, tuple[Blocks, ...]] = {
     "glu_up": (_MOSAIC, Blocks(rows=128, columns=128, depth=64, stages=3), Blocks(rows=128, columns=64, depth=64)),
     "dgated": (_MOSAIC, Blocks(rows=128, columns=128, depth=64, stages=3), Blocks(rows=128, columns=64, depth=64)),
+    "linear": (_MOSAIC_WIDE, Blocks(rows=128, columns=256, depth=64, stages=3), _MOSAIC),
+    "dx": (
+        _MOSAIC_PAIRS,
+        Blocks(rows=128, columns=128, depth=64, stages=3),
+        Blocks(rows=128, columns=256, depth=32, stages=3),
+    ),
+    "weight_gradient": (_MOSAIC_ADDING, Blocks(rows=128, columns=128, depth=128, stages=2), _MOSAIC),
     "glu_elementwise": (_ROWS, Blocks(rows=1, columns=2048, warps=4, stages=1)),
     "cross_entropy": (_LOGITS, Blocks(rows=1, columns=2048, warps=4, stages=1)),
 }
@@ -149,7 +170,8 @@ def paths_for(kernels: Kernels, architecture: str, dtype: str, shape: tuple[int,
     if dtype == "float32":
         return FLOAT32
     found = _tuned().get((kernels, "paths", architecture, dtype, shape))
-    return found if isinstance(found, Paths) else UNMEASURED
+    default = PALLAS_UNMEASURED if kernels == "pallas" else UNMEASURED
+    return found if isinstance(found, Paths) else default
 
 
 def write_tuned(entries: Sequence[Mapping[str, Any]], path: Path = TUNED) -> None:

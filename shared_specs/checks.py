@@ -11,6 +11,7 @@ from typing import Never
 
 from shared_specs.config import ACTIVATIONS, LOSS_OUTPUTS, LOSS_REDUCTIONS, HalfNames, LossOptions, Tiling
 from shared_specs.errors import UnsupportedError, error_text, fail, fail_type, show_shape
+from shared_specs.shards import KERNEL_MULTIPLE, ShardPlan
 
 FLOAT_DTYPES = ("float32", "bfloat16", "float16", "float64")
 BIASES = ("gate", "up", "down")
@@ -109,6 +110,21 @@ def check_deterministic(function: str, tiling: Tiling, refused: str | None) -> N
     """UnsupportedError where `tiling.deterministic` is asked for and `refused` says why it cannot be had."""
     if tiling.deterministic and refused is not None:
         raise UnsupportedError(error_text(function, "deterministic", "False here", True, advice=refused))
+
+
+def check_deterministic_shards(function: str, plan: ShardPlan) -> None:
+    """UnsupportedError where a loop that computes the shorter last shard first cannot sum over shards in token order."""
+    if len(plan) > 1 and plan.tokens % plan.shard_tokens:
+        raise UnsupportedError(
+            error_text(
+                function,
+                "the length of a shard",
+                "a divisor of the number of tokens for deterministic gradients of weights",
+                plan.shard_tokens,
+                shapes=f"there are {plan.tokens} tokens",
+                advice=f"Pass a shard_tokens that divides them and is a multiple of {KERNEL_MULTIPLE}, or num_shards=1.",
+            )
+        )
 
 
 def _check_weight(

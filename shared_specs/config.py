@@ -37,9 +37,9 @@ class Tiling:
         keep: fraction of the shards, in [0, 1], whose gate and up are kept for backward instead of recomputed (MLP).
         vocab_shards: at most this many runs of the vocabulary, >= 1, whose logits exist one at a time (losses). More
             than one costs a second computation of the logits: 8 THV FLOP instead of 6.
-        deterministic: whether results are the same to the last bit at every shard count (MLP, in tiled_torch). Every
-            product is then made by a kernel of the project's own, which adds in one order; UnsupportedError where none
-            can run.
+        deterministic: whether results are the same to the last bit at every shard count (MLP). Every product is then made
+            by a kernel of the project's own, which adds in one order; UnsupportedError where none can run, and in
+            tiled_jax where gradients of weights are asked of shards of two lengths.
     """
 
     num_shards: int | None = None
@@ -134,8 +134,10 @@ class ParallelLinearOptions:
         sequence_dim: the dim of x that sequence parallelism splits (0 for [tokens, hidden], 1 for [batch, tokens, hidden]).
         stride: how many equal parts of one fused weight (such as [gate; up]) are each split over the ranks.
         disable_grad_reduce: leave the input gradient a partial sum; the caller reduces it.
-        is_expert: the layer belongs to an expert: its weights get `allreduce=False`, so that data-parallel engines that
-            read it leave their gradients to the expert-data-parallel group (tiled_torch).
+        is_expert: the layer belongs to an expert (tiled_torch). It is split over the expert's own tensor-parallel group,
+            which has to be given: None, elsewhere all ranks, is refused, so that an expert never talks to ranks that hold
+            other experts. Nothing is looked up from a registry. Its parameters get `allreduce=False`, by which data-parallel
+            engines that know the mark reduce their gradients over the expert-data-parallel group instead.
         gradient_accumulation_fusion: add weight gradients to `weight.main_grad` in float32 (tiled_torch).
         async_grad_reduce: reduce the input gradient while the weight gradient is computed (tiled_torch; XLA schedules
             by itself).
@@ -194,7 +196,7 @@ class Compile:
     """torch.compile of each block (tiled_torch; a JAX train step is compiled whole).
 
     Args:
-        ends: compile embedding, final norm and head apart too.
+        ends: compile embedding, final norm and head apart too (of a tiled model not the head, which its loss does not call).
         compiled_autograd: compile the backward as one graph, so that DDP's reductions are part of it.
     """
 
@@ -210,7 +212,8 @@ class DataParallel:
         engine: "fsdp" splits parameters, gradients and optimizer state over `shard_axis`; "ddp" replicates them.
         shard_axis: of the mesh; with "ddp" the axis of the replicas.
         replicate_axis: a second axis of replicas of the sharded weights (hybrid sharding), or None.
-        context_axis: the axis of context parallelism, over which weights are sharded as well, or None.
+        context_axis: an axis of context parallelism, or None: its ranks are given the same batch, hold a run of the tokens of
+            every sequence each, and attend with some of the heads. Weights are sharded over it as well.
         param_dtype: dtype of the computation, None for that of the parameters. reduce_dtype: of gradient reductions.
         cpu_offload: keep sharded parameters in host memory.
         reshard: free gathered weights after forward: "always", "never", or "default" (all blocks but the last; never
@@ -234,7 +237,7 @@ class ParallelConfig:
     """What `parallelize` does to a finished model, in this order; None leaves a step out.
 
     Args:
-        float8: matrix products of linear layers in float8 (tiled_torch with torchao).
+        float8: matrix products of the layers in float8, where their sizes are multiples of 16 (tiled_torch with torchao).
         donate: the train step writes over its input state (tiled_jax).
     """
 

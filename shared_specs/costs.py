@@ -39,6 +39,11 @@ class MLPShape:
         out = self.hidden if self.out is None else self.out
         return self.intermediate * (self.hidden * (2 if self.gated else 1) + out)
 
+    @property
+    def cast_bytes(self) -> int:
+        """Of the weights in the compute dtype, where they are stored in another one (autocast)."""
+        return self.weight_elements * self.itemsize if self.weight_itemsize != self.itemsize else 0
+
 
 def thi(shape: MLPShape) -> int:
     """FLOP of one T x H x I product."""
@@ -98,9 +103,9 @@ def peak_bytes(shape: MLPShape, plan: ShardPlan, *, device: str = "cpu", kernels
     """Peak bytes of one eager backward above inputs, outputs, gradients and what `saved_bytes` names.
 
     Buffers [t, I]: gate, up and dh, over which dgate, h and dup are written (two without a gate). On top: a few
-    elementwise temporaries of `block_rows` rows, the accumulators, and for 16-bit operands on a CPU the float32 copies
-    of one product's operands, because CPU products cannot return float32 from 16-bit operands. `kernels`: Triton's, which
-    hold what is elementwise in registers.
+    elementwise temporaries of `block_rows` rows, the accumulators, copies of weights in another dtype, and for 16-bit
+    operands on a CPU the float32 copies of one product's operands, because CPU products cannot return float32 from 16-bit
+    operands. `kernels`: Triton's, which hold what is elementwise in registers.
     """
     t, wide = plan.longest, max(shape.itemsize, 4)
     buffers = (3 if shape.gated else 2) * t * shape.intermediate * shape.itemsize
@@ -114,7 +119,7 @@ def peak_bytes(shape: MLPShape, plan: ShardPlan, *, device: str = "cpu", kernels
     if shape.itemsize < 4 and device == "cpu" and sums_wide:
         out = shape.hidden if shape.out is None else shape.out
         copies = t * (shape.intermediate + max(shape.hidden, out)) * 4
-    return buffers + max(temporaries, copies) + accumulator_bytes(shape, plan)
+    return buffers + max(temporaries, copies) + accumulator_bytes(shape, plan) + shape.cast_bytes
 
 
 def compiled_peak_bytes(shape: MLPShape, plan: ShardPlan, *, device: str = "cpu") -> int:
@@ -128,14 +133,17 @@ def compiled_peak_bytes(shape: MLPShape, plan: ShardPlan, *, device: str = "cpu"
     t, out = plan.longest, shape.hidden if shape.out is None else shape.out
     widened = 4 if shape.itemsize < 4 and device == "cpu" else 0
     rows = (6 if shape.gated else 4) * t * shape.intermediate + t * (2 * shape.hidden + out)
-    casts = shape.weight_elements * shape.itemsize if shape.weight_itemsize != shape.itemsize else 0
     sums = shape.weight_elements * max(4, shape.itemsize)
-    return rows * (shape.itemsize + widened) + sums + casts + shape.weight_elements * widened
+    return rows * (shape.itemsize + widened) + sums + shape.cast_bytes + shape.weight_elements * widened
 
 
 def plain_peak_bytes(shape: MLPShape) -> int:
-    """Peak bytes of the untiled backward above inputs, outputs and gradients: what was saved and gradients of it."""
-    return plain_saved_bytes(shape) + (3 if shape.gated else 2) * shape.tokens * shape.intermediate * shape.itemsize
+    """Peak bytes of the untiled backward above inputs, outputs and gradients: what was saved and gradients of it.
+
+    And the copies of weights in another dtype, which are saved as well.
+    """
+    gradients = (3 if shape.gated else 2) * shape.tokens * shape.intermediate * shape.itemsize
+    return plain_saved_bytes(shape) + gradients + shape.cast_bytes
 
 
 def shard_tokens_within(
@@ -196,7 +204,8 @@ class LossShape:
     """What the formulas need of one linear cross entropy. `vocab`: entries that this call's weight has.
 
     `itemsize` is of the compute dtype, `weight_itemsize` of the weight. `bends`: how many of logit_softcap and an entropy
-    there are; the gradients of each need one more temporary.
+    there are; the gradients of each need one more temporary. `copied`: statistics are made on copies of rows, where other
+    ranks have a part in them and the logits are still needed for the gradients.
     """
 
     tokens: int
@@ -206,11 +215,17 @@ class LossShape:
     itemsize: int = 4
     weight_itemsize: int = 4
     bends: int = 0
+    copied: bool = False
 
     @property
     def vocab_shard(self) -> int:
         """Entries of the longest vocabulary shard."""
         return -(-self.vocab // self.vocab_shards)
+
+    @property
+    def cast_bytes(self) -> int:
+        """Of the weight in the compute dtype, where it is stored in another one (autocast)."""
+        return self.vocab * self.hidden * self.itemsize if self.weight_itemsize != self.itemsize else 0
 
 
 def loss_flop(shape: LossShape, *, gradients_in_forward: bool, dx: bool = True, dweight: bool = True) -> int:
@@ -236,9 +251,9 @@ def loss_block_rows(shape: LossShape, device: str) -> int:
 def loss_peak_bytes(shape: LossShape, plan: ShardPlan, *, device: str = "cpu", kernels: bool = False) -> int:
     """Peak bytes of one eager loss above inputs and gradients: one shard of logits.
 
-    On top: where logits are widened or bent, elementwise temporaries of `loss_block_rows` rows, the float32 sum of a 16-bit
-    weight's gradient, and for 16-bit operands on a CPU the float32 copies of one product's operands, because CPU products
-    cannot return float32.
+    On top: where logits are widened, bent or copied, elementwise temporaries of `loss_block_rows` rows, the float32 sum of a
+    16-bit weight's gradient, a copy of a weight in another dtype, and for 16-bit operands on a CPU the float32 copies of one
+    product's operands, because CPU products cannot return float32.
     With vocabulary shards a 16-bit dx is a float32 sum while its tokens are worked on. `kernels`: Triton's, which hold what
     is elementwise in registers.
     """
@@ -246,11 +261,12 @@ def loss_peak_bytes(shape: LossShape, plan: ShardPlan, *, device: str = "cpu", k
     logits = t * shape.vocab_shard * shape.itemsize
     dx_sum = t * shape.hidden * 4 if shape.itemsize < 4 and shape.vocab_shards > 1 else 0
     block = min(t, loss_block_rows(shape, device)) * shape.vocab_shard
-    temporaries = 0 if kernels else block * wide * ((0 if shape.itemsize >= 4 else 1) + shape.bends)
+    blocks = max((0 if shape.itemsize >= 4 else 1) + shape.bends, 1 if shape.copied and shape.vocab_shards == 1 else 0)
+    temporaries = 0 if kernels else block * wide * blocks
     copies = 0
     if shape.itemsize < 4 and device == "cpu":
         copies = t * (shape.vocab_shard + shape.hidden) * 4
-    return logits + dx_sum + max(temporaries, copies) + loss_accumulator_bytes(shape)
+    return logits + dx_sum + max(temporaries, copies) + loss_accumulator_bytes(shape) + shape.cast_bytes
 
 
 def compiled_loss_peak_bytes(shape: LossShape, plan: ShardPlan, *, device: str = "cpu") -> int:
@@ -268,7 +284,7 @@ def compiled_loss_peak_bytes(shape: LossShape, plan: ShardPlan, *, device: str =
     logits = t * shape.vocab_shard * (of_logit + 2 * wide * shape.bends)
     rows = t * shape.hidden * (2 * shape.itemsize + 2 * wide)
     weight, part = shape.vocab * shape.hidden, shape.vocab_shard * shape.hidden
-    casts = weight * (shape.itemsize * (shape.weight_itemsize != shape.itemsize) + wide * widened)
+    casts = shape.cast_bytes + weight * wide * widened
     products = part * wide * (1 if shape.vocab_shards == 1 else 3)
     return logits + rows + products + casts + loss_accumulator_bytes(shape)
 

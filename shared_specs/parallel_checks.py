@@ -1,8 +1,9 @@
 """What `parallelize` requires of a configuration, a mesh and a model, before it touches either: names and integers only."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, get_args, get_type_hints
+from math import prod
+from typing import Any, Never, get_args, get_type_hints
 
 from shared_specs.checks import FLOAT_DTYPES, check_count
 from shared_specs.config import (
@@ -16,7 +17,7 @@ from shared_specs.config import (
     Reshard,
     TensorParallel,
 )
-from shared_specs.errors import UnsupportedError, error_text, fail, fail_type
+from shared_specs.errors import UnsupportedError, error_text, fail, fail_type, show_shape
 
 # Fields that one half has and the other refuses unless left at their defaults.
 ONE_HALF: dict[str, Half] = {
@@ -83,6 +84,34 @@ def check_divides(function: str, sizes: TensorSizes, axis: str, ranks: int) -> N
         fail(function, "vocab_size", f">= the {ranks} ranks of the mesh axis '{axis}'", sizes.vocab)
 
 
+def check_context_heads(function: str, heads: int, ranks: Mapping[str, int]) -> None:
+    """Tensor and context parallelism together divide the query heads; key heads are repeated where they have to be.
+
+    Args:
+        ranks: of the axes that divide them, by name.
+    """
+    together = prod(ranks.values())
+    if heads % together:
+        advice = "Each attends with heads of its own. Take a mesh that divides them."
+        rule = f"a multiple of the {together} ranks of the mesh axes {', '.join(ranks)}"
+        fail(function, "num_attention_heads", rule, heads, advice=advice)
+
+
+def check_context_tokens(function: str, argument: str, tokens: int, ranks: int, shape: tuple[int, ...]) -> None:
+    """Every rank of a context-parallel group holds as many tokens of a sequence."""
+    if tokens % ranks:
+        rule = f"of a multiple of {ranks} tokens, for the ranks that each hold a run of them"
+        advice = "Pad the sequences, with labels that are ignored."
+        fail(function, argument, rule, tokens, shapes=f"{argument} is {show_shape(shape)}", advice=advice)
+
+
+def refuse_context(function: str, model: str) -> Never:
+    """For a model whose attention, or loss, nothing is known of."""
+    rule = "None for a model that does not say how its tokens are split"
+    advice = f"{model} computes with whole sequences."
+    raise UnsupportedError(error_text(function, "config.data.context_axis", rule, "an axis", advice=advice))
+
+
 def mesh_axes(config: ParallelConfig) -> dict[str, str]:
     """Field that names an axis -> the axis, of everything the configuration asks for."""
     found = {} if config.tensor is None else {"config.tensor.axis": config.tensor.axis}
@@ -92,6 +121,16 @@ def mesh_axes(config: ParallelConfig) -> dict[str, str]:
             if axis is not None:
                 found[f"config.data.{name}"] = axis
     return found
+
+
+def check_axis_order(function: str, data: DataParallel | None, axes: Iterable[str]) -> None:
+    """The axes that weights are sharded or replicated over come in one order, replicas first, where a mesh has an order."""
+    given = () if data is None else (data.replicate_axis, data.shard_axis, data.context_axis)
+    wanted = [axis for axis in given if axis is not None]
+    found = [axis for axis in axes if axis in wanted]
+    if found != wanted:
+        advice = "Replicas are outermost, parts of the tokens innermost."
+        fail(function, "mesh", f"with its axes in the order {', '.join(wanted)}", ", ".join(found), advice=advice)
 
 
 _PARTS = {"tensor": TensorParallel, "checkpointing": Checkpointing, "compile": Compile, "data": DataParallel}
@@ -170,6 +209,9 @@ def _check_data(function: str, config: ParallelConfig, axes: Mapping[str, int]) 
             _check_one_of(function, f"config.data.{name}", getattr(data, name), FLOAT_DTYPES)
     if data.engine == "ddp":
         _check_ddp(function, data, axes)
+    if data.context_axis is not None and data.pipeline:
+        advice = "A stage of a pipeline is not given the tokens that are to be split."
+        fail(function, "config.data.pipeline", "False with config.data.context_axis", True, advice=advice)
     taken: dict[str, str] = {}
     for name, axis in mesh_axes(config).items():
         _check_axis(function, name, axis, axes)

@@ -1,4 +1,6 @@
-"""What sequence parallelism requires of a call before anything is sent: how many tokens each rank holds. Integers only."""
+"""What ranks have to know of a call before anything is sent: how many tokens each holds, and that all make the same call."""
+
+from collections.abc import Mapping, Sequence
 
 from shared_specs.collective_checks import check_sizes
 from shared_specs.errors import fail, fail_type, show_shape
@@ -7,6 +9,14 @@ from shared_specs.errors import fail, fail_type, show_shape
 def check_sequence_parallel(function: str, sequence_parallel: object) -> None:
     if not isinstance(sequence_parallel, bool):
         fail_type(function, "sequence_parallel", "True or False", type(sequence_parallel).__name__)
+
+
+def check_alike(function: str, said: Sequence[Mapping[str, str]]) -> None:
+    """What every rank, in rank order, says of its call, by name: SpecError for the first thing in which they differ."""
+    for name in said[0]:
+        words = [of_rank.get(name) for of_rank in said]
+        if len(set(words)) > 1:
+            fail(function, name, f"the same on all {len(said)} ranks", ", ".join(map(str, words)))
 
 
 def sequence_tokens(

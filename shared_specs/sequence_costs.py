@@ -12,7 +12,6 @@ from shared_specs.costs import (
     MLPShape,
     compiled_loss_peak_bytes,
     compiled_peak_bytes,
-    loss_block_rows,
     loss_peak_bytes,
     peak_bytes,
     shard_tokens_within,
@@ -21,17 +20,21 @@ from shared_specs.partitions import SequencePlan, plan_sequence
 from shared_specs.shards import ShardPlan
 
 
-def in_flight_bytes(shape: MLPShape | LossShape, plan: SequencePlan, *, upstream: int = 0) -> int:
+def in_flight_bytes(
+    shape: MLPShape | LossShape, plan: SequencePlan, *, upstream: int = 0, exchanged: bool = False
+) -> int:
     """Bytes of the gathered shards of a sequence that is split over R ranks, above what one shard's loop needs.
 
     x [R t, H] of the shard that is computed and of the next, which is under way (`upstream`: as many rows of an upstream
-    gradient of that width); partial sums [R t, H] of one shard, and the rank's own part of their sum, [t, H].
+    gradient of that width); partial sums [R t, H] of one shard, and the rank's own part of their sum, [t, H]; or, `exchanged`,
+    where ranks send each other 16-bit partial sums and add them up in float32, as many of theirs (more than two ranks).
     """
     if not len(plan):
         return 0
     rows, shards = plan.rows(0), min(2, len(plan))
     gathered = shards * len(plan.tokens) * rows * (shape.hidden + upstream)
-    partial_sums = (len(plan.tokens) + 1) * rows * shape.hidden
+    ranks = len(plan.tokens)
+    partial_sums = (ranks + (ranks if exchanged and shape.itemsize < 4 and ranks > 2 else 1)) * rows * shape.hidden
     return (gathered + partial_sums) * shape.itemsize
 
 
@@ -48,7 +51,7 @@ def sequence_peak_bytes(shape: MLPShape, plan: SequencePlan, *, device: str = "c
     """
     out = shape.hidden if shape.out is None else shape.out
     loop = peak_bytes(shape, gathered_plan(plan), device=device, kernels=kernels)
-    return loop + in_flight_bytes(shape, plan, upstream=out)
+    return loop + in_flight_bytes(shape, plan, upstream=out, exchanged=True)
 
 
 def plan_sequence_mlp(
@@ -94,16 +97,9 @@ def _sequence_within(
 def sequence_loss_peak_bytes(
     shape: LossShape, plan: SequencePlan, *, device: str = "cpu", kernels: bool = False
 ) -> int:
-    """Peak bytes of one eager loss whose tokens are split over ranks, above inputs, gradients and numbers per token.
-
-    Ranks that hold parts of the vocabulary need the logits again after their statistics, so that rows which `loss_peak_bytes`
-    has bent in place are a temporary here (16-bit ones are anyway; with vocabulary shards logits are computed twice).
-    """
-    loop = gathered_plan(plan)
-    rows = min(loop.longest, loss_block_rows(shape, device))
-    copied = shape.itemsize >= 4 and shape.vocab_shards == 1 and not kernels
-    temporary = rows * shape.vocab_shard * shape.itemsize if copied else 0
-    return loss_peak_bytes(shape, loop, device=device, kernels=kernels) + temporary + in_flight_bytes(shape, plan)
+    """Peak bytes of one eager loss whose tokens are split over ranks, above inputs, gradients and numbers per token."""
+    loop = loss_peak_bytes(shape, gathered_plan(plan), device=device, kernels=kernels)
+    return loop + in_flight_bytes(shape, plan, exchanged=True)
 
 
 def plan_sequence_loss(

@@ -278,6 +278,7 @@ PARALLEL_SIGNATURES: dict[str, tuple[Argument, ...]] = {
         _keyword("activation", "silu"),
         _keyword("gated", True),
         _keyword("bias", False),
+        _keyword("fused_gate_up", False, _TORCH),
         _keyword("sequence_parallel", False),
         *_TILING,
         *_ON_MESH,
@@ -303,6 +304,8 @@ PARALLEL_SIGNATURES: dict[str, tuple[Argument, ...]] = {
         _keyword("path", "auto"),
         *_GROUP,
     ),
+    "context_attention": (Argument("q"), Argument("k"), Argument("v"), Argument("attend", None), *_GROUP),
+    "context_slice": (Argument("batch"), _keyword("ignore_index", -100), *_GROUP),
     "RandomStates": (_keyword("device", None, _TORCH),),
     "broadcast_data": (  # an entry whose every argument is one half's exists in that half only
         Argument("keys", halves=_TORCH),
@@ -312,7 +315,7 @@ PARALLEL_SIGNATURES: dict[str, tuple[Argument, ...]] = {
         _keyword("group", None, _TORCH),
     ),
     "deferred_weight_grad": (Argument("weight", halves=_TORCH),),
-    "sharded_state_dict": (Argument("module", halves=_TORCH),),
+    "sharded_state_dict": (Argument("module", halves=_TORCH), Argument("tensors", None, halves=_TORCH)),
     "inference_path": (
         Argument("device", halves=_TORCH),
         Argument("dtype", None, halves=_TORCH),
@@ -331,6 +334,14 @@ PARALLEL_SIGNATURES: dict[str, tuple[Argument, ...]] = {
         _keyword("loss_fn", None, _JAX),
         _keyword("optimizer", None, _JAX),
     ),
+}
+
+# Arguments of the classes above that their twins in tiled_jax.linen have no field for -> why. The others have the same name.
+LINEN_WITHOUT: dict[str, dict[str, str]] = {
+    "TiledMLP": {"rngs": "`init` is given them."},
+    "TiledLinearCrossEntropy": {"rngs": "`init` is given them."},
+    "TiledLinear": {"rngs": "`init` is given them.", "init_linear": "The module holds no values: see `tile_params`."},
+    "TiledLinearReturnBias": {"rngs": "`init` is given them.", "init_linear": "As TiledLinear."},
 }
 
 # Public names of the package root, both halves.

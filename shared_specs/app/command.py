@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from shared_specs.app.team import SaidElsewhere
+from shared_specs.app.team import SaidElsewhere, let_first_speak
 from shared_specs.cli import InputError, flag, parse_size
 from shared_specs.errors import SpecError, UnsupportedError
 
@@ -61,6 +61,7 @@ def main(package: str, commands: Sequence[Command], arguments: Sequence[str] | N
 
 def _fail(message: str) -> int:
     """One line, whatever the message was made of."""
+    let_first_speak()
     print(" ".join(message.split()), file=sys.stderr)
     return 2
 

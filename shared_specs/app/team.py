@@ -1,11 +1,14 @@
 """The processes of one run as the loop sees them: who writes, what all agree on, and what it means when one is lost."""
 
+import os
+import time
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 from shared_specs.cli import FinetuneOptions, InputError
 
 _T = TypeVar("_T")
+_PATIENCE_SECONDS = 10.0
 
 
 class Team(Protocol):
@@ -40,6 +43,13 @@ ALONE = Alone()
 
 class SaidElsewhere(InputError):
     """Ends this process with the exit code of bad input, quietly: another process says what is wrong."""
+
+
+def let_first_speak() -> None:
+    """Before a process that torchrun started says what is wrong: process 0, given the same words, says so and ends, and
+    torchrun then ends the others; what another one still says after a while is wrong in it alone."""
+    if os.environ.get("RANK", "0") != "0":
+        time.sleep(_PATIENCE_SECONDS)
 
 
 def agreed(team: Team, work: Callable[[], _T]) -> _T:

@@ -1,11 +1,15 @@
 """Kernels in JAX's GPU interpreter: operands, the float64 truth of what they return, and a clean state between tests."""
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax._src.pallas.mosaic.interpret import thread_map
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -20,12 +24,36 @@ Array = np.ndarray[Any, Any]
 FINDS_RACES = hasattr(plgpu, "InterpretGPUParams")
 
 
+class CompiledOnce:
+    """What the interpreter's threads run, each program compiled by the first one that needs it.
+
+    Left alone, the threads compile it all at once, and in jax 0.10 each a copy of its own: most of the time of a test.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.programs: dict[Any, Any] = {}
+
+    def run(self, jaxpr: Any, consts: Any, *args: Any) -> None:
+        with self.lock:
+            if jaxpr not in self.programs:
+                self.programs[jaxpr] = self.compile(jaxpr, consts, *args)
+        self.programs[jaxpr](consts, *args)
+
+    def compile(self, jaxpr: Any, consts: Any, *args: Any) -> Any:
+        def program(consts: Any, *args: Any) -> None:
+            jax.core.eval_jaxpr(jaxpr, consts, *args)
+
+        return jax.jit(program).lower(consts, *args).compile()
+
+
 @contextmanager
 def clean_interpreter() -> Iterator[None]:
     """A failure inside the interpreter leaves state behind that would fail whatever it runs next."""
     gpu_callbacks.reset_gpu_interpret_mode_state()
     try:
-        yield
+        with mock.patch.object(thread_map, "_run_jaxpr", CompiledOnce().run):
+            yield
     finally:
         gpu_callbacks.reset_gpu_interpret_mode_state()
 

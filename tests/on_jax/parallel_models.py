@@ -16,7 +16,7 @@ from tiled_jax import TiledMLP
 from tiled_jax.models import Llama, LlamaConfig
 from tiled_jax.parallel import Parallelized
 
-# Compiling is most of the time of these tests, and the numbers do not depend on how well it is done.
+# Compiling is most of the time of these tests, and neither numbers nor buffers nor collectives depend on how well LLVM does it.
 QUICKLY: Any = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 LEARNING_RATE = 100.0  # an update of this size has the digits of its gradient
 

@@ -13,8 +13,11 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from shared_specs.config import Checkpointing
+from shared_specs.rounding import relative_error
+from shared_specs.tolerances import limit
+from tests.asserting import assert_within
 from tests.on_jax.counting import flop, kept_bytes, temp_bytes
-from tiled_jax import SpecError, UnsupportedError
+from tiled_jax import SpecError, UnsupportedError, tile
 from tiled_jax.parallel import checkpoint, checkpoint_without_output, checkpointed, scan_layers
 
 T, H, I, LAYERS = 64, 16, 48, 6  # noqa: E741
@@ -127,6 +130,22 @@ def test_compiled_temp_bytes_of_the_rolled_loop(mode: str) -> None:
     assert used(mode, many) < used(None, many)
 
 
+def test_a_checkpoint_inside_a_layer_stays_one() -> None:
+    """Of a layer that keeps everything, what is tiled in it is computed again all the same: each keeps x alone."""
+
+    def tiled(x: jax.Array, w: Any) -> jax.Array:
+        return x + tile(lambda x: jnp.tanh(x @ w["a"]) @ w["b"], num_shards=8)(x)
+
+    def bytes_of(layers: int) -> int:
+        def program(x: jax.Array, w: Any) -> Any:
+            return jax.vjp(lambda x, w: scan_layers(tiled, x, w, MODES["every-2"]), x, w)[1](x)
+
+        x, w = operands(jnp.float32, layers=layers, tokens=512)
+        return temp_bytes(program, x, {name: w[name] for name in ("a", "b")})
+
+    assert bytes_of(12) - bytes_of(6) == 6 * 4 * 512 * H
+
+
 def test_products_are_not_computed_again() -> None:
     """Forward and backward of 4 products are 12; "full" adds the first three again, "products" only the second."""
     x, w = operands(jnp.float32, layers=1)
@@ -156,11 +175,15 @@ def test_products_inside_jit_and_beside_other_rules(same: Any) -> None:
     assert str(jax.make_jaxpr(checkpointed(mixed, MODES["products"]))(x, w)).count(f"name={checkpoint.PRODUCT}") == 1
 
 
+SHARDED = [(mode, 8, check_vma) for mode in ("full", "every-2", "products") for check_vma in (True, False)]
+
+
 @pytest.mark.ranks
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("mode", ["full", "every-2", "products"])
-def test_inside_shard_map(mode: str, check_vma: bool, same: Any) -> None:
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+@pytest.mark.parametrize(
+    ("mode", "devices", "check_vma"), [*SHARDED, ("products", 1, True), ("every-2", 2, True), ("full", 4, False)]
+)
+def test_inside_shard_map(mode: str, devices: int, check_vma: bool, same: Any) -> None:
+    mesh = jax.make_mesh((devices,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
     x, w = operands(jnp.float64)
     fn = jax.shard_map(
         lambda x, w: scan_layers(layer, x, w, MODES[mode]),
@@ -170,6 +193,43 @@ def test_inside_shard_map(mode: str, check_vma: bool, same: Any) -> None:
         check_vma=check_vma,
     )
     same(results(fn, x, w), results(plain_scan, x, w))
+
+
+def test_in_bfloat16() -> None:
+    """Against float64, as wrong as the stack without checkpointing may be."""
+    x, w = operands(jnp.bfloat16)
+    modes = [None, *(MODES[mode] for mode in ("full", "every-2", "products"))]
+    baseline, *found = jax.jit(
+        lambda x, w: [results(partial(scan_layers, layer, checkpointing=m), x, w) for m in modes]
+    )(x, w)
+    with jax.enable_x64(True):
+        exact = results(plain_scan, *jax.tree.map(lambda a: a.astype(jnp.float64), (x, w)))
+    for leaves in zip(*map(jax.tree.leaves, (exact, baseline, *found)), strict=True):
+        wanted, plainly, *others = map(np.asarray, leaves)
+        for a in others:
+            assert a.dtype == plainly.dtype == jnp.bfloat16
+            assert_within(a, wanted, limit(relative_error(plainly, wanted), "bfloat16"), f"{a.shape}")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda module: checkpointed(module, MODES["full"]),
+        lambda module: checkpointed(module, MODES["products"]),
+        lambda module: checkpoint_without_output(module, jnp.negative),
+        lambda module: checkpoint_without_output(jnp.negative, module),
+    ],
+    ids=["full", "products", "fn", "consumer"],
+)
+def test_parameters_that_change_between_calls(make: Any) -> None:
+    """A function that closes over a module is computed with the values of the call, not those of the first one."""
+    module, x = nnx.Linear(4, 4, rngs=nnx.Rngs(0)), jnp.ones((2, 4))
+    fn = make(module)
+    for scale in (1.0, 2.0):
+        module.kernel[...] = jnp.eye(4) * scale
+        y, pull = jax.vjp(fn, x)
+        np.testing.assert_array_equal(np.abs(y), scale * x)
+        np.testing.assert_array_equal(np.abs(pull(x)[0]), scale * x)
 
 
 def test_modules_and_random_keys(same: Any) -> None:
@@ -226,6 +286,29 @@ def test_an_output_that_nobody_keeps(same: Any) -> None:
     assert bytes_of(plain) - bytes_of(without) >= 15 * x.nbytes, "the norm's output of every layer but the one at work"
 
 
+def test_masks_and_keys_are_closed_over(same: Any) -> None:
+    """By either function, in a loop that is differentiated: integers and keys have no gradient, but belong to the step."""
+
+    def stack(use: Any, x: jax.Array, w: jax.Array) -> jax.Array:
+        def step(x: jax.Array, place: jax.Array) -> tuple[jax.Array, None]:
+            kept, key = x > 0, jax.random.fold_in(jax.random.key(0), place)
+
+            def fn(x: jax.Array) -> jax.Array:
+                return jnp.where(kept, jnp.tanh(x), 0) * (place + 1).astype(x.dtype)
+
+            def consumer(y: jax.Array) -> jax.Array:
+                return (y @ w) * jax.random.bernoulli(key, 0.5, y.shape).astype(y.dtype)
+
+            return x + use(fn, consumer)(x), None
+
+        return lax.scan(step, x, jnp.arange(3))[0]
+
+    x, w = operands(jnp.float64)
+    arguments = x, w["a"][0][:, :H]
+    plainly = results(partial(stack, lambda fn, consumer: lambda x: consumer(fn(x))), *arguments)
+    same(results(partial(stack, checkpoint_without_output), *arguments), plainly)
+
+
 def test_what_is_offloaded_waits_in_host_memory(same: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU has nothing to move, so the program is read: the residuals of x and of every second product are the host's."""
     monkeypatch.setattr(checkpoint, "offload_refused", lambda: None)
@@ -237,6 +320,23 @@ def test_what_is_offloaded_waits_in_host_memory(same: Any, monkeypatch: pytest.M
         program = str(jax.make_jaxpr(lambda x, w, call=call: jax.vjp(call, x, w)[1](x))(x, w))
         moved = program.count("pinned_host") + program.count("Space.Host") + program.count("<host>")
         assert moved >= count, program
+        for_gpus = jax.jit(lambda x, w, call=call: jax.vjp(call, x, w)[1](x)).trace(x, w)
+        text = for_gpus.lower(lowering_platforms=("cuda",)).as_text()
+        places = [text.count(f'_xla_buffer_placement = "{place}"') for place in ("pinned_host", "device")]
+        assert places == [count, count], "in the loop of forward to the host, in that of backward back"
+
+
+def test_a_cpu_has_nowhere_to_move_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Why offload is refused there, although JAX names a memory pinned_host: the program uses as much as without."""
+    monkeypatch.setattr(checkpoint, "offload_refused", lambda: None)
+
+    def analysis(offload: bool) -> Any:
+        fn = partial(scan_layers, layer, checkpointing=Checkpointing(offload=offload))
+        program = jax.jit(lambda x, w: jax.vjp(fn, x, w)[1](x))
+        return program.lower(*operands(jnp.float32)).compile().memory_analysis()
+
+    assert analysis(True).temp_size_in_bytes == analysis(False).temp_size_in_bytes
+    assert analysis(True).host_temp_size_in_bytes == 0
 
 
 def test_what_cannot_be_is_refused() -> None:

@@ -6,6 +6,7 @@ from itertools import count
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreted_kernels
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -15,6 +16,8 @@ from tests.on_jax.interpreted import FINDS_RACES, assert_true, clean_interpreter
 from tiled_jax.kernels.common import interpreter
 from tiled_jax.kernels.dgated import dgated
 from tiled_jax.kernels.glu_up import glu_up
+from tiled_jax.kernels.linear import dx, linear
+from tiled_jax.kernels.weight_gradient import weight_gradient
 
 pytestmark = pytest.mark.skipif(
     not FINDS_RACES, reason="the interpreter of jax 0.10 knows few of the ways in which copies and computation can race"
@@ -54,7 +57,30 @@ def run_dgated(arrays: dict[str, Any]) -> dict[str, Any]:
     return dict(zip(names, dgated(*operands, **options), strict=True))
 
 
-@pytest.mark.parametrize("kernel", [run_glu_up, run_narrow_glu_up, run_dgated])
+PRODUCT: dict[str, Any] = {"blocks": STAGES, "interpret": interpreter(detect_races=True)}
+
+
+def run_linear(arrays: dict[str, Any]) -> dict[str, Any]:
+    return {"up": linear(arrays["x"], arrays["w_up"], bias=arrays["b_up"], **PRODUCT)}
+
+
+def run_dx(arrays: dict[str, Any]) -> jax.Array:
+    """The weights as they are stored: dgate and dup are as wide as the hidden size."""
+    return dx(arrays["x"], arrays["dy"], arrays["w_down"], arrays["w_down"], **PRODUCT)
+
+
+def run_weight_gradient(arrays: dict[str, Any]) -> jax.Array:
+    acc = jnp.ones((INTERMEDIATE, INTERMEDIATE), jnp.float32)
+    return weight_gradient(acc, arrays["gate"], arrays["up"], **PRODUCT)
+
+
+@pytest.mark.parametrize("kernel", [run_dx, run_weight_gradient])
+def test_no_race_in_a_product(kernel: Any) -> None:
+    jax.block_until_ready(kernel(operands(TOKENS, HIDDEN, INTERMEDIATE, "bfloat16")))
+    assert not interpreted_kernels.get_races().races_found
+
+
+@pytest.mark.parametrize("kernel", [run_glu_up, run_narrow_glu_up, run_dgated, run_linear])
 def test_no_race(kernel: Any) -> None:
     arrays = operands(TOKENS, HIDDEN, INTERMEDIATE, "bfloat16", ("gate", "up"))
     found = kernel(arrays)
@@ -63,7 +89,7 @@ def test_no_race(kernel: Any) -> None:
 
 
 @pytest.mark.parametrize("left_out", ["commit_smem", "wait_smem_to_gmem"])
-@pytest.mark.parametrize("kernel", [run_glu_up, run_dgated])
+@pytest.mark.parametrize("kernel", [run_glu_up, run_dgated, run_linear, run_weight_gradient])
 def test_a_missing_fence_or_wait_is_found(kernel: Any, left_out: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A store may leave before its values are there, or they may be overwritten on their way.
 

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from shared_specs.blocks import DEFAULTS, Blocks
 from shared_specs.cases import MLPCase
+from shared_specs.config import ACTIVATIONS
 from shared_specs.errors import UnsupportedError
 from shared_specs.shards import KERNEL_MULTIPLE, ShardPlan
 from shared_specs.tolerances import FLOOR
@@ -25,7 +26,7 @@ from tests.on_jax.untiled import y_and_gradients
 from tiled_jax import backends, tiled_mlp, usable_backends
 from tiled_jax.functional import shard_math
 from tiled_jax.functional.mlp_vjp import Call, run
-from tiled_jax.kernels.activations import KERNEL_ACTIVATIONS, activate
+from tiled_jax.kernels.activations import activate
 from tiled_jax.kernels.common import interpreter, mlp_reason
 from tiled_jax.kernels.dgated import dgated
 from tiled_jax.kernels.glu_up import gate_and_up, glu_up
@@ -107,7 +108,7 @@ def test_one_program_makes_many_blocks() -> None:
     assert_true(found, arrays, "bfloat16", "silu")
 
 
-@pytest.mark.parametrize("activation", KERNEL_ACTIVATIONS)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_the_activations_are_those_of_the_xla_path(activation: str) -> None:
     a = jnp.linspace(-12, 12, 4001, dtype=jnp.float32)
     for mine, xla in zip(activate(activation, a), shard_math.activate(activation, a), strict=True):
@@ -123,7 +124,7 @@ def test_sizes_that_the_blocks_do_not_divide_are_refused() -> None:
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("activation", KERNEL_ACTIVATIONS)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("op", ["glu_up", "glu_up_keep", "gate_and_up", "dgated"])
 def test_lowers_for_cuda(op: str, activation: str, dtype: Any) -> None:
     """Layouts and shared memory of the table's blocks, at the widths of Llama 3 8B; any tokens are the same kernel."""
@@ -269,11 +270,6 @@ REFUSED = {
         "The Pallas kernel glu_up needs sizes that are multiples of 128, found 192.",
     ),
     "plain": ({}, {"gated": False}, "The Pallas kernels are those of an MLP with a gate, found w_gate=None."),
-    "activation": (
-        {},
-        {"activation": "relu_squared"},
-        "The Pallas kernels have the activations silu, gelu, gelu_tanh, relu, found relu_squared.",
-    ),
 }
 
 
@@ -285,12 +281,11 @@ def test_what_the_kernels_cannot_do_is_refused(
     x, *weights = mlp_operands(4, **{"hidden": 128, "intermediate": 128, "dtype": jnp.bfloat16, **shapes})
     if not call.get("gated", True):
         weights[0] = None
-    options = {name: value for name, value in call.items() if name != "gated"}
     with pytest.raises(UnsupportedError) as caught:
-        tiled_mlp(x, *weights, backend="pallas", **options)
+        tiled_mlp(x, *weights, backend="pallas")
     text = f"tiled_mlp: backend must be usable here, got 'pallas'. {reason} Pass backend=\"auto\"."
     assert str(caught.value) == text
-    tiled_mlp(x, *weights, **options)
+    tiled_mlp(x, *weights)
     assert backends.last_run("tiled_mlp") == "xla"
 
 
@@ -325,7 +320,7 @@ def test_auto_takes_the_kernels_on_a_hopper_and_never_the_interpreter(monkeypatc
         backends.choose("tiled_loss", "pallas")
 
 
-def test_the_reason_is_about_every_shard_of_the_plan() -> None:
+def test_the_reason_is_about_every_kernel() -> None:
     sizes = {"hidden": 128, "intermediate": 128, "out": 100}
-    reason = mlp_reason(jnp.bfloat16, tokens=128, gated=True, activation="silu", **sizes)
+    reason = mlp_reason(jnp.bfloat16, gated=True, **sizes)
     assert reason == "The Pallas kernel dgated needs sizes that are multiples of 64, found 100."

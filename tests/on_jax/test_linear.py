@@ -1,5 +1,6 @@
 """`TiledLinear` for nnx and linen: any tiles are one linear layer, alone and with its tiles split over eight devices."""
 
+import dataclasses
 import re
 from typing import Any
 
@@ -14,6 +15,10 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from shared_specs.rounding import relative_error
+from shared_specs.signatures import LINEN_WITHOUT, REQUIRED, SIGNATURES
+from shared_specs.tolerances import limit
+from tests.asserting import assert_within
 from tests.on_jax.counting import collectives
 from tiled_jax import SpecError, TiledLinear, TiledLinearReturnBias, UnsupportedError, linen
 from tiled_jax.functional.linear import Cut, Tiles, tiled_linear
@@ -207,6 +212,57 @@ def test_inside_shard_map(sharding: Any, check_vma: bool, same: Any) -> None:
     same((y, (dx, {"kernel": back.to_linear().kernel[...], "bias": back.bias[...]})), expected)
 
 
+def sharded_results(devices: int, kind: AxisType, x: jax.Array, params: Any, *, mapped: bool) -> Any:
+    """Tokens and tiles over all the devices: y, dx and the gradients of the whole weight and of the bias."""
+    mesh = jax.make_mesh((devices,), ("fsdp",), axis_types=(kind,), devices=jax.devices()[:devices])
+    tiles, tokens, parts = Tiles(Cut(24, 3), Cut(22, 4)), P("fsdp", None), P(None, None, "fsdp", None)
+
+    def layer(x: jax.Array, weight: jax.Array, bias: jax.Array) -> jax.Array:
+        return tiles.outputs.strip(tiled_linear("here", x, weight, bias, tiles, ("fsdp", None)))
+
+    fn = layer if not mapped else jax.shard_map(layer, mesh=mesh, in_specs=(tokens, parts, P()), out_specs=tokens)
+    given = (
+        jax.device_put(a, NamedSharding(mesh, spec))
+        for a, spec in ((x, tokens), (tiles.stack(params["kernel"]), parts), (params["bias"], P()))
+    )
+    with jax.set_mesh(mesh):
+        y, (dx, dweight, dbias) = results_and_gradients(fn, *given)
+    y, dx, dweight, dbias = (jnp.asarray(np.asarray(a)) for a in (y, dx, dweight, dbias))
+    return y, (dx, {"kernel": tiles.unstack(dweight), "bias": dbias})
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("devices", "kind", "mapped"),
+    [
+        (1, AxisType.Auto, True),
+        (1, AxisType.Explicit, False),
+        (2, AxisType.Auto, True),
+        (2, AxisType.Explicit, False),
+        (4, AxisType.Auto, False),
+        (8, AxisType.Auto, True),
+    ],
+)
+def test_at_every_number_of_devices(devices: int, kind: AxisType, mapped: bool, same: Any) -> None:
+    x, params = drawn(16, 24), dense(24, 22)
+    expected = results_and_gradients(plain, x, params)
+    same(sharded_results(devices, kind, x, params, mapped=mapped), expected)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("devices", "mapped"), [(4, True), (8, False)])
+def test_split_over_devices_in_bfloat16(devices: int, mapped: bool, x64: None) -> None:
+    """Against float64, as wrong as the plain layer on one device in bfloat16 may be."""
+    x, params = jax.tree.map(lambda a: a.astype(jnp.bfloat16), (drawn(16, 24), dense(24, 22)))
+    exact = results_and_gradients(plain, *jax.tree.map(lambda a: a.astype(jnp.float64), (x, params)))
+    baseline = results_and_gradients(plain, x, params)
+    found = sharded_results(devices, AxisType.Auto, x, params, mapped=mapped)
+    for a, b, wanted in zip(*map(jax.tree.leaves, (found, baseline, exact)), strict=True):
+        assert a.dtype == b.dtype == jnp.bfloat16
+        a, b, wanted = (np.asarray(value) for value in (a, b, wanted))
+        assert_within(a, wanted, limit(relative_error(b, wanted), "bfloat16"), f"{a.shape}")
+
+
 def test_a_part_that_is_not_a_part_of_a_tile() -> None:
     fn = jax.shard_map(
         lambda x, w: tiled_linear("here", x, w, None, Tiles(Cut(8, 1), Cut(8, 1)), ("fsdp", None)),
@@ -302,6 +358,48 @@ def test_in_a_scan_over_layers_under_a_checkpoint(same: Any) -> None:
         lambda x, w: stack(lambda x, w: twin.apply({"params": {"weight": tiles.stack(w)}}, x), x, w), x, layers
     )
     same(tiled, results_and_gradients(lambda x, w: stack(jnp.dot, x, w), x, layers))
+
+
+@pytest.mark.parametrize("name", LINEN_WITHOUT)
+def test_the_linen_twins_have_the_same_fields(name: str) -> None:
+    arguments = [argument for argument in SIGNATURES[name] if "jax" in argument.halves]
+    fields = {field.name: field.default for field in dataclasses.fields(getattr(linen, name)) if field.kw_only is False}
+    expected = [argument.name for argument in arguments if argument.name not in LINEN_WITHOUT[name]]
+    assert [field for field in fields if field not in ("parent", "name")] == expected
+    for argument in arguments:
+        if argument.name in fields and argument.default is not REQUIRED:
+            assert fields[argument.name] == argument.default, argument.name
+
+
+def test_linen_takes_the_class_of_plain_layers() -> None:
+    x, key = jnp.ones((1, IN)), jax.random.key(3)
+    made, plain = (linen.TiledLinear(IN, OUT, in_splits=3, linear_cls=cls).init(key, x) for cls in (nn.Dense, None))
+    jax.tree.map(np.testing.assert_array_equal, made, plain)
+    for wrong in (nnx.Linear, nn.Einsum):
+        with pytest.raises(UnsupportedError, match=r"^TiledLinear: linear_cls must be None or nn\.Dense here, got "):
+            linen.TiledLinear(IN, OUT, linear_cls=wrong).init(key, x)
+
+
+class Doubled(nnx.Linear):
+    """More than its parameters say."""
+
+    def __call__(self, inputs: jax.Array) -> jax.Array:
+        return 2 * super().__call__(inputs)
+
+
+@pytest.mark.parametrize(
+    ("linear", "got"),
+    [
+        (lambda: Doubled(IN, OUT, rngs=nnx.Rngs(0)), "Doubled with a call of its own"),
+        (lambda: nnx.LoRALinear(IN, OUT, lora_rank=2, rngs=nnx.Rngs(0)), "LoRALinear with a call of its own"),
+        (lambda: nnx.Linear(IN, OUT, precision="highest", rngs=nnx.Rngs(0)), "Linear with precision=highest"),
+    ],
+)
+def test_a_layer_that_is_more_than_its_parameters_is_not_converted(linear: Any, got: str) -> None:
+    with pytest.raises(
+        UnsupportedError, match=rf"^TiledLinear\.from_linear: linear must be a plain layer, got {got}\."
+    ):
+        TiledLinear.from_linear(linear())
 
 
 @pytest.mark.parametrize(

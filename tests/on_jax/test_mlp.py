@@ -201,6 +201,6 @@ def test_deterministic_is_refused() -> None:
     with pytest.raises(UnsupportedError) as caught:
         tiled_mlp(x, w, w, w, tiling=Tiling(deterministic=True))
     assert str(caught.value) == (
-        "tiled_mlp: deterministic must be False here, got True. XLA makes some of the products and adds in an order of its "
-        "own; tiled_torch has kernels for all of them."
+        'tiled_mlp: deterministic must be False here, got True. XLA adds in an order of its own; the backend "pallas" has '
+        "kernels for all of the products, and runs or says why it cannot."
     )

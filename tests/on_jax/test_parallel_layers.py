@@ -16,7 +16,7 @@ from shared_specs.config import ParallelLinearOptions
 from shared_specs.tolerances import DISTRIBUTED_FLOAT64
 from tests.asserting import assert_within
 from tiled_jax import SpecError
-from tiled_jax.parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from tiled_jax.parallel import ColumnParallelLinear, RowParallelLinear, TensorParallelTiledMLP, VocabParallelEmbedding
 
 pytestmark = pytest.mark.ranks
 
@@ -25,10 +25,11 @@ FUSED = ParallelLinearOptions(stride=2)
 SEQUENCE = ParallelLinearOptions(sequence_dim=1)
 
 
-def mesh_of(data: int, tensor: int, kind: AxisType = AxisType.Auto) -> jax.sharding.Mesh:
+def mesh_of(data: int, tensor: int, *kinds: AxisType) -> jax.sharding.Mesh:
+    """`kinds`: one for both axes, or one for each."""
     assert jax.device_count() == 8, "tests/conftest.py asks for eight virtual devices"
-    devices = jax.devices()[: data * tensor]
-    return jax.make_mesh((data, tensor), ("data", "tp"), axis_types=(kind,) * 2, devices=devices)
+    devices, both = jax.devices()[: data * tensor], (kinds or (AxisType.Auto,)) * 2
+    return jax.make_mesh((data, tensor), ("data", "tp"), axis_types=both[:2], devices=devices)
 
 
 def rngs() -> nnx.Rngs:
@@ -109,6 +110,33 @@ def test_equal_to_whole_weights(
     wanted = jax.jit(jax.value_and_grad(lambda p: jnp.sum(jnp.sin(plain(p, ids_of())))))(parameters)
     for (path, b), a in zip(jax.tree.leaves_with_path(wanted), jax.tree.leaves(actual), strict=True):
         assert_within(np.asarray(a), np.asarray(b), DISTRIBUTED_FLOAT64, jax.tree_util.keystr(path))
+
+
+@pytest.mark.parametrize(
+    ("kinds", "rows"),
+    [
+        ((AxisType.Explicit, AxisType.Auto), 4),
+        ((AxisType.Auto, AxisType.Explicit), 4),
+        ((AxisType.Auto, AxisType.Explicit), 3),
+    ],
+    ids=["data Explicit", "tp Explicit", "tp Explicit, 3 rows"],
+)
+def test_on_a_mesh_of_both_kinds(kinds: tuple[AxisType, AxisType], rows: int) -> None:
+    """Layers and MLP as on a mesh of Auto axes; 3 rows do not lie over `data`."""
+    x = np.random.default_rng(0).standard_normal((rows, 8, IN)).astype(np.float32)
+    found = []
+    for mesh in (mesh_of(2, 4), mesh_of(2, 4, *kinds)):
+        more: dict[str, Any] = {"sequence_parallel": True, "mesh": mesh, "rngs": rngs()}
+        up = ColumnParallelLinear(IN, OUT, options=SEQUENCE, **more)
+        down = RowParallelLinear(OUT, IN, input_is_parallel=True, options=SEQUENCE, **more)
+        mlp = TensorParallelTiledMLP(IN, OUT, **more)
+        spec = P("data" if mesh.axis_types[0] == AxisType.Explicit else None)
+        with jax.set_mesh(mesh):
+            given = jax.device_put(x, NamedSharding(mesh, spec))
+            y = jax.jit(lambda up, down, mlp, x: mlp(down(jnp.tanh(up(x)))))(up, down, mlp, given)
+        assert y.sharding.is_equivalent_to(NamedSharding(mesh, P("data" if rows % 2 == 0 else None, "tp")), 3)
+        found.append(np.asarray(y))
+    np.testing.assert_array_equal(*found)
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
@@ -244,6 +272,11 @@ BAD = {
         lambda: build(RowParallelLinear, IN, OUT, sequence_parallel=True),
         SpecError,
         r"RowParallelLinear: input_is_parallel must be True with sequence_parallel, got False",
+    ),
+    "a dim of tokens that nothing splits": (
+        lambda: build(VocabParallelEmbedding, V, H, sequence_dim=1),
+        SpecError,
+        r"VocabParallelEmbedding: sequence_dim must be left out without reduce_scatter_embeddings, got 1",
     ),
     "no function": (
         lambda: build(VocabParallelEmbedding, V, H, init_method="zeros"),

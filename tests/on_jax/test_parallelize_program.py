@@ -13,7 +13,7 @@ from flax import nnx
 from shared_specs.config import Checkpointing, DataParallel, ParallelConfig, TensorParallel, Tiling
 from shared_specs.tolerances import COST_BYTES
 from tests.on_jax.counting import collectives
-from tests.on_jax.parallel_models import llama_config, mesh_of
+from tests.on_jax.parallel_models import QUICKLY, llama_config, mesh_of
 from tiled_jax.models import Llama
 from tiled_jax.parallel import parallelize
 
@@ -26,17 +26,17 @@ LAYER_BYTES = 4 * sum(a * b * count for (a, b), count in LAYER.items())
 FSDP, RECOMPUTED = DataParallel(), Checkpointing()
 
 
-def lowered(axes: dict[str, int], **config: Any) -> Any:
+def lowered(axes: dict[str, int], tokens: int = TOKENS, sizes: dict[str, Any] = SIZES, **config: Any) -> Any:
     model = nnx.eval_shape(
-        lambda: Llama(llama_config(num_hidden_layers=LAYERS, **SIZES), tiling=Tiling(num_shards=4), rngs=nnx.Rngs(0))
+        lambda: Llama(llama_config(num_hidden_layers=LAYERS, **sizes), tiling=Tiling(num_shards=4), rngs=nnx.Rngs(0))
     )
     plan = parallelize(model, mesh_of(**axes), ParallelConfig(**config))
-    return plan, plan.gradients.lower(plan.shapes.parameters, jax.ShapeDtypeStruct((4, TOKENS + 1), jnp.int32))
+    return plan, plan.gradients.lower(plan.shapes.parameters, jax.ShapeDtypeStruct((4, tokens + 1), jnp.int32))
 
 
 @cache
 def compiled(*axes: tuple[str, int], **config: Any) -> Any:
-    return lowered(dict(axes), **config)[1].compile()
+    return lowered(dict(axes), **config)[1].compile(QUICKLY)
 
 
 def counted(program: Any, kind: str) -> Counter[tuple[int, ...]]:
@@ -47,14 +47,33 @@ def counted(program: Any, kind: str) -> Counter[tuple[int, ...]]:
 
 @pytest.mark.parametrize("checkpointing", [None, RECOMPUTED], ids=["kept", "recomputed"])
 def test_fsdp_gathers_one_layer_in_forward_and_again_in_backward(checkpointing: Any) -> None:
-    """No activation is gathered: 4 x 520 tokens of 128 would be [2080, 128], one device's own [520, 128]."""
+    """No activation is gathered: 4 x 520 tokens of 128 would be [2080, 128], one device's own [520, 128].
+
+    Of the table no more moves than the rows of the tokens; the head is gathered, having fewer entries than there are tokens.
+    """
     program = compiled(("dp_shard", 4), data=FSDP, checkpointing=checkpointing)
     gathers = counted(program, "all-gather")
-    ends = {(VOCAB, HIDDEN): 1, (HIDDEN, VOCAB): 1}
-    assert gathers == {shape: 2 * count for shape, count in LAYER.items()} | ends
+    assert gathers == {shape: 2 * count for shape, count in LAYER.items()} | {(HIDDEN, VOCAB): 1, (4 * TOKENS,): 1}
     scattered = counted(program, "reduce-scatter")
-    assert scattered.total() == sum(LAYER.values()) + 2, "one for each parameter that is split, none for activations"
-    assert not any(TOKENS in shape or 4 * TOKENS in shape for shape in (*gathers, *scattered))
+    assert scattered.total() == sum(LAYER.values()) + 1, "one for each parameter that is split, none for activations"
+    assert not any(TOKENS in shape or 4 * TOKENS in shape for shape in scattered)
+
+
+def test_few_tokens_are_gathered_instead_of_table_and_head() -> None:
+    """Neither the whole weights of the two ends nor their gradients are there: half of one would be too much."""
+    vocab, tokens = 8192, 64
+    sizes = SIZES | {"vocab_size": vocab}
+    gathered, temporary = [], []
+    for data in (FSDP, DataParallel(reshard="never")):
+        _, program = lowered({"dp_shard": 4}, tokens, sizes, data=data, checkpointing=RECOMPUTED)
+        compiled = program.compile(QUICKLY)
+        gathered.append(counted(compiled, "all-gather"))
+        temporary.append(compiled.memory_analysis().temp_size_in_bytes)
+    assert not any(vocab in shape for shape in gathered[0])
+    assert gathered[1][vocab, HIDDEN] == gathered[1][HIDDEN, vocab] == 1, "kept weights are gathered weights"
+    end = 4 * vocab * HIDDEN
+    assert temporary[0] < end // 2 + LAYERS * LAYER_BYTES, temporary
+    assert temporary[1] > 2 * end
 
 
 def test_gathered_weights_are_freed_unless_asked_otherwise() -> None:
@@ -100,6 +119,6 @@ def test_weights_are_gathered_and_gradients_summed_in_the_dtypes_asked_for(
         pattern = rf'"?stablehlo\.{name}"?.*?-> tensor<[\dx]*x(\w+)>'
         return set(re.findall(pattern, text, flags=re.DOTALL))
 
-    assert dtypes("all_gather") == {gathered}
+    assert dtypes("all_gather") == {gathered, "i32"}  # and the ids of the tokens
     assert dtypes("reduce_scatter") == {summed}
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(plan.shapes.parameters)} == {"float32"}

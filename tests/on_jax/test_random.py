@@ -58,6 +58,24 @@ def test_exactly_which_ranks_agree(kind: AxisType, check_vma: bool) -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 1, 1), (1, 2, 2)], ids=str)
+def test_on_one_two_and_four_devices(shape: tuple[int, int, int]) -> None:
+    """The same numbers as by the ranks themselves, and so as on eight."""
+    devices = jax.devices()[: shape[0] * shape[1] * shape[2]]
+    mesh = jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
+
+    def on_device() -> list[jax.Array]:
+        states = seed_parallel(7, **mesh_coordinates(data="data", tensor="tensor", expert="expert"))
+        return [drawn(states, name)[None, None, None] for name in RANDOM_STREAMS]
+
+    found = jax.jit(jax.shard_map(on_device, mesh=mesh, in_specs=(), out_specs=[P(*AXES)] * 3))()
+    for name, a in zip(RANDOM_STREAMS, found, strict=True):
+        for place in itertools.product(*map(range, shape)):
+            states = seed_parallel(7, **dict(zip(AXES, place, strict=True)))
+            np.testing.assert_array_equal(a[place], drawn(states, name))
+
+
+@pytest.mark.ranks
 def test_types_say_which_ranks_agree() -> None:
     """With check_vma a result that is the same along an axis may leave `shard_map` as one that is."""
 
@@ -134,7 +152,9 @@ def test_states_come_back_through_jit() -> None:
     second, states = step(states)
     assert (first != second).any()
     assert [int(count) for _, count in states.states().values()] == [0, 2, 0]
-    states.set_states(taken)
+    assert all(isinstance(a, jax.Array) for state in (*taken.values(), *states.states().values()) for a in state)
+    # As a checkpoint gives them back: lists for tuples, counts of NumPy.
+    states.set_states({name: [key, np.asarray(count)] for name, (key, count) in taken.items()})
     np.testing.assert_array_equal(step(states)[0], first)
     assert (drawn(seed_parallel(4), "tensor-parallel") != first).any()
 
@@ -167,6 +187,8 @@ def test_bad_calls() -> None:
         states.set_states([])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"states\['a'\] must be a key and a count, got int"):
         states.set_states({"a": 3})  # type: ignore[dict-item]
+    with pytest.raises(TypeError, match=r"the count of states\['a'\] must be an integer, got str"):
+        states.set_states({"a": (jax.random.key(0), "first")})  # type: ignore[dict-item]
     with pytest.raises(SpecError, match="seed_parallel: tensor must be >= 0, got -1"):
         seed_parallel(3, tensor=-1)
     with pytest.raises(TypeError, match="seed_parallel: data must be an integer, got str"):

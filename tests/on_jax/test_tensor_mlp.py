@@ -371,3 +371,20 @@ def test_where_a_ring_is_taken(backend: str, rows: int, ring: bool, monkeypatch:
 
     jax.eval_shape(jax.shard_map(on_device, mesh=mesh_of(2), in_specs=(), out_specs=None))
     assert found == [ring]
+
+
+@pytest.mark.parametrize(("backend", "ring"), [("tpu", True), ("gpu", False)])
+def test_programs_with_and_without_rings(backend: str, ring: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lowered for either: two loop bodies' sums of y over four devices, as three steps each beside four products or as one."""
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    mesh, specs = mesh_of(4), (P("tp", None), SPECS["w_gate"], SPECS["w_up"], SPECS["w_down"])
+    fn = partial(
+        tensor_parallel_mlp, sequence_parallel=True, tiling=Tiling(shard_tokens=512), backend="xla", axis_name="tp"
+    )
+    shapes = ((4096, 16), (16, 32), (16, 32), (32, 16))
+    given = [abstract(mesh, shape, spec, jnp.bfloat16) for shape, spec in zip(shapes, specs, strict=True)]
+    program = jax.jit(jax.shard_map(fn, mesh=mesh, in_specs=specs, out_specs=specs[0])).trace(*given)
+    text = program.lower(lowering_platforms=("tpu" if ring else "cuda",)).as_text()
+    counts = [text.count(f"stablehlo.{name}") for name in ("collective_permute", "dot_general")]
+    assert counts == ([2 * 3, 2 * (2 + 4)] if ring else [0, 2 * 3])
+    assert ("stablehlo.reduce_scatter" in text) != ring

@@ -12,6 +12,7 @@ from transformers import (
     GemmaConfig,
     LlamaConfig,
     MistralConfig,
+    Phi3Config,
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
@@ -27,6 +28,7 @@ CONFIGS: dict[str, type[PretrainedConfig]] = {
     "gemma": GemmaConfig,
     "gemma2": Gemma2Config,
     "gemma3": Gemma3TextConfig,
+    "phi3": Phi3Config,
 }
 
 

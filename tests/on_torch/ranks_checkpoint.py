@@ -36,8 +36,8 @@ class Dropouts(nn.Module):
 
 
 def dropout(axes: list[str], rank: int, world: int) -> dict[str, Any]:
-    """The masks of two checkpointed calls on a 2 x 2 mesh of the axes named, forward and recomputed."""
-    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=tuple(axes))
+    """The masks of two checkpointed calls on a mesh of the axes named (all ranks, or 2 x 2), forward and recomputed."""
+    mesh = init_device_mesh("cpu", (world,) if len(axes) == 1 else (2, world // 2), mesh_dim_names=tuple(axes))
     place = dict(zip(axes, mesh.get_coordinate(), strict=True))  # type: ignore[arg-type]
     module = Dropouts(seed_parallel(11, **place))
     x = torch.ones(64, requires_grad=True)

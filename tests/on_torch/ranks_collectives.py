@@ -8,18 +8,22 @@ import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from shared_specs.oracle.collectives import CollectiveCase, collective_cases
 from tests.on_torch.ranks_engines import Collectives
+from tests.on_torch.ranks_layers import Order
 from tests.on_torch.ranks_loss import distance, group_of
 from tiled_torch import parallel
+from tiled_torch.parallel import transport
+from tiled_torch.parallel.groups import rank_group
 
 
 def arguments_of(case: CollectiveCase, rank: int) -> dict[str, Any]:
@@ -73,8 +77,42 @@ def cases(
             "y": distance(y.detach().double(), torch.from_numpy(y_expected)),
             "dx": distance(dx.double(), torch.from_numpy(dx_expected)),
             "collectives": [sum(forward.counts.values()), sum(backward.counts.values())],
+            "rounded once": [
+                torch.equal(a, torch.from_numpy(exact).to(kind)) for a, exact in ((y, y_expected), (dx, dx_expected))
+            ],
         }
     return found
+
+
+def sums_of_16_bits(rank: int, world: int, dtype: str, few: int) -> dict[str, Any]:
+    """Sums over the ranks, of up to `few` elements and of more: collectives, results, and what a backward does in order."""
+    kind = getattr(torch, dtype)
+    whole = torch.stack([torch.randn(world, 7, generator=torch.Generator().manual_seed(one)) for one in range(world)])
+    parts = whole.to(kind)
+    exact = parts.double().sum(0).to(kind)
+    x = parts[rank].clone()
+    with mock.patch.object(transport, "FEW", few):
+        with Collectives() as reduced:
+            y = parallel.reduce_from_tensor_parallel_region(x)
+        with Collectives() as scattered:
+            row = parallel.reduce_scatter_to_sequence_parallel_region(x)
+        odd = parts[rank, 0, :5].clone()  # 5 elements are no equal parts
+        pending = transport.all_reduce_(rank_group("test", None), odd)
+        torch.ones(3, 3) @ torch.ones(3, 3)
+        over = pending.wait()
+        weight = nn.Parameter(torch.ones(2, 7, dtype=kind))
+        out = parallel.column_parallel_linear(x.clone().requires_grad_(), weight)
+        order = Order()
+        with order.watching():
+            out.backward(torch.ones_like(out))
+    return {
+        "reduced": dict(reduced.counts),
+        "scattered": dict(scattered.counts),
+        "exact": [torch.equal(y, exact), torch.equal(row, exact[rank : rank + 1]), torch.equal(over, exact[0, :5])],
+        "in place": over.data_ptr() == odd.data_ptr(),
+        "untouched": torch.equal(x, parts[rank]),
+        "order": order.calls,
+    }
 
 
 def derivatives(rank: int, world: int) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """What the ranks run for broadcast_data: batches received, and the error that each rank gets. See tests/ranks.py."""
 
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -64,11 +65,16 @@ def alone(rank: int, world: int) -> bool:
     return not collectives.counts and found["x"].data_ptr() == x.data_ptr()
 
 
-def refused(rank: int, world: int, what: str) -> str:
-    """The error of a call that is wrong on one rank."""
+def refused(rank: int, world: int, kinds: list[str]) -> dict[str, str]:
+    """Of every kind of call that is wrong on one rank: the error on this rank."""
+    return {what: _refusal(rank, world, what) for what in kinds}
+
+
+def _refusal(rank: int, world: int, what: str) -> str:
     keys: Any = ["a", "b"]
     data: Any = {"a": torch.ones(2, 3), "b": torch.ones(4)} if rank == 0 else None
     dtype: Any = torch.float32
+    device = None
     last = rank == world - 1
     match what:
         case "missing" if rank == 0:
@@ -97,8 +103,24 @@ def refused(rank: int, world: int, what: str) -> str:
             data["a"] = [1.0, 2.0]
         case "kind of dtype" if last:
             dtype = "float32"
+        case "device" if last:
+            device = "gpu"
     try:
-        broadcast_data(keys, data, dtype)
+        broadcast_data(keys, data, dtype, device=device)
     except SpecError as error:
         return str(error)
     return "accepted"
+
+
+def late(rank: int, world: int, seconds: float) -> str:
+    """Rank 0 makes no call; the others wait for `seconds` and are told so."""
+    group = dist.new_group(timeout=timedelta(seconds=seconds))
+    message = "no call"
+    if rank:
+        try:
+            broadcast_data(["a"], None, group=group)
+            message = "returned"
+        except RuntimeError as error:
+            message = str(error)
+    dist.barrier()  # nobody leaves before all have been told
+    return message

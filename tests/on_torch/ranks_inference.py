@@ -43,13 +43,11 @@ def column_expected(a: dict[str, Tensor]) -> Tensor:
     return F.linear(norm(a["x"], a["norm_weight"]), a["weight"], a["bias"])
 
 
-def row_expected(a: dict[str, Tensor], ranks: int) -> tuple[Tensor, Tensor]:
-    """Partial results rounded and added in their dtype, as ranks make them; in float64 that is the truth."""
-    total, *others = (F.linear(x, w) for x, w in zip(a["x"].chunk(ranks, -1), a["weight"].chunk(ranks, 1), strict=True))
-    for other in others:
-        total = total + other
-    more = wide(total.dtype)
-    h = (total.to(more) + a["residual"].to(more) + a["bias"].to(more)).to(total.dtype)
+def row_expected(a: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """One process: the layer's result is rounded, then the sum with the residual."""
+    h = F.linear(a["x"], a["weight"])
+    more = wide(h.dtype)
+    h = (h.to(more) + a["residual"].to(more) + a["bias"].to(more)).to(h.dtype)
     return norm(h, a["next_norm_weight"]), h
 
 
@@ -99,7 +97,7 @@ def layers(
             path=path,
             group=over,
         )
-    plain, truth = row_expected(given, ranks), row_expected(exact, ranks)
+    plain, truth = row_expected(given), row_expected(exact)
     own = (lambda a: a) if gather else tokens
     return {
         "errors": {
@@ -112,31 +110,45 @@ def layers(
     }
 
 
+class Mapped:
+    """The handle of a buffer that every rank maps, on CPUs: what the others wrote is fetched where they are waited for."""
+
+    def __init__(self, over: RankGroup, memory: Tensor) -> None:
+        self.over, self.memory = over, memory
+        self.found: list[Tensor] | None = None
+
+    def barrier(self, timeout_ms: int) -> None:
+        """Before reading, then after."""
+        reading = self.found is None
+        self.found = (
+            list(transport.all_gather(self.over, self.memory, 0).wait().chunk(self.over.size)) if reading else None
+        )
+
+    def get_buffer(self, rank: int, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        assert self.found is not None, "read before the others have written"
+        return self.found[rank].view(sizes)
+
+
 class emulated:
-    """The name of the path to ask for; with symmetric memory its exchanges are stood in for."""
+    """The name of the path to ask for; with symmetric memory its buffers are stood in for, and the multicast stores."""
 
     def __init__(self, wanted: bool) -> None:
-        self.wanted = wanted
+        self.wanted, self.buffers = wanted, dict[str, Any]()
 
     def __enter__(self) -> str:
         if not self.wanted:
             return "auto"
 
-        def buffer(over: RankGroup, rows: int, features: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-            return torch.full((rows, features), torch.nan, dtype=dtype, device=device)
-
-        def reduced(over: RankGroup, partial: Tensor) -> Tensor:
-            return transport.reduce_scatter(over, partial, 0).wait()
+        def buffer(over: RankGroup, use: str, elements: int, dtype: torch.dtype, device: torch.device) -> Any:
+            if use not in self.buffers:
+                memory = torch.full((elements,), torch.nan, dtype=dtype, device=device)
+                self.buffers[use] = symmetric._Buffer(memory, Mapped(over, memory))
+            return self.buffers[use]
 
         def gathered(over: RankGroup, mine: Tensor) -> Tensor:
             return transport.all_gather(over, mine, 0).wait()
 
-        changes = {
-            "why_not": lambda *_: None,
-            "partial_buffer": buffer,
-            "reduce_scatter_rows": reduced,
-            "all_gather_rows": gathered,
-        }
+        changes = {"why_not": lambda *_: None, "_buffer": buffer, "all_gather_rows": gathered}
         self.patch = mock.patch.multiple(symmetric, **changes)
         self.patch.start()
         return "symmetric_memory"
@@ -144,6 +156,19 @@ class emulated:
     def __exit__(self, *_: object) -> None:
         if self.wanted:
             self.patch.stop()
+            assert all(buffer.handle.found is None for buffer in self.buffers.values()), "left before all had read"
+
+
+def both_paths(rank: int, world: int, dtype: str) -> list[bool]:
+    """Whether normed and h are the same to the last bit on either path."""
+    a = problem(world, getattr(torch, dtype))
+    given = (a["x"].chunk(world, -1)[rank], a["weight"].chunk(world, 1)[rank], a["residual"].chunk(world)[rank])
+    results = []
+    for wanted in (False, True):
+        with torch.no_grad(), emulated(wanted) as path:
+            call = parallel.row_parallel_linear_residual_norm
+            results.append(call(*given, a["next_norm_weight"], a["bias"], eps=EPS, path=path))
+    return [torch.equal(one, other) for one, other in zip(*results, strict=True)]
 
 
 def paths(rank: int, world: int) -> list[Any]:

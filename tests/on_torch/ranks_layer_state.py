@@ -1,4 +1,4 @@
-"""What the ranks run for parameters of the layers: initial values, attributes, embeddings, state that changes ranks, errors."""
+"""What the ranks run for parameters of the layers: initial values, attributes, experts, embeddings, errors."""
 
 import copy
 from collections.abc import Callable
@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -114,6 +113,13 @@ def calls(rank: int, world: int) -> dict[str, Any]:
     owning = parallel.ColumnParallelLinear(6, 8, bias=False, gather_output=True, **like)
     deferring = parallel.ColumnParallelLinear(6, 8, options=ParallelLinearOptions(defer_weight_grad=True), **like)
     skipping = parallel.ColumnParallelLinear(6, 8, bias=False, skip_bias_add=True, **like)
+    fused = ParallelLinearOptions(stride=2)
+    apart = parallel.ColumnParallelLinear(6, 8, gather_output=True, skip_bias_add=True, options=fused, **like)
+    together = copy.deepcopy(apart)
+    together.skip_bias_add = False
+    y, bias = apart(x)
+    (y + bias).sum().backward()
+    together(x).sum().backward()
     deferring(2 * x.clone().requires_grad_()).sum().backward()
     ((kept, *_),) = deferring.weight.__dict__["_deferred_weight_grads"]  # type: ignore[union-attr]
     left_out = deferring.weight.grad is None  # type: ignore[union-attr]
@@ -130,8 +136,56 @@ def calls(rank: int, world: int) -> dict[str, Any]:
         "deferred holds a graph": kept.requires_grad,
         "deferred gradient": distance(deferring.weight.grad, 2 * x.sum(0).expand(8 // world, 6)),  # type: ignore[union-attr]
         "skipped": skipping(x)[1] is None,
+        "added later": distance((y + bias).detach(), together(x).detach()),
+        "gradient added later": distance(apart.bias.grad, together.bias.grad),  # type: ignore[union-attr]
         "copied": torch.equal(copy.deepcopy(owning)(x), owning(x)),
     }
+
+
+def experts(rank: int, world: int) -> dict[str, Any]:
+    """Two experts, each split over two ranks, with other tokens and another number of them: errors, groups and marks."""
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("expert", "expert_tp"))
+    over, number = mesh["expert_tp"], mesh["expert"].get_local_rank()
+    options = ParallelLinearOptions(is_expert=True)
+    torch.manual_seed(number)
+    whole = [nn.Linear(6, 8, dtype=torch.float64), nn.Linear(8, 6, dtype=torch.float64)]
+    torch.manual_seed(number)
+    like: dict[str, Any] = {"dtype": torch.float64, "options": options, "group": over}
+    up = parallel.ColumnParallelLinear(6, 8, **like)
+    down = parallel.RowParallelLinear(8, 6, input_is_parallel=True, **like)
+    x = draw(3 + 2 * number, 6, seed=number)
+    mine, theirs = (x.clone().requires_grad_() for _ in range(2))
+    with GroupSizes() as groups:
+        y = down(F.gelu(up(mine)))
+        y.sum().backward()
+    expected = whole[1](F.gelu(whole[0](theirs)))
+    expected.sum().backward()
+    rank = over.get_local_rank()
+    marks = {parameter.allreduce for layer in (up, down) for parameter in layer.parameters()}
+    return {
+        "errors": [
+            distance(y.detach(), expected.detach()),
+            distance(mine.grad, theirs.grad),  # type: ignore[arg-type]
+            distance(up.weight.grad, whole[0].weight.grad.chunk(2)[rank]),  # type: ignore[union-attr]
+            distance(down.bias.grad, whole[1].bias.grad),  # type: ignore[union-attr]
+        ],
+        "groups": groups.sizes,
+        "allreduce": sorted(marks),
+    }
+
+
+class GroupSizes(torch.utils._python_dispatch.TorchDispatchMode):
+    """The number of ranks of the group of every collective."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            group = next(one for one in args if isinstance(one, torch.ScriptObject))
+            self.sizes.append(dist.ProcessGroup.unbox(group).size())
+        return func(*args, **(kwargs or {}))
 
 
 def embedding(
@@ -190,53 +244,6 @@ def embedding(
     }
 
 
-class Model(nn.Module):
-    """An embedding of a vocabulary that no number of ranks divides, a fused up-projection, a norm and a row-parallel layer."""
-
-    def __init__(self, group: Any) -> None:
-        super().__init__()
-        like: dict[str, Any] = {"dtype": torch.float64, "group": group}
-        self.embedding = parallel.VocabParallelEmbedding(11, 8, **like)
-        self.norm = nn.LayerNorm(8, dtype=torch.float64)
-        self.up = parallel.ColumnParallelLinear(8, 16, options=ParallelLinearOptions(stride=2), **like)
-        self.down = parallel.RowParallelLinear(8, 8, input_is_parallel=True, **like)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        gate, up = self.up(self.norm(self.embedding(ids))).chunk(2, -1)
-        return self.down(F.silu(gate) * up)
-
-
-def output_of(model: nn.Module) -> Tensor:
-    return model(torch.arange(11))
-
-
-def save(rank: int, world: int, folder: str, group: str = "default") -> list[Any]:
-    """Writes a model at its initial values; its names and its output."""
-    over, _, _ = group_of(group, rank, world)
-    torch.manual_seed(11)
-    model = Model(over)
-    state = parallel.sharded_state_dict(model)
-    dcp.save(state, checkpoint_id=folder)
-    return [sorted(state), output_of(model).flatten().tolist()]
-
-
-def load(rank: int, world: int, folder: str, group: str = "default") -> dict[str, Any]:
-    """Reads it at this number of ranks; the output, and whether the parameters are what one process would start with."""
-    over, _, _ = group_of(group, rank, world)
-    torch.manual_seed(12)  # others than were saved
-    model = Model(over)
-    before = output_of(model)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(torch.nan)
-        model.embedding.weight.zero_()  # padding is nobody's
-    dcp.load(parallel.sharded_state_dict(model), checkpoint_id=folder)
-    torch.manual_seed(11)
-    equal = all(torch.equal(a, b) for a, b in zip(model.parameters(), Model(over).parameters(), strict=True))
-    after = output_of(model)
-    return {"output": after.flatten().tolist(), "equal": equal, "changed": not torch.equal(before, after)}
-
-
 def refused(rank: int, world: int) -> dict[str, str]:
     """Wrong call -> its error, on rank 0 alone: the other ranks make no call."""
     if rank:
@@ -290,6 +297,7 @@ def refused(rank: int, world: int) -> dict[str, str]:
         "ids": lambda: p.vocab_parallel_embedding(ids.float(), weight),
         "vocab_size": lambda: p.vocab_parallel_embedding(ids, weight, vocab_size=3 * world),
         "tokens": lambda: p.vocab_parallel_embedding(ids, weight, reduce_scatter_embeddings=True),
+        "unused dim of a module": lambda: p.VocabParallelEmbedding(8, 4, sequence_dim=1),
         "unused dim": lambda: p.vocab_parallel_embedding(ids, weight, sequence_dim=1),
         "module": lambda: p.sharded_state_dict({}),  # type: ignore[arg-type]
     }

@@ -43,14 +43,6 @@ class Problem:
         self.exact = self.results(torch.float64)
         self.untiled = self.results(dtype)
 
-    def add_partial_results(self, ranks: int) -> None:
-        """y of the untiled layer as ranks that hold stretches of its inputs make it: rounded parts, added in that dtype."""
-        parts = zip(self.x.chunk(ranks, -1), self.weight.chunk(ranks, 1), strict=True)
-        total, *others = (F.linear(x, weight) for x, weight in parts)
-        for other in others:
-            total = total + other
-        self.untiled["y"] = total + self.bias
-
     def results(self, dtype: torch.dtype) -> dict[str, Tensor]:
         leaves = [a.detach().to(dtype, copy=True).requires_grad_() for a in (self.x, self.weight, self.bias)]
         y = F.linear(*leaves)
@@ -94,8 +86,6 @@ def linear(
     sizes = sizes or [2] * ranks
     problem = Problem(sizes, sequence_dim, getattr(torch, dtype))
     chosen = ParallelLinearOptions(sequence_dim=sequence_dim, **options)
-    if kind == "row":
-        problem.add_partial_results(ranks)
     stride = chosen.stride
 
     def own_tokens(whole: Tensor) -> Tensor:
@@ -160,6 +150,7 @@ def linear(
         "errors": errors(found, parts, problem),
         "collectives": [dict(counted.counts) for counted in (forward, backward, later)],
         "grad is None": left_out,
+        "view": y._is_view(),
         "deferred": calls,
         "kept": sorted(a.numel() for a in kept),
         "dtypes": sorted({str(a.dtype) for a in (y, *(leaf.grad for leaf in leaves.values())) if a is not None}),

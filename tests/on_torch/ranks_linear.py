@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from tests.on_torch.counting import LiveBytes
-from tests.on_torch.ranks_engines import full
+from tests.on_torch.ranks_engines import Collectives, full
 from tests.on_torch.ranks_loss import distance
 from tests.on_torch.test_linear import MLP
 from tiled_torch import TiledLinear, TiledLinearReturnBias, tile
@@ -206,6 +206,56 @@ def checkpoints(saved: list[int] | None, loaded: list[int] | None, rank: int, wo
         "keys": sorted(states[0]["model"]),
         "gathers": meter.gathers,
     }
+
+
+def save(rank: int, world: int, folder: str, grid: list[int]) -> None:
+    """The model of seed 0 as its gradients have moved it, saved from this number of ranks."""
+    dcp.save(whole_state_dict(moved(sharded(tuple(grid), world))), checkpoint_id=folder)  # type: ignore[arg-type]
+
+
+def load(rank: int, world: int, folder: str, grid: list[int] | None) -> list[bool]:
+    """Whether another model holds afterwards, on this number of ranks, what was saved, and whether it did not before."""
+    expected, model = moved(Net(None, torch.float64)), sharded(grid and tuple(grid), world)  # type: ignore[arg-type]
+    before = torch.equal(weight_of(model.middle), weight_of(expected.middle))
+    dcp.load(whole_state_dict(model), checkpoint_id=folder)
+    pairs = [(full(model.get_parameter(n)), p) for n, p in expected.named_parameters() if "middle" not in n]
+    pairs.append((weight_of(model.middle), weight_of(expected.middle)))
+    return [all(torch.equal(a, b) for a, b in pairs), not before]  # type: ignore[arg-type]
+
+
+def moved(model: Net) -> Net:
+    """Parameters that initialisation does not give, the same for every tiling and every number of ranks."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)
+    return model
+
+
+def copied(rank: int, world: int, grid: list[int], source: str) -> dict[str, Any]:
+    """copy_params_from into sharded tiles: of a plain layer, or of one that is sharded itself."""
+    torch.manual_seed(5)
+    plain = nn.Linear(HIDDEN, OUT, dtype=torch.float64)
+    expected = weight_of(plain)
+    mesh = init_device_mesh("cpu", (world,))
+    layer: Any = TiledLinear(HIDDEN, OUT, in_splits=grid[0], out_splits=grid[1], dtype=torch.float64)
+    for unit in (*tiles_of(layer), layer):
+        fully_shard(unit, mesh=mesh)
+    if source == "sharded":
+        fully_shard(plain, mesh=mesh)
+    with Collectives() as collectives:
+        layer.copy_params_from(plain)
+    x = batch(rank)
+    kinds = {type(parameter).__name__ for parameter in layer.parameters()}
+    return {
+        "equal": torch.equal(weight_of(layer), expected),
+        "y": distance(layer(x).detach(), nn.functional.linear(x, *unpacked(expected)).detach()),
+        "kinds": sorted(kinds),
+        "collectives": dict(collectives.counts),
+    }
+
+
+def unpacked(flat: Tensor) -> tuple[Tensor, Tensor]:
+    return flat[: OUT * HIDDEN].view(OUT, HIDDEN), flat[OUT * HIDDEN :]
 
 
 def moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

@@ -15,7 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from shared_specs import LossOptions, LossResult, SpecError, Tiling
+from shared_specs.costs import LossShape, loss_peak_bytes
 from shared_specs.partitions import vocab_range
+from shared_specs.shards import plan_tokens
 from tests.on_torch.counting import LiveBytes
 from tests.on_torch.ranks_engines import Collectives, spread
 from tiled_torch import tiled_linear_cross_entropy
@@ -106,6 +108,7 @@ def head(
     bias: bool = True,
     outputs: tuple[str, ...] = (),
     twice: bool = False,
+    main_grad: bool = False,
     **options: Any,
 ) -> dict[str, Any] | None:
     """The fused head against `tiled_linear_cross_entropy` on one process."""
@@ -141,6 +144,9 @@ def head(
     for name, leaf in mine.items():
         if leaf is not None:
             leaf.requires_grad_(name not in frozen)
+            if main_grad and name != "x":
+                leaf.main_grad = torch.full_like(leaf.detach(), 2.0)
+                leaf.grad_added_to_main_grad = False
     with LiveBytes() as live, Collectives() as collectives:
         result = vocab_parallel_linear_cross_entropy(
             mine["x"], mine["weight"], targets, bias=mine["bias"], loss=loss, tiling=tiling, **given
@@ -155,6 +161,8 @@ def head(
         if leaf is None or name in frozen:
             continue
         grad, truth = leaf.grad, whole[name].grad  # type: ignore[union-attr]
+        if main_grad and name != "x":
+            grad = leaf.main_grad - 2.0
         grad = grad.to_local() if hasattr(grad, "to_local") else grad
         if name != "x":
             padding = max(padding, float(grad[stop - start :].abs().sum()))
@@ -167,6 +175,34 @@ def head(
         "collectives": sum(collectives.counts.values()),
         "largest": live.largest // 8,
         "entries": rows,
+        "flags": all(getattr(leaf, "grad_added_to_main_grad", True) for leaf in mine.values()),
+    }
+
+
+def peaks(rank: int, world: int, dtype: str, autocast: bool, vocab_shards: int, reduction: Any) -> dict[str, int]:
+    """Peak bytes of the loss and of its backward above gradients, beside the formula."""
+    kind, tokens, hidden, entries, t = getattr(torch, dtype), 512, 64, 4096, 128
+    x = torch.randn(tokens, hidden, dtype=kind, requires_grad=True)
+    weight = torch.randn(entries, hidden, dtype=kind, requires_grad=True)
+    tiling, loss = Tiling(shard_tokens=t, vocab_shards=vocab_shards), LossOptions(reduction=reduction)
+    targets = labels(entries * world, tokens)
+    with LiveBytes() as forward, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        value: Any = vocab_parallel_linear_cross_entropy(x, weight, targets, loss=loss, tiling=tiling)
+    total = value.sum()
+    with LiveBytes() as backward:
+        torch.autograd.grad(total, [x, weight])
+    itemsize = 2 if autocast else kind.itemsize
+    shape = LossShape(
+        tokens=tokens, hidden=hidden, vocab=entries, vocab_shards=vocab_shards, itemsize=itemsize,
+        weight_itemsize=kind.itemsize, copied=reduction != "none",
+    )  # fmt: skip
+    alive = x.numel() * kind.itemsize + (weight.numel() * 4 if kind.itemsize == 4 else 0)
+    passes = [forward.peak, backward.peak]
+    work, rest = passes if reduction != "none" else passes[::-1]
+    return {
+        "peak": work - alive,
+        "other pass": rest,
+        "formula": loss_peak_bytes(shape, plan_tokens(tokens, shard_tokens=t)),
     }
 
 

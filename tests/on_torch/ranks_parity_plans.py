@@ -36,16 +36,20 @@ def _model(
     model = exact(build_model(described, tiny_weights(described), torch.device("cpu")).double())
     # The angles of both halves are float32, each with roundings of its own, which would be all that is seen here.
     cos, sin = (torch.tensor(a, dtype=torch.float64).repeat(1, 2)[None] for a in angles)
-    model.model.rotary_emb.forward = lambda x, position_ids: (cos, sin)
+    model.model.rotary_emb.forward = lambda x, position_ids: (cos[:, position_ids[0]], sin[:, position_ids[0]])
     tile_model(model, num_shards=3)
     mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
     parallel = ParallelConfig(**{step: STEPS[step](**fields) for step, fields in config.items()})
     split: Any = parallelize(model, mesh, parallel)
-    groups = [axis for axis in axes if axis != "tp"]
-    rows = tokens.chunk(mesh[groups[0]].size())[mesh[groups[0]].get_local_rank()] if groups else tokens
-    loss = split(input_ids=rows, labels=rows).loss
+    rows = tokens
+    for axis in axes:
+        rows = rows if axis in ("tp", "cp") else rows.chunk(mesh[axis].size())[mesh[axis].get_local_rank()]
+    if "cp" in axes:  # whose ranks the last token would leave with unequal runs
+        loss = split(input_ids=rows[:, :-1], shift_labels=rows[:, 1:]).loss
+    else:
+        loss = split(input_ids=rows, labels=rows).loss
     loss.backward()
-    gradients = {name: full(parameter.grad) for name, parameter in split.named_parameters()}
+    gradients = {name.removeprefix("module."): full(parameter.grad) for name, parameter in split.named_parameters()}
     mean = loss.detach().clone()
     dist.all_reduce(mean)
     found = {name: None if grad is None else grad.tolist() for name, grad in gradients.items()}

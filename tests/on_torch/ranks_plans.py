@@ -22,7 +22,6 @@ FULL = Checkpointing()
 EXACT: dict[str, Any] = {"reduce_dtype": None}
 SHARDED = DataParallel(**EXACT)
 BOTH_AXES = DataParallel(replicate_axis="dp_replicate", **EXACT)
-CONTEXT = DataParallel(context_axis="cp", **EXACT)
 TENSOR, WHOLE_TOKENS = TensorParallel(), TensorParallel(sequence_parallel=False)
 GATHERED_LOGITS = TensorParallel(loss_parallel=False)
 
@@ -41,7 +40,6 @@ CONFIGS: dict[str, tuple[tuple[str, ...], ParallelConfig]] = {
     "fsdp, products": (("dp_shard",), ParallelConfig(data=SHARDED, checkpointing=Checkpointing(mode="products"))),
     "ddp": (("dp_shard",), ParallelConfig(data=DataParallel(engine="ddp", **EXACT), checkpointing=FULL)),
     "hsdp": (("dp_replicate", "dp_shard"), ParallelConfig(data=BOTH_AXES)),
-    "context": (("dp_shard", "cp"), ParallelConfig(data=CONTEXT)),
     "fsdp x sp": (("dp_shard", "tp"), ParallelConfig(tensor=TENSOR, data=SHARDED, checkpointing=FULL)),
     "fsdp x sp, gathered logits": (("dp_shard", "tp"), ParallelConfig(tensor=GATHERED_LOGITS, data=SHARDED)),
     "fsdp x tp": (("dp_shard", "tp"), ParallelConfig(tensor=WHOLE_TOKENS, data=SHARDED)),
@@ -63,7 +61,6 @@ def mesh_of(axes: tuple[str, ...], world: int) -> DeviceMesh:
         wanted = sorted({axes for axes, *_ in (*CONFIGS.values(), *REFUSED.values()) if axes})
         shapes = {axes: (world,) if len(axes) == 1 else (world // 2, 2) for axes in wanted}
         _MESHES[group] = {axes: init_device_mesh("cpu", s, mesh_dim_names=axes) for axes, s in shapes.items()}
-        _MESHES[group]["dp_shard", "cp"]._flatten("dp_shard_cp")
     return _MESHES[group][axes]
 
 
@@ -211,7 +208,9 @@ def meta(rank: int, world: int, names: list[str]) -> dict[str, Any]:
     return found
 
 
-def compiled(rank: int, world: int, names: list[str], backend: str, ends: bool = True) -> dict[str, Any]:
+def compiled(
+    rank: int, world: int, names: list[str], backend: str, ends: bool = True, tiled: bool = False
+) -> dict[str, Any]:
     """The same numbers through torch.compile of each block and of the ends; and how many graphs that were."""
     graphs = []
 
@@ -229,7 +228,7 @@ def compiled(rank: int, world: int, names: list[str], backend: str, ends: bool =
             graphs.clear()
             axes, config = CONFIGS[name]
             config = replace(config, compile=Compile(ends=ends and config.tensor is None))
-            found[name] = compare(mesh_of(axes, world), config, False, "llama", 10) | {"graphs": len(graphs)}
+            found[name] = compare(mesh_of(axes, world), config, tiled, "llama", 10) | {"graphs": len(graphs)}
         return found
     finally:
         torch.compile = whole
@@ -291,6 +290,7 @@ def ddp_reduce_dtype(rank: int, world: int) -> dict[str, float]:
 
 
 REFUSED: dict[str, tuple[tuple[str, ...], ParallelConfig, dict[str, Any]]] = {
+    "order of axes": (("dp_shard", "dp_replicate"), ParallelConfig(data=BOTH_AXES), {}),
     "missing axis": (("dp_shard",), ParallelConfig(tensor=TENSOR), {}),
     "unused axis": (("dp_shard", "tp"), ParallelConfig(tensor=TENSOR), {}),
     "async without compile": (("tp",), ParallelConfig(tensor=TensorParallel(asynchronous=True)), {}),
@@ -308,6 +308,7 @@ REFUSED: dict[str, tuple[tuple[str, ...], ParallelConfig, dict[str, Any]]] = {
     "float8": (("dp_shard",), ParallelConfig(data=SHARDED, float8=True), {}),
     "tiled loss gathered": (("tp",), ParallelConfig(tensor=GATHERED_LOGITS), {"tiled": True}),
     "adapter": (("tp",), ParallelConfig(tensor=TENSOR), {"adapter": True}),
+    "fused": (("tp",), ParallelConfig(tensor=TENSOR), {"kind": "phi3"}),
     "no plan": (("dp_shard",), ParallelConfig(data=SHARDED), {"unknown": True}),
     "meta ddp": (("dp_shard",), ParallelConfig(data=DataParallel(engine="ddp")), {"meta": True}),
     "donate": (("dp_shard",), ParallelConfig(data=SHARDED, donate=False), {}),
@@ -370,10 +371,11 @@ def _refusal(model: Any, mesh: Any, config: ParallelConfig) -> list[Any]:
     return ["nothing was refused", "", False]
 
 
-def compiled_autograd(rank: int, world: int) -> dict[str, Any]:
+def compiled_autograd(rank: int, world: int, backend: str) -> dict[str, Any]:
     """DDP whose reductions are part of a compiled backward."""
     warnings.simplefilter("ignore")
-    options = torch._dynamo.config.optimize_ddp
+    options, whole = torch._dynamo.config.optimize_ddp, torch.compile
+    torch.compile = lambda *a, **options: whole(*a, **options | {"backend": backend})  # type: ignore[assignment]
     try:
         torch.compiler.reset()
         _, expected = truth("llama")
@@ -388,5 +390,5 @@ def compiled_autograd(rank: int, world: int) -> dict[str, Any]:
         found = {name.removeprefix("module."): p.grad for name, p in model.named_parameters()}
         return {"gradients": error_between(found, expected)}
     finally:
-        torch._dynamo.config.optimize_ddp = options
+        torch._dynamo.config.optimize_ddp, torch.compile = options, whole
         warnings.simplefilter("error")

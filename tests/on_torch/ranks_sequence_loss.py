@@ -156,7 +156,7 @@ def peaks(rank: int, world: int, hidden: int = 64, tokens: int = 128, shard_toke
         value: Any = vocab_parallel_linear_cross_entropy(
             x, weight, targets, tiling=Tiling(shard_tokens=shard_tokens), sequence_parallel=True
         )
-    shape = LossShape(tokens=tokens * world, hidden=hidden, vocab=entries)
+    shape = LossShape(tokens=tokens * world, hidden=hidden, vocab=entries, copied=True)
     peak = live.peak - 4 * (x.numel() + weight.numel())
     value.backward()
     return {

@@ -4,48 +4,59 @@ Every rank makes the whole problem from a seed, keeps its part of the features a
 with its part of what the untiled MLP gives on one process.
 """
 
-import warnings
+import time
 import weakref
 from collections.abc import Callable
-from datetime import timedelta
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from shared_specs import SpecError, Tiling, UnsupportedError
+from shared_specs import Tiling
 from shared_specs.costs import MLPShape
 from shared_specs.partitions import SequencePlan, plan_sequence
 from shared_specs.sequence_costs import sequence_peak_bytes
 from tests.on_torch.counting import GemmFlop, LiveBytes
 from tests.on_torch.ranks_engines import Collectives, full
 from tests.on_torch.ranks_loss import distance, draw, group_of
-from tiled_torch import TiledMLP, tiled_mlp
-from tiled_torch.parallel import TensorParallelTiledMLP, tensor_parallel_mlp
+from tiled_torch import tiled_mlp
+from tiled_torch.parallel import tensor_parallel_mlp
 from tiled_torch.parallel.groups import rank_group
 from tiled_torch.parallel.sequence import gathered
+from tiled_torch.parallel.transport import Pending, named
 
 HIDDEN, FEATURES, OUT = 6, 16, 5
 PLACEMENTS = {"w_gate": 0, "w_up": 0, "w_down": 1, "b_gate": 0, "b_up": 0, "b_down": None}
 
 
 class LiveGathered(TorchDispatchMode):
-    """How many elements of gathered shards are alive at once, and in how many pieces: outputs of all-gathers."""
+    """How many elements of gathered shards are alive at once, and in how many pieces: outputs of all-gathers of floats.
+
+    While it is on, every wait goes on until gloo's thread has let go of the buffers, which on a busy machine is later
+    than the end of the collective.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.elements = self.peak_elements = self.pieces = self.peak_pieces = 0
 
+    def __enter__(self) -> Self:
+        self.wait = Pending.wait
+        Pending.wait = _wait_until_released  # type: ignore[method-assign]
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        Pending.wait = self.wait  # type: ignore[method-assign]
+        super().__exit__(*error)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d" and "allgather" in func.__name__:
+        if func.namespace == "c10d" and "allgather" in func.__name__ and args[0].is_floating_point():
             storage = args[0].untyped_storage()
             size = storage.nbytes() // args[0].element_size()
             self.elements, self.pieces = self.elements + size, self.pieces + 1
@@ -56,6 +67,22 @@ class LiveGathered(TorchDispatchMode):
 
     def _gone(self, size: int) -> None:
         self.elements, self.pieces = self.elements - size, self.pieces - 1
+
+
+def _wait_until_released(pending: Pending) -> Tensor:
+    sent, name = pending.keep, pending.name
+    if pending.work is not None:
+        named(pending.over, name, pending.work.wait)
+    users = 0 if sent is None else sent._use_count()
+    pending.work = pending.keep = None
+    found = pending.finish()
+    deadline = time.monotonic() + 10.0
+    while time.monotonic() < deadline:
+        let_go = sent is None or sent._use_count() < max(users, 2)
+        if let_go and (name != "all-gather" or found._use_count() == 1):
+            break
+        time.sleep(0.0005)
+    return found
 
 
 def operands(tokens: int, *, gated: bool, bias: bool, features: int = FEATURES) -> dict[str, Tensor]:
@@ -278,90 +305,6 @@ def one_rank(rank: int, world: int) -> dict[str, Any]:
     return {"same": all(torch.equal(y, expected) for y in found), "collectives": sum(collectives.counts.values())}
 
 
-def module(rank: int, world: int, gated: bool, bias: bool, sequence_parallel: bool) -> dict[str, Any]:
-    """The module's parameters are slices of `TiledMLP`'s from the same seed, and so are its results."""
-    torch.manual_seed(3)
-    whole = TiledMLP(HIDDEN, FEATURES, gated=gated, bias=bias, num_shards=3, dtype=torch.float64)
-    torch.manual_seed(3)
-    mine = TensorParallelTiledMLP(
-        HIDDEN, FEATURES, gated=gated, bias=bias, sequence_parallel=sequence_parallel, num_shards=3, dtype=torch.float64
-    )
-    x, upstream = draw(2, 8 * world, HIDDEN, seed=0), draw(2, 8 * world, HIDDEN, seed=1)
-    rows = slice(8 * rank, 8 * (rank + 1)) if sequence_parallel else slice(None)
-    expected = whole(x)
-    expected.backward(upstream)
-    y = mine(x[:, rows])
-    y.backward(upstream[:, rows])
-    errors = {"y": distance(y, expected[:, rows])}
-    same = []
-    for name, parameter in mine.named_parameters():
-        theirs = whole.get_parameter(name)
-        same.append(torch.equal(parameter, part_of(name, theirs, rank, world)))
-        errors[f"d{name}"] = distance(parameter.grad, part_of(name, theirs.grad, rank, world))
-    dims = {name: parameter.partition_dim for name, parameter in mine.named_parameters()}  # type: ignore[attr-defined]
-    return {"errors": errors, "same": all(same), "dims": dims, "repr": mine.extra_repr()}
-
-
-class Projections(nn.Module):
-    """An MLP of nn.Linear layers that runs through `tensor_parallel_mlp`, as a parallelised model's would."""
-
-    def __init__(self, sequence_parallel: bool) -> None:
-        super().__init__()
-        self.gate, self.up = (nn.Linear(HIDDEN, FEATURES, dtype=torch.float64) for _ in range(2))
-        self.down = nn.Linear(FEATURES, HIDDEN, dtype=torch.float64)
-        self.sequence_parallel = sequence_parallel
-
-    def forward(self, x: Tensor) -> Tensor:
-        layers = {"gate": self.gate, "up": self.up, "down": self.down}
-        weights = [layer.weight for layer in layers.values()]
-        biases: Any = {name: layer.bias for name, layer in layers.items()}
-        options: Any = {"sequence_parallel": self.sequence_parallel, "num_shards": 3}
-        return tensor_parallel_mlp(x, *weights, biases=biases, **options)
-
-
-def data_and_tensor(rank: int, world: int, kind: str, sequence_parallel: bool) -> dict[str, float]:
-    """FSDP2 over one dim of a mesh and this MLP over the other, against the untiled MLP on the batch of all."""
-    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp", "tp"))
-    batch, place, ranks = rank // (world // 2), rank % (world // 2), world // 2
-    torch.manual_seed(3)
-    plain = Projections(sequence_parallel)
-    reference = {
-        name.replace(".weight", "").replace(".bias", "_bias"): p.detach().clone()
-        for name, p in plain.named_parameters()
-    }
-    given = {f"w_{name}": reference[name] for name in ("gate", "up", "down")}
-    given |= {f"b_{name}": reference[f"{name}_bias"] for name in ("gate", "up", "down")}
-    given = {name: a.requires_grad_() for name, a in given.items()}
-    xs = [draw(12, HIDDEN, seed=10 + one) for one in range(2)]
-    expected = [untiled({**given, "x": x}) for x in xs]
-    torch.stack([(y**2).sum() for y in expected]).mean().backward()
-
-    if kind == "dtensor":
-        styles = {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
-        engine: Any = parallelize_module(plain, mesh["tp"], styles)  # type: ignore[arg-type]
-    else:
-        engine = TensorParallelTiledMLP(
-            HIDDEN, FEATURES, bias=True, sequence_parallel=sequence_parallel, num_shards=3, group=mesh["tp"],
-            dtype=torch.float64,
-        )  # fmt: skip
-        with torch.no_grad():
-            for name, parameter in engine.named_parameters():
-                parameter.copy_(part_of(name, given[name], place, ranks))
-    fully_shard(engine, mesh=mesh["dp"])
-    rows = slice(place * 12 // ranks, (place + 1) * 12 // ranks) if sequence_parallel else slice(None)
-    y = engine(xs[batch][rows])
-    (y**2).sum().backward()
-    errors = {"y": distance(y.detach(), expected[batch][rows])}
-    for name, parameter in engine.named_parameters():
-        if kind == "dtensor":
-            layer, which = name.split(".")
-            name = f"{which[0]}_{layer}"
-            errors[name] = distance(full(parameter.grad), given[name].grad)
-        else:
-            errors[name] = distance(full(parameter.grad), part_of(name, given[name].grad, place, ranks))
-    return errors
-
-
 def other_dtypes(rank: int, world: int, sequence_parallel: bool) -> dict[str, Any]:
     """float32 weights under bfloat16 autocast."""
     given = {name: a.float() for name, a in operands(32, gated=True, bias=True).items()}
@@ -382,101 +325,3 @@ def other_dtypes(rank: int, world: int, sequence_parallel: bool) -> dict[str, An
         theirs = plain[name].grad[rows] if name == "x" else part_of(name, plain[name].grad, rank, world)
         errors[name] = [distance(a.grad.double(), truth), distance(theirs.double(), truth)]
     return {"dtypes": [str(y.dtype), *sorted({str(a.grad.dtype) for a in mine.values()})], "errors": errors}
-
-
-def refused(rank: int, world: int, what: str) -> str:
-    """The message that this rank gets for a wrong call."""
-    given: dict[str, Any] = {
-        n: part_of(n, a, rank, world) if n != "x" else a for n, a in operands(8, gated=True, bias=True).items()
-    }
-    options: dict[str, Any] = {"sequence_parallel": True}
-    mesh = init_device_mesh("cpu", (world,))
-    match what:
-        case "sequence_parallel":
-            options = {"sequence_parallel": 1}
-        case "split_sizes alone":
-            options = {"split_sizes": (8, 8)}
-        case "split_sizes kind":
-            options["split_sizes"] = 8
-        case "split_sizes length":
-            options["split_sizes"] = (8, 8, 8)
-        case "split_sizes of another":
-            options["split_sizes"] = (7,) * world
-        case "negative split_sizes":
-            options["split_sizes"] = (-8, 8)
-        case "x":
-            given["x"] = distribute_tensor(given["x"], mesh, [Shard(0)])
-        case "one DTensor":
-            given["w_up"] = distribute_tensor(operands(8, gated=True, bias=True)["w_up"], mesh, [Shard(0)])
-        case "placement":
-            given = {
-                n: a if n == "x" else distribute_tensor(a, mesh, [Shard(0)])
-                for n, a in operands(8, gated=True, bias=False).items()
-            }
-        case "group beside a DTensor":
-            given = {
-                n: a if n == "x" else distribute_tensor(a, mesh, [Shard(PLACEMENTS[n])])
-                for n, a in operands(8, gated=True, bias=False).items()
-            }
-            options["group"] = mesh
-        case "mesh":
-            options["group"] = init_device_mesh("cpu", (1, world))
-        case "group":
-            options["group"] = "tp"
-        case "whole w_down":
-            given["w_down"] = operands(8, gated=True, bias=True)["w_down"]
-        case "num_shards":
-            options["num_shards"] = 0
-        case "deterministic":
-            options["tiling"] = Tiling(deterministic=True)
-        case "budget":
-            options["tiling"] = Tiling(memory_budget=10)
-        case "module":
-            return message_of(lambda: TensorParallelTiledMLP(HIDDEN, 15))
-        case "create_graph":
-            given["x"].requires_grad_()
-            y = call(given, **options)
-            return message_of(lambda: torch.autograd.grad(y.sum(), given["x"], create_graph=True))
-    return message_of(lambda: call(given, **options))
-
-
-def message_of(run: Callable[[], Any]) -> str:
-    try:
-        run()
-    except (SpecError, TypeError, UnsupportedError) as error:
-        return str(error)
-    return "accepted"
-
-
-def absent(rank: int, world: int, sequence_parallel: bool) -> str:
-    """Rank 1 makes a wrong call and never comes; the others' wait ends with the group's timeout."""
-    group = dist.new_group(list(range(world)), timeout=timedelta(seconds=3))
-    given = {n: part_of(n, a, rank, world) if n != "x" else a for n, a in operands(8, gated=True, bias=True).items()}
-    if rank == 1:
-        given["w_up"] = given["w_up"].T
-    try:
-        call(given, sequence_parallel=sequence_parallel, group=group)
-    except (SpecError, RuntimeError) as error:
-        return str(error)
-    return "accepted"
-
-
-def compiled(rank: int, world: int) -> dict[str, Any]:
-    """Inside torch.compile the call runs as it is, outside of the graph."""
-    given = operands(8, gated=True, bias=False)
-    mine = {
-        n: (a[rank * 8 // world : (rank + 1) * 8 // world] if n == "x" else part_of(n, a, rank, world))
-        for n, a in given.items()
-    }
-    mine = {n: a.clone().requires_grad_() for n, a in mine.items()}
-
-    def run(scale: float) -> Tensor:
-        return call({**mine, "x": mine["x"] * scale}, sequence_parallel=True, num_shards=2)
-
-    plain = run(2.0)
-    expected = torch.autograd.grad(plain, list(mine.values()), torch.ones_like(plain))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # dynamo asks tensors that are no leaves for .grad
-        y = torch.compile(run, backend="eager")(2.0)
-    found = torch.autograd.grad(y, list(mine.values()), torch.ones_like(y))
-    return {"same": torch.equal(y, plain) and all(map(torch.equal, found, expected))}

@@ -10,6 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from shared_specs import SpecError, UnsupportedError
+from shared_specs.rounding import relative_error
+from shared_specs.tolerances import DISTRIBUTED_FLOAT64
+from tiled_torch import tile
 from tiled_torch.parallel import CheckpointWithoutOutput, checkpoint, seed_parallel
 
 TOKENS, HIDDEN, WIDE = 16, 8, 64
@@ -183,6 +186,61 @@ def test_inside_a_checkpointed_region():
         assert torch.equal(a.grad, b.grad)  # type: ignore[arg-type]
 
 
+def test_inside_a_checkpointed_region_nothing_is_held():
+    """Between forward and backward as many bytes as without it: the region keeps its inputs."""
+    held = {}
+    for form in ("plain", "output"):
+        model, x = Net(form), batch()
+        with HeldBytes() as meter:
+            y = checkpoint(model, x)
+            held[form] = meter.held()
+        del y
+    assert held["output"] == held["plain"]
+
+
+def test_calls_nest():
+    """A call inside another is computed again with it, once."""
+    x, runs = batch(), []
+
+    def inner(x: Tensor) -> Tensor:
+        runs.append(1)
+        return x.exp()
+
+    def outer(x: Tensor) -> Tensor:
+        call = CheckpointWithoutOutput()
+        h = call.checkpoint(inner, x)
+        y = h.sin()
+        call.discard_output_and_register_recompute(y)
+        return y * 2
+
+    call = CheckpointWithoutOutput()
+    h = call.checkpoint(outer, x)
+    y = h.cos()
+    call.discard_output_and_register_recompute(y)
+    assert h.untyped_storage().nbytes() == 0
+    (found,) = torch.autograd.grad(y.sum(), x)
+    (expected,) = torch.autograd.grad((x.exp().sin() * 2).cos().sum(), x)
+    assert torch.equal(found, expected)
+    assert len(runs) == 2
+
+
+def test_inside_a_tiled_region():
+    model, x, again = Net("output"), batch(), batch()
+    plain = Net("plain")
+    for net in (model, plain):
+        net.activation = lambda norm, x: nn.functional.gelu(norm(x))  # type: ignore[method-assign]
+    tile(model, num_shards=3)(x).square().sum().backward()
+    plain(again).square().sum().backward()
+    assert x.grad is not None
+    assert again.grad is not None
+    assert relative_error(x.grad.numpy(), again.grad.numpy()) <= DISTRIBUTED_FLOAT64
+
+
+def offloaded(hooks: Any) -> None:
+    with hooks:
+        CheckpointWithoutOutput().checkpoint(torch.sin, batch())
+
+
 def discard(output: Any, hook: Any) -> None:
     call = CheckpointWithoutOutput()
     if output is not None:
@@ -224,6 +282,18 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
         lambda: CheckpointWithoutOutput().checkpoint(lambda x: x.view(-1), batch()),
         SpecError,
         "CheckpointWithoutOutput.checkpoint: the output must be memory of its own, got a view of an argument.",
+    ),
+    "offloading": (
+        lambda: offloaded(torch.autograd.graph.save_on_cpu()),
+        SpecError,
+        "CheckpointWithoutOutput.checkpoint: a call must be outside hooks on saved tensors, got one inside those of "
+        "torch.autograd.graph. What they take elsewhere need not be discarded: call fn itself there.",
+    ),
+    "hooks of one's own": (
+        lambda: offloaded(torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)),
+        SpecError,
+        "CheckpointWithoutOutput.checkpoint: a call must be outside hooks on saved tensors, got one inside those of "
+        f"{__name__}. What they take elsewhere need not be discarded: call fn itself there.",
     ),
     "no call": (
         lambda: discard(None, batch()),

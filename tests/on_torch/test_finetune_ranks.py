@@ -21,7 +21,7 @@ from shared_specs.app.log import LOG_NAME, read_log, step_records
 from shared_specs.app.loop import MODEL_NAME, finetune
 from shared_specs.app.weights import read_model
 from shared_specs.cli import FinetuneOptions
-from shared_specs.tolerances import DEMO_LOSS_RTOL, MODEL_FLOAT32
+from shared_specs.tolerances import DEMO_LOSS_RTOL, MODEL_FLOAT32, limit
 from tests.ranks import LOOPBACK
 from tests.tiny_model import write_text, write_tiny_folder
 from tiled_torch.commands.finetune import TorchTrainer
@@ -120,6 +120,17 @@ def test_two_ranks_go_on_from_one_and_from_another_layout(inputs, tmp_path):
     assert_same_model(out, inputs)
 
 
+def test_bfloat16(inputs, tmp_path):
+    """The forward under autocast, of sharded float32 weights: as near to float32 as one process in bfloat16 is."""
+    assert run_alone(inputs, tmp_path / "one", dtype="bfloat16") == 0
+    code, shown = run(2, *words(inputs, tmp_path / "two", "--fsdp", "2", "--dtype", "bfloat16"))
+    assert code == 0, shown
+    exact, one, two = (np.asarray(losses(out)) for out in (inputs / "alone", tmp_path / "one", tmp_path / "two"))
+    assert np.all(abs(two - exact) <= limit(float(abs(one - exact).max() / exact.min()), "bfloat16") * exact)
+    weights = read_model(tmp_path / "two" / MODEL_NAME).tensors.values()
+    assert {weight.dtype for weight in weights} == {np.dtype("float32")}
+
+
 @pytest.mark.slow
 def test_four_ranks_and_plain_replicas(inputs, tmp_path):
     code, shown = run(2, *words(inputs, tmp_path / "dp", "--dp", "2"))
@@ -137,11 +148,28 @@ def test_four_ranks_and_plain_replicas(inputs, tmp_path):
     assert losses(tmp_path / "hybrid") == pytest.approx(losses(inputs / "alone"), rel=DEMO_LOSS_RTOL)
 
 
-def test_ranks_that_do_not_fit_are_refused_once(inputs, tmp_path):
-    code, shown = run(2, *words(inputs, tmp_path / "run", "--fsdp", "4"))
+# What a user gets wrong, and the line that says so. The first is found by the model's plan, the second before ranks meet.
+WRONG = {
+    "heads": (("--tp", "2"), "parallelize: num_key_value_heads must be a multiple of the 2 ranks of the mesh axis 'tp', got 3"),
+    "ranks": (("--fsdp", "4"), "finetune: --dp x --fsdp x --tp must be 2, the processes of this run, got 1 x 4 x 1 = 4."),
+    "batch": (("--fsdp", "2", "--batch", "3"), "finetune: --batch must be a multiple of 2, got 3."),
+    "no ranks": (("--fsdp", "0"), "finetune: --fsdp must be >= 1, got 0."),
+    "text": (("--fsdp", "2", "--text", "nowhere"), "finetune: --text must be a text file, got nowhere, which does not exist."),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "ranks" else pytest.mark.slow) for n in WRONG])
+def test_what_is_wrong_is_said_once(inputs, tmp_path, name):
+    """In one line, with the exit code of bad input (torchrun's own is always 1), and nothing is written."""
+    more, line = WRONG[name]
+    if name == "heads":
+        changes = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48}
+        more += ("--model", str(write_tiny_folder(tmp_path / "model", **changes)))
+    code, shown = run(2, *words(inputs, tmp_path / "run", *more))
     assert code != 0
-    refusal = "finetune: --dp x --fsdp x --tp must be 2, the processes of this run, got 1 x 4 x 1 = 4."
-    assert refusal in shown
+    assert shown.count(line) == 1, shown
+    assert re.search(r"Root Cause.*?exitcode\s*: 2 ", shown, re.DOTALL), shown
+    assert "/tiled_torch/" not in shown  # no traceback of ours
     assert not (tmp_path / "run").exists()
 
 

@@ -15,7 +15,7 @@ from shared_specs.rounding import relative_error
 from shared_specs.shards import plan_tokens
 from shared_specs.tolerances import BF16_256_SHARDS, COST_BYTES
 from tests.on_torch.counting import GemmFlop, LiveBytes, saved_bytes
-from tiled_torch import backends, tiled_mlp
+from tiled_torch import backends, tiled_linear_cross_entropy, tiled_mlp
 
 H, I = 32, 96  # noqa: E741
 
@@ -136,6 +136,34 @@ def test_peak_bytes(dtype: torch.dtype, gated: bool, activation: Any, T: int) ->
     five = 5 * t * inter * dtype.itemsize + costs.accumulator_bytes(shape, plan_tokens(T, num_shards=T // t))
     copies = t * (inter + hidden) * 4 if dtype.itemsize < 4 else 0
     assert predicted <= five + copies
+
+
+def test_peak_bytes_under_autocast() -> None:
+    """Weights in float32 are there in bfloat16 as well."""
+    x, weights = operands(2048, hidden=128, inter=512)
+    shape = costs.MLPShape(tokens=2048, hidden=128, intermediate=512, itemsize=2)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = tiled_mlp(x, *weights, num_shards=8)
+    dy = torch.ones_like(y)
+    with LiveBytes() as backward:
+        grads = torch.autograd.grad(y, leaves(x, weights), dy)
+    predicted = costs.peak_bytes(shape, plan_tokens(2048, num_shards=8))
+    rows = 2048 // 8 * 128 * 2  # a shard of x in bfloat16
+    assert backward.peak - sum(grad.numel() * grad.itemsize for grad in grads) - rows == pytest.approx(
+        predicted, rel=COST_BYTES
+    )
+    assert shape.cast_bytes > COST_BYTES * predicted
+
+
+def test_what_can_run_here_is_found_out_once_a_call(monkeypatch) -> None:
+    """It asks the driver on a machine with a GPU."""
+    calls, usable = [], backends.usable_backends
+    monkeypatch.setattr(backends, "usable_backends", lambda: (calls.append(1), usable())[1])
+    x, weights = operands(8)
+    tiled_mlp(x, *weights)
+    assert len(calls) == 1
+    tiled_linear_cross_entropy(x, weights[0], torch.zeros(8, dtype=torch.long))  # type: ignore[arg-type]
+    assert len(calls) == 2
 
 
 def test_memory_budget_is_kept_and_used() -> None:

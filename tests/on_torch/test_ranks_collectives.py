@@ -14,8 +14,11 @@ from shared_specs import UnsupportedError
 from shared_specs.oracle.collectives import COLLECTIVES, collective_cases
 from shared_specs.signatures import PARALLEL_SIGNATURES
 from shared_specs.tolerances import DISTRIBUTED_FLOAT64, limit
+from tests.on_torch.ranks_loss import distance
 from tests.ranks import Ranks
 from tiled_torch import parallel
+from tiled_torch.parallel import transport
+from tiled_torch.parallel.groups import RankGroup
 
 pytestmark = pytest.mark.ranks
 
@@ -64,13 +67,45 @@ def test_groups_that_are_not_the_world(pools, group):
         assert max(max(found["y"], found["dx"]) for found in answer.values()) <= DISTRIBUTED_FLOAT64
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_other_dtypes(pools, dtype):
-    """Against exact sums of the same rounded inputs; the baseline rounds once per addition."""
-    rounding = {"bfloat16": 2.0**-9, "float32": 2.0**-24}[dtype]
-    for answer in run(pools, 4, "cases", dtype=dtype):
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_16_bits(pools, world, dtype):
+    """Every result is the exact one, rounded once."""
+    for answer in run(pools, world, "cases", dtype=dtype):
+        assert set(answer) == {case.id for case in collective_cases(world)}
         for name, found in answer.items():
-            assert max(found["y"], found["dx"]) <= limit(2 * rounding, dtype), name
+            assert found["rounded once"] == [True, True], name
+            assert max(found["collectives"]) <= 1, name
+
+
+def test_float32(pools):
+    """Against exact sums of the same rounded inputs; the baseline rounds once per addition."""
+    for answer in run(pools, 4, "cases", dtype="float32"):
+        for name, found in answer.items():
+            assert max(found["y"], found["dx"]) <= limit(2 * 2.0**-24, "float32"), name
+
+
+@pytest.mark.parametrize("few", [0, 100])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("world", WORLDS)
+def test_sums_of_16_bits_are_taken_in_float32(pools, world, dtype, few):
+    """By collectives that do not add, or that add float32; two ranks add once. Each is under way while others compute."""
+    exchange, gather = {"alltoall_base_": 1}, {"_allgather_base_": 1}
+    if world == 2:
+        reduced, scattered = {"allreduce_": 1}, {"_reduce_scatter_base_": 1}
+        order = ["mm", "allreduce", "mm", "wait"]
+    elif few:
+        reduced, scattered = {"allreduce_": 1}, exchange
+        order = ["mm", "allreduce", "mm", "wait"]
+    else:
+        reduced, scattered = exchange | gather, exchange
+        order = ["mm", "alltoall_base", "mm", "wait", "allgather_base"]
+    for answer in run(pools, world, "sums_of_16_bits", dtype=dtype, few=few):
+        assert (answer["reduced"], answer["scattered"]) == (reduced, scattered)
+        assert answer["exact"] == [True] * 3
+        assert answer["in place"]
+        assert answer["untouched"]
+        assert answer["order"] == order
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -154,6 +189,70 @@ def test_a_wrong_call_on_one_rank_does_not_hang_the_others(pools):
     assert first.startswith("SpecError: reduce_scatter_to_sequence_parallel_region: dim 0 of x must be a multiple of ")
     text = "RuntimeError: reduce_scatter_to_sequence_parallel_region: reduce-scatter failed on rank 1 of 2. Every rank "
     assert second.startswith(text)
+
+
+def test_the_error_of_a_sum_does_not_grow_with_the_ranks():
+    """Partial products of 64 ranks meet the limit of one process; added in bfloat16, as a ring does, they are far off."""
+    draw = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(128, 1024, generator=draw).bfloat16() for _ in range(2))
+    exact = x.double() @ weight.double().T
+
+    def error(a: torch.Tensor) -> float:
+        return distance(a.double(), exact)
+
+    allowed = limit(error((x.float() @ weight.float().T).bfloat16()), "bfloat16")
+    pairs = zip(x.float().chunk(64, 1), weight.float().chunk(64, 1), strict=True)
+    parts = torch.stack([(a @ b.T).bfloat16() for a, b in pairs])
+    assert error(transport.wide_sum(parts)) <= allowed
+    ring = parts[0]
+    for part in parts[1:]:
+        ring = ring + part
+    assert error(ring) > allowed
+
+
+class Broken:
+    """A backend whose collectives end as `work` says: at once, or when they are waited for."""
+
+    def __init__(self, at_once: bool) -> None:
+        self.at_once = at_once
+
+    def __call__(self, *_: Any, **__: Any) -> "Broken":
+        if self.at_once:
+            self.wait()
+        return self
+
+    def wait(self) -> None:
+        raise RuntimeError("Timed out.")
+
+
+CALLS = {
+    "all_reduce": ("all-reduce", (torch.ones(6),)),
+    "all_reduce_": ("all-reduce", (torch.ones(6),)),
+    "all_gather": ("all-gather", (torch.ones(6), 0)),
+    "reduce_scatter": ("reduce-scatter", (torch.ones(6), 0)),
+    "all_to_all": ("all-to-all", (torch.ones(6),)),
+    "all_reduce of 16 bits": ("all-reduce", (torch.ones(6).half(),)),
+    "reduce_scatter of 16 bits": ("reduce-scatter", (torch.ones(6).half(), 0)),
+}
+
+
+@pytest.mark.parametrize("few", [0, 100])
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("call", CALLS)
+def test_who_waited_in_vain_says_where(monkeypatch, call, at_once, few):
+    """The public call, the collective, the rank in the group and all ranks of the group."""
+    name, arguments = CALLS[call]
+    for backend in ("all_reduce", "all_to_all_single"):
+        monkeypatch.setattr(torch.distributed, backend, Broken(at_once))
+    for backend in ("_gather_equal", "_reduce_scatter_equal"):
+        monkeypatch.setattr(transport, backend, Broken(at_once))
+    monkeypatch.setattr(torch.distributed, "get_process_group_ranks", lambda _: [1, 5, 8])
+    monkeypatch.setattr(transport, "FEW", few)
+    expected = (
+        f"^the_call: {name} failed on rank 1 of 3. Every rank of the group .ranks 1, 5, 8 of all. has .*Timed out.$"
+    )
+    with pytest.raises(RuntimeError, match=expected):
+        getattr(transport, call.partition(" ")[0])(RankGroup("the_call", object(), 1, 3), *arguments).wait()
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)

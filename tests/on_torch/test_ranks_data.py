@@ -49,13 +49,27 @@ REFUSED = {
     "twice": "keys must be different from each other, got ['a', 'a']. This is rank 3 of 4.",
     "kind of tensor": "data['a'] must be a plain tensor, got list. This is rank 0 of 4.",
     "kind of dtype": "dtype must be a torch.dtype or None, got str. This is rank 3 of 4.",
+    "device": "device must be one that this rank can use, or None, got 'gpu'. Expected one of cpu, ",
 }
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_a_fault_on_one_rank_is_the_same_error_on_all(four, what):
-    answers = four.run("tests.on_torch.ranks_data:refused", what=what)
-    assert answers == [f"broadcast_data: {REFUSED[what]}"] * 4
+def test_a_fault_on_one_rank_is_the_same_error_on_all(four):
+    answers = four.run("tests.on_torch.ranks_data:refused", kinds=list(REFUSED))
+    assert answers == answers[:1] * 4
+    assert list(answers[0]) == list(REFUSED)
+    for what, message in answers[0].items():
+        expected = f"broadcast_data: {REFUSED[what]}"
+        assert message.startswith(expected)
+        assert message == expected or what == "device"  # there torch lists the kinds of devices
+
+
+def test_a_rank_that_makes_no_call_does_not_hang_the_others(four):
+    first, *others = four.run("tests.on_torch.ranks_data:late", seconds=2)
+    assert first == "no call"
+    for rank, message in enumerate(others, 1):
+        assert message.startswith(
+            f"broadcast_data: all-gather failed on rank {rank} of 4. Every rank of the group (ranks 0, 1, 2, 3 of all) has "
+        )
 
 
 def test_without_a_process_group():

@@ -1,7 +1,7 @@
 """Layers of inference over gloo ranks against one process, which path they take, and what they refuse.
 
-The symmetric-memory path itself needs several GPUs (tests/gpu/test_symmetric_memory.py); here its wiring runs with the
-three exchanges stood in for. What runs on the ranks is in ranks_inference.py.
+The symmetric-memory path itself needs several GPUs (tests/gpu/test_symmetric_memory.py); here its arithmetic runs, with the
+buffers that ranks map stood in for. What runs on the ranks is in ranks_inference.py.
 """
 
 import inspect
@@ -9,11 +9,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from shared_specs.signatures import PARALLEL_SIGNATURES
 from shared_specs.tolerances import DISTRIBUTED_FLOAT64, limit
 from tests.ranks import Ranks
 from tiled_torch import parallel
+from tiled_torch.parallel import symmetric
+from tiled_torch.parallel.groups import RankGroup
 
 pytestmark = pytest.mark.ranks
 
@@ -46,7 +49,11 @@ def test_against_one_process(pools, world, name):
         assert max(error["ours"] for error in answer["errors"].values()) <= DISTRIBUTED_FLOAT64, answer["errors"]
         gathered = {"_allgather_base_": 1}
         column = gathered if CASES[name].get("sequence_parallel") else {}
-        row = {"_reduce_scatter_base_": 1} | (gathered if CASES[name].get("gather", True) else {})
+        gathers = int(CASES[name].get("gather", True))
+        if CASES[name].get("symmetric_memory"):  # its stand-in fetches what the others wrote
+            row = {"_allgather_base_": 1 + gathers}
+        else:
+            row = {"_reduce_scatter_base_": 1} | (gathered if gathers else {})
         assert answer["collectives"] == [column, row]
 
 
@@ -60,16 +67,54 @@ def test_groups_that_are_not_the_world(pools, group):
 
 @pytest.mark.parametrize("symmetric_memory", [False, True])
 def test_bfloat16(pools, symmetric_memory):
+    """As exact as one process, whose layer adds what four ranks round."""
     for answer in run(pools, 4, "layers", dtype="bfloat16", symmetric_memory=symmetric_memory):
         assert answer["dtypes"]
         for name, error in answer["errors"].items():
             assert error["ours"] <= limit(error["plain"], "bfloat16"), name
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("world", [2, 4])
+def test_both_paths_give_the_same_bits(pools, world, dtype):
+    assert run(pools, world, "both_paths", dtype=dtype) == [[True, True]] * world
+
+
 def test_which_path_and_why(pools):
     cpu = "Symmetric memory is a path of CUDA devices, and the tensors are on cpu."
     one = "A group of one rank has nothing to exchange."
     assert run(pools, 2, "paths") == [[["collectives", cpu], ["collectives", one]]] * 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        (
+            {"get_device_capability": (8, 0)},
+            "Multicast needs a GPU of the Hopper class or newer, and this is some GPU.",
+        ),
+        ({"get_backend": "gloo"}, "The group's backend is gloo; it has to be nccl."),
+        ({"device_count": 1}, "The group has 2 ranks and this host 1 GPUs; they have to share NVLink."),
+        ({"get_process_group_ranks": [7, 8]}, "The group's ranks, 7, 8, are on several hosts of 8 ranks."),
+    ],
+)
+def test_why_a_machine_takes_the_collectives(changes, reason, monkeypatch):
+    """Of a host with eight GPUs of the Hopper class under NCCL, and of others."""
+    answers = {
+        "get_device_capability": (9, 0),
+        "get_device_name": "some GPU",
+        "device_count": 8,
+        "get_backend": "nccl",
+        "get_process_group_ranks": [2, 3],
+    } | changes
+    for name, answer in answers.items():
+        where = torch.cuda if hasattr(torch.cuda, name) else torch.distributed
+        monkeypatch.setattr(where, name, lambda *_, answer=answer: answer)
+    monkeypatch.setattr(symmetric, "_missing", lambda _: None)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    over = RankGroup("f", object(), rank=0, size=2)
+    assert symmetric.why_not(over, torch.device("cuda"), torch.bfloat16) == reason
 
 
 ROW = "row_parallel_linear_residual_norm"

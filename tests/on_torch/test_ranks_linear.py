@@ -1,6 +1,5 @@
 """Tiled linear layers under FSDP2 on two and four gloo ranks: every tile a unit of its own. They run ranks_linear.py."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,10 +10,14 @@ from tests.ranks import Ranks
 pytestmark = pytest.mark.ranks
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks() as pair:
-        yield pair
+@pytest.fixture
+def ranks(pools: dict[int, Ranks]) -> Ranks:
+    return pools[2]
+
+
+@pytest.fixture
+def four(pools: dict[int, Ranks]) -> Ranks:
+    return pools[4]
 
 
 def run(ranks: Ranks, function: str, **arguments: Any) -> list[Any]:
@@ -29,12 +32,6 @@ def test_gradients_are_those_of_the_untiled_layer(ranks, grid, checkpointed, ret
     for answer in run(ranks, "fsdp", grid=grid, checkpointed=checkpointed, return_bias=return_bias):
         assert max(answer["errors"]) <= DISTRIBUTED_FLOAT64
         assert answer["fired"]
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Ranks]:
-    with Ranks(world=4) as pool:
-        yield pool
 
 
 def test_four_ranks(four):
@@ -85,6 +82,26 @@ def test_checkpoints_load_at_other_split_counts(ranks, saved, loaded):
             f"{name}.{kind}" for name in ("first", "last", "middle") for kind in ("bias", "weight")
         ]
         assert answer["gathers"] == 0
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [(2, 4), (4, 2)])
+def test_checkpoints_load_at_another_number_of_ranks(pools, tmp_path, saved, loaded):
+    """Into another grid, and into a plain layer; splits that the ranks cannot share evenly included."""
+    run(pools[saved], "save", folder=str(tmp_path), grid=[3, 5])
+    for grid in ([2, 4], None):
+        assert run(pools[loaded], "load", folder=str(tmp_path), grid=grid) == [[True, True]] * loaded
+
+
+@pytest.mark.parametrize(("source", "gathers"), [("plain", 0), ("sharded", 2)])
+@pytest.mark.parametrize("world", [2, 4])
+def test_parameters_are_copied_into_sharded_tiles(pools, world, source, gathers):
+    """Every rank cuts out its parts; only a sharded source is gathered, its weight and its bias."""
+    for answer in run(pools[world], "copied", grid=[3, 5], source=source):
+        assert answer["equal"]
+        assert answer["y"] <= DISTRIBUTED_FLOAT64
+        assert answer["kinds"] == ["DTensor"]
+        assert answer["collectives"].get("all_gather_into_tensor", 0) == gathers
+        assert bool(answer["collectives"]) == bool(gathers)
 
 
 def test_a_tiled_mlp_of_tiled_linears(ranks):

@@ -3,14 +3,13 @@
 What runs on the ranks is in ranks_loss.py and ranks_loss_engines.py; every error is relative to one process.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from shared_specs import UnsupportedError
-from shared_specs.tolerances import DISTRIBUTED_FLOAT64, limit
+from shared_specs.tolerances import COST_BYTES, DISTRIBUTED_FLOAT64, limit
 from tests.ranks import Ranks
 from tiled_torch.parallel import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
 
@@ -18,12 +17,7 @@ pytestmark = pytest.mark.ranks
 
 WORLDS = (2, 4)
 OUTPUTS = ("log_probs", "lse", "entropy", "accuracy")
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[dict[int, Ranks]]:
-    with Ranks(world=2) as two, Ranks(world=4) as four:
-        yield {2: two, 4: four}
+AGREE = 1  # gathers by which the ranks of a group compare what they say of a call before the first one
 
 
 def run(pools: dict[int, Ranks], world: int, function: str, **arguments: Any) -> list[Any]:
@@ -61,6 +55,11 @@ HEADS: dict[str, dict[str, Any]] = {
     "vocab_shards": {"vocab_shards": 3},
     "vocab_shards outputs": {"vocab_shards": 3, "outputs": OUTPUTS, "label_smoothing": 0.2},
     "padded": {"partition": "padded"},
+    "main_grad": {"main_grad": True},
+    "main_grad none": {"main_grad": True, "reduction": "none", "num_shards": 3},
+    "main_grad, padded": {"main_grad": True, "partition": "padded"},
+    "main_grad, dtensor": {"main_grad": True, "partition": "dtensor"},
+    "main_grad, dtensor none": {"main_grad": True, "partition": "dtensor", "reduction": "none", "bias": False},
     "padded none": {"partition": "padded", "reduction": "none", "label_smoothing": 0.2, "class_weight": True},
     "even": {"partition": "equal", "vocab": 204},
     "dtensor": {"partition": "dtensor"},
@@ -83,6 +82,7 @@ HEADS: dict[str, dict[str, Any]] = {
 def test_head(pools, world, name):
     answers = run(pools, world, "head", **HEADS[name])
     assert_close(answers, 2 if HEADS[name].get("bias") is False else 3)
+    assert all(answer["flags"] for answer in answers)
 
 
 @pytest.mark.parametrize("frozen", [("x",), ("weight",), ("weight", "bias"), ("x", "weight")], ids=" ".join)
@@ -91,7 +91,7 @@ def test_head_with_frozen_operands(pools, reduction, frozen):
     answers = run(pools, 2, "head", reduction=reduction, frozen=frozen)
     assert_close(answers, 3 - len(frozen))
     assert all(answer["untouched"] for answer in answers)
-    assert all(answer["collectives"] == 2 * 8 + ("x" not in frozen) for answer in answers)
+    assert all(answer["collectives"] == 2 * 8 + ("x" not in frozen) + AGREE for answer in answers)
 
 
 @pytest.mark.parametrize("vocab_shards", [None, 3])
@@ -100,7 +100,7 @@ def test_head_with_frozen_operands(pools, reduction, frozen):
 def test_two_collectives_per_shard_and_one_shard_of_logits(pools, world, reduction, vocab_shards):
     """And one collective for dx. No tensor holds more than [t, V / R] elements; logits of all tokens would be 8 times that."""
     for answer in run(pools, world, "head", reduction=reduction, vocab_shards=vocab_shards):
-        assert answer["collectives"] == 2 * 8 + 1
+        assert answer["collectives"] == 2 * 8 + 1 + AGREE
         width = -(-answer["entries"] // (vocab_shards or 1))
         assert answer["largest"] == max(64 // 8 * width, answer["entries"] * 4, 64 * 4)
 
@@ -108,16 +108,16 @@ def test_two_collectives_per_shard_and_one_shard_of_logits(pools, world, reducti
 @pytest.mark.parametrize("partition", ["range", "dtensor", "padded"])
 def test_a_memory_budget_gives_every_rank_the_same_plan(pools, partition):
     """Although one rank holds an entry less, which alone would fit one token more."""
-    budget = 8 * 10 * 21  # 9 tokens with 22 entries, 10 with 21, 11 with 19
+    budget = 2 * 8 * 10 * 21  # logits and their copies: 9 tokens with 22 entries, 10 with 21, 11 with 19
     answers = run(pools, 4, "head", vocab=85, partition=partition, num_shards=None, memory_budget=budget)
     assert_close(answers, 3)
-    assert {answer["collectives"] for answer in answers} == {2 * 8 + 1}
+    assert {answer["collectives"] for answer in answers} == {2 * 8 + 1 + AGREE}
 
 
 def test_a_second_backward_asks_again(pools):
     """What was computed with the loss is used up by the first backward."""
     for answer in run(pools, 2, "head", twice=True):
-        assert answer["collectives"] == 2 * (2 * 8 + 1)
+        assert answer["collectives"] == 2 * (2 * 8 + 1) + AGREE
 
 
 @pytest.mark.parametrize("group", ["subset", "mesh dim"])
@@ -128,6 +128,17 @@ def test_a_group_that_is_not_the_world(pools, function, group):
     inside = [answer for answer in answers if answer is not None]
     assert len(inside) == (2 if group == "subset" else 4)
     assert_close(inside, 3 if function == "head" else 1)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("vocab_shards", [1, 4])
+@pytest.mark.parametrize(("dtype", "autocast"), [("float32", False), ("bfloat16", False), ("float32", True)])
+def test_peak_bytes(pools, dtype, autocast, vocab_shards, reduction):
+    """As `costs.loss_peak_bytes` says: copies of rows for statistics, and the head in another dtype, included."""
+    options = {"dtype": dtype, "autocast": autocast, "vocab_shards": vocab_shards, "reduction": reduction}
+    for answer in run(pools, 2, "peaks", **options):
+        assert abs(answer["peak"] - answer["formula"]) <= COST_BYTES * answer["formula"], answer
+        assert answer["other pass"] <= (1 + COST_BYTES) * answer["formula"]
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -163,7 +174,7 @@ def test_given_logits(pools, world, partition, vocab, label_smoothing):
     assert_close(answers, 1)
     for answer in answers:
         assert answer["unchanged"]
-        assert answer["collectives"] == [2, 0]
+        assert answer["collectives"] == [2 + AGREE, 0]
         assert answer["dtypes"] == ["torch.float64", "torch.float64"]
 
 
@@ -228,9 +239,8 @@ def test_data_parallel(pools, wrapped, kind, case):
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_unequal_partitions_without_vocab_size_are_refused_on_every_rank(pools, world):
-    rule = (
-        "vocab_size must be given unless every rank holds as many entries, got None. Pass vocab_size where they do not."
-    )
+    sizes = ", ".join(["7", *["5"] * (world - 1)])
+    rule = f"the number of entries, without vocab_size, must be the same on all {world} ranks, got {sizes}."
     names = ("vocab_parallel_linear_cross_entropy", "vocab_parallel_cross_entropy")
     for answer in pools[world].run("tests.on_torch.ranks_loss:unequal"):
         assert answer["errors"] == [f"{name}: {rule}" for name in names]

@@ -3,14 +3,17 @@
 import pytest
 
 from shared_specs.tolerances import DISTRIBUTED_FLOAT64, limit
+from tests.on_torch.decoders import BATCH
+from tests.on_torch.ranks_plans_tiled import HIDDEN, SHARDS
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.ranks
 
 _HERE = "tests.on_torch.ranks_plans:"
+_TILED = "tests.on_torch.ranks_plans_tiled:"
 ONE_AXIS = ["tp", "sp", "sp, gathered logits", "sp, full", "sp, products", "fsdp", "fsdp, layers", "fsdp, always"]
 ONE_AXIS += ["fsdp, pipeline", "fsdp, offload", "fsdp, products", "ddp"]
-TWO_AXES = ["hsdp", "context", "fsdp x sp", "fsdp x sp, gathered logits", "fsdp x tp"]
+TWO_AXES = ["hsdp", "fsdp x sp", "fsdp x sp, gathered logits", "fsdp x tp"]
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +60,12 @@ def test_families(two, kind):
     check(two.run(_HERE + "models", names=["sp", "tp"], kind=kind, tiled=True))
 
 
+@pytest.mark.parametrize("tiled", [False, True])
+def test_fused_projections(two, tiled):
+    """Phi-3: sharded and recomputed; not split."""
+    check(two.run(_HERE + "models", names=["fsdp", "fsdp, products", "ddp"], kind="phi3", tiled=tiled))
+
+
 def test_head_norms_are_split_over_two_axes(four):
     check(four.run(_HERE + "models", names=["fsdp x sp", "fsdp x tp"], kind="gemma3"))
 
@@ -97,9 +106,28 @@ def test_compiled_blocks(two):
         assert all(errors["graphs"] > 0 for errors in found.values())
 
 
-def test_compiled_autograd(two):
+def test_compiled_tiled_blocks(two):
+    """A layer, embedding and norm; recomputed layers too."""
+    names = ["fsdp", "fsdp, always", "fsdp, products"]
+    answers = two.run(_HERE + "compiled", names=names, backend="aot_eager", tiled=True)
+    check(answers)
+    for found in answers:
+        assert [found[name]["graphs"] for name in names] == [3, 3, 3]
+
+
+@pytest.mark.slow
+def test_compiled_tiled_blocks_that_are_split():
+    """By ranks of their own: frames that were compiled remember the process groups of calls before."""
+    with Ranks(2) as fresh:
+        answers = fresh.run(_HERE + "compiled", names=["sp", "sp, full"], backend="aot_eager", tiled=True)
+    check(answers)
+    assert all(errors["graphs"] > 0 for found in answers for errors in found.values())
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled_autograd(two, backend):
     """DDP's reductions as operations of a backward that is compiled whole."""
-    for found in two.run(_HERE + "compiled_autograd"):
+    for found in two.run(_HERE + "compiled_autograd", backend=backend):
         assert found["gradients"] <= DISTRIBUTED_FLOAT64
 
 
@@ -121,6 +149,43 @@ def test_mixed_precision(two):
         assert found["error"] <= limit(found["baseline"], "bfloat16")
 
 
+def test_a_sequence_parallel_loss_gathers_one_shard_at_a_time(two):
+    """Never [B, S, H], which only results for every token need."""
+    length = 10
+    whole, shard = BATCH * length * HIDDEN, BATCH * length // SHARDS * HIDDEN
+    for found in two.run(_TILED + "loss_gathers", length=length):
+        assert [elements for elements, _ in found.values()] == [shard, whole, shard]
+        assert max(error for _, error in found.values()) <= DISTRIBUTED_FLOAT64
+
+
+@pytest.mark.parametrize("tiled", [False, True])
+def test_bfloat16(two, tiled):
+    """Split in bfloat16; sharded float32 weights computed with in bfloat16, their gradients summed in float32."""
+    names = ["tp", "sp", "fsdp"]
+    for found in two.run(_TILED + "bfloat16", names=names, tiled=tiled):
+        for name in names:
+            for error, baseline in zip(found[name]["errors"], found[name]["baseline"], strict=True):
+                assert error <= limit(baseline, "bfloat16"), name
+        assert [found[name]["gradients"] for name in names] == [["torch.bfloat16"]] * 2 + [["torch.float32"]]
+
+
+def test_bfloat16_on_two_axes(four):
+    for found in four.run(_TILED + "bfloat16", names=["fsdp x sp"], tiled=True):
+        for error, baseline in zip(found["fsdp x sp"]["errors"], found["fsdp x sp"]["baseline"], strict=True):
+            assert error <= limit(baseline, "bfloat16")
+        assert found["fsdp x sp"]["gradients"] == ["torch.float32"]
+
+
+def test_other_heads(two):
+    for found in two.run(_TILED + "other_heads", names=["tp", "sp", "fsdp"]):
+        assert max(found.values()) <= DISTRIBUTED_FLOAT64, found
+
+
+def test_weights_are_tied_as_they_were(two):
+    for found in two.run(_TILED + "ties"):
+        assert found == {"tied by hand": True, "untied by hand": False}
+
+
 def test_ddp_reduces_in_the_dtype_asked_for(four):
     """The mean of four bfloat16 gradients is rounded once in float32, at every addition without it."""
     for found in four.run(_HERE + "ddp_reduce_dtype"):
@@ -129,6 +194,10 @@ def test_ddp_reduces_in_the_dtype_asked_for(four):
 
 
 REFUSALS = {
+    "order of axes": (
+        "SpecError",
+        "mesh must be with its axes in the order dp_replicate, dp_shard, got dp_shard, dp_replicate",
+    ),
     "missing axis": ("SpecError", "config.tensor.axis must be an axis of the mesh, one of dp_shard, got 'tp'"),
     "unused axis": ("SpecError", "mesh must be of axes that config names (tp), got dp_shard, tp"),
     "async without compile": ("SpecError", "config.tensor.asynchronous must be False"),
@@ -144,6 +213,10 @@ REFUSALS = {
     ),
     "float8": ("UnsupportedError", "config.float8 must be False here, got True"),
     "tiled loss gathered": ("SpecError", "config.tensor.loss_parallel must be True where the loss is tiled"),
+    "fused": (
+        "UnsupportedError",
+        "config.tensor must be None where projections are fused, got TensorParallel for Phi3ForCausalLM",
+    ),
     "adapter": ("UnsupportedError", "layers.1.mlp.up_proj must be nn.Linear, got Adapted"),
     "no plan": ("UnsupportedError", "model must be of a kind that has a plan: "),
     "meta ddp": ("SpecError", 'model must be on a device with engine="ddp", got one on the meta device'),

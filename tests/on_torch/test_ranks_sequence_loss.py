@@ -3,7 +3,6 @@
 What runs on the ranks is in ranks_sequence_loss.py.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,12 +15,7 @@ pytestmark = pytest.mark.ranks
 WORLDS = (2, 4)
 HIDDEN = 4
 OUTPUTS = ("log_probs", "lse", "entropy", "accuracy")
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[dict[int, Ranks]]:
-    with Ranks(world=2) as two, Ranks(world=4) as four:
-        yield {2: two, 4: four}
+AGREE = 1  # gathers by which the ranks of a group compare what they say of a call before the first one
 
 
 def run(pools: dict[int, Ranks], world: int, function: str, **arguments: Any) -> list[Any]:
@@ -70,6 +64,7 @@ HEADS: dict[str, dict[str, Any]] = {
     "checkpointed": {"checkpointed": True},
     "checkpointed none": {"checkpointed": True, "reduction": "none", "outputs": OUTPUTS},
     "main_grad": {"main_grad": True},
+    "main_grad, dtensor": {"main_grad": True, "layout": "dtensor"},
 }
 
 
@@ -114,11 +109,15 @@ def test_frozen_operands(pools, reduction, frozen):
 def test_collectives(pools, world, vocab_shards):
     """Per shard: one gather of x, two reductions of numbers per token, one scatter of dx. Once: the targets."""
     for answer in run(pools, world, "head", vocab_shards=vocab_shards):
-        assert answer["collectives"] == {"_allgather_base_": 4 + 1, "allreduce_": 2 * 4, "_reduce_scatter_base_": 4}
+        assert answer["collectives"] == {
+            "_allgather_base_": 4 + 1 + AGREE,
+            "allreduce_": 2 * 4,
+            "_reduce_scatter_base_": 4,
+        }
     for answer in run(pools, world, "head", vocab_shards=vocab_shards, reduction="none"):
         backward = 4 + 2  # x again; targets; lse with the upstream gradients
         assert answer["collectives"] == {
-            "_allgather_base_": 4 + 1 + backward,
+            "_allgather_base_": 4 + 1 + AGREE + backward,
             "allreduce_": 2 * 4,
             "_reduce_scatter_base_": 4,
         }

@@ -26,6 +26,7 @@ from tiled_jax.parallel import parallelize
 pytestmark = pytest.mark.ranks
 
 SHARDED = DataParallel(reduce_dtype=None)
+CONTEXT = DataParallel(context_axis="cp", reduce_dtype=None)
 UNTIED = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False}
 # The 16 tokens that JAX's layers see divide by the ranks; PyTorch's also see the last one, whose prediction nobody scores.
 TOKENS = np.random.default_rng(1).integers(0, 272, (4, 17)).astype(np.int32)
@@ -48,9 +49,14 @@ class Case:
 CASES = {
     "fsdp 2": Case({"dp_shard": 2}, ParallelConfig(data=SHARDED, checkpointing=Checkpointing())),
     "fsdp 2, untied": Case({"dp_shard": 2}, ParallelConfig(data=SHARDED), UNTIED),
+    "ddp 2": Case({"dp_shard": 2}, ParallelConfig(data=DataParallel(engine="ddp", reduce_dtype=None)), UNTIED),
+    "replicas 2 x fsdp 2": Case(
+        {"replica": 2, "dp_shard": 2}, ParallelConfig(data=DataParallel(replicate_axis="replica", reduce_dtype=None))
+    ),
     "sp 2": Case({"tp": 2}, ParallelConfig(tensor=TensorParallel())),
     "sp 2, untied": Case({"tp": 2}, ParallelConfig(tensor=TensorParallel(), checkpointing=Checkpointing()), UNTIED),
     "fsdp 2 x sp 2": Case({"dp_shard": 2, "tp": 2}, ParallelConfig(data=SHARDED, tensor=TensorParallel())),
+    "fsdp 2 x cp 2": Case({"dp_shard": 2, "cp": 2}, ParallelConfig(data=CONTEXT, checkpointing=Checkpointing())),
     "fsdp 2 x tp 2": Case(
         {"dp_shard": 2, "tp": 2},
         ParallelConfig(

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from shared_specs.app import team
 from shared_specs.app.checkpoint import load_checkpoint, save_sharded_checkpoint
-from shared_specs.app.team import SaidElsewhere, agreed, check_layout
+from shared_specs.app.team import SaidElsewhere, agreed, check_layout, let_first_speak
 from shared_specs.cli import FinetuneOptions, InputError
 
 
@@ -69,6 +70,19 @@ def test_bad_input_anywhere_ends_all_and_one_speaks(ranks, words):
     first, *others = fails_on(ranks)
     assert (type(first), str(first)) == (InputError, words)
     assert [type(error) for error in others] == [SaidElsewhere] * 2
+
+
+def test_one_process_of_torchrun_speaks_first(monkeypatch):
+    waited = []
+    monkeypatch.setattr(team.time, "sleep", waited.append)
+    monkeypatch.delenv("RANK", raising=False)
+    let_first_speak()
+    monkeypatch.setenv("RANK", "0")
+    let_first_speak()
+    assert not waited
+    monkeypatch.setenv("RANK", "1")
+    let_first_speak()
+    assert waited == [10]
 
 
 def test_sharded_checkpoint_has_every_part_or_does_not_exist(tmp_path):

@@ -7,7 +7,16 @@ from pathlib import Path
 import pytest
 
 from shared_specs import blocks
-from shared_specs.blocks import CANDIDATES, DEFAULTS, DETERMINISTIC, FLOAT32, UNMEASURED, Blocks, Paths
+from shared_specs.blocks import (
+    CANDIDATES,
+    DEFAULTS,
+    DETERMINISTIC,
+    FLOAT32,
+    PALLAS_UNMEASURED,
+    UNMEASURED,
+    Blocks,
+    Paths,
+)
 from shared_specs.shards import KERNEL_MULTIPLE
 
 EVERY = [
@@ -65,6 +74,7 @@ def test_what_was_measured_holds_for_its_own_shape_only(table):
     assert blocks.paths_for("triton", "sm_90", "bfloat16", (14336, 4096)) == Paths(up="dual")
     assert blocks.paths_for("triton", "sm_90", "bfloat16", (14336, 8192)) == UNMEASURED
     assert blocks.paths_for("triton", "sm_90", "float32", (14336, 4096)) == FLOAT32
+    assert blocks.paths_for("pallas", "sm_90", "bfloat16", (14336, 4096)) == PALLAS_UNMEASURED
 
 
 def test_the_committed_table_can_be_read():

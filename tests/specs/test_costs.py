@@ -54,6 +54,17 @@ def test_accumulators_only_where_the_gradient_cannot_hold_the_sum() -> None:
     assert costs.accumulator_bytes(half, ShardPlan(1000, 1000)) == 0
 
 
+def test_weights_in_another_dtype_are_copied() -> None:
+    """A memory budget counts them; the automatic plan, which compares with the untiled MLP, that saves them, stays."""
+    stored = costs.MLPShape(tokens=1000, hidden=10, intermediate=30, itemsize=2, weight_itemsize=2)
+    cast = costs.MLPShape(tokens=1000, hidden=10, intermediate=30, itemsize=2)
+    assert cast.cast_bytes == 3 * 300 * 2
+    assert stored.cast_bytes == SHAPE.cast_bytes == 0
+    sums = costs.accumulator_bytes(stored, PLAN)
+    assert costs.peak_bytes(cast, PLAN) == costs.peak_bytes(stored, PLAN) - sums + cast.cast_bytes
+    assert costs.plain_peak_bytes(cast) == costs.plain_peak_bytes(stored) + cast.cast_bytes
+
+
 LOSS = costs.LossShape(tokens=1000, hidden=10, vocab=301)
 
 
@@ -73,6 +84,21 @@ def test_loss_peak_is_one_shard_of_logits() -> None:
         peak = costs.loss_peak_bytes(shape, ShardPlan(T, 1024))
         assert 1 <= peak / (1024 * 49152 * 4) <= 1.02
         assert costs.plain_loss_peak_bytes(shape) == 3 * T * 49152 * 4
+
+
+def test_loss_peak_counts_copies() -> None:
+    """Of rows for statistics over ranks, and of a head in another dtype."""
+    plan = ShardPlan(1000, 50)
+    copied = costs.LossShape(tokens=1000, hidden=10, vocab=301, copied=True)
+    assert costs.loss_peak_bytes(copied, plan) == costs.loss_peak_bytes(LOSS, plan) + 50 * 301 * 4
+    assert costs.loss_peak_bytes(copied, plan, kernels=True) == costs.loss_peak_bytes(LOSS, plan, kernels=True)
+    parts = {"tokens": 1000, "hidden": 10, "vocab": 301, "vocab_shards": 7}
+    twice = [costs.LossShape(**parts, copied=copied) for copied in (True, False)]
+    assert costs.loss_peak_bytes(twice[0], plan) == costs.loss_peak_bytes(twice[1], plan)
+    stored = costs.LossShape(tokens=1000, hidden=10, vocab=301, itemsize=2, weight_itemsize=2)
+    cast = costs.LossShape(tokens=1000, hidden=10, vocab=301, itemsize=2)
+    sums = costs.loss_accumulator_bytes(stored)
+    assert costs.loss_peak_bytes(cast, plan) == costs.loss_peak_bytes(stored, plan) - sums + 301 * 10 * 2
 
 
 def test_a_budget_for_the_loss() -> None:

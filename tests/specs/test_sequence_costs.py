@@ -1,5 +1,6 @@
 """Plans, bytes and checks of tokens that are split over ranks, against numbers worked out by hand."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -75,16 +76,21 @@ def test_in_flight_bytes_by_hand() -> None:
     assert in_flight_bytes(SHAPE, plan, upstream=7) == (2 * 4 * 50 * 17 + 5 * 50 * 10) * 4
     assert in_flight_bytes(SHAPE, SequencePlan((50,) * 4, 50)) == (4 * 50 * 10 + 5 * 50 * 10) * 4
     assert in_flight_bytes(SHAPE, SequencePlan((0,) * 4, 50)) == 0
+    half = replace(SHAPE, itemsize=2)
+    assert in_flight_bytes(SHAPE, plan, exchanged=True) == in_flight_bytes(SHAPE, plan)
+    assert in_flight_bytes(half, plan, exchanged=True) == (2 * 4 * 50 * 10 + 8 * 50 * 10) * 2
+    two = SequencePlan((1000,) * 2, 50)
+    assert in_flight_bytes(half, two, exchanged=True) == in_flight_bytes(half, two)
 
 
 def test_peaks_are_those_of_the_loop_and_what_is_under_way() -> None:
     plan = SequencePlan((1000,) * 4, 50)
     loop = ShardPlan(4000, 200)
     assert sequence_peak_bytes(SHAPE, plan) == costs.peak_bytes(SHAPE, loop) + in_flight_bytes(SHAPE, plan, upstream=10)
+    split = replace(LOSS, copied=True)
     rows_again = 200 * 301 * 4
-    assert sequence_loss_peak_bytes(LOSS, plan) == (
-        costs.loss_peak_bytes(LOSS, loop) + in_flight_bytes(LOSS, plan) + rows_again
-    )
+    assert costs.loss_peak_bytes(split, loop) == costs.loss_peak_bytes(LOSS, loop) + rows_again
+    assert sequence_loss_peak_bytes(split, plan) == costs.loss_peak_bytes(split, loop) + in_flight_bytes(split, plan)
 
 
 @pytest.mark.parametrize("multiple_of", [1, 128])

@@ -19,9 +19,11 @@ from shared_specs.config import Tiling
 from shared_specs.records import make_record, write_record
 from tiled_jax import tiled_linear_cross_entropy, tiled_mlp
 from tiled_jax.commands.bench_loss import losses as plain_losses
-from tiled_jax.functional.shard_math import activate
+from tiled_jax.functional.shard_math import activate, product, product_of_rows
 from tiled_jax.kernels.dgated import dgated
 from tiled_jax.kernels.glu_up import glu_up
+from tiled_jax.kernels.linear import dx, linear
+from tiled_jax.kernels.weight_gradient import weight_gradient
 
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "flax", "tokamax")
 Runs = dict[str, Callable[[], Any]]
@@ -56,6 +58,17 @@ def _compiled(fn: Callable[..., Any], *arguments: jax.Array) -> Callable[[], Any
     return lambda: jax.block_until_ready(program(*arguments))
 
 
+def _in_place(fn: Callable[..., jax.Array], acc: jax.Array, *arguments: jax.Array) -> Callable[[], Any]:
+    """As `_compiled`, of a sum whose accumulator is handed from run to run, as the loop over shards does."""
+    program, held = jax.jit(fn, donate_argnums=0), [acc + 0]
+
+    def run() -> jax.Array:
+        held[0] = jax.block_until_ready(program(held[0], *arguments))
+        return held[0]
+
+    return run
+
+
 def _plain(x: jax.Array, w_gate: jax.Array, w_up: jax.Array, w_down: jax.Array) -> jax.Array:
     return (jax.nn.silu(x @ w_gate) * (x @ w_up)) @ w_down
 
@@ -83,6 +96,14 @@ def kernel_runs(t: int, h: int, i: int, dtype: Any) -> dict[str, tuple[Runs, flo
         act, slope = activate("silu", g)
         return tuple(a.astype(dtype) for a in (dh * u * slope, dh * act, act * u))
 
+    def xla_dx(dgate: jax.Array, dup: jax.Array, w_gate: jax.Array, w_up: jax.Array) -> jax.Array:
+        parts = (product(d, w, (1, 1), jnp.dtype(jnp.float32)) for d, w in ((dup, w_up), (dgate, w_gate)))
+        return sum(parts).astype(dtype)
+
+    def xla_sum(acc: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
+        return acc + product_of_rows(a, b, acc.dtype)
+
+    acc = jnp.zeros((h, i), jnp.float32)
     thi = 2.0 * t * h * i
     return {
         "up": (
@@ -97,6 +118,18 @@ def kernel_runs(t: int, h: int, i: int, dtype: Any) -> dict[str, tuple[Runs, flo
                 "xla": _compiled(xla_down, dy, w_down, gate, up),
                 "pallas": _compiled(partial(dgated, activation="silu"), dy, w_down, gate, up),
             },
+            thi,
+        ),
+        "linear": (
+            {"xla": _compiled(jnp.matmul, gate, w_down), "pallas": _compiled(linear, gate, w_down)},
+            thi,
+        ),
+        "dx": (
+            {"xla": _compiled(xla_dx, gate, up, w_gate, w_up), "pallas": _compiled(dx, gate, up, w_gate, w_up)},
+            2 * thi,
+        ),
+        "weight_gradient": (
+            {"xla": _in_place(xla_sum, acc, x, gate), "pallas": _in_place(weight_gradient, acc, x, gate)},
             thi,
         ),
     }
@@ -116,6 +149,10 @@ def mlp_runs(tokens: int, h: int, i: int, shard: int, dtype: Any) -> tuple[Runs,
         "checkpoint": (jax.checkpoint(_plain), 22),
         "tiled-xla": (partial(tiled_mlp, tiling=tiling, backend="xla"), 22),
         "tiled-pallas": (partial(tiled_mlp, tiling=tiling, backend="pallas"), 22),
+        "tiled-deterministic": (
+            partial(tiled_mlp, tiling=Tiling(shard_tokens=shard, deterministic=True), backend="pallas"),
+            22,
+        ),
         "tiled-in-checkpoint": (jax.checkpoint(partial(tiled_mlp, tiling=tiling)), 22),
         "tokamax": (_tokamax, 18),
     }
@@ -134,12 +171,16 @@ def _tokamax(x: jax.Array, w_gate: jax.Array, w_up: jax.Array, w_down: jax.Array
 
 
 def loss_runs(tokens: int, h: int, v: int, shards: tuple[int, ...], dtype: Any) -> tuple[Runs, dict[str, float]]:
-    """Forward and backward of a head and its loss; tiled at several shard lengths."""
+    """Forward and backward of a head and its loss; tiled at several shard lengths, by XLA and with the kernel."""
     x, weight = draw(0, tokens, h, dtype=dtype), draw(1, h, v, dtype=dtype, scale=h**-0.5)
     targets = jnp.asarray(np.random.default_rng(2).integers(0, v, tokens), jnp.int32)
     losses: dict[str, Callable[..., Any]] = {"plain": lambda *arguments: jnp.mean(plain_losses(*arguments))}
     losses |= {
-        f"tiled-{shard}": partial(tiled_linear_cross_entropy, tiling=Tiling(shard_tokens=shard)) for shard in shards
+        f"tiled-{backend}-{shard}": partial(
+            tiled_linear_cross_entropy, tiling=Tiling(shard_tokens=shard), backend=backend
+        )
+        for shard in shards
+        for backend in ("xla", "pallas")
     }
     runs = {
         name: _compiled(jax.value_and_grad(loss, argnums=(0, 1)), x, weight, targets) for name, loss in losses.items()

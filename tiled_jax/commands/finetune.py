@@ -95,7 +95,7 @@ class JaxTrainer:
     ) -> tuple[nnx.State, optax.OptState, jax.Array]:
         assert self._plan is not None
         assert self._plan.step is not None
-        state, loss = self._plan.step(TrainState(parameters, optimizer), tokens)
+        state, loss = self._plan.step(TrainState(parameters, optimizer, nnx.State({})), tokens)
         return state.parameters, state.optimizer, loss
 
     def step(self, tokens: np.ndarray) -> float:

@@ -2,6 +2,9 @@
 
 import json
 import os
+import sys
+import traceback
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -11,16 +14,20 @@ from jax.experimental import multihost_utils
 from shared_specs.app.team import ALONE, Team, check_layout
 from shared_specs.cli import FinetuneOptions, InputError
 from shared_specs.config import Checkpointing, DataParallel, ParallelConfig, TensorParallel
-from shared_specs.errors import UnsupportedError
+from shared_specs.errors import SpecError, UnsupportedError
 
 _ADDRESS = "JAX_COORDINATOR_ADDRESS"
 _NUMBERS = ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+# The number of processes, where a launcher started them: Slurm's srun, Open MPI, and what has PMI.
+_TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 # What gloo and the coordination service say of a process that is gone.
 _GONE = ("connection", "gloo", "coordination", "deadline", "unavailable", "heartbeat", "timeout", "timed out")
 
 
 class Processes:
     """The team of a run in several processes, over JAX's own collectives."""
+
+    some_lost = False  # of all teams of this process: it has one
 
     def __init__(self) -> None:
         self.rank, self.count = jax.process_index(), jax.process_count()
@@ -34,19 +41,31 @@ class Processes:
         return [json.loads(row[:size].tobytes()) for row, size in zip(found, sizes, strict=True)]
 
     def lost(self, error: BaseException) -> str | None:
-        text = str(error)
-        gone = isinstance(error, jax.errors.JaxRuntimeError) and any(word in text.lower() for word in _GONE)
-        return text if gone else None
+        for found in _chain(error):  # Orbax puts errors of its own around them
+            text = str(found)
+            if isinstance(found, jax.errors.JaxRuntimeError) and any(word in text.lower() for word in _GONE):
+                Processes.some_lost = True
+                return text
+        return None
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error, and those that it was raised from."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def join(options: FinetuneOptions) -> Team:
     """The processes that the environment describes, once the options fit their devices.
 
     JAX_COORDINATOR_ADDRESS (host:port of process 0), JAX_NUM_PROCESSES and JAX_PROCESS_ID make this process one of several.
+    Without them the tasks of a job step (srun) are, as `jax.distributed.initialize` finds them.
     """
-    address = os.environ.get(_ADDRESS)
-    if address is not None:
-        _join_processes(address, options)
+    if _ADDRESS in os.environ:
+        _initialize(options, **_described())
+    elif (tasks := _tasks()) is not None:
+        _initialize_by_cluster(options, *tasks)
     devices = devices_of(options.device)
     if jax.process_count() > 1:
         check_layout(options, len(devices), "devices", "Every device of every process takes part.")
@@ -57,23 +76,56 @@ def join(options: FinetuneOptions) -> Team:
     return ALONE
 
 
-def _join_processes(address: str, options: FinetuneOptions) -> None:
+def _described() -> dict[str, Any]:
+    """Arguments of `jax.distributed.initialize` from the variables."""
     numbers = []
     for name in _NUMBERS:
         text = os.environ.get(name, "")
         if not text.isdecimal():
             raise InputError(f"finetune: {name} must be a number beside {_ADDRESS}, got '{text}'.")
         numbers.append(int(text))
+    return {"coordinator_address": os.environ[_ADDRESS], "num_processes": numbers[0], "process_id": numbers[1]}
+
+
+def _tasks() -> tuple[str, int] | None:
+    """The launcher that started this process with others, and how many they are."""
+    counts = ((name, os.environ.get(name, "")) for name in _TASKS)
+    return next(((name, int(text)) for name, text in counts if text.isdecimal() and int(text) > 1), None)
+
+
+def _initialize_by_cluster(options: FinetuneOptions, name: str, count: int) -> None:
+    """Each task alone would train the same model and write the same folder."""
+    try:
+        _initialize(options)
+    except ValueError as error:
+        advice = f"Set {_ADDRESS}, {' and '.join(_NUMBERS)} for each of them."
+        raise InputError(
+            f"finetune: {name} says {count} processes, which JAX cannot find ({error}). {advice}"
+        ) from error
+
+
+def _initialize(options: FinetuneOptions, **where: Any) -> None:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(
-        address, num_processes=numbers[0], process_id=numbers[1], initialization_timeout=options.group_timeout
-    )
+    timeouts = ("initialization_timeout", "heartbeat_timeout_seconds")
+    jax.distributed.initialize(**where, **dict.fromkeys(timeouts, options.group_timeout))
 
 
 def leave() -> None:
-    """Give the other processes up."""
-    if jax.distributed.is_initialized():
-        jax.distributed.shutdown()
+    """Give the other processes up; where one is lost, or this one fails by itself, end it at once.
+
+    JAX's client would wait for the others until the timeout, at the interpreter's end as well, and then abort.
+    """
+    if not jax.distributed.is_initialized():
+        return
+    error = sys.exception()
+    alone = error is not None and not isinstance(error, InputError | SpecError | UnsupportedError)
+    if alone:
+        traceback.print_exception(error)
+    if alone or Processes.some_lost:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+    jax.distributed.shutdown()
 
 
 def devices_of(name: str) -> list[jax.Device]:

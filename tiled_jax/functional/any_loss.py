@@ -41,7 +41,7 @@ def tiled_loss(
     Returns:
         fn's structure: sums [] in float32 (float64 for float64; integers stay what they are), values per token
         [same leading dims, ...].
-    Numerics: fn's own; its sums over shards in float32. Gradients of what shards share are summed in its own dtype.
+    Numerics: fn's own; its sums over shards, and gradients of what shards share, in float32, rounded once.
     Memory: keeps the arguments; peak is what fn needs for one shard.
     Raises:
         SpecError: x has less than two dims; a result is neither a scalar nor one value per token; fn returns a mean,

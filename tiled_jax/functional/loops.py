@@ -26,20 +26,37 @@ class Body(Generic[Carry]):
     after: Callable[[jax.Array, Carry], tuple[jax.Array, Carry]]
 
 
-def for_each_shard(plan: ShardPlan, kept_start: int, recomputed: Body[Carry], kept: Body[Carry], carry: Carry) -> Carry:
+def for_each_shard(
+    plan: ShardPlan,
+    kept_start: int,
+    recomputed: Body[Carry],
+    kept: Body[Carry],
+    carry: Carry,
+    *,
+    token_order: bool = False,
+) -> Carry:
     """carry = body.run(start, tokens, carry) for every shard: `kept` from token `kept_start` on, else `recomputed`.
 
     The last shard, the only one that may be shorter, runs first and straight-line; its result is the initial carry of
     the rolled loops over the others. After a loop it would need a second copy of the carry, and a Python loop would
     keep the buffers of every shard alive. XLA unrolls a loop of one step and may run that step beside the shard before,
     with the buffers of both alive at once; waiting for the carry keeps them apart.
+
+    token_order: the first shard is the straight-line one and the others follow in order; all are of one length.
     """
     if len(plan) == 0:
         return carry
-    t, last = plan.shard_tokens, len(plan) - 1
-    first_kept = min(-(-kept_start // t), len(plan))
-    carry = (recomputed if last < first_kept else kept).run(last * t, plan.tokens - last * t, carry)
-    for body, start, stop in ((kept, first_kept, last), (recomputed, 0, min(first_kept, last))):
+    t, count = plan.shard_tokens, len(plan)
+    if token_order and plan.tokens % t and count > 1:
+        raise ValueError(f"for_each_shard: shards in token order must be of one length, got {plan}")
+    first_kept = min(-(-kept_start // t), count)
+    alone = 0 if token_order else count - 1
+    carry = (recomputed if alone < first_kept else kept).run(alone * t, min(t, plan.tokens - alone * t), carry)
+    if token_order:
+        loops = (recomputed, 1, first_kept), (kept, max(1, first_kept), count)
+    else:
+        loops = (kept, first_kept, alone), (recomputed, 0, min(first_kept, alone))
+    for body, start, stop in loops:
         if stop - start == 1:
             first, carry = body.after(jnp.int32(start * t), carry)
             carry = body.run(first, t, carry)

@@ -1,7 +1,6 @@
 """`tiled_linear_cross_entropy`: the loss of a language-model head, exact, without its logits: checks, plan, one call."""
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -12,12 +11,14 @@ from jax.core import Tracer
 from shared_specs import checks, config, costs
 from shared_specs.config import LossOptions, LossResult, Tiling
 from shared_specs.errors import fail_type
+from shared_specs.partitions import SequencePlan
 from shared_specs.sequence_checks import sequence_tokens
 from shared_specs.sequence_costs import compiled_sequence_loss_peak_bytes, plan_sequence_loss
 from shared_specs.shards import ShardPlan
 from tiled_jax import backends
 from tiled_jax.functional.gathering import TokenAxis
 from tiled_jax.functional.loss_math import Rules
+from tiled_jax.functional.loss_steps import LossSteps, choose_steps
 from tiled_jax.functional.loss_vjp import NAME, Call, run
 from tiled_jax.functional.operands import array, operand
 from tiled_jax.functional.padding import is_token, without_padding
@@ -48,15 +49,17 @@ def tiled_linear_cross_entropy(
         loss: see shared_specs.LossOptions. Its class_weight and num_valid may be traced; they get no gradient.
         num_shards: at most this many shards of T, >= 1; None lets the plan choose. See shared_specs.shards.
         tiling: the long form, with vocab_shards too. keep does not apply.
-        backend: "auto" | "xla" | "pallas"; one named explicitly runs or raises.
+        backend: "auto" | "xla" | "pallas"; one named explicitly runs or raises. "pallas", which "auto" takes on a Hopper GPU,
+            makes loss and gradient of a shard of logits in one kernel, for all but float64.
     Returns:
         The loss, [] or with reduction "none" [same leading dims], float32 (float64 for float64); a `LossResult` where
         loss.outputs names any.
     Numerics: logits and their gradient are rounded to the dtype of x; what lies between and every sum is float32.
         Gradients of the logits are stored before the upstream gradient and 1 / num_valid multiply the products.
-    Memory: one shard of logits (shared_specs.costs.compiled_loss_peak_bytes). With reduction "mean" or "sum" and one
-        vocabulary shard the gradients are computed in forward, 6 THV FLOP, and kept; else x, the weight and two numbers
-        per token are, and backward computes the logits again, 8 THV. Without gradients 2 THV.
+    Memory: one shard of logits (shared_specs.costs.compiled_loss_peak_bytes), with "pallas" also a padded copy of a weight
+        whose V is no multiple of 128. With reduction "mean" or "sum" and one vocabulary shard the gradients are computed in
+        forward, 6 THV FLOP, and kept; else x, the weight and two numbers per token are, and backward computes the logits
+        again, 8 THV. Without gradients 2 THV.
     Raises:
         SpecError: shapes, dtypes or numbers out of range, or a target that is neither an entry nor ignored. Under `jit`
         a target cannot be read: there its token's loss and gradients are NaN. TypeError: a wrong kind of value.
@@ -100,7 +103,7 @@ def linear_cross_entropy(
     options = checks.resolve_tiling(function, num_shards, 0.0, tiling, x=x.shape, unused=("keep", "deterministic"))
     checks.check_loss_options(function, loss)
     fixed = {"targets": targets} | _arrays(function, loss)
-    chosen = backends.choose(function, backend)
+    checks.check_backend(function, backend, config.JAX, backends.usable_backends())
     operands = {name: operand(value) for name, value in fixed.items()}
     checks.check_linear_cross_entropy(
         function,
@@ -122,7 +125,8 @@ def linear_cross_entropy(
     sizes = sequence_tokens(
         function, sequence_parallel, split_sizes, tokens=rows, ranks=ranks, rank=None, x=tuple(x.shape)
     )
-    plan = _plan(function, x, w["weight"], loss, options, 0 if sizes is None else ranks)
+    steps = choose_steps(function, backend, x.dtype)
+    plan = _plan(function, x, w["weight"], loss, options, steps, 0 if sizes is None else ranks)
     if loss.num_valid is not None:
         fixed["num_valid"] = jnp.asarray(fixed.get("num_valid", loss.num_valid), wide(x.dtype))
     call = Call(
@@ -133,7 +137,7 @@ def linear_cross_entropy(
             vocab=entries,
             padded=ranks * local > entries,
         ),
-        backend=chosen,
+        steps=steps,
         axis=axis,
         tokens=None if sizes is None or axis is None else TokenAxis.of(axis, plan.shard_tokens),
     )
@@ -171,7 +175,13 @@ def _arrays(function: str, loss: LossOptions) -> dict[str, jax.Array]:
 
 
 def _plan(
-    function: str, x: jax.Array, weight: jax.Array, loss: LossOptions, options: Tiling, token_ranks: int
+    function: str,
+    x: jax.Array,
+    weight: jax.Array,
+    loss: LossOptions,
+    options: Tiling,
+    steps: LossSteps,
+    token_ranks: int,
 ) -> ShardPlan:
     """The plan of the tokens that are here; `token_ranks`: of devices that split them, 0 where none do."""
     shape = costs.LossShape(
@@ -185,11 +195,34 @@ def _plan(
     )
     device = backends.device_kind()
     cut = {name: getattr(options, name) for name in ("num_shards", "shard_tokens", "memory_budget")}
-    if not token_ranks:
-        return costs.plan_loss(function, shape, **cut, device=device, compiled=True)
-    peak = partial(compiled_sequence_loss_peak_bytes, device=device)
-    plan = plan_sequence_loss(function, shape, (shape.tokens,) * token_ranks, **cut, device=device, peak=peak)
-    return ShardPlan(shape.tokens, plan.shard_tokens)
+    padded = _padded_weight_bytes(shape, steps)
+    if token_ranks:
+
+        def gathered_peak(shape: costs.LossShape, plan: SequencePlan) -> int:
+            return compiled_sequence_loss_peak_bytes(shape, plan, device=device) + padded
+
+        ranks = (shape.tokens,) * token_ranks
+        plan = plan_sequence_loss(function, shape, ranks, **cut, device=device, peak=gathered_peak)
+        return ShardPlan(shape.tokens, plan.shard_tokens)
+
+    def peak(plan: ShardPlan) -> int:
+        return costs.compiled_loss_peak_bytes(shape, plan, device=device) + padded
+
+    budget = cut.pop("memory_budget")
+    if budget is not None:
+        cut["shard_tokens"] = costs.shard_tokens_within(function, budget, shape.tokens, peak)
+    return costs.plan_loss(function, shape, **cut, device=device)
+
+
+def _padded_weight_bytes(shape: costs.LossShape, steps: LossSteps) -> int:
+    """Bytes of the weight's copy that has the columns which the steps ask for, where it is not its copy in x's dtype.
+
+    Parts of the vocabulary are copies anyway.
+    """
+    columns = steps.columns(shape.vocab)
+    if shape.vocab_shards > 1 or columns == shape.vocab or shape.weight_itemsize != shape.itemsize:
+        return 0
+    return shape.hidden * columns * shape.itemsize
 
 
 def _result(found: dict[str, jax.Array], loss: LossOptions, lead: tuple[int, ...]) -> Any:

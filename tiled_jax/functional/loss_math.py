@@ -31,12 +31,13 @@ class Rules:
 
 class Part(NamedTuple):
     """A run of the vocabulary: its first entry, weight [H, v] (None where logits are given), and bias [v] and class
-    weights [v] where there are any."""
+    weights [v] where there are any. Columns of weight and bias behind the first `entries` are padding; None: none is."""
 
     first: Any
     weight: jax.Array | None
     bias: jax.Array | None
     class_weight: jax.Array | None
+    entries: int | None = None
 
 
 class Labels(NamedTuple):
@@ -209,6 +210,11 @@ def slopes(
     )
 
 
+def slopes_of_losses(rules: Rules, labels: Labels, lse: jax.Array, class_total: jax.Array | float) -> Slopes:
+    """The coefficients of the sum of the losses."""
+    return slopes(rules, labels, lse, class_total, {"loss": jnp.ones_like(lse)})
+
+
 def largest(found: Slopes) -> jax.Array:
     """The largest coefficient of all tokens, by which dividing keeps gradients in the range of float16; 1 for none."""
     sizes = [jnp.max(jnp.abs(a), initial=0) for a in (found.pull, found.hit, found.entropy) if a is not None]
@@ -246,10 +252,21 @@ def operand_gradients(x: jax.Array, dlogits: jax.Array, part: Part, wanted: tupl
     if "x" in wanted and part.weight is not None:
         out["x"] = product(dlogits, part.weight, (1, 1), acc)
     if "weight" in wanted:
-        out["weight"] = product_of_rows(x, dlogits, acc)
+        out["weight"] = without_columns(product_of_rows(x, dlogits, acc), part.entries)
     if "bias" in wanted:
-        out["bias"] = jnp.sum(dlogits, axis=0, dtype=acc)
+        out["bias"] = without_columns(jnp.sum(dlogits, axis=0, dtype=acc), part.entries)
     return out
+
+
+def with_columns(a: jax.Array, columns: int) -> jax.Array:
+    """a [..., v] with zeros behind its columns, so that there are `columns`."""
+    behind = columns - a.shape[-1]
+    return jnp.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, behind)]) if behind else a
+
+
+def without_columns(a: jax.Array, columns: int | None) -> jax.Array:
+    """a [..., v] without what is behind its first `columns`; None: as it is."""
+    return a if columns is None or columns == a.shape[-1] else a[..., :columns]
 
 
 def _entries(part: Part, logits: jax.Array, target: jax.Array) -> jax.Array:

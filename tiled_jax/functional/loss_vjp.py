@@ -22,6 +22,7 @@ from tiled_jax.functional import loss_math
 from tiled_jax.functional.gathering import TokenAxis, for_each_gathered
 from tiled_jax.functional.loops import Body, Like, for_each, gradient_of, upstream_of, vary_over, varying, varying_of
 from tiled_jax.functional.loss_math import Labels, Part, Rules, Slopes, Statistics
+from tiled_jax.functional.loss_steps import XLA, LossSteps
 from tiled_jax.functional.shard_math import wide
 from tiled_jax.functional.wanted import Marks, mark, marked, perturbed
 
@@ -38,6 +39,7 @@ class Call:
 
     Args:
         plan: how the tokens are cut. parts: how the entries of the vocabulary that this weight has are cut.
+        steps: what computes from logits, XLA or a kernel.
         axis: the mesh axis that the vocabulary is split over, or None. tokens: the same axis where it splits the tokens too;
             plan is then of a device's own tokens, and a shard is gathered.
     """
@@ -45,7 +47,7 @@ class Call:
     plan: ShardPlan
     parts: ShardPlan
     rules: Rules
-    backend: str
+    steps: LossSteps = XLA
     axis: str | None = None
     tokens: TokenAxis | None = None
 
@@ -82,7 +84,7 @@ def _forward(
     call: Call, x: jax.Array, w: Arrays, fixed: Arrays, wanted: tuple[str, ...], *, save: bool
 ) -> tuple[Arrays, _Saved]:
     """The loss and the outputs asked for, and with `save` what backward needs for the gradients of `wanted`."""
-    backends.record_run(NAME, call.backend)
+    backends.record_run(NAME, call.steps.backend)
     setting = _Setting.of(call, x, w, fixed)
     names = {"loss", *call.rules.options.outputs}
     if save and not call.in_forward:
@@ -91,21 +93,14 @@ def _forward(
     def shard(start: Any, size: int, given: _Given, carry: tuple[Arrays, Arrays]) -> tuple[Arrays, Arrays]:
         numbers, gradients = carry
         x_shard, labels = given.x, setting.labelled(given.targets)
-        logits, found = _statistics(call, setting, x_shard, labels)
+        found, dlogits = _statistics(call, setting, x_shard, labels, gradient=bool(gradients))
         values = loss_math.values(call.rules, labels, found, setting.class_total)
         numbers = {
             name: _set_rows(rows, vary_over(_own(call, values[name]), setting.token_axes), start, 0)
             for name, rows in numbers.items()
         }
         if gradients:
-            # Every reader of the logits but one done, their gradient is written over them.
-            logits, found = lax.optimization_barrier((logits, found))
-            ones = {"loss": jnp.ones_like(found.total)}
-            slope = loss_math.slopes(
-                call.rules, labels, loss_math.log_sum_exp(call.rules, found), setting.class_total, ones
-            )
-            of = _Shard(start, x_shard, labels, found, slope, logits=logits)
-            gradients = _with_shard(call, setting, gradients, of)
+            gradients = _with_shard(call, setting, gradients, _Shard(start, x_shard, labels, found, dlogits=dlogits))
         return numbers, gradients
 
     numbers = {name: vary_over(jnp.zeros(x.shape[0], setting.dtype), setting.token_axes) for name in sorted(names)}
@@ -174,7 +169,8 @@ def _computed(call: Call, saved: _Saved, wanted: tuple[str, ...], g: Arrays) -> 
 
     def shard(start: Any, size: int, given: _Given, gradients: Arrays) -> Arrays:
         at, of_slope = given.numbers
-        of = _Shard(start, given.x, setting.labelled(given.targets), _whole(at), of_slope, at.get("entropy"), sigma)
+        labels, found = setting.labelled(given.targets), _whole(at)
+        of = _Shard(start, given.x, labels, found, slope=of_slope, entropy=at.get("entropy"), sigma=sigma)
         return _with_shard(call, setting, gradients, of)
 
     given = _Given(x, setting.targets, (numbers, slope))
@@ -191,25 +187,27 @@ def _whole(numbers: Arrays) -> Statistics:
 
 
 class _Shard(NamedTuple):
-    """What the gradients of one shard are made of; `logits` where they are still there."""
+    """What the gradients of one shard are made of: of `dlogits` where they are there, else of the slopes."""
 
     start: Any
     x: jax.Array
     labels: Labels
     found: Statistics
-    slope: Slopes
+    dlogits: jax.Array | None = None
+    slope: Slopes | None = None
     entropy: jax.Array | None = None
     sigma: jax.Array | int = 1
-    logits: jax.Array | None = None
 
 
 def _with_shard(call: Call, setting: "_Setting", gradients: Arrays, of: _Shard) -> Arrays:
     """The gradients with what a shard adds: its rows of dx, written once, and its share of the sums over tokens."""
 
     def part(first: Any, entries: int, sums: Arrays) -> Arrays:
-        own = setting.part(first, entries)
-        logits = loss_math.logits_of(of.x, own) if of.logits is None else of.logits
-        dlogits = loss_math.logit_gradients(call.rules, logits, own, of.labels, of.found, of.slope, of.entropy)
+        own, dlogits = setting.part(first, entries), of.dlogits
+        if dlogits is None:
+            assert of.slope is not None
+            logits = loss_math.logits_of(of.x, own)
+            dlogits = call.steps.gradient(call.rules, logits, own, of.labels, of.found, of.slope, of.entropy)
         d = loss_math.operand_gradients(of.x, dlogits, own, tuple(sums))
         return {name: added(name, value, vary_over(d[name], setting.axes), first) for name, value in sums.items()}
 
@@ -275,42 +273,62 @@ class _Setting(NamedTuple):
 
 
 def _parts(call: Call, w: Arrays, class_weight: jax.Array | None) -> Callable[[Any, int], Part]:
-    local = call.parts.tokens
+    local, columns = call.parts.tokens, call.steps.columns
     before: Any = 0 if call.axis is None else lax.axis_index(call.axis) * local
     if call.axis is not None and class_weight is not None:
         padding = lax.axis_size(call.axis) * local - call.rules.vocab
         padded = vary_over(jnp.pad(class_weight, (0, padding)), varying(before))
         class_weight = _rows(padded, before, local)
+    if len(call.parts) == 1:  # once, and not for every shard of tokens
+        w = {name: loss_math.with_columns(a, columns(local)) for name, a in w.items()}
 
     def part(first: Any, entries: int) -> Part:
-        def own(a: jax.Array | None) -> jax.Array | None:
-            return a if a is None or entries == local else _rows(a, first, entries, a.ndim - 1)
+        def own(a: jax.Array | None, columns: int) -> jax.Array | None:
+            if a is None:
+                return None
+            return loss_math.with_columns(a if len(call.parts) == 1 else _rows(a, first, entries, a.ndim - 1), columns)
 
-        return Part(before + first, own(w["weight"]), own(w.get("bias")), own(class_weight))
+        width = columns(entries)
+        weight, bias = own(w["weight"], width), own(w.get("bias"), width)
+        return Part(before + first, weight, bias, own(class_weight, entries), entries)
 
     return part
 
 
 def _statistics(
-    call: Call, setting: _Setting, x_shard: jax.Array, labels: Labels
-) -> tuple[jax.Array | None, Statistics]:
-    """One shard's statistics over the whole vocabulary, and its logits where they are all there at once."""
+    call: Call, setting: _Setting, x_shard: jax.Array, labels: Labels, *, gradient: bool
+) -> tuple[Statistics, jax.Array | None]:
+    """One shard's statistics over the whole vocabulary, and with `gradient` the dlogits of the sum of its losses."""
+    rules, steps, whole = call.rules, call.steps, call.parts.tokens
 
-    def of(first: Any, entries: int) -> tuple[jax.Array, Statistics]:
+    def logits_and_part(first: Any, entries: int) -> tuple[jax.Array, Part]:
         own = setting.part(first, entries)
-        logits = loss_math.logits_of(x_shard, own)
-        return logits, loss_math.statistics(call.rules, logits, own, labels.target)
+        return loss_math.logits_of(x_shard, own), own
+
+    def of(first: Any, entries: int) -> Statistics:
+        return steps.statistics(rules, *logits_and_part(first, entries), labels)
+
+    def reduced(found: Statistics) -> Statistics:
+        return found if call.axis is None else loss_math.reduce_over(rules, call.axis, found)
+
+    if gradient:
+        logits, own = logits_and_part(0, whole)
+        if call.axis is None:
+            return steps.statistics_and_gradient(rules, logits, own, labels, setting.class_total)
+        found = reduced(steps.statistics(rules, logits, own, labels))
+        # Every reader of the logits but one done, their gradient is written over them.
+        logits, after = lax.optimization_barrier((logits, found))
+        slope = loss_math.slopes_of_losses(rules, labels, loss_math.log_sum_exp(rules, after), setting.class_total)
+        return found, steps.gradient(rules, logits, own, labels, after, slope, None)
+    if len(call.parts) == 1:
+        return reduced(of(0, whole)), None
 
     def part(first: Any, entries: int, found: Statistics) -> Statistics:
-        return jax.tree.map(vary, loss_math.merge(call.rules, found, of(first, entries)[1]))
+        return jax.tree.map(vary, loss_math.merge(rules, found, of(first, entries)))
 
     vary = partial(vary_over, axes=setting.axes)
-    if len(call.parts) == 1:
-        logits, found = of(0, call.parts.tokens)
-    else:
-        none = loss_math.nothing(x_shard.shape[0], setting.dtype, call.rules.options)
-        logits, found = None, for_each(call.parts, Body(part, _after_all), jax.tree.map(vary, none))
-    return logits, found if call.axis is None else loss_math.reduce_over(call.rules, call.axis, found)
+    none = loss_math.nothing(x_shard.shape[0], setting.dtype, rules.options)
+    return reduced(for_each(call.parts, Body(part, _after_all), jax.tree.map(vary, none))), None
 
 
 def _means(call: Call, labels: Labels, num_valid: jax.Array | None) -> tuple[jax.Array, jax.Array]:

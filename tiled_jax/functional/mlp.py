@@ -1,12 +1,13 @@
 """`tiled_mlp`: the token-wise MLP, exact, one shard of tokens at a time: checks, the plan, and one call."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 
 from shared_specs import checks, config, costs
+from shared_specs.blocks import DETERMINISTIC, paths_for
 from shared_specs.config import Tiling
 from shared_specs.errors import fail_type
 from shared_specs.shards import KERNEL_MULTIPLE, ShardPlan
@@ -19,7 +20,11 @@ from tiled_jax.functional.shard_math import Kernels
 Plan = TypeVar("Plan")
 
 _NAME = "tiled_mlp"
-_ORDER = "XLA makes some of the products and adds in an order of its own; tiled_torch has kernels for all of them."
+_ORDER = (
+    'XLA adds in an order of its own; the backend "pallas" has kernels for all of the products, and runs or says why it '
+    "cannot."
+)
+_SUMS = "Sums over devices are a communication library's, who adds in an order of its own."
 
 
 def tiled_mlp(
@@ -50,6 +55,9 @@ def tiled_mlp(
         num_shards: at most this many shards of T, >= 1; None lets the plan choose. See shared_specs.shards.
         keep: fraction of the shards, the last ones, whose gate and up are kept instead of recomputed, in [0, 1].
         tiling: the long form of num_shards and keep, which it excludes.
+            With deterministic=True y and dx are the same to the last bit at every shard count, and the gradients of
+            weights and biases at every one whose shards are all of one length; kernels make every product, of a gated or
+            plain MLP whose H and I are multiples of 128 (H_out of 64).
         backend: "auto" | "xla" | "pallas"; one named explicitly runs or raises. "pallas", which "auto" takes on a Hopper
             GPU, is the kernels of a gated MLP in bfloat16 or float16; shards are then multiples of 128 tokens.
     Returns:
@@ -61,7 +69,8 @@ def tiled_mlp(
         (shared_specs.costs.saved_bytes). Compiled temporary bytes do not grow with T (costs.compiled_peak_bytes).
     Raises:
         SpecError: shapes, dtypes or numbers out of range. TypeError: a wrong kind of value.
-        UnsupportedError: a backend named explicitly that cannot run here; tiling.deterministic.
+        UnsupportedError: a backend named explicitly that cannot run here; tiling.deterministic where kernels cannot make
+            every product, or where weights or biases need gradients and there are shards of two lengths.
     Source: derived in shared_specs/README.md. Sharded tokens belong inside `jax.shard_map`: without it XLA gathers them.
         Weights whose columns are sharded work under plain `jit` too, on Auto meshes and, with `jax.set_mesh`, Explicit ones.
     Example:
@@ -70,7 +79,9 @@ def tiled_mlp(
         >>> tiled_mlp(x, w, w, w.T, num_shards=3).shape
         (2, 5, 8)
     """
-    given = check_operands(_NAME, x, w_gate, w_up, w_down, biases, activation, num_shards, keep, tiling, backend)
+    given = check_operands(
+        _NAME, x, w_gate, w_up, w_down, biases, activation, num_shards, keep, tiling, backend, several=False
+    )
     return tokenwise(given, given.w | {f"b_{name}": bias for name, bias in given.b.items()}, backend)
 
 
@@ -98,31 +109,35 @@ class Given(NamedTuple):
             weight_itemsize=self.w["w_up"].dtype.itemsize,
         )
 
-    def with_kernels(
-        self, backend: str, make_plan: Callable[[int], Plan], lengths: Callable[[Plan], Iterable[int]]
-    ) -> tuple[Plan, Kernels | None]:
-        """The plan, make_plan(rows that shards are multiples of), and the kernels where the backend that runs has them.
-
-        lengths(plan): the tokens of one product, one number for every kind of shard there is.
-        """
+    def with_kernels(self, backend: str, make_plan: Callable[[int], Plan]) -> tuple[Plan, Kernels | None]:
+        """The plan, make_plan(tokens that shards are multiples of), and the kernels where the backend that runs has them."""
         if backend != "xla" and backends.usable_backends()["pallas"] is None:
-            blocked = make_plan(KERNEL_MULTIPLE)
-            reason = self._no_kernel(lengths(blocked))
-            if backends.choose(self.function, backend, no_kernel=reason) == "pallas":
-                return blocked, Kernels(interpret=backends.interpreting())
+            if backends.choose(self.function, backend, no_kernel=self._no_kernel()) == "pallas":
+                return make_plan(KERNEL_MULTIPLE), self._kernels()
+        checks.check_deterministic(self.function, self.options, _ORDER)
         return make_plan(1), None
 
-    def _no_kernel(self, lengths: Iterable[int]) -> str | None:
-        """Why the kernels cannot run shards of these lengths; None where they can."""
+    def _kernels(self) -> Kernels:
+        from tiled_jax.kernels.common import ARCHITECTURE
+
+        interpret = backends.interpreting()
+        if self.options.deterministic:
+            return Kernels(interpret, DETERMINISTIC, token_order=True)
+        widths = self.shape.intermediate, self.shape.hidden
+        return Kernels(interpret, paths_for("pallas", ARCHITECTURE, self.x.dtype.name, widths))
+
+    def _no_kernel(self) -> str | None:
+        """Why the kernels cannot run this call's shards; None where they can."""
         from tiled_jax.kernels.common import mlp_reason  # where no kernel can run, Mosaic is not loaded
 
-        shape = self.shape
-        sizes = {"hidden": shape.hidden, "intermediate": shape.intermediate, "out": self.w["w_down"].shape[1]}
-        reasons = (
-            mlp_reason(self.x.dtype, tokens=tokens, gated=shape.gated, activation=self.activation, **sizes)
-            for tokens in sorted(set(lengths) or {0})
+        return mlp_reason(
+            self.x.dtype,
+            hidden=self.shape.hidden,
+            intermediate=self.shape.intermediate,
+            out=self.w["w_down"].shape[1],
+            gated=self.shape.gated,
+            deterministic=self.options.deterministic,
         )
-        return next((reason for reason in reasons if reason is not None), None)
 
 
 def check_operands(
@@ -137,14 +152,19 @@ def check_operands(
     keep: float,
     tiling: Tiling | None,
     backend: str,
+    *,
+    several: bool = True,
 ) -> Given:
-    """The arguments of `tiled_mlp` as a public function is given them, checked."""
+    """The arguments of `tiled_mlp` as a public function is given them, checked.
+
+    several: whether results are summed over devices, which no order of additions survives.
+    """
     x = array(function, "x", x)
     gate = {} if w_gate is None else {"w_gate": array(function, "w_gate", w_gate)}
     w = {**gate, "w_up": array(function, "w_up", w_up), "w_down": array(function, "w_down", w_down)}
     b = {name: array(function, f"biases[{name!r}]", bias) for name, bias in _biases(function, biases).items()}
     options = checks.resolve_tiling(function, num_shards, keep, tiling, x=x.shape)
-    checks.check_deterministic(function, options, _ORDER)
+    checks.check_deterministic(function, options, _SUMS if several else None)
     checks.check_backend(function, backend, config.JAX, backends.usable_backends())
     checks.check_mlp(
         function,
@@ -174,10 +194,7 @@ def tokenwise(given: Given, w: dict[str, jax.Array], backend: str) -> jax.Array:
             multiple_of=multiple_of,
         )
 
-    def lengths(plan: ShardPlan) -> list[int]:
-        return [stop - start for start, stop in plan.spans[:1] + plan.spans[-1:]]
-
-    plan, kernels = given.with_kernels(backend, make_plan, lengths)
+    plan, kernels = given.with_kernels(backend, make_plan)
     call = Call(plan=plan, kept_start=plan.kept_start(options.keep), activation=given.activation, kernels=kernels)
     y = through_auto_axes(partial(run, call), x.reshape(plan.tokens, x.shape[-1]), w)
     return y.reshape(*x.shape[:-1], y.shape[-1])

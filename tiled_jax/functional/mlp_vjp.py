@@ -13,10 +13,21 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
+from shared_specs import checks
 from shared_specs.shards import ShardPlan
 from tiled_jax import backends
 from tiled_jax.functional.loops import Body, for_each_shard, gradient_of, vary_like
-from tiled_jax.functional.shard_math import Kernels, down, gate_and_up, gradients, hidden, hidden_and_pre, wide
+from tiled_jax.functional.shard_math import (
+    Kernels,
+    down,
+    gate_and_up,
+    gradients,
+    hidden,
+    hidden_and_pre,
+    of_sum,
+    sum_shape,
+    wide,
+)
 from tiled_jax.functional.wanted import Marks, mark, marked, perturbed
 
 _rows, _set_rows = lax.dynamic_slice_in_dim, lax.dynamic_update_slice_in_dim
@@ -30,6 +41,11 @@ class Call:
     kept_start: int
     activation: str
     kernels: Kernels | None = None  # None computes with XLA alone
+
+    @property
+    def token_order(self) -> bool:
+        """Whether sums over shards are made in the order of the tokens."""
+        return self.kernels is not None and self.kernels.token_order
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["x", "w", "kept", "wanted"], meta_fields=[])
@@ -61,13 +77,13 @@ def _forward(call: Call, x: jax.Array, w: dict[str, jax.Array], *, keep: bool) -
     def recomputed(start: Any, tokens: int, carry: Any) -> Any:
         y, buffers = carry
         h = hidden(_rows(x, start, tokens), cast, call.activation, kernels)
-        return _set_rows(y, down(h, cast), start, 0), buffers
+        return _set_rows(y, down(h, cast, kernels), start, 0), buffers
 
     def kept(start: Any, tokens: int, carry: Any) -> Any:
         y, buffers = carry
         h, pre = hidden_and_pre(_rows(x, start, tokens), cast, call.activation, kernels)
         buffers = {name: _set_rows(buffers[name], pre[name], start - kept_start, 0) for name in pre}
-        return _set_rows(y, down(h, cast), start, 0), buffers
+        return _set_rows(y, down(h, cast, kernels), start, 0), buffers
 
     def after_y(start: jax.Array, carry: Any) -> Any:
         start, y = lax.optimization_barrier((start, carry[0]))
@@ -87,7 +103,10 @@ def _forward(call: Call, x: jax.Array, w: dict[str, jax.Array], *, keep: bool) -
 def _forward_saving(call: Call, x: Any, w: dict[str, Any]) -> tuple[jax.Array, Saved]:
     """The forward under differentiation: every operand comes with whether it needs a gradient."""
     operands = {"x": x, **w}
-    wanted = mark(operands, perturbed(operands))
+    changing = perturbed(operands)
+    if call.token_order and set(changing) - {"x"}:
+        checks.check_deterministic_shards("tiled_mlp", call.plan)
+    wanted = mark(operands, changing)
     values = {name: operand.value for name, operand in w.items()}
     y, kept = _forward(call, x.value, values, keep=True)
     return y, Saved(x.value, values, kept, wanted)
@@ -113,19 +132,22 @@ def _gradients(call: Call, saved: Saved, dy: jax.Array) -> dict[str, jax.Array]:
             pre = {name: _rows(value, start - call.kept_start, tokens) for name, value in saved.kept.items()}
         else:
             pre = gate_and_up(x_shard, cast, call.kernels)
-        d = gradients(x_shard, dy_shard, pre, cast, call.activation, wanted, call.kernels)
-        return {
-            name: _set_rows(carry["x"], d["x"], start, 0) if name == "x" else carry[name] + d[name] for name in carry
-        }
+        d = gradients(x_shard, dy_shard, pre, cast, call.activation, wanted, call.kernels, sums=carry)
+        return {name: _set_rows(carry["x"], d["x"], start, 0) if name == "x" else d[name] for name in carry}
 
-    carry = {
-        name: vary_like(jnp.zeros(primals[name].shape, x.dtype if name == "x" else acc), x, dy, *w.values())
-        for name in wanted
-    }
+    def zeros(name: str) -> jax.Array:
+        shape = primals[name].shape
+        start = jnp.zeros(shape, x.dtype) if name == "x" else jnp.zeros(sum_shape(name, shape, call.kernels), acc)
+        return vary_like(start, x, dy, *w.values())
+
     recomputed, kept = (Body(partial(shard, kept=kept), _after_all) for kept in (False, True))
-    carry = for_each_shard(call.plan, call.kept_start, recomputed, kept, carry)
+    carry = {name: zeros(name) for name in wanted}
+    # Rows of x's gradient are independent of each other: without sums the order is that of any call.
+    order = call.token_order and set(wanted) != {"x"}
+    carry = for_each_shard(call.plan, call.kept_start, recomputed, kept, carry, token_order=order)
+    totals = {name: of_sum(value, primals[name].shape) for name, value in carry.items()}
     # The types of the saved operands: the barrier may have joined those of its own.
-    return {name: gradient_of(primals[name], value) for name, value in carry.items()}
+    return {name: gradient_of(primals[name], value) for name, value in totals.items()}
 
 
 def _after_all(start: jax.Array, carry: Any) -> Any:

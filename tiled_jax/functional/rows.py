@@ -5,8 +5,8 @@ No loops and no differentiation here.
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ import numpy as np
 from flax import nnx
 
 from shared_specs.errors import fail, fail_type, show_shape
+from tiled_jax.functional.loops import vary_over
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,11 @@ class Layout:
         """Every leaf that is a module or another graph of variables."""
         return [leaf for leaf in self.leaves if is_graph(leaf)]
 
+    def varying_over(self, axes: Iterable[str]) -> "Layout":
+        """The same, arrays that are passed whole with the type of something that varies along mesh axes."""
+        pairs = zip(self.leaves, self.rowed, strict=True)
+        return replace(self, leaves=tuple(leaf if rowed else varied(leaf, axes) for leaf, rowed in pairs))
+
     def arguments(self, pieces: Sequence[jax.Array], modules: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The positional and keyword arguments for one shard: its rows [t, ...] and the modules as they are inside."""
         cut, inside = iter(pieces), iter(modules)
@@ -61,6 +67,12 @@ class Layout:
             else:
                 leaves.append(next(inside) if is_graph(leaf) else leaf)
         return jax.tree.unflatten(self.treedef, leaves)
+
+
+def varied(value: Any, axes: Iterable[str]) -> Any:
+    """A floating array with the type of something that varies along the axes too; anything else as it is."""
+    floating = isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jnp.floating)
+    return vary_over(value, axes) if floating else value
 
 
 def is_graph(leaf: Any) -> bool:

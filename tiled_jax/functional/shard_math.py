@@ -6,23 +6,17 @@ elementwise work is float32 (float64 for float64). Derived in `shared_specs/READ
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-Weights = Mapping[str, jax.Array]
-
-
-@dataclass(frozen=True)
-class Kernels:
-    """Static: the products around the activation run in Pallas kernels; with `interpret` in JAX's GPU interpreter."""
-
-    interpret: bool
-
+from shared_specs.shards import KERNEL_MULTIPLE
+from tiled_jax.functional import kernel_steps
+from tiled_jax.functional.kernel_steps import Kernels as Kernels
+from tiled_jax.functional.kernel_steps import Weights, through_kernel
 
 _SQRT_HALF = math.sqrt(0.5)
 _NORMAL_PEAK = 1 / math.sqrt(2 * math.pi)
@@ -73,8 +67,10 @@ def product_of_rows(a: jax.Array, b: jax.Array, out: jnp.dtype) -> jax.Array:
     return product(a, b, (0, 0), out)
 
 
-def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax.Array:
+def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None, kernels: Kernels | None = None) -> jax.Array:
     """x @ weight + bias, rounded to the dtype of x once."""
+    if kernels is not None and kernels.paths.products == "kernel":
+        return through_kernel(kernel_steps.linear, linear, kernels)(x, weight, bias)
     if bias is None:
         return product(x, weight, (1, 0), x.dtype)
     total = product(x, weight, (1, 0), wide(x.dtype))
@@ -83,9 +79,10 @@ def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax.Array
 
 def gate_and_up(x: jax.Array, w: Weights, kernels: Kernels | None = None) -> dict[str, jax.Array]:
     """The pre-activations [t, I] that backward needs again: gate and up, or up alone in a plain MLP."""
-    if kernels is not None:
-        return _through_kernel(_kernel_gate_and_up, gate_and_up, kernels)(x, _up_weights(w))
-    return {name: linear(x, w[f"w_{name}"], w.get(f"b_{name}")) for name in ("gate", "up") if f"w_{name}" in w}
+    if kernels is not None and _fused_up(w, kernels):
+        return through_kernel(kernel_steps.gate_and_up, gate_and_up, kernels)(x, _up_weights(w))
+    names = [name for name in ("gate", "up") if f"w_{name}" in w]
+    return {name: linear(x, w[f"w_{name}"], w.get(f"b_{name}"), kernels) for name in names}
 
 
 def hidden(x: jax.Array, w: Weights, activation: str, kernels: Kernels | None = None) -> jax.Array:
@@ -98,21 +95,29 @@ def hidden_and_pre(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """h of one shard, and with `keep` the pre-activations it was made from."""
 
-    def formula(x: jax.Array, w: Weights) -> tuple[jax.Array, dict[str, jax.Array]]:
-        pre = gate_and_up(x, w)
-        return _activated(pre, activation), pre if keep else {}
+    def formula(x: jax.Array, w: Weights, kernels: Kernels | None = None) -> tuple[jax.Array, dict[str, jax.Array]]:
+        pre = gate_and_up(x, w, kernels)
+        return _activated(pre, activation, kernels), pre if keep else {}
 
-    if kernels is None:
-        return formula(x, w)
-    return _through_kernel(_kernel_hidden, formula, kernels, activation=activation, keep=keep)(x, _up_weights(w))
+    if kernels is not None and _fused_up(w, kernels):
+        return through_kernel(kernel_steps.hidden, formula, kernels, activation=activation, keep=keep)(
+            x, _up_weights(w)
+        )
+    return formula(x, w, kernels)
 
 
-def down(h: jax.Array, w: Weights) -> jax.Array:
+def down(h: jax.Array, w: Weights, kernels: Kernels | None = None) -> jax.Array:
     """y [t, H_out] of one shard."""
-    return linear(h, w["w_down"], w.get("b_down"))
+    return linear(h, w["w_down"], w.get("b_down"), kernels)
 
 
-def _activated(pre: Mapping[str, jax.Array], activation: str) -> jax.Array:
+def _activated(pre: Mapping[str, jax.Array], activation: str, kernels: Kernels | None = None) -> jax.Array:
+    if kernels is not None and kernels.paths.products == "kernel":
+
+        def formula(pre: Mapping[str, jax.Array]) -> jax.Array:
+            return _activated(pre, activation)
+
+        return through_kernel(kernel_steps.activated, formula, kernels, activation=activation)(pre)
     dtype = pre["up"].dtype
     up = pre["up"].astype(wide(dtype))
     h = activate(activation, pre["gate"].astype(up.dtype))[0] * up if "gate" in pre else activate(activation, up)[0]
@@ -127,39 +132,97 @@ def gradients(
     activation: str,
     wanted: Collection[str],
     kernels: Kernels | None = None,
+    sums: Mapping[str, jax.Array] | None = None,
 ) -> dict[str, jax.Array]:
     """The gradients of one shard for the operands named in `wanted`: x in its own dtype, the rest in the wide one.
 
     Every [t, I] value is rounded to the dtype of x before its products: a float32 operand would make them float32
     products, many times slower on a GPU.
+
+    sums: the sums over the shards before this one (`sum_shape`), to which the gradients of weights and biases are added.
     """
-    acc = wide(x.dtype)
-    h, d = _pre_activation_gradients(dy, pre, w, activation, kernels if {*wanted} - {"w_down", "b_down"} else None)
+    h, d = _pre_activation_gradients(dy, pre, w, activation, wanted, kernels)
     inputs, d = {"gate": x, "up": x, "down": h}, {**d, "down": dy}
     out = {}
     for name, value in d.items():
-        if f"w_{name}" in wanted:
-            out[f"w_{name}"] = product_of_rows(inputs[name], value, acc)
-        if f"b_{name}" in wanted:
-            out[f"b_{name}"] = jnp.sum(value, axis=0, dtype=acc)
+        for operand, rows in ((f"w_{name}", inputs[name]), (f"b_{name}", None)):
+            if operand in wanted:
+                out[operand] = _summed(rows, value, kernels, None if sums is None else sums[operand])
     if "x" in wanted:
-        parts = [product(d[name], w[f"w_{name}"], (1, 1), acc) for name in pre]
-        out["x"] = (parts[0] + parts[1] if "gate" in pre else parts[0]).astype(x.dtype)
+        out["x"] = _dx({name: d[name] for name in pre}, {name: w[f"w_{name}"] for name in pre}, kernels)
     return out
 
 
+def sum_shape(operand: str, shape: tuple[int, ...], kernels: Kernels | None) -> tuple[int, ...]:
+    """The shape of the sum over shards of the gradient of a weight or bias of this shape.
+
+    A kernel sums a bias's gradient as the product of the tokens with ones: its rows are all the same (`of_sum`).
+    """
+    in_rows = operand.startswith("b_") and kernels is not None and kernels.paths.weight_gradient == "kernel"
+    return (KERNEL_MULTIPLE, *shape) if in_rows else shape
+
+
+def of_sum(total: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """The gradient [*shape] from its sum over shards."""
+    return total if total.shape == shape else total[0]
+
+
+def _summed(a: jax.Array | None, d: jax.Array, kernels: Kernels | None, total: jax.Array | None) -> jax.Array:
+    """total + a^T d, or + the sum of d's rows where a is None, in the wide dtype."""
+    if total is not None and kernels is not None and kernels.paths.weight_gradient == "kernel":
+        rows = jnp.ones((d.shape[0], KERNEL_MULTIPLE), d.dtype) if a is None else a
+        return through_kernel(kernel_steps.weight_gradient, _added, kernels)(total, rows, d)
+    acc = wide(d.dtype)
+    part = jnp.sum(d, axis=0, dtype=acc) if a is None else product_of_rows(a, d, acc)
+    return part if total is None else total + part
+
+
+def _added(total: jax.Array, a: jax.Array, d: jax.Array) -> jax.Array:
+    return total + product_of_rows(a, d, total.dtype)
+
+
+def _dx(d: Mapping[str, jax.Array], w: Weights, kernels: Kernels | None = None) -> jax.Array:
+    """The gradient of x, from those of gate and up and their weights by the same names."""
+    if kernels is not None and kernels.paths.products == "kernel":
+        return through_kernel(kernel_steps.dx, _dx, kernels)(d, w)
+    dtype = d["up"].dtype
+    parts = [product(d[name], w[name], (1, 1), wide(dtype)) for name in d]
+    return (parts[0] + parts[1] if "gate" in d else parts[0]).astype(dtype)
+
+
 def _pre_activation_gradients(
-    dy: jax.Array, pre: Mapping[str, jax.Array], w: Weights, activation: str, kernels: Kernels | None = None
+    dy: jax.Array,
+    pre: Mapping[str, jax.Array],
+    w: Weights,
+    activation: str,
+    wanted: Collection[str],
+    kernels: Kernels | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """h, and dgate and dup by name, all [t, I] in the dtype of x."""
-    if kernels is not None:
+    """h, and dgate and dup by name where somebody needs them, all [t, I] in the dtype of x."""
+    if not {*wanted} - {"w_down", "b_down"}:
+        return _activated(pre, activation, kernels), {}
+    if kernels is not None and "gate" in pre and kernels.paths.down == "dgated":
 
         def formula(dy: jax.Array, pre: Mapping[str, jax.Array], w_down: jax.Array) -> Any:
-            return _pre_activation_gradients(dy, pre, {"w_down": w_down}, activation)
+            return _pre_activation_gradients(dy, pre, {"w_down": w_down}, activation, wanted)
 
-        return _through_kernel(_kernel_dgated, formula, kernels, activation=activation)(dy, pre, w["w_down"])
-    dtype = dy.dtype
-    dh = product(dy, w["w_down"], (1, 1), dtype).astype(wide(dtype))
+        return through_kernel(kernel_steps.dgated, formula, kernels, activation=activation)(dy, pre, w["w_down"])
+    dh = _dx({"up": dy}, {"up": w["w_down"]}, kernels)
+    if kernels is not None and kernels.paths.products == "kernel":
+
+        def of_dh(dh: jax.Array, pre: Mapping[str, jax.Array]) -> Any:
+            return _activation_gradients(dh, pre, activation)
+
+        return through_kernel(kernel_steps.activation_gradients, of_dh, kernels, activation=activation)(dh, pre)
+    return _activation_gradients(dh, pre, activation)
+
+
+def _activation_gradients(
+    dh: jax.Array, pre: Mapping[str, jax.Array], activation: str
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """h, and dgate and dup by name, from dh."""
+    dtype = dh.dtype
+    dh = dh.astype(wide(dtype))
     up = pre["up"].astype(dh.dtype)
     if "gate" not in pre:
         h, slope = activate(activation, up)
@@ -168,46 +231,9 @@ def _pre_activation_gradients(
     return (act * up).astype(dtype), {"gate": (dh * up * slope).astype(dtype), "up": (dh * act).astype(dtype)}
 
 
+def _fused_up(w: Weights, kernels: Kernels) -> bool:
+    return "w_gate" in w and kernels.paths.up == "dual"
+
+
 def _up_weights(w: Weights) -> dict[str, jax.Array]:
     return {name: w[name] for name in ("w_gate", "w_up", "b_gate", "b_up") if name in w}
-
-
-def _through_kernel(kernel: Callable[..., Any], formula: Callable[..., Any], kernels: Kernels, **static: Any) -> Any:
-    """`kernel` of the same operands as `formula`, whose derivative is the formula's.
-
-    The first derivative is the custom_vjp's own: only a derivative of the backward differentiates this.
-    """
-    # Loaded here because Mosaic is of no use where no kernel runs.
-    from tiled_jax.kernels.common import interpreter
-
-    call = jax.custom_jvp(lambda *operands: kernel(*operands, interpreter() if kernels.interpret else None, **static))
-    call.defjvp(lambda primals, tangents: jax.jvp(formula, primals, tangents))
-    return call
-
-
-def _kernel_gate_and_up(x: jax.Array, w: Weights, interpret: Any) -> dict[str, jax.Array]:
-    from tiled_jax.kernels import glu_up
-
-    gate, up = glu_up.gate_and_up(
-        x, w["w_gate"], w["w_up"], b_gate=w.get("b_gate"), b_up=w.get("b_up"), interpret=interpret
-    )
-    return {"gate": gate, "up": up}
-
-
-def _kernel_hidden(
-    x: jax.Array, w: Weights, interpret: Any, *, activation: str, keep: bool
-) -> tuple[jax.Array, dict[str, jax.Array]]:
-    from tiled_jax.kernels.glu_up import glu_up
-
-    options: dict[str, Any] = {"activation": activation, "keep": keep, "interpret": interpret}
-    found = glu_up(x, w["w_gate"], w["w_up"], b_gate=w.get("b_gate"), b_up=w.get("b_up"), **options)
-    return (found[0], {"gate": found[1], "up": found[2]}) if keep else (found, {})
-
-
-def _kernel_dgated(
-    dy: jax.Array, pre: Mapping[str, jax.Array], w_down: jax.Array, interpret: Any, *, activation: str
-) -> tuple[jax.Array, dict[str, jax.Array]]:
-    from tiled_jax.kernels.dgated import dgated
-
-    dgate, dup, h = dgated(dy, w_down, pre["gate"], pre["up"], activation=activation, interpret=interpret)
-    return h, {"gate": dgate, "up": dup}

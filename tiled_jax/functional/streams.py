@@ -1,6 +1,6 @@
 """The state of Flax nnx modules inside a loop over shards: read as it is, random streams split, other writes refused."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from shared_specs.errors import UnsupportedError, error_text
+from tiled_jax.functional.rows import varied
 
 Path = tuple[Any, ...]
 
@@ -19,10 +20,12 @@ class Modules:
     it: two calls draw different numbers, and recomputation the same ones.
     """
 
-    def __init__(self, modules: Sequence[Any], shards: int, function: str) -> None:
+    def __init__(self, modules: Sequence[Any], shards: int, function: str, axes: Iterable[str] = ()) -> None:
+        """`axes`: mesh axes along which the tokens differ, and so the parameters as a shard sees them."""
         self._function = function
         self._graph, state = nnx.split(list(modules))
         self._variables = dict(nnx.to_flat_state(state))
+        self._values = {path: varied(_value(variable), axes) for path, variable in self._variables.items()}
         self._streams = [path[:-1] for path, variable in self._variables.items() if isinstance(variable, nnx.RngKey)]
         self._drawn: set[Path] = set()
         self.shard_keys = [self._split(stream, shards) for stream in self._streams]
@@ -34,7 +37,7 @@ class Modules:
 
     def inside(self, keys: Sequence[jax.Array]) -> "_Inside":
         """The modules as one shard sees them, with its keys."""
-        values = {path: _value(variable) for path, variable in self._variables.items()}
+        values = dict(self._values)
         for stream, key in zip(self._streams, keys, strict=True):
             values[(*stream, "key")] = key
             values[(*stream, "count")] = jnp.zeros_like(values[(*stream, "count")])

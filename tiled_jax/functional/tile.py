@@ -16,7 +16,9 @@ from shared_specs.errors import fail, fail_type
 from shared_specs.shards import ShardPlan, plan_tokens
 from tiled_jax import backends
 from tiled_jax.functional import rows
+from tiled_jax.functional.loops import varying_of
 from tiled_jax.functional.streams import Modules
+from tiled_jax.functional.sums import SharedSums
 
 
 def tile(
@@ -33,7 +35,8 @@ def tile(
     of arrays [1, t, ...] or [t, ...]; they come back as [*leading dims, ...] or [T, ...].
 
     Gradients reach the arguments, what fn closes over, and the parameters of modules, given as fn, as arguments or as
-    the object of a bound method. A module that draws random numbers has to come in one of these three ways.
+    the object of a bound method. A module that draws random numbers has to come in one of these three ways. Inside
+    `jax.shard_map` so should weights: devices add up their gradients once, but those of a closure in every shard.
 
     Args:
         fn: an nnx.Module or a function; its first argument is x.
@@ -44,9 +47,8 @@ def tile(
             fn's other arguments is passed whole, and every shard draws the same numbers from it.
     Returns:
         A callable. Its x is [T, H] or [B, S, H] (any leading dims); T = 0 runs fn once without tokens.
-    Numerics: gradients of what shards share are summed over shards in its own dtype: keep weights in float32 and cast
-        them inside fn. `tiled_mlp` sums in float32 for every dtype.
-    Memory: keeps the arguments; peak is what fn needs for one shard.
+    Numerics: gradients of what shards share are summed in float32 (float64 for float64) and rounded once.
+    Memory: keeps the arguments; peak is what fn needs for one shard, plus the float32 sums.
     Raises:
         TypeError: fn cannot be called, x is no array, rngs is neither key nor streams, a result is no array.
         SpecError: x has less than two dims; a result has no row per token.
@@ -98,9 +100,11 @@ class Shard:
     """fn on the rows of one shard, as a function of arrays alone."""
 
     def __init__(self, fn: Callable[..., Any], layout: rows.Layout, key: jax.Array | None, shards: int) -> None:
-        self._layout, self._has_key = layout, key is not None
+        # What shards share varies as the tokens do: `shard_map` adds up gradients once, and not in every shard.
+        axes = varying_of(layout.rows())
+        self._layout, self._has_key = layout.varying_over(axes), key is not None
         self._fn, self._owner = with_owner(fn)
-        self.modules = Modules([*self._owner, *layout.modules()], shards, layout.function)
+        self.modules = Modules([*self._owner, *layout.modules()], shards, layout.function, axes)
         # Of every random stream the keys of all shards, and those split from `key`.
         self.keys = self.modules.shard_keys + ([] if key is None else [jax.random.split(key, shards)])
         self._form: tuple[list[rows.Form], Any] | None = None
@@ -142,18 +146,20 @@ def _loop(shard: Shard, plan: ShardPlan, arrays: Sequence[jax.Array]) -> list[ja
     if len(plan) <= 1:
         return jax.checkpoint(shard.run)([keys[0] for keys in shard.keys], arrays)
     equal = plan.tokens // plan.shard_tokens
-    stop = equal * plan.shard_tokens
+    stop, sums = equal * plan.shard_tokens, SharedSums()
     if stop == plan.tokens:
-        return _equal_shards(shard, equal, arrays)
-    last = jax.checkpoint(shard.run)([keys[-1] for keys in shard.keys], [a[stop:] for a in arrays])
-    first = _equal_shards(shard, equal, [a[:stop] for a in arrays])
+        return _equal_shards(shard, sums, equal, arrays)
+    rest = [keys[-1] for keys in shard.keys], [a[stop:] for a in arrays]
+    last = jax.checkpoint(sums.over(shard.run, *rest))(*rest)
+    first = _equal_shards(shard, sums, equal, [a[:stop] for a in arrays])
     return [jnp.concatenate(pair) for pair in zip(first, last, strict=True)]
 
 
-def _equal_shards(shard: Shard, count: int, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+def _equal_shards(shard: Shard, sums: SharedSums, count: int, arrays: Sequence[jax.Array]) -> list[jax.Array]:
     cut = [a.reshape(count, a.shape[0] // count, *a.shape[1:]) for a in arrays]
-    # A loop keeps its body's recomputation apart from forward by itself.
-    body = jax.checkpoint(shard.run, prevent_cse=False)
     keys = [each[:count] for each in shard.keys]
+    run = sums.over(shard.run, [each[0] for each in keys], [a[0] for a in cut])
+    # A loop keeps its body's recomputation apart from forward by itself.
+    body = jax.checkpoint(run, prevent_cse=False)
     _, results = lax.scan(lambda _, inputs: (None, body(*inputs)), None, (keys, cut))
     return [a.reshape(-1, *a.shape[2:]) for a in results]

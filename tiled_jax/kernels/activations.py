@@ -1,4 +1,4 @@
-"""The gated activations inside a kernel: those of `functional.shard_math`, in operations that Mosaic GPU lowers.
+"""The activations inside a kernel: those of `functional.shard_math`, in operations that Mosaic GPU lowers.
 
 Elementwise on float32 values in registers. gelu takes erf where XLA takes erfc: the difference is below the rounding of
 a 16-bit result. erf is a rational function here because jax 0.10 cannot lower its own under Warpgroup semantics.
@@ -8,8 +8,6 @@ import math
 
 import jax
 import jax.numpy as jnp
-
-KERNEL_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 
 _SQRT_HALF = math.sqrt(0.5)
 _NORMAL_PEAK = 1 / math.sqrt(2 * math.pi)
@@ -49,6 +47,9 @@ def activate(activation: str, a: jax.Array) -> tuple[jax.Array, jax.Array]:
             return a * s, s * (1 + 2 * _TANH_SCALE * a * (1 - s) * (1 + 3 * _TANH_CUBIC * a * a))
         case "relu":
             return jnp.maximum(a, 0), jnp.where(a > 0, 1.0, 0.0)
+        case "relu_squared":
+            positive = jnp.maximum(a, 0)
+            return positive * positive, 2 * positive
     raise ValueError(f"no kernel has the activation {activation!r}")
 
 

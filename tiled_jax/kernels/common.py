@@ -8,6 +8,7 @@ backend="auto" never chooses the interpreter. It is for tests, and for nothing t
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -16,7 +17,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from shared_specs.blocks import Blocks, blocks_for
-from tiled_jax.kernels.activations import KERNEL_ACTIVATIONS
 
 ARCHITECTURE = "sm_90"
 KERNEL_DTYPES = ("bfloat16", "float16")
@@ -56,6 +56,16 @@ def supports_transposed_reads(interpret: Any) -> bool:
     return interpret is None or hasattr(plgpu, "InterpretGPUParams")
 
 
+def takes_ref(array: jax.Array, interpret: Any) -> bool:
+    """Whether a kernel may work in place of this array, on a ref that `pl.run_state` makes of it.
+
+    Not in the interpreter of jax 0.10, and from jax 0.11 on not where the array's type varies along mesh axes.
+    """
+    if hasattr(plgpu, "InterpretGPUParams"):
+        return not jax.typeof(array).manual_axis_type.varying
+    return interpret is None
+
+
 def persistent_grid(steps: int, interpret: Any) -> dict[str, int]:
     """A grid of one program per multiprocessor, each looping over its share of the steps."""
     if interpret is not None:
@@ -80,15 +90,18 @@ def launch(
     )
 
 
-def launch_in_place(body: Any, out: Sequence[Any], *, name: str, grid: dict[str, int], interpret: Any) -> Any:
-    """`launch` of one warpgroup a program whose operands may be refs (`jax.new_ref`), which it may write to.
+def launch_in_place(
+    body: Any, out: Sequence[Any], *, name: str, grid: dict[str, int], interpret: Any, warpgroups: int | None = None
+) -> Any:
+    """`launch` whose operands may be refs (`jax.new_ref`), which the program may write to.
 
     `plgpu.kernel` of jax 0.10 takes no refs, because of the batching rule it adds; this is the same without that rule.
     """
+    threads: dict[str, Any] = {} if warpgroups is None else {"num_threads": warpgroups, "thread_name": WARPGROUP_AXIS}
     return pl.kernel(
         body,
         out_type=tuple(out),
-        mesh=plgpu.Mesh(grid=tuple(grid.values()), grid_names=tuple(grid)),
+        mesh=plgpu.Mesh(grid=tuple(grid.values()), grid_names=tuple(grid), **threads),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         interpret=interpret or False,
         name=name,
@@ -102,30 +115,53 @@ def shaped_like(shape: tuple[int, ...], dtype: Any, *operands: jax.Array) -> jax
     return jax.ShapeDtypeStruct(shape, dtype, **kind)
 
 
+def zeros(result: jax.ShapeDtypeStruct) -> jax.Array:
+    """Zeros of the shape, dtype and type of a result (`shaped_like`)."""
+    axes = tuple(sorted(result.manual_axis_type.varying)) if result.manual_axis_type else ()
+    empty = jnp.zeros(result.shape, result.dtype)
+    return jax.lax.pcast(empty, axes, to="varying") if axes else empty
+
+
 def default_blocks(op: str, dtype: Any, shape: tuple[int, ...]) -> Blocks:
     """The block sizes of `shared_specs.blocks` for this op on Hopper. shape: the sizes that no shard count changes."""
     return blocks_for("pallas", op, ARCHITECTURE, str(jnp.dtype(dtype)), shape)
 
 
-def product_reason(op: str, dtype: Any, shape: tuple[int, int, int]) -> str | None:
-    """Why the kernel `op` cannot make a product of M x N x K in this dtype; None where it can. Any M will do."""
-    if str(jnp.dtype(dtype)) not in KERNEL_DTYPES:
-        return f"The Pallas kernels take {' or '.join(KERNEL_DTYPES)}, found {jnp.dtype(dtype)}."
-    blocks = default_blocks(op, dtype, shape[1:])
-    for size, block in zip(shape[1:], (blocks.columns, blocks.depth), strict=True):
-        if size % block or size == 0:
-            return f"The Pallas kernel {op} needs sizes that are multiples of {block}, found {size}."
-    return None
+def narrowed(blocks: Blocks, columns: int) -> Blocks:
+    """The blocks, or narrower ones down to one piece that divide a result of this many columns.
+
+    Which additions make an element does not depend on the width of its block.
+    """
+    width = blocks.columns
+    while width > PIECE and columns % width:
+        width //= 2
+    return replace(blocks, columns=width)
 
 
 def mlp_reason(
-    dtype: Any, *, tokens: int, hidden: int, intermediate: int, out: int, gated: bool, activation: str
+    dtype: Any, *, hidden: int, intermediate: int, out: int, gated: bool, deterministic: bool = False
 ) -> str | None:
-    """Why the kernels of the MLP cannot run for a shard of `tokens`; None where they can."""
-    if not gated:
+    """Why the kernels cannot run the MLP's shards, of any length; None where they can. deterministic: every product."""
+    if not (gated or deterministic):
         return "The Pallas kernels are those of an MLP with a gate, found w_gate=None."
-    if activation not in KERNEL_ACTIVATIONS:
-        return f"The Pallas kernels have the activations {', '.join(KERNEL_ACTIVATIONS)}, found {activation}."
-    return product_reason("glu_up", dtype, (tokens, intermediate, hidden)) or product_reason(
-        "dgated", dtype, (tokens, intermediate, out)
-    )
+    if str(jnp.dtype(dtype)) not in KERNEL_DTYPES:
+        return f"The Pallas kernels take {' or '.join(KERNEL_DTYPES)}, found {jnp.dtype(dtype)}."
+    H, I = hidden, intermediate  # noqa: E741
+    products = [("glu_up", I, H), ("dgated", I, out)] if gated else [("linear", I, H), ("dx", I, out)]
+    if deterministic:
+        products += [("linear", out, I), ("dx", H, I), ("weight_gradient", H, I), ("weight_gradient", I, out)]
+    for op, n, k in products:
+        for size, block in _size_rules(op, default_blocks(op, dtype, (n, k)), n, k):
+            if size % block or size == 0:
+                return f"The Pallas kernel {op} needs sizes that are multiples of {block}, found {size}."
+    return None
+
+
+def _size_rules(op: str, blocks: Blocks, n: int, k: int) -> tuple[tuple[int, int], ...]:
+    """Each size with what it has to be a multiple of: N and K of a product, both dims of a weight's gradient."""
+    match op:
+        case "weight_gradient":
+            return (n, blocks.rows), (k, PIECE)
+        case "linear" | "dx":
+            return (n, PIECE), (k, blocks.depth)
+    return (n, blocks.columns), (k, blocks.depth)

@@ -1,127 +1,309 @@
-"""Loss and gradient of the cross entropy of rows of logits, the gradient in place of the logits.
+"""The pass over rows of logits: statistics of every row, their gradient in place of them, or both from one launch.
 
-One program of 128 threads a row. The first sweep over the vocabulary keeps the largest logit and the sum of exponentials
-relative to it (online, so that the logits are read once); the second turns each logit into its gradient. The statistics
-are numbers per row: nothing of the logits' size exists besides the logits.
+One program of 128 threads a row. The first sweep over the row keeps the largest logit and sums of exponentials relative to
+it (online, so that the logits are read once); the second, which runs from the end to the start for what is still in the
+cache, turns each logit into its gradient. What a row needs besides its logits are numbers: nothing of the logits' size
+exists but the logits. Formulas: `shared_specs/README.md`.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from shared_specs.blocks import Blocks
 from shared_specs.config import LossOptions
-from tiled_jax.kernels.common import default_blocks, launch_in_place, shaped_like
+from tiled_jax.kernels.common import default_blocks, launch_in_place, shaped_like, zeros
+
+LOGIT_DTYPES = ("bfloat16", "float16", "float32")
+# Columns come in multiples of the threads of a program.
+COLUMN_MULTIPLE = 128
 
 _GRID_AXIS = "row"
 # Below every logit, and finite so that differences of it are.
 _LEAST = -1e30
-_THREADS = 128
 
 
-def cross_entropy(
+class Columns(NamedTuple):
+    """What the columns of the logits are: the entries of one part of the vocabulary, and perhaps padding behind them."""
+
+    target: jax.Array  # [rows] int32: the column of each row's target, -1 where another part has it
+    real: jax.Array | None = None  # [rows] int32: the columns behind the first `real` ones are padding; None: none is
+    weight: jax.Array | None = None  # [v] float32: class weights ω, 0 in padding; None: all are 1
+
+
+class RowStatistics(NamedTuple):
+    """Float32 numbers [rows] of the real columns. Logits are compared before scale and softcap, negated where the scale is
+    negative, so that `best` is exactly the logit of a target that is the largest."""
+
+    best: jax.Array  # the largest of them; m is the z of it
+    total: jax.Array  # Σ exp(z - m)
+    target: jax.Array  # the target's, 0 where another part has it
+    weighted: jax.Array | None  # Σ ω z, with label smoothing
+    spread: jax.Array | None  # Σ exp(z - m) (z - m), with the output "entropy"
+
+
+class RowSlopes(NamedTuple):
+    """Float32 numbers [rows] of dz = A p - B [target] - C ω - D p (log p + entropy)."""
+
+    pull: jax.Array  # A
+    hit: jax.Array  # B
+    share: jax.Array | None = None  # C; None: 0
+    entropy_slope: jax.Array | None = None  # D; None: 0
+    entropy: jax.Array | None = None
+    of_lse: jax.Array | None = None  # what times the log-sum-exp belongs to A as well
+
+
+def logits_reason(dtype: Any) -> str | None:
+    """Why the kernels cannot take logits of this dtype; None where they can. Any number of columns can be padded."""
+    if str(jnp.dtype(dtype)) in LOGIT_DTYPES:
+        return None
+    return f"The Pallas kernel cross_entropy takes {', '.join(LOGIT_DTYPES)}, found {jnp.dtype(dtype)}."
+
+
+def statistics(
+    logits: jax.Array, columns: Columns, *, options: LossOptions, blocks: Blocks | None = None, interpret: Any = None
+) -> RowStatistics:
+    """The statistics of every row; the arguments of `statistics_and_gradient`."""
+    return _run(logits, columns, None, None, options, blocks, interpret)[0]
+
+
+def gradient(
     logits: jax.Array,
-    targets: jax.Array,
-    upstream: jax.Array,
+    columns: Columns,
+    slopes: RowSlopes,
+    best: jax.Array,
+    total: jax.Array,
     *,
-    options: LossOptions = LossOptions(),
+    options: LossOptions,
     blocks: Blocks | None = None,
     interpret: Any = None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(loss [rows], lse [rows], dlogits [rows, V]): what each row costs, and upstream times the gradient of that.
+) -> jax.Array:
+    """dlogits [rows, v] for statistics of the whole vocabulary; the other arguments of `statistics_and_gradient`."""
+    return _run(logits, columns, slopes, (best, total), options, blocks, interpret)[1]
 
-    With z = cap tanh(scale logits / cap), or scale logits without a cap, and smoothing e:
-    loss = lse - (1 - e) z[target] - e mean(z) + z_loss lse^2, and 0 where the target is ignored.
+
+def statistics_and_gradient(
+    logits: jax.Array,
+    columns: Columns,
+    slopes: RowSlopes,
+    *,
+    options: LossOptions,
+    blocks: Blocks | None = None,
+    interpret: Any = None,
+) -> tuple[RowStatistics, jax.Array]:
+    """The statistics of rows whose columns are the whole vocabulary, and dlogits for them.
 
     Args:
-        logits: [rows, V], bfloat16 | float16 | float32. V a multiple of 128. Their memory becomes that of dlogits where
-            the caller has no other use for them.
-        targets: [rows] int32, in [0, V) or options.ignore_index.
-        upstream: [rows] float32: the factor of each row's gradient, such as one over the number of valid tokens.
-        options: ignore_index, label_smoothing, z_loss, logit_softcap and logit_scale are used; the rest belongs to the
-            caller, and class_weight must be None.
+        logits: [rows, v], bfloat16 | float16 | float32; v a multiple of 128. Their memory becomes that of dlogits where
+            the caller has no other use for them (but not inside a `shard_map` with check_vma=True of jax 0.11).
+        columns, slopes: what each row needs besides.
+        options: logit_scale, logit_softcap, whether there is label_smoothing and whether "entropy" is among the outputs;
+            the rest belongs to the caller.
         blocks: `columns` logits at a time, a power of two; None takes those of shared_specs.blocks.
         interpret: parameters of the interpreter (`common.interpreter`), or None to compile for the device.
-    Returns:
-        loss and lse float32, dlogits in the dtype of the logits.
-    Numerics: float32 throughout; dlogits are rounded once.
+    Numerics: float32 throughout; dlogits are rounded to the dtype of the logits once.
     Raises:
-        ValueError: V is no multiple of 128, or there are class weights.
+        ValueError: v is no multiple of 128.
     """
-    rows, vocab = logits.shape
-    if vocab % _THREADS or vocab == 0:
-        raise ValueError(f"cross_entropy: V must be a multiple of {_THREADS}, got {vocab}")
-    if options.class_weight is not None:
-        raise ValueError("cross_entropy: no kernel has class weights")
+    return _run(logits, columns, slopes, None, options, blocks, interpret)
+
+
+def _run(
+    logits: jax.Array,
+    columns: Columns,
+    slopes: RowSlopes | None,
+    known: tuple[jax.Array, jax.Array] | None,
+    options: LossOptions,
+    blocks: Blocks | None,
+    interpret: Any,
+) -> tuple[Any, Any]:
+    """Statistics unless they are known, dlogits where there are slopes."""
+    vocab = logits.shape[1]
+    if vocab % COLUMN_MULTIPLE or vocab == 0:
+        raise ValueError(f"cross_entropy: V must be a multiple of {COLUMN_MULTIPLE}, got {vocab}")
     block = (blocks or default_blocks("cross_entropy", logits.dtype, (vocab,))).columns
-    count, tail = vocab // block, _tail(vocab, block)
-    smooth, cap = options.label_smoothing, options.logit_softcap
 
-    def score(logit: jax.Array) -> tuple[jax.Array, jax.Array | float]:
-        """z and dz/dlogit of logits or of one logit."""
-        z = logit.astype(jnp.float32) * options.logit_scale
-        if cap is None:
-            return z, options.logit_scale
-        bent = jnp.tanh(z / cap)
-        return cap * bent, options.logit_scale * (1 - bent * bent)
+    @jax.jit  # without it jax 0.10 has no memory space for the operands
+    def launch(logits: jax.Array, columns: Columns, slopes: RowSlopes | None, known: Any) -> tuple[Any, Any]:
+        return _launch(logits, columns, slopes, known, options, block, interpret)
 
-    def sweep(step: Callable[[Any, int, Any], Any], carry: Any) -> Any:
-        """carry = step(first logit, number of logits, carry) over the row; the number is never traced."""
-        carry = lax.fori_loop(0, count, lambda i, carry: step(i * block, block, carry), carry) if count else carry
-        for first, size in tail:
-            carry = step(first, size, carry)
-        return carry
+    return _mapped_over_rows(launch)(logits, columns, slopes, known)
 
-    def kernel(logits_gmem: Any, targets_gmem: Any, upstream_gmem: Any, loss_gmem: Any, lse_gmem: Any) -> None:
+
+def _mapped_over_rows(launch: Callable[..., Any]) -> Callable[..., Any]:
+    """`launch` under vmap: the rows of all examples are rows of one launch."""
+    run = jax.custom_batching.custom_vmap(launch)
+
+    @run.def_vmap
+    def rule(size: int, batched: Any, *operands: Any) -> tuple[Any, Any]:
+        stacked = jax.tree.map(
+            lambda a, is_batched: a if is_batched else jnp.broadcast_to(a, (size, *a.shape)), operands, tuple(batched)
+        )
+        if batched[1].weight:  # class weights are of columns
+            found = lax.map(lambda example: run(*example), stacked)
+        else:
+            logits, columns, slopes, known = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), stacked)
+            found = run(logits, columns._replace(weight=operands[1].weight), slopes, known)
+            found = jax.tree.map(lambda a: a.reshape(size, -1, *a.shape[1:]), found)
+        return found, jax.tree.map(lambda _: True, found)
+
+    return run
+
+
+def _launch(
+    logits: jax.Array,
+    columns: Columns,
+    slopes: RowSlopes | None,
+    known: tuple[jax.Array, jax.Array] | None,
+    options: LossOptions,
+    block: int,
+    interpret: Any,
+) -> tuple[RowStatistics | None, jax.Array | None]:
+    (rows, vocab), dtype = logits.shape, logits.dtype
+    sweep, score = _sweeps(vocab, block), _scores(options)
+    smooth, entropy = bool(options.label_smoothing), "entropy" in options.outputs
+    sign = -1 if options.logit_scale < 0 else 1
+    given = jax.tree.leaves((columns, slopes, known))
+    structure = jax.tree.structure((columns, slopes, known))
+    count = 0 if known is not None else 3 + smooth + entropy
+    number = shaped_like((rows,), jnp.float32, logits, *given)
+    in_place = _takes_refs(number, interpret)
+
+    def kernel(logits_gmem: Any, *refs: Any) -> None:
+        columns_gmem, slopes_gmem, known_gmem = jax.tree.unflatten(structure, refs[: len(given)])
+        numbers_gmem, dlogits_gmem = refs[len(given) :][:count], logits_gmem if in_place else refs[-1]
         row = lax.axis_index(_GRID_AXIS)
-        target = targets_gmem[row]
-        valid = target != options.ignore_index
-        label = jnp.where(valid, target, 0)
-        # Read before the first sweep, whose reductions keep every thread from the second one until all have read it.
-        of_target = score(logits_gmem[row, label])[0]
+        target = columns_gmem.target[row]
+        real = None if columns_gmem.real is None else columns_gmem.real[row]
 
-        def statistics(first: Any, size: int, carry: Any) -> Any:
-            top, total, plain = carry
-            z = score(logits_gmem[row, pl.ds(first, size)])[0]
-            higher = jnp.maximum(top, jnp.max(z))
-            total = total * jnp.exp(top - higher) + jnp.sum(jnp.exp(z - higher))
-            return higher, total, plain + jnp.sum(z) if smooth else plain
+        def load(first: Any, size: int) -> tuple[jax.Array, jax.Array, Callable[..., jax.Array]]:
+            """Logits in float32, their columns, and what puts a number into padding."""
+            column = first + lax.broadcasted_iota(jnp.int32, (size,), 0)
+            a = logits_gmem[row, pl.ds(first, size)].astype(jnp.float32)
+            return a, column, lambda a, padding: a if real is None else jnp.where(column < real, a, padding)
 
-        zero = jnp.float32(0)
-        top, total, plain = sweep(statistics, (jnp.float32(_LEAST), zero, zero))
-        lse = top + jnp.log(total)
-        loss = lse - (1 - smooth) * of_target + options.z_loss * lse * lse - (smooth / vocab) * plain
-        loss_gmem[row] = jnp.where(valid, loss, 0.0)
-        lse_gmem[row] = lse
-        factor = jnp.where(valid, upstream_gmem[row], 0.0)
-        pull, hit = factor * (1 + 2 * options.z_loss * lse), factor * (1 - smooth)
+        def times_weight(a: jax.Array, first: Any, size: int) -> jax.Array:
+            return a if columns_gmem.weight is None else a * columns_gmem.weight[pl.ds(first, size)]
 
-        def gradient(first: Any, size: int, carry: Any) -> Any:
-            z, slope = score(logits_gmem[row, pl.ds(first, size)])
-            at_target = lax.broadcasted_iota(jnp.int32, (size,), 0) == label - first
-            dz = jnp.exp(z - lse) * pull - factor * (smooth / vocab) - jnp.where(at_target, hit, 0.0)
-            logits_gmem[row, pl.ds(first, size)] = (dz * slope).astype(logits.dtype)
+        def add(first: Any, size: int, carry: Any) -> Any:
+            best, total, weighted, spread = carry
+            a, _, or_padding = load(first, size)
+            z, _ = score(a)
+            higher = jnp.maximum(best, jnp.max(or_padding(sign * a, _LEAST)))
+            top = score(sign * higher)[0]
+            shift = score(sign * best)[0] - top
+            e = or_padding(jnp.exp(z - top), 0.0)
+            factor = jnp.exp(shift)
+            if smooth:
+                weighted += jnp.sum(or_padding(times_weight(z, first, size), 0.0))
+            if entropy:
+                spread = factor * (spread + shift * total) + jnp.sum(jnp.where(e > 0, e * (z - top), 0.0))
+            return higher, factor * total + jnp.sum(e), weighted, spread
+
+        if known_gmem is None:
+            # Read before the first sweep, whose reductions keep every thread from the second one until all have read it.
+            of_target = sign * logits_gmem[row, jnp.maximum(target, 0)].astype(jnp.float32)
+            zero = jnp.float32(0)
+            best, total, weighted, spread = sweep(add, (jnp.float32(_LEAST), zero, zero, zero))
+            found = {"best": best, "total": total, "target": jnp.where(target >= 0, of_target, 0.0)}
+            found |= ({"weighted": weighted} if smooth else {}) | ({"spread": spread} if entropy else {})
+            for ref, name in zip(numbers_gmem, found, strict=True):
+                ref[row] = found[name]
+        else:
+            best, total = (ref[row] for ref in known_gmem)
+        if slopes_gmem is None:
+            return
+
+        at = RowSlopes(*(None if ref is None else ref[row] for ref in slopes_gmem))
+        top, log_total = score(sign * best)[0], jnp.log(total)
+        pull = at.pull if at.of_lse is None else at.pull + at.of_lse * (top + log_total)
+
+        def write(first: Any, size: int, carry: Any) -> Any:
+            a, column, or_padding = load(first, size)
+            z, bend = score(a)
+            log_p = z - top - log_total
+            p = jnp.exp(log_p)
+            dz = p * pull
+            if at.entropy_slope is not None:
+                dz -= at.entropy_slope * jnp.where(p > 0, p * (log_p + at.entropy), 0.0)
+            if at.share is not None:
+                dz -= at.share if columns_gmem.weight is None else times_weight(at.share, first, size)
+            dz -= jnp.where(column == target, at.hit, 0.0)
+            dlogits_gmem[row, pl.ds(first, size)] = or_padding(dz * bend, 0.0).astype(dtype)
             return carry
 
-        sweep(gradient, zero)
+        sweep(write, jnp.int32(0), backwards=True)
 
-    numbers = shaped_like((rows,), jnp.float32, logits, targets, upstream)
     call = launch_in_place(
-        kernel, (numbers, numbers), name="cross_entropy", grid={_GRID_AXIS: rows}, interpret=interpret
+        kernel,
+        (number,) * count + (() if in_place or slopes is None else (shaped_like(logits.shape, dtype, logits, *given),)),
+        name="cross_entropy",
+        grid={_GRID_AXIS: rows},
+        interpret=interpret,
     )
 
-    @jax.jit  # a ref has a memory space, which jax 0.10 asks for, only inside of one
-    def run(logits: jax.Array, targets: jax.Array, upstream: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        in_place = jax.new_ref(logits, memory_space=plgpu.GMEM)
-        loss, lse = call(in_place, targets, upstream)
-        return loss, lse, jax.freeze(in_place)
+    def write_over(state: Any) -> None:
+        for ref, value in zip(state[1], call(state[0], *given), strict=True):
+            ref[...] = value
 
-    return run(logits, targets, upstream)
+    if slopes is None:
+        numbers, dlogits = call(logits, *given), None
+    elif in_place:  # not by `jax.new_ref`, whose effects jax 0.10 does not let out of a custom_vmap
+        dlogits, numbers = pl.run_state(write_over)((logits, tuple(zeros(number) for _ in range(count))))
+    else:
+        *numbers, dlogits = call(logits, *given)
+    if not count:
+        return None, dlogits
+    best, total, target, *rest = numbers
+    weighted = rest.pop(0) if smooth else None
+    return RowStatistics(best, total, target, weighted, rest.pop(0) if entropy else None), dlogits
+
+
+def _takes_refs(result: jax.ShapeDtypeStruct, interpret: Any) -> bool:
+    """Whether a kernel with such results may be given the logits as a ref of `run_state`, to write over them.
+
+    That of jax 0.11 takes none whose type says that it differs between the devices of a mesh axis, the interpreter of jax
+    0.10 none at all.
+    """
+    return result.manual_axis_type is None if jax.__version_info__ >= (0, 11) else interpret is None
+
+
+def _scores(options: LossOptions) -> Callable[[jax.Array], tuple[jax.Array, jax.Array | float]]:
+    """z and dz/dlogit of logits or of one logit, in float32."""
+    scale, cap = options.logit_scale, options.logit_softcap
+
+    def score(a: jax.Array) -> tuple[jax.Array, jax.Array | float]:
+        z = a if scale == 1 else a * scale
+        if cap is None:
+            return z, scale
+        bent = jnp.tanh(z / cap)
+        return cap * bent, scale * (1 - bent * bent)
+
+    return score
+
+
+def _sweeps(vocab: int, block: int) -> Callable[..., Any]:
+    """carry = step(first column, number of columns, carry) over a row; the number is never traced."""
+    count, tail = vocab // block, _tail(vocab, block)
+
+    def sweep(step: Callable[[Any, int, Any], Any], carry: Any, *, backwards: bool = False) -> Any:
+        def blocks(carry: Any) -> Any:
+            def at(i: Any, carry: Any) -> Any:
+                return step((count - 1 - i if backwards else i) * block, block, carry)
+
+            return lax.fori_loop(0, count, at, carry) if count else carry
+
+        if not backwards:
+            carry = blocks(carry)
+        for first, size in reversed(tail) if backwards else tail:
+            carry = step(first, size, carry)
+        return blocks(carry) if backwards else carry
+
+    return sweep
 
 
 def _tail(vocab: int, block: int) -> list[tuple[int, int]]:

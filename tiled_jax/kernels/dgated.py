@@ -51,7 +51,7 @@ def dgated(
         dy: [t, H], bfloat16 | float16; any t >= 1 (padded to whole blocks here).
         w_down: [I, H], dtype of dy. H a multiple of blocks.depth, I of blocks.columns.
         gate, up: [t, I], dtype of dy: the pre-activations.
-        activation: one of kernels.activations.KERNEL_ACTIVATIONS.
+        activation: one of shared_specs.ACTIVATIONS.
         blocks: None takes those of shared_specs.blocks.
         interpret: parameters of the interpreter (`common.interpreter`), or None to compile for the device.
     Numerics: dh accumulates in float32 and is not rounded, where the XLA path rounds it to the dtype of dy; elementwise

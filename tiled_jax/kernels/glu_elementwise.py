@@ -1,4 +1,4 @@
-"""The activation of a gated MLP, forward and backward, on pre-activations that a vendor's product has stored.
+"""The activation of an MLP, gated or plain, forward and backward, on pre-activations that a product has stored.
 
 One pass over memory: a program of 128 threads takes one run of elements, 16 bytes a thread and array, and keeps it in
 registers. For shapes whose products are faster in the vendor's library than in `glu_up` and `dgated`.
@@ -21,43 +21,56 @@ _GRID_AXIS = "run"
 
 
 def glu(
-    gate: jax.Array, up: jax.Array, *, activation: str, blocks: Blocks | None = None, interpret: Any = None
+    gate: jax.Array | None, up: jax.Array, *, activation: str, blocks: Blocks | None = None, interpret: Any = None
 ) -> jax.Array:
-    """h = act(gate) * up.
+    """h = act(gate) * up, or act(up) without a gate.
 
     Args:
         gate, up: [t, I], bfloat16 | float16 | float32; any t >= 1 (padded here where t x I is no whole number of runs).
-        activation: one of kernels.activations.KERNEL_ACTIVATIONS.
+            gate None: a plain MLP.
+        activation: one of shared_specs.ACTIVATIONS.
         blocks: `columns` elements a program, a multiple of 128; None takes those of shared_specs.blocks.
         interpret: parameters of the interpreter (`common.interpreter`), or None to compile for the device.
     Numerics: float32, rounded once.
     """
 
-    def formula(gate: jax.Array, up: jax.Array) -> tuple[jax.Array, ...]:
+    def gated(gate: jax.Array, up: jax.Array) -> tuple[jax.Array, ...]:
         return (activate(activation, gate)[0] * up,)
 
-    return _launch(formula, (gate, up), 1, "glu", blocks, interpret)[0]
+    def plain(up: jax.Array) -> tuple[jax.Array, ...]:
+        return (activate(activation, up)[0],)
+
+    if gate is None:
+        return _launch(plain, (up,), 1, "glu", blocks, interpret)[0]
+    return _launch(gated, (gate, up), 1, "glu", blocks, interpret)[0]
 
 
 def glu_backward(
     dh: jax.Array,
-    gate: jax.Array,
+    gate: jax.Array | None,
     up: jax.Array,
     *,
     activation: str,
     blocks: Blocks | None = None,
     interpret: Any = None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array | None, jax.Array, jax.Array]:
     """(dgate, dup, h) from dh, gate and up, all [t, I]; the arguments and numerics of `glu`.
 
-    dgate = dh * up * act'(gate), dup = dh * act(gate), and h again, which the gradient of w_down needs.
+    dgate = dh * up * act'(gate), dup = dh * act(gate), and h again, which the gradient of w_down needs. Without a gate
+    dup = dh * act'(up), and dgate is None.
     """
 
-    def formula(dh: jax.Array, gate: jax.Array, up: jax.Array) -> tuple[jax.Array, ...]:
+    def gated(dh: jax.Array, gate: jax.Array, up: jax.Array) -> tuple[jax.Array, ...]:
         act, slope = activate(activation, gate)
         return dh * up * slope, dh * act, act * up
 
-    return _launch(formula, (dh, gate, up), 3, "glu_backward", blocks, interpret)
+    def plain(dh: jax.Array, up: jax.Array) -> tuple[jax.Array, ...]:
+        act, slope = activate(activation, up)
+        return dh * slope, act
+
+    if gate is None:
+        return None, *_launch(plain, (dh, up), 2, "glu_backward", blocks, interpret)
+    return _launch(gated, (dh, gate, up), 3, "glu_backward", blocks, interpret)
 
 
 def _launch(

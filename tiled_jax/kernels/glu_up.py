@@ -52,7 +52,7 @@ def glu_up(
         x: [t, H], bfloat16 | float16; any t >= 1 (padded to whole blocks here).
         w_gate, w_up: [H, I], dtype of x. H a multiple of blocks.depth, I of blocks.columns.
         b_gate, b_up: [I], dtype of x, or None.
-        activation: one of kernels.activations.KERNEL_ACTIVATIONS.
+        activation: one of shared_specs.ACTIVATIONS.
         blocks: None takes those of shared_specs.blocks.
         interpret: parameters of the interpreter (`common.interpreter`), or None to compile for the device.
     Numerics: products accumulate in float32; gate and up are rounded to the dtype of x once, after the bias, and the

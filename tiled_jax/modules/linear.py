@@ -13,6 +13,7 @@ from tiled_jax.modules.linear_params import (
     initialisers,
     make_linear_config,
     plain_params,
+    refuse_more_than_plain,
     stacked_init,
 )
 from tiled_jax.modules.params import Sharding
@@ -103,8 +104,13 @@ class TiledLinear(nnx.Module):
         input_is_already_split: bool = False,
         combine_out_splits: bool = True,
     ) -> Self:
-        """The tiles of one plain layer (nnx.Linear), in its dtypes; the values are copied."""
+        """The tiles of one plain layer (nnx.Linear), in its dtypes; the values are copied.
+
+        UnsupportedError where it is more than its kernel and bias: a subclass with a call of its own, a precision, a
+        dot_general.
+        """
         weight, bias = plain_params(f"{cls.__name__}.from_linear", "linear", linear)
+        refuse_more_than_plain(f"{cls.__name__}.from_linear", linear)
         return cls(
             *weight.shape,
             bias=bias is not None,

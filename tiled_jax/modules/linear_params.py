@@ -6,7 +6,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import linen as nn
 from flax import nnx
+from jax import lax
 
 from shared_specs import linear_checks
 from shared_specs.config import JAX
@@ -15,6 +17,9 @@ from tiled_jax.functional.linear import Cut, Tiles, tiled_linear
 from tiled_jax.functional.operands import array, operand
 from tiled_jax.modules.params import Sharding, as_operands, compute_dtype
 
+_PLAIN = {"nnx.Linear": nnx.Linear, "nn.Dense": nn.Dense}
+# What an nnx.Linear computes with, and the tiles do not know of.
+_PLAINLY = {"precision": None, "dot_general": lax.dot_general, "preferred_element_type": None}
 _PASSED = ("use_bias", "dtype", "param_dtype", "rngs")
 _HONOURED = ("kernel_init", "bias_init")
 _STACKED = "Here tiles are one stacked array that a loop runs over, and no layers of their own; `tile` takes any layer."
@@ -87,16 +92,18 @@ def make_linear_config(
     )
 
 
-def initialisers(function: str, linear_cls: Any, linear_args: Any, default: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of weight and bias: `default`, or what `linear_args` names for an nnx.Linear or nn.Dense.
+def initialisers(
+    function: str, linear_cls: Any, linear_args: Any, default: Mapping[str, Any], plain: str = "nnx.Linear"
+) -> dict[str, Any]:
+    """Those of weight and bias: `default`, or what `linear_args` names for the plain class, an nnx.Linear or nn.Dense.
 
     Raises:
-        UnsupportedError: another class, or an argument of nnx.Linear that is about more than initial values.
+        UnsupportedError: another class than `plain`, or an argument of it that is about more than initial values.
     """
     linear_checks.check_linear_class(function, linear_cls, linear_args, _PASSED)
-    if linear_cls is not None and linear_cls is not nnx.Linear:
+    if linear_cls is not None and linear_cls is not _PLAIN[plain]:
         name = getattr(linear_cls, "__name__", repr(linear_cls))
-        raise UnsupportedError(error_text(function, "linear_cls", "None or nnx.Linear here", name, advice=_STACKED))
+        raise UnsupportedError(error_text(function, "linear_cls", f"None or {plain} here", name, advice=_STACKED))
     args = dict(linear_args or {})
     for name in args:
         if name not in _HONOURED:
@@ -126,6 +133,19 @@ def plain_params(function: str, argument: str, linear: Any) -> tuple[jax.Array, 
     value = bias[...] if isinstance(bias, nnx.Variable) and bias.get_value() is not None else bias
     value = None if isinstance(value, nnx.Variable) else value
     return weight, None if value is None else jnp.asarray(value)
+
+
+def refuse_more_than_plain(function: str, linear: Any) -> None:
+    """UnsupportedError where a layer is more than x @ kernel + bias at JAX's default precision."""
+    own = isinstance(linear, nnx.Linear) and type(linear).__call__ is not nnx.Linear.__call__
+    got = f"{type(linear).__name__} with a call of its own" if own else None
+    for option, default in _PLAINLY.items():
+        value = getattr(linear, option, default)
+        if value is not default:
+            got = f"{type(linear).__name__} with {option}={getattr(value, '__name__', value)}"
+    if got is not None:
+        advice = "Construct the layer and call copy_params_from."
+        raise UnsupportedError(error_text(function, "linear", "a plain layer", got, advice=advice))
 
 
 def check_plain(

@@ -101,9 +101,10 @@ class TiledLinearCrossEntropy(nn.Module):
 
 
 class TiledLinear(nn.Module):
-    """`tiled_jax.TiledLinear` as a linen module; its fields and parameters have the same names.
+    """`tiled_jax.TiledLinear` as a linen module; its fields and parameters have the same names. linear_cls: None or nn.Dense.
 
-    The values of a plain layer come in and out by `tile_params` and `untile_params`, since linen keeps none itself.
+    The values of a plain layer come in and out by `tile_params` and `untile_params`, since linen keeps none itself: there
+    is no init_linear.
     `sharding` boxes the weight in nn.Partitioned, as nn.with_partitioning does; linen needs no mesh for it. A call whose
     tiles the compiler gathers does (`jax.set_mesh`); inside `jax.shard_map` linen itself refuses a device's part.
 
@@ -120,6 +121,7 @@ class TiledLinear(nn.Module):
     out_splits: int = 1
     input_is_already_split: bool = False
     combine_out_splits: bool = True
+    linear_cls: Any = None
     linear_args: Mapping[str, Any] | None = None
     dtype: Any = None
     param_dtype: Any = jnp.float32
@@ -132,7 +134,7 @@ class TiledLinear(nn.Module):
 
     def _params(self, config: LinearConfig) -> dict[str, jax.Array]:
         default = {"weight": _init_weight, "bias": _init_bias}
-        inits = initialisers(config.function, None, self.linear_args, default)
+        inits = initialisers(config.function, self.linear_cls, self.linear_args, default, "nn.Dense")
         draw = stacked_init(inits["weight"], config.tiles)
         if self.sharding is not None:
             draw = nn.with_partitioning(draw, (None, None, *config.axes))

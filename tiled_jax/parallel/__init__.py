@@ -15,6 +15,7 @@ from tiled_jax.parallel.collectives import (
     scatter_to_sequence_parallel_region,
     scatter_to_tensor_parallel_region,
 )
+from tiled_jax.parallel.context import context_attention, context_slice
 from tiled_jax.parallel.embedding import vocab_parallel_embedding
 from tiled_jax.parallel.inference import norm_column_parallel_linear, row_parallel_linear_residual_norm
 from tiled_jax.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
@@ -41,6 +42,8 @@ __all__ = [
     "checkpoint_without_output",
     "checkpointed",
     "column_parallel_linear",
+    "context_attention",
+    "context_slice",
     "copy_to_tensor_parallel_region",
     "gather_from_sequence_parallel_region",
     "gather_from_tensor_parallel_region",

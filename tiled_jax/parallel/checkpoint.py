@@ -20,8 +20,6 @@ from shared_specs.parallel_checks import check_parallel_config
 Layer = Callable[..., Any]
 INPUT, PRODUCT = "layer_input", "layer_product"
 _HOST = "pinned_host"
-# What an array is cut with: computed again rather than kept, since its operand, the stacked weights, exists anyway.
-_CUTS = ("slice", "squeeze", "dynamic_slice", "reshape")
 
 
 def checkpointed(layer: Layer, checkpointing: Checkpointing | None, *, index: int = 0) -> Layer:
@@ -49,11 +47,16 @@ def checkpointed(layer: Layer, checkpointing: Checkpointing | None, *, index: in
     _check("checkpointed", checkpointing)
     if checkpointing is None or not _replays(checkpointing, index):
         return layer
-    if checkpointing.mode == "products":
-        layer = _with_named_products(layer)
-    if checkpointing.offload:
-        layer = _with_named_input(layer)
-    return jax.checkpoint(layer, policy=_policy(checkpointing))
+    named = _with_named_products(layer) if checkpointing.mode == "products" else layer
+    given = _with_named_input(named) if checkpointing.offload else named
+    policy = _policy(checkpointing)
+
+    def replayed(*args: Any) -> Any:
+        # A function of its own for every call: JAX remembers what it traced by the function, and with that the arrays that
+        # the function closed over then, such as a module's parameters before the last step.
+        return jax.checkpoint(lambda *args: given(*args), policy=policy)(*args)
+
+    return replayed
 
 
 def scan_layers(layer: Layer, x: Any, parameters: Any, checkpointing: Checkpointing | None) -> Any:
@@ -79,11 +82,13 @@ def scan_layers(layer: Layer, x: Any, parameters: Any, checkpointing: Checkpoint
     def group(x: Any, p: Any) -> tuple[Any, None]:
         for place in range(every):
             # The parameters are cut inside: what backward keeps is the loop's own stack, and no copy of a slice of it.
-            def at_place(x: Any, p: Any, place: int = place) -> Any:
-                return layer(x, jax.tree.map(lambda a: a[place], p))
+            def cut(p: Any, place: int = place) -> Any:
+                return jax.tree.map(lambda a: a[place], p)
 
-            policy = _policy(checkpointing) if _replays(checkpointing, place) else _all_but_cuts
-            x = jax.checkpoint(at_place, policy=policy)(x, p)
+            if _replays(checkpointing, place):
+                x = jax.checkpoint(lambda x, p, cut=cut: layer(x, cut(p)))(x, p)
+            else:
+                x = _keeping_all_but(cut, lambda p, x: layer(x, p), p, x)
         return x, None
 
     if groups:
@@ -102,8 +107,8 @@ def checkpoint_without_output(fn: Layer, consumer: Callable[[Any], Any]) -> Laye
     What fn keeps inside is not kept either, only its arguments.
 
     Args:
-        fn: of arrays and pytrees of them. consumer: of the result of fn alone; both may close over arrays, and gradients
-            reach those.
+        fn: of arrays and pytrees of them. consumer: of the result of fn alone. Both may close over arrays, of integers
+            and keys too, and gradients reach those.
     Memory: the arguments of fn, and the consumer's residuals but for the arrays that fn returned.
     Source: the role of Megatron-LM's CheckpointWithoutOutput, which frees storage by a hook where JAX has none.
     Example:
@@ -113,9 +118,9 @@ def checkpoint_without_output(fn: Layer, consumer: Callable[[Any], Any]) -> Laye
     """
 
     def call(*args: Any) -> Any:
-        made, made_from = jax.closure_convert(fn, *args)
-        used, used_with = jax.closure_convert(consumer, jax.eval_shape(made, *args, *made_from))
-        return _apart(made, used)((*args, *made_from), tuple(used_with))
+        made = _Converted(fn, *args)
+        used = _Converted(consumer, made(made.closed_over, *args))
+        return _apart(made, used, again=True)((args, made.closed_over), used.closed_over)
 
     return call
 
@@ -164,11 +169,6 @@ def _policy(checkpointing: Checkpointing) -> Any:
     )
 
 
-def _all_but_cuts(primitive: Any, *_: Any, **__: Any) -> bool:
-    """A policy: keep everything but slices, which would be copies of what is kept already."""
-    return primitive.name not in _CUTS
-
-
 def _layers(parameters: Any) -> int:
     counts = {a.shape[:1] for a in jax.tree.leaves(parameters)}
     if len(counts) != 1 or () in counts:
@@ -184,7 +184,7 @@ def _with_named_products(layer: Layer) -> Layer:
     """The layer, its first, third, ... matrix product under the name that the policy keeps."""
 
     def named(*args: Any) -> Any:
-        closed, shape = jax.make_jaxpr(layer, return_shape=True)(*args)
+        closed, shape = jax.make_jaxpr(lambda *args: layer(*args), return_shape=True)(*args)
         results = _evaluate(closed.jaxpr, closed.consts, jax.tree.leaves(args), itertools.count())
         return jax.tree.unflatten(jax.tree.structure(shape), results)
 
@@ -220,33 +220,63 @@ def _has_products(jaxpr: Any) -> bool:
     )
 
 
-def _apart(made: Layer, used: Layer) -> Any:
-    """used(made(*args), *more) with the differentiation rule of `checkpoint_without_output`."""
+def _keeping_all_but(cut: Layer, layer: Layer, p: Any, x: Any) -> Any:
+    """layer(cut(p), x), keeping for backward what `layer` keeps, except what `cut` makes: that is cut once more.
+
+    A policy of `jax.checkpoint` would say the same, but it replaces those of checkpoints inside the layer.
+    """
+    made = _Converted(cut, p)
+    used = _Converted(layer, cut(p), x)
+    return _apart(made, used, again=False)(((p,), made.closed_over), used.closed_over, x)
+
+
+class _Converted:
+    """fn(*args) as a function of args and of the traced arrays it closes over, of any dtype.
+
+    `jax.closure_convert` leaves integers and keys where they are, which a rule of differentiation inside a loop cannot
+    reach, and gives back an older trace of the same fn, with the values that this closed over.
+    """
+
+    def __init__(self, fn: Layer, *args: Any) -> None:
+        traced, form = jax.make_jaxpr(lambda *args: fn(*args), return_shape=True)(*args)
+        self._jaxpr, self._form = traced.jaxpr, jax.tree.structure(form)
+        self.closed_over = tuple(traced.consts)
+
+    def __call__(self, closed_over: Sequence[Any], *args: Any) -> Any:
+        closed = core.ClosedJaxpr(self._jaxpr, closed_over)
+        return jax.tree.unflatten(self._form, core.jaxpr_as_fun(closed)(*jax.tree.leaves(args)))
+
+
+def _apart(made: _Converted, used: _Converted, *, again: bool) -> Any:
+    """used(more, made(args), *rest) with the rule of `checkpoint_without_output`; `again`: what is made is worth hiding."""
 
     @jax.custom_vjp
-    def run(args: tuple[Any, ...], more: tuple[Any, ...]) -> Any:
-        return used(made(*args), *more)
+    def run(given: tuple[Any, Any], more: Any, *rest: Any) -> Any:
+        args, closed_over = given
+        return used(more, made(closed_over, *args), *rest)
 
-    def forward(args: tuple[Any, ...], more: tuple[Any, ...]) -> tuple[Any, Any]:
-        y = made(*args)
-        z, pull = jax.vjp(used, y, *more)
+    def forward(given: tuple[Any, Any], more: Any, *rest: Any) -> tuple[Any, Any]:
+        args, closed_over = given
+        y = made(closed_over, *args)
+        z, pull = jax.vjp(used, more, y, *rest)
         kept, form = jax.tree.flatten(pull)
         outputs = jax.tree.leaves(y)
         # Which residual is an output of fn: those are left out, and put back when it is computed again.
         places = tuple(next((i for i, a in enumerate(outputs) if leaf is a), None) for leaf in kept)
-        rest = [leaf for leaf, place in zip(kept, places, strict=True) if place is None]
-        return z, (args, rest, _Static((places, form)))
+        others = [leaf for leaf, place in zip(kept, places, strict=True) if place is None]
+        return z, (given, others, _Static((places, form)))
 
     def backward(saved: Any, dz: Any) -> Any:
-        args, rest, static = saved
+        given, others, static = saved
         places, form = static.value
-        # Without the barrier XLA finds that fn was computed before and keeps its output after all.
-        args, rest, dz = lax.optimization_barrier((args, rest, dz))
-        y, pull_made = jax.vjp(made, *args)
-        outputs, others = jax.tree.leaves(y), iter(rest)
-        kept = [next(others) if place is None else outputs[place] for place in places]
-        dy, *dmore = jax.tree.unflatten(form, kept)(dz)
-        return pull_made(dy), tuple(dmore)
+        if again:
+            # Without the barrier XLA finds that fn was computed before and keeps its output after all.
+            given, others, dz = lax.optimization_barrier((given, others, dz))
+        y, pull_made = jax.vjp(lambda args, closed_over: made(closed_over, *args), *given)
+        outputs, left = jax.tree.leaves(y), iter(others)
+        kept = [next(left) if place is None else outputs[place] for place in places]
+        dmore, dy, *drest = jax.tree.unflatten(form, kept)(dz)
+        return pull_made(dy), dmore, *drest
 
     run.defvjp(forward, backward)
     return run

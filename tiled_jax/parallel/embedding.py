@@ -72,21 +72,21 @@ def vocab_parallel_embedding(
     known = (ids >= 0) & (ids < vocab)
     at = ids - (axis.index * local).astype(ids.dtype)
     mine = known & (at >= 0) & (at < local)
-    rows = _lookup(deterministic, jnp.where(mine, at, local).reshape(-1), weight).reshape(shape)
+    rows = lookup(deterministic, jnp.where(mine, at, local).reshape(-1), weight).reshape(shape)
     # Each device's own share of a NaN would be a NaN too; one is enough.
     rows = jnp.where(known[..., None], rows, jnp.full_like(rows, jnp.nan))
     return movements.sum_scattered(rows, axis, dim) if reduce_scatter_embeddings else movements.summed(rows, axis)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _lookup(deterministic: bool, at: jax.Array, weight: jax.Array) -> jax.Array:
+def lookup(deterministic: bool, at: jax.Array, weight: jax.Array) -> jax.Array:
     """weight[at], zeros where `at` is the number of rows."""
     return jnp.take(weight, at, axis=0, mode="fill", fill_value=0)
 
 
 def _lookup_forward(deterministic: bool, at: jax.Array, weight: jax.Array) -> tuple[jax.Array, tuple[Any, ...]]:
     # An array of no columns carries rows, dtype and type of the weight.
-    return _lookup(deterministic, at, weight), (at, weight[:, :0])
+    return lookup(deterministic, at, weight), (at, weight[:, :0])
 
 
 def _lookup_backward(deterministic: bool, saved: tuple[Any, ...], d: jax.Array) -> tuple[None, jax.Array]:
@@ -100,7 +100,7 @@ def _lookup_backward(deterministic: bool, saved: tuple[Any, ...], d: jax.Array) 
     return None, gradient_of(Like.of(like), total)
 
 
-_lookup.defvjp(_lookup_forward, _lookup_backward)
+lookup.defvjp(_lookup_forward, _lookup_backward)
 
 
 def _sum_by_products(total: jax.Array, at: jax.Array, d: jax.Array) -> jax.Array:

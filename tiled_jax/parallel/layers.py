@@ -1,15 +1,13 @@
 """Linear and embedding layers whose weights are split over an axis of a mesh, called with global arrays. No math."""
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shared_specs import checks, collective_checks, layer_checks
@@ -19,7 +17,7 @@ from tiled_jax.functional.operands import array
 from tiled_jax.modules.params import compute_dtype
 from tiled_jax.parallel.embedding import vocab_parallel_embedding
 from tiled_jax.parallel.linear import DEFAULTS, UNUSED, column_parallel_linear, row_parallel_linear
-from tiled_jax.parallel.placing import check_mesh, place
+from tiled_jax.parallel.placing import TokenLayout, check_mesh, place, split_as
 
 InitMethod = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 _init_weight, _init_bias = nnx.initializers.lecun_normal(), nnx.initializers.zeros_init()
@@ -125,13 +123,13 @@ class ColumnParallelLinear(nnx.Module):
             )
             return y if gather or stride == 1 else y.reshape(*y.shape[:-1], stride, -1)
 
-        dim, layout = _sequence_dim(name, self, x.shape), _Layout.of(self, x, x.ndim - 1)
+        dim, layout = _sequence_dim(name, self, x.shape), TokenLayout.of(self.mesh, self.axis_name, x, x.ndim - 1)
         layout.check(name, x.shape, dim)
         dims = x.ndim if gather or stride == 1 else x.ndim + 1
         specs = layout.spec(x.ndim, dim), {key: self._spec(a.ndim) for key, a in given.items()}
         cast = {key: a.astype(dtype) for key, a in given.items()}
         out = layout.spec(dims, None if gather else dims - 1)
-        y = layout.run(on_device, specs, out, x.astype(dtype), cast)
+        y = _on_devices(layout, on_device, specs, out, x.astype(dtype), cast)
         return (y, bias) if self.skip_bias_add else y
 
 
@@ -209,12 +207,12 @@ class RowParallelLinear(nnx.Module):
 
         dims = x.ndim - 1 if fused else x.ndim
         y_shape = (*x.shape[: dims - 1], weight.shape[-1])
-        dim, layout = _sequence_dim(name, self, y_shape), _Layout.of(self, x, dims - 1)
+        dim, layout = _sequence_dim(name, self, y_shape), TokenLayout.of(self.mesh, self.axis_name, x, dims - 1)
         layout.check(name, y_shape, dim)
         of = {"weight": _split_at(weight.ndim, weight.ndim - 2, self.axis_name), "bias": P()}
         specs = layout.spec(x.ndim, x.ndim - 1 if self.input_is_parallel else None), {key: of[key] for key in given}
         cast = {key: a.astype(dtype) for key, a in given.items()}
-        y = layout.run(on_device, specs, layout.spec(dims, dim), x.astype(dtype), cast)
+        y = _on_devices(layout, on_device, specs, layout.spec(dims, dim), x.astype(dtype), cast)
         return (y, bias) if self.skip_bias_add else y
 
 
@@ -249,6 +247,8 @@ class VocabParallelEmbedding(nnx.Module):
     ) -> None:
         name = type(self).__name__
         checks.check_sizes(name, {"num_embeddings": num_embeddings, "embedding_dim": embedding_dim})
+        if sequence_dim != 0 and not reduce_scatter_embeddings:
+            fail(name, "sequence_dim", "left out without reduce_scatter_embeddings", sequence_dim)
         flags = {"reduce_scatter_embeddings": reduce_scatter_embeddings, "deterministic": deterministic}
         layer_checks.check_flags(name, **flags)
         ranks = check_mesh(name, mesh, axis_name)
@@ -277,11 +277,11 @@ class VocabParallelEmbedding(nnx.Module):
             deterministic=self.deterministic,
             axis_name=self.axis_name,
         )
-        layout = _Layout.of(self, ids, ids.ndim)
+        layout = TokenLayout.of(self.mesh, self.axis_name, ids, ids.ndim)
         layout.check(name, ids.shape, dim)
         specs = layout.spec(ids.ndim, None), P(self.axis_name, None)
         weight = weight.astype(self.dtype or weight.dtype)
-        return layout.run(on_device, specs, layout.spec(ids.ndim + 1, dim), ids, weight)
+        return _on_devices(layout, on_device, specs, layout.spec(ids.ndim + 1, dim), ids, weight)
 
 
 def _check(
@@ -348,49 +348,12 @@ def _sequence_dim(function: str, layer: Any, shape: tuple[int, ...]) -> int | No
     return dim
 
 
-@dataclass(frozen=True)
-class _Layout:
-    """How the dims of tokens lie over the axes of a mesh other than the layer's own.
+def _on_devices(
+    layout: TokenLayout, fn: Callable[..., jax.Array], in_specs: tuple[P, Any], out: P, x: jax.Array, given: Any
+) -> jax.Array:
+    """fn of every device's part of x and of what else is given.
 
-    On Explicit axes as x has them; on Auto axes, whose arrays do not say, the first dim lies over all of them that divide it
-    together, and is whole on all devices where they do not.
+    All axes of the mesh are mapped: over some alone, XLA on a CPU fails to compile sums in 16 bits.
     """
-
-    mesh: Mesh
-    axis: str
-    tokens: tuple[tuple[str, ...], ...]
-
-    @classmethod
-    def of(cls, layer: Any, x: jax.Array, token_dims: int) -> "_Layout":
-        mesh, axis = layer.mesh, layer.axis_name
-        spec = [*jax.typeof(x).sharding.spec, *[None] * x.ndim][:token_dims]
-        names = [() if entry is None else entry if isinstance(entry, tuple) else (entry,) for entry in spec]
-        tokens = [tuple(name for name in entry if name != axis) for entry in names]
-        kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-        free = tuple(name for name, kind in kinds if kind != AxisType.Explicit and name != axis)
-        both = (*tokens[0], *free)
-        if x.shape[0] % math.prod(mesh.shape[name] for name in both) == 0:
-            tokens[0] = both
-        return cls(mesh, axis, tuple(tokens))
-
-    def spec(self, dims: int, dim: int | None) -> P:
-        """Of an array whose first dims are those of tokens, and whose `dim` the layer's own axis splits."""
-        names = [list(entry) for entry in self.tokens] + [[] for _ in range(dims - len(self.tokens))]
-        if dim is not None:
-            names[dim].append(self.axis)
-        return P(*(tuple(entry) or None for entry in names))
-
-    def check(self, function: str, shape: tuple[int, ...], dim: int | None) -> None:
-        """The tokens divide evenly."""
-        if dim is not None:
-            names = (*self.tokens[dim], self.axis)
-            collective_checks.check_even(function, shape, dim, math.prod(self.mesh.shape[n] for n in names), sizes="")
-
-    def run(self, fn: Callable[..., jax.Array], in_specs: tuple[P, Any], out: P, x: jax.Array, given: Any) -> jax.Array:
-        """fn of every device's part of x and of what else is given.
-
-        All axes of the mesh are mapped: over some alone, XLA on a CPU fails to compile sums in 16 bits.
-        """
-        if self.mesh.axis_types[self.mesh.axis_names.index(self.axis)] == AxisType.Explicit:
-            x = jax.reshard(x, NamedSharding(self.mesh, in_specs[0]))  # there `shard_map` moves nothing itself
-        return jax.shard_map(fn, mesh=self.mesh, in_specs=in_specs, out_specs=out)(x, given)
+    mapped = jax.shard_map(fn, mesh=layout.mesh, in_specs=in_specs, out_specs=out)
+    return mapped(split_as(x, layout.mesh, in_specs[0]), given)

@@ -37,6 +37,10 @@ class Mapped:
         """Whether gathered parameters are freed after forward and gathered again in backward."""
         return bool(self.axes.shard) and self.config.data is not None and self.config.data.reshard != "never"
 
+    def compute_dtype(self, dtype: Any) -> Any:
+        """In which a matrix of this dtype is gathered and computed with."""
+        return jnp.dtype(dtype if self.param_dtype is None else self.param_dtype)
+
     def shared(self, parameters: nnx.State) -> nnx.State:
         """The parameters as values that may differ from device to device wherever their gradients do.
 
@@ -58,11 +62,8 @@ class Mapped:
 
     def _each(self, parameters: nnx.State, prefix: Path, fn: Callable[[jax.Array, Placement], jax.Array]) -> nnx.State:
         flat = nnx.to_flat_state(parameters)
-        done = [(path, leaf.replace(fn(leaf.get_value(), self._placement((*prefix, *path))))) for path, leaf in flat]
+        done = [(path, leaf.replace(fn(leaf.get_value(), self.placements[(*prefix, *path)]))) for path, leaf in flat]
         return nnx.from_flat_state(done)
-
-    def _placement(self, path: Path) -> Placement:
-        return self.placements[path]
 
     def _shared(self, w: jax.Array, placement: Placement) -> jax.Array:
         axes = set(self.axes.data)
@@ -73,9 +74,7 @@ class Mapped:
         return summed(w, tuple(sorted(axes)), self.reduce_dtype)
 
     def _gathered(self, w: jax.Array, placement: Placement) -> jax.Array:
-        dtype = w.dtype
-        if self.param_dtype is not None and (placement.dims > 1 or self.cast_vectors):
-            dtype = jnp.dtype(self.param_dtype)
+        dtype = self.compute_dtype(w.dtype) if placement.dims > 1 or self.cast_vectors else w.dtype
         if placement.shard_dim is None or not self.axes.shard:
             return w.astype(dtype)
         return gathered(w, placement.shard_dim + w.ndim, self.axes.shard, dtype, self.reduce_dtype)

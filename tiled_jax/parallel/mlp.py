@@ -115,10 +115,7 @@ def _of_split_tokens(given: Given, x: jax.Array, ranks: int, axis_name: str, bac
         )
         return ShardPlan(rows, plan.shard_tokens)
 
-    def lengths(plan: ShardPlan) -> list[int]:
-        return [ranks * (stop - start) for start, stop in plan.spans[:1] + plan.spans[-1:]]
-
-    plan, kernels = given.with_kernels(backend, make_plan, lengths)
+    plan, kernels = given.with_kernels(backend, make_plan)
     call = Call(
         plan=plan,
         kept_start=plan.kept_start(options.keep),
@@ -191,14 +188,15 @@ class TensorParallelTiledMLP(nnx.Module):
         axes = param_axes((None, self.axis_name), fused_gate_up=False)
         specs = {name: P(*axes(name) or ()) for name in params}
         dtype = compute_dtype(x, params, self.dtype)
-        on_device = partial(_on_device, self.config, self.sequence_parallel, self.axis_name)
-        mapped = jax.shard_map(on_device, mesh=self.mesh, in_specs=(spec, specs), out_specs=spec)
+        mapped_call = partial(on_device, self.config, self.sequence_parallel, self.axis_name)
+        mapped = jax.shard_map(mapped_call, mesh=self.mesh, in_specs=(spec, specs), out_specs=spec)
         return mapped(split_as(x.astype(dtype), self.mesh, spec), as_operands(params, dtype))
 
 
-def _on_device(
+def on_device(
     config: MLPConfig, sequence_parallel: bool, axis_name: str, x: jax.Array, params: Mapping[str, jax.Array]
 ) -> jax.Array:
+    """`tensor_parallel_mlp` with the options of a module and a device's parts of its parameters, by their names."""
     return tensor_parallel_mlp(
         x,
         params.get("w_gate"),

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -29,33 +30,61 @@ def place(
     return jax.jit(init, static_argnums=(1, 2), out_shardings=sharding)(key, shape, jax.numpy.dtype(dtype))
 
 
-def token_spec(function: str, x: jax.Array, mesh: Mesh, axis_name: str, *, split_tokens: bool) -> P:
-    """How x [..., H] is split: with split_tokens its last dim of tokens over `axis_name`, and by all other axes.
+@dataclass(frozen=True)
+class TokenLayout:
+    """How the dims of tokens lie over the axes of a mesh other than the one that splits the weights.
 
-    On Explicit axes x says itself how it is split over the others; on Auto axes, whose arrays do not say, that is the first
-    dim over all of them.
+    On Explicit axes as x has them; on Auto axes, whose arrays do not say, the first dim lies over all of them that divide it
+    together, and is whole on all devices where they do not.
     """
+
+    mesh: Mesh
+    axis_name: str
+    tokens: tuple[tuple[str, ...], ...]
+
+    @classmethod
+    def of(cls, mesh: Mesh, axis_name: str, x: jax.Array, token_dims: int) -> "TokenLayout":
+        spec = [*jax.typeof(x).sharding.spec, *[None] * x.ndim][:token_dims]
+        tokens = [tuple(name for name in _names(entry) if name != axis_name) for entry in spec]
+        kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+        free = tuple(name for name, kind in kinds if kind != AxisType.Explicit and name != axis_name)
+        both = (*tokens[0], *free)
+        if x.shape[0] % math.prod(mesh.shape[name] for name in both) == 0:
+            tokens[0] = both
+        return cls(mesh, axis_name, tuple(tokens))
+
+    def spec(self, dims: int, dim: int | None) -> P:
+        """Of an array whose first dims are those of tokens, and whose `dim` the weights' axis splits."""
+        names = [list(entry) for entry in self.tokens] + [[] for _ in range(dims - len(self.tokens))]
+        if dim is not None:
+            names[dim].append(self.axis_name)
+        return P(*(tuple(entry) or None for entry in names))
+
+    def check(self, function: str, shape: tuple[int, ...], dim: int | None) -> None:
+        """The tokens of `dim`, if any, divide evenly."""
+        if dim is not None:
+            names = (*self.tokens[dim], self.axis_name)
+            check_even(function, shape, dim, math.prod(self.mesh.shape[name] for name in names), sizes="")
+
+
+def token_spec(function: str, x: jax.Array, mesh: Mesh, axis_name: str, *, split_tokens: bool) -> P:
+    """How x [..., H] is split: as its `TokenLayout`, with split_tokens its last dim of tokens over `axis_name` too."""
     if x.ndim < 2:
         fail(function, "x", "[tokens, hidden] or more dims", show_shape(tuple(x.shape)))
-    dims: list[tuple[Any, ...]] = [()] * x.ndim
-    if AxisType.Explicit in mesh.axis_types:
-        dims = [_without(entry, axis_name) for entry in (*jax.typeof(x).sharding.spec, *[None] * x.ndim)][: x.ndim]
-    else:
-        dims[0] = tuple(name for name in mesh.axis_names if name != axis_name)
-    if split_tokens:
-        dims[-2] = (*dims[-2], axis_name)
-    for dim, names in enumerate(dims):
-        check_even(function, tuple(x.shape), dim, math.prod(mesh.shape[name] for name in names), sizes="")
-    return P(*(names or None for names in dims))
+    layout, dim = TokenLayout.of(mesh, axis_name, x, x.ndim - 1), x.ndim - 2 if split_tokens else None
+    layout.check(function, tuple(x.shape), dim)
+    return layout.spec(x.ndim, dim)
 
 
 def split_as(x: jax.Array, mesh: Mesh, spec: P) -> jax.Array:
-    """x split so, where `jax.shard_map` does not see to it: on Explicit axes it takes x only as it is."""
-    if AxisType.Explicit not in mesh.axis_types:
+    """x split so over Explicit axes: there `jax.shard_map` takes x only as it is, over Auto axes it moves x itself."""
+    explicit = {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit}
+    if not explicit:
         return x
-    return jax.sharding.reshard(x, NamedSharding(mesh, spec))
+    names = (tuple(name for name in _names(entry) if name in explicit) for entry in spec)
+    return jax.sharding.reshard(x, NamedSharding(mesh, P(*(entry or None for entry in names))))
 
 
-def _without(entry: Any, axis_name: str) -> tuple[Any, ...]:
-    names = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
-    return tuple(name for name in names if name != axis_name)
+def _names(entry: Any) -> tuple[str, ...]:
+    """The mesh axes of one dim of a PartitionSpec."""
+    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)

@@ -8,7 +8,7 @@ from jax.sharding import AxisType
 
 from shared_specs.config import ParallelConfig
 from shared_specs.errors import UnsupportedError, error_text, fail, fail_type, show_shape
-from shared_specs.parallel_checks import check_divides, check_parallel_config
+from shared_specs.parallel_checks import check_context_heads, check_divides, check_parallel_config
 from tiled_jax.parallel.checkpoint import offload_refused
 from tiled_jax.parallel.rules import MeshAxes, ModelRules
 
@@ -62,10 +62,9 @@ def check_model(
         check_divides(HERE, sizes, axes.tensor, axes.size[axes.tensor])
     if axes.context is not None:
         both = (axes.context,) if axes.tensor is None else (axes.tensor, axes.context)
-        for name, count in sizes.even.items():
-            if name.endswith("heads") and count % axes.ranks(both):
-                rule = f"a multiple of the {axes.ranks(both)} devices of the mesh axes {', '.join(both)}"
-                fail(HERE, name, rule, count, advice="Context parallelism deals the heads out. Take a smaller axis.")
+        heads = sizes.even.get("num_attention_heads")
+        if heads is not None:
+            check_context_heads(HERE, heads, {axis: axes.size[axis] for axis in both})
 
 
 def _unsupported(argument: str, rule: str, got: object, advice: str) -> None:

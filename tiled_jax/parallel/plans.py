@@ -15,13 +15,14 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shared_specs.config import ParallelConfig
-from shared_specs.errors import UnsupportedError, error_text, fail, fail_type
+from shared_specs.errors import fail, fail_type
 from tiled_jax.functional.loops import vary_over, varying
 from tiled_jax.parallel import decoder as decoder  # registers its rules
 from tiled_jax.parallel.generic import generic_loss
 from tiled_jax.parallel.mapped import Mapped
 from tiled_jax.parallel.plan_checks import check_batch, check_model, checked_axes
 from tiled_jax.parallel.rules import Path, place, rules_of
+from tiled_jax.parallel.variables import agreed, of_rank, same_keys, split
 
 HERE = "parallelize"
 Loss = Callable[[Any, Any], Any]
@@ -32,10 +33,12 @@ class TrainState(NamedTuple):
 
     Args:
         parameters: `nnx.State` of nnx.Param. optimizer: optax's state, or () without an optimizer.
+        variables: `nnx.State` of everything else in the model, often of nothing.
     """
 
     parameters: Any
     optimizer: Any
+    variables: Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,24 +49,26 @@ class Parallelized:
         step: step(state, batch) -> (state, loss), one optimizer update, compiled at its first call. It writes over its
             input state with `config.donate`. None without an optimizer.
         gradients: gradients(parameters, batch) -> (loss, gradients), placed as the parameters are; for gradient
-            accumulation and for other optimizers. Donates nothing.
-        state: the model's parameters, copied to where they belong, and the optimizer's state; None for a model of
-            shapes (`nnx.eval_shape`), whose parameters are loaded by `shardings` and handed to `init`.
+            accumulation and for other optimizers. Donates nothing. Of a model with other variables
+            gradients(parameters, batch, variables) -> (loss, gradients, variables).
+        state: the model's parameters and variables, copied to where they belong, and the optimizer's state; None for a
+            model of shapes (`nnx.eval_shape`), whose parameters are loaded by `shardings` and handed to `init`.
         shardings: a `TrainState` of NamedSharding like the state: what Orbax restores by, and what device_put takes.
         shapes: the same of jax.ShapeDtypeStruct, shardings included.
         batch_sharding: of every array of a batch.
-        graph: `nnx.merge(graph, state.parameters)` is the model.
+        graph: `nnx.merge(graph, state.parameters, state.variables)` is the model.
         init: init(parameters) -> TrainState: parameters, which may lie anywhere, placed, and a new optimizer state.
+            init(parameters, variables) for other variables than those that the model came with.
     """
 
     step: Callable[[TrainState, Any], tuple[TrainState, jax.Array]] | None
-    gradients: Callable[[Any, Any], tuple[jax.Array, Any]]
+    gradients: Callable[..., tuple[Any, ...]]
     state: TrainState | None
     shardings: TrainState
     shapes: TrainState
     batch_sharding: NamedSharding
     graph: Any
-    init: Callable[[Any], TrainState]
+    init: Callable[..., TrainState]
 
 
 def parallelize(
@@ -83,10 +88,12 @@ def parallelize(
     model's class (`register_rules`); parameters that neither knows are sharded along the longest dim that divides.
 
     Args:
-        model: nnx, with concrete parameters (which are copied) or of shapes (`nnx.eval_shape`). `tiled_jax.models.Llama`
-            has rules for everything below. For other models tensor parallelism is left to XLA and needs
-            `TensorParallel(sequence_parallel=False, loss_parallel=False)`, and the unit of gathering is a module in a
-            list; the rest is gathered once a step.
+        model: nnx, with concrete parameters (which are copied) or of shapes (`nnx.eval_shape`), in the mode (`train()`,
+            `eval()`) that it has now. `tiled_jax.models.Llama` has rules for everything below. For other models tensor
+            parallelism is left to XLA and needs `TensorParallel(sequence_parallel=False, loss_parallel=False)`, and the
+            unit of gathering is the call of a module in a list; the rest is gathered once a step. Variables that are no
+            nnx.Param are carried along: data ranks draw from random keys folded with their rank (nnx.Dropout), and
+            floating-point statistics that differ between devices afterwards are averaged.
         mesh: all of whose axes the configuration names.
         config: see shared_specs.config.ParallelConfig. param_dtype is the dtype in which parameters are gathered and
             modules with a `dtype` compute; the parameters of the state, and the optimizer, keep their own. `reshard`:
@@ -99,6 +106,10 @@ def parallelize(
         `Parallelized`.
     Numerics: gradients are summed over devices in reduce_dtype and returned in the dtype of the parameters.
     Memory: for each device its part of parameters, gradients and optimizer state, and, of gathered parameters, one layer's.
+        Llama's table is never gathered without tensor parallelism, nor its head where the devices have few tokens: 2 R T
+        <= V (1 + r), of R devices of one shard axis with T tokens each, r the bytes of reduce_dtype over those of
+        param_dtype, all but `reshard="never"`. A vocabulary that the tensor axis does not divide is whole on each of its
+        devices.
     Raises:
         SpecError: an axis the mesh does not have, sizes that do not divide, an option that this half has no use for, a
             batch that does not divide (when the step is called). TypeError: a wrong kind of value.
@@ -126,7 +137,7 @@ def parallelize(
         fail(HERE, "loss_fn", "given for a model without a loss of its own", None, advice="Or register rules with one.")
     loss = None if loss_fn is not None else rules.loss
     check_model(model, mesh, config, axes, rules if loss is not None else None)
-    graph, parameters = _split(model)
+    graph, parameters, variables = split(model)
     placements = {
         path: place(HERE, path, leaf.get_value().shape, _metadata(leaf), rules, axes)
         for path, leaf in nnx.to_flat_state(parameters)
@@ -140,20 +151,8 @@ def parallelize(
         reduce_dtype=None if data is None else data.reduce_dtype,
         cast_vectors=loss is None,
     )
-    build = _Build(mesh, mapped, _computing_in(graph, parameters, mapped.param_dtype), loss, loss_fn, optimizer)
-    return build.run(graph, parameters)
-
-
-def _split(model: nnx.Module) -> tuple[Any, Any]:
-    """Graph and parameters; other variables would need rules for what devices write into them."""
-    graph, parameters, other = nnx.split(model, nnx.Param, ...)
-    found = nnx.to_flat_state(other)
-    if found:
-        path, variable = next(iter(found))
-        advice = "Replace random streams and statistics by arguments, or call jax.shard_map yourself."
-        kind = f"{'.'.join(map(str, path))} ({type(variable).__name__})"
-        raise UnsupportedError(error_text(HERE, "model", "without variables beside nnx.Param", kind, advice=advice))
-    return graph, parameters
+    computing = _computing_in(model, mapped.param_dtype)
+    return _Build(mesh, mapped, computing, loss, loss_fn, optimizer).run(graph, parameters, variables)
 
 
 def _metadata(leaf: nnx.Variable) -> Any:
@@ -162,11 +161,11 @@ def _metadata(leaf: nnx.Variable) -> Any:
     return next((found[name] for name in ("out_sharding", "sharding_names", "sharding") if found.get(name)), None)
 
 
-def _computing_in(graph: Any, parameters: Any, dtype: str | None) -> Any:
-    """The graph with the modules that have a `dtype` of the computation computing in this one."""
+def _computing_in(model: nnx.Module, dtype: str | None) -> Any:
+    """The model's graph, with the modules that have a `dtype` of the computation computing in this one."""
     if dtype is None:
-        return graph
-    model = nnx.merge(graph, parameters)
+        return nnx.graphdef(model)
+    model = nnx.merge(*nnx.split(model))  # whose attributes are its own
     for _, module in nnx.iter_modules(model):
         if getattr(module, "dtype", None) is not None:
             module.dtype = jnp.dtype(dtype)
@@ -184,15 +183,14 @@ class _Build:
     loss_fn: Loss | None
     optimizer: optax.GradientTransformation | None
 
-    def run(self, graph: Any, parameters: Any) -> Parallelized:
-        shapes = self._shapes(parameters)
+    def run(self, graph: Any, parameters: Any, variables: Any) -> Parallelized:
+        shapes = self._shapes(parameters, variables)
         shardings = jax.tree.map(lambda leaf: leaf.sharding, shapes)
-        gradients = jax.jit(self._gradients, out_shardings=(self._named(P()), shardings.parameters))
-        init = partial(self._init, shardings)
-        concrete = not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(parameters))
+        concrete = not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves((parameters, variables)))
+        init = partial(self._init, shardings, variables)
         return Parallelized(
             step=None if self.optimizer is None else self._checked(self._step(shardings)),
-            gradients=self._checked(gradients),
+            gradients=self._checked(self._public_gradients(shardings)),
             state=init(parameters) if concrete else None,
             shardings=shardings,
             shapes=shapes,
@@ -209,7 +207,7 @@ class _Build:
         tensor = not manual or self.loss is not None
         return P(*self.mapped.placements[path].spec(ndim, self.mapped.axes, tensor=tensor))
 
-    def _shapes(self, parameters: Any) -> TrainState:
+    def _shapes(self, parameters: Any, variables: Any) -> TrainState:
         """Shape, dtype and sharding of every array of the state."""
 
         def of(path: Path, leaf: Any) -> Any:
@@ -218,9 +216,10 @@ class _Build:
             return leaf.replace(jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding))
 
         shapes = nnx.from_flat_state([(path, of(path, leaf)) for path, leaf in nnx.to_flat_state(parameters)])
-        if self.optimizer is None:
-            return TrainState(shapes, ())
         whole = self._named(P())
+        variables = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole), variables)
+        if self.optimizer is None:
+            return TrainState(shapes, (), variables)
         state = optax.tree.map_params(
             self.optimizer,
             lambda moment, like: jax.ShapeDtypeStruct(moment.shape, moment.dtype, sharding=like.sharding),
@@ -228,55 +227,81 @@ class _Build:
             shapes,
             transform_non_params=lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole),
         )
-        return TrainState(shapes, state)
+        return TrainState(shapes, state, variables)
 
-    def _init(self, shardings: TrainState, parameters: Any) -> TrainState:
+    def _init(self, shardings: TrainState, own: Any, parameters: Any, variables: Any = None) -> TrainState:
+        """own: the variables that the model came with."""
+        variables = own if variables is None else variables
+        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(variables)):
+            fail(f"{HERE}: init", "variables", "given for a model of shapes with variables beside its parameters", None)
         placed = jax.tree.map(_copied, parameters, shardings.parameters)
+        variables = jax.tree.map(_copied, variables, shardings.variables)
         if self.optimizer is None:
-            return TrainState(placed, ())
-        return TrainState(placed, jax.jit(self.optimizer.init, out_shardings=shardings.optimizer)(placed))
+            return TrainState(placed, (), variables)
+        return TrainState(placed, jax.jit(self.optimizer.init, out_shardings=shardings.optimizer)(placed), variables)
 
-    def _gradients(self, parameters: Any, batch: Any) -> tuple[jax.Array, Any]:
+    def _public_gradients(self, shardings: TrainState) -> Any:
+        placed = self._named(P()), shardings.parameters
+        if jax.tree.leaves(shardings.variables):
+            return jax.jit(self._gradients, out_shardings=(*placed, shardings.variables))
+
+        def gradients(parameters: Any, batch: Any) -> tuple[jax.Array, Any]:
+            return self._gradients(parameters, batch, shardings.variables)[:2]  # of nothing
+
+        return jax.jit(gradients, out_shardings=placed)
+
+    def _gradients(self, parameters: Any, batch: Any, variables: Any) -> tuple[jax.Array, Any, Any]:
         axes = self.mapped.axes
         flat = nnx.to_flat_state(parameters)
         specs = nnx.from_flat_state(
             [(path, leaf.replace(self._spec(path, leaf.get_value().ndim, manual=True))) for path, leaf in flat]
         )
         manual = set(self.mesh.axis_names) - (set() if self.loss is not None or not axes.tensor else {axes.tensor})
+        whole = jax.tree.map(lambda _: P(), variables)
         if not manual:
-            return jax.value_and_grad(lambda p: self._total(p, batch))(parameters)
+            return self._on_device(parameters, batch, variables)
         return jax.shard_map(
-            lambda parameters, batch: jax.value_and_grad(lambda p: self._total(p, batch))(parameters),
+            self._on_device,
             mesh=self.mesh,
-            in_specs=(specs, P(axes.batch or None)),
-            out_specs=(P(), specs),
+            in_specs=(specs, P(axes.batch or None), whole),
+            out_specs=(P(), specs, whole),
             axis_names=manual,
-        )(parameters, batch)
+        )(parameters, batch, variables)
 
-    def _total(self, parameters: Any, batch: Any) -> jax.Array:
-        """The loss of the whole batch, the same on all devices."""
+    def _on_device(self, parameters: Any, batch: Any, variables: Any) -> tuple[jax.Array, Any, Any]:
+        """Loss, gradients and variables as `shard_map` puts them together."""
+        axes = tuple(axis for axis in self.mapped.axes.data if self.mapped.axes.size[axis] > 1)
+        own = of_rank(variables, axes)
+        total = jax.value_and_grad(lambda parameters: self._total(parameters, batch, own), has_aux=True)
+        (loss, after), gradients = total(parameters)
+        return loss, gradients, agreed(variables, after)
+
+    def _total(self, parameters: Any, batch: Any, variables: Any) -> tuple[jax.Array, Any]:
+        """The loss of the whole batch, the same on all devices, and the variables after it, this device's."""
         parameters = self.mapped.shared(parameters)
         if self.loss is not None:
-            total, count = self.loss(nnx.merge(self.graph, parameters), batch, self.mapped)
+            model = nnx.merge(self.graph, parameters, variables, copy=True)
+            total, count = self.loss(model, batch, self.mapped)
+            after = same_keys(variables, split(model)[2])
         else:
             assert self.loss_fn is not None
-            total, count = generic_loss(self.graph, parameters, batch, self.loss_fn, self.mapped)
+            total, count, after = generic_loss(self.graph, parameters, variables, batch, self.loss_fn, self.mapped)
         count = jnp.asarray(count).astype(total.dtype)
         over = tuple(sorted(varying(total) | varying(count)))
         if not over:
-            return total / count
-        return lax.psum(vary_over(total, over), over) / lax.psum(vary_over(count, over), over)
+            return total / count, after
+        return lax.psum(vary_over(total, over), over) / lax.psum(vary_over(count, over), over), after
 
     def _step(self, shardings: TrainState) -> Any:
         optimizer = self.optimizer
         assert optimizer is not None
 
         def step(state: TrainState, batch: Any) -> tuple[TrainState, jax.Array]:
-            loss, gradients = self._gradients(state.parameters, batch)
+            loss, gradients, variables = self._gradients(state.parameters, batch, state.variables)
             # optax raises a float to the power of an integer count, which strict promotion refuses.
             with jax.numpy_dtype_promotion("standard"):
                 updates, new = optimizer.update(gradients, state.optimizer, state.parameters)
-            return TrainState(optax.apply_updates(state.parameters, updates), new), loss
+            return TrainState(optax.apply_updates(state.parameters, updates), new, variables), loss
 
         donated = (0,) if self.mapped.config.donate else ()
         return jax.jit(step, donate_argnums=donated, out_shardings=(shardings, self._named(P())))
@@ -288,17 +313,17 @@ class _Build:
 
 @dataclass(frozen=True)
 class _Checked:
-    """A compiled function of (state, batch). `lower` is jax.jit's."""
+    """A compiled function of (state, batch) or (parameters, batch, variables). `lower` is jax.jit's."""
 
     compiled: Any
     mapped: Mapped
     batch_sharding: NamedSharding
 
-    def __call__(self, state: Any, batch: Any) -> Any:
-        return self.compiled(state, self._dealt(batch))
+    def __call__(self, state: Any, batch: Any, *variables: Any) -> Any:
+        return self.compiled(state, self._dealt(batch), *variables)
 
-    def lower(self, state: Any, batch: Any) -> Any:
-        return self.compiled.lower(state, self._dealt(batch))
+    def lower(self, state: Any, batch: Any, *variables: Any) -> Any:
+        return self.compiled.lower(state, self._dealt(batch), *variables)
 
     def _dealt(self, batch: Any) -> Any:
         """The batch at its place; of a jax.ShapeDtypeStruct, one with the sharding."""

@@ -17,7 +17,7 @@ from shared_specs.errors import fail, fail_type
 from shared_specs.partitions import RANDOM_STREAMS, stream_coordinates
 
 _DEFAULT = "tensor-parallel"
-State = tuple[jax.Array, Any]  # a typed key, and how many draws were made from it
+State = tuple[jax.Array, jax.Array]  # a typed key, and how many draws were made from it
 
 
 def seed_parallel(seed: Any, *, data: Any = 0, tensor: Any = 0, expert: Any = 0) -> "RandomStates":
@@ -97,7 +97,7 @@ class RandomStates:
         key = _key("RandomStates.add", "seed", seed)
         if _known(key) and any(_same(key, other) for other, _ in self._streams.values()):
             fail("RandomStates.add", "seed", "new", seed, advice="Two streams of one seed are the same numbers.")
-        self._streams[name] = (key, 0)
+        self._streams[name] = (key, jax.numpy.zeros((), jax.numpy.uint32))
 
     def key(self, name: str = _DEFAULT) -> jax.Array:
         """The key of the stream's next draw."""
@@ -130,9 +130,12 @@ class RandomStates:
         if not isinstance(states, Mapping):
             fail_type(function, "states", "a mapping", type(states).__name__)
         for name, state in states.items():
-            if not isinstance(state, tuple) or len(state) != 2 or not _is_key(state[0]):
+            if not isinstance(state, tuple | list) or len(state) != 2 or not _is_key(state[0]):
                 fail_type(function, f"states[{name!r}]", "a key and a count", type(state).__name__)
-        self._streams = dict(states)
+            _check_integer(function, f"the count of states[{name!r}]", state[1])
+        self._streams = {
+            name: (key, jax.numpy.asarray(count, jax.numpy.uint32)) for name, (key, count) in states.items()
+        }
 
     def reset(self) -> None:
         """Forget all streams."""
@@ -171,8 +174,8 @@ def _key(function: str, argument: str, seed: Any) -> jax.Array:
 
 def _check_integer(function: str, argument: str, value: Any, rule: str = "an integer") -> None:
     known = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    traced = isinstance(value, jax.Array) and jax.numpy.issubdtype(value.dtype, jax.numpy.integer) and value.ndim == 0
-    if not known and not traced:
+    integers = isinstance(value, jax.Array | np.ndarray) and jax.numpy.issubdtype(value.dtype, jax.numpy.integer)
+    if not known and not (integers and value.ndim == 0):
         fail_type(function, argument, rule, type(value).__name__)
     if known and value < 0:
         fail(function, argument, ">= 0", value)

@@ -24,6 +24,8 @@ LOGICAL: dict[str, Split | None] = {
     "vocab": "tensor",
     "norm": None,
 }
+# A dim of this name that the tensor axis does not divide is kept whole on each of its devices.
+UNEVEN = ("vocab",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +130,9 @@ def place(
     splits: dict[str, int] = {}
     for index, dim in enumerate(names):
         split = _split(function, name, dim, logical, axes)
-        if split is None:
+        if split is None or (
+            split == "tensor" and dim in UNEVEN and axes.tensor and shape[index] % axes.size[axes.tensor]
+        ):
             continue
         if split in splits:
             fail(function, name, f"split along one dim by the {split} axes", names)

@@ -1,11 +1,13 @@
 """The gradient of one parameter, summed over shards in float32 and cast once at the end."""
 
+from collections.abc import Sequence
 from typing import Self
 
 import torch
 from torch import Tensor
 
 from tiled_torch.functional.activations import wide_dtype
+from tiled_torch.functional.rows import is_dtensor
 from tiled_torch.functional.steps import EAGER, Steps
 
 
@@ -62,13 +64,28 @@ def main_grad_of(parameter: Tensor | None) -> Tensor | None:
     return None if parameter is None else getattr(parameter, "main_grad", None)
 
 
-def returned_gradient(parameter: Tensor, gradient: Tensor | None) -> Tensor | None:
+def local_main_grad(owner: Tensor | None, shape: Sequence[int]) -> Tensor | None:
+    """Where the gradient of an operand goes that is this rank's part of `owner`, which may be a DTensor.
+
+    shape: of the operand; fewer rows than the owner has are its first ones, the others stand for nothing.
+    """
+    main = main_grad_of(owner)
+    if main is None:
+        return None
+    main = main.to_local() if is_dtensor(main) else main  # type: ignore[operator]
+    return main.view(-1, *shape[1:])[: shape[0]]
+
+
+def returned_gradient(
+    owner: Tensor, gradient: Tensor | None, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None
+) -> Tensor | None:
     """What backward returns for a parameter whose gradient went to `main_grad` (gradient None): Megatron's contract.
 
     Where the parameter carries `grad_added_to_main_grad` the flag is set and a placeholder is returned, so that
-    gradient hooks still fire; its values are never read.
+    gradient hooks still fire; its values are never read. shape, dtype: of the operand, where it is a part of the owner.
     """
-    if gradient is not None or not hasattr(parameter, "grad_added_to_main_grad"):
+    if gradient is not None or not hasattr(owner, "grad_added_to_main_grad"):
         return gradient
-    parameter.grad_added_to_main_grad = True
-    return torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+    owner.grad_added_to_main_grad = True
+    zero = torch.zeros((), dtype=dtype or owner.dtype, device=owner.device)
+    return zero.expand(owner.shape if shape is None else tuple(shape))

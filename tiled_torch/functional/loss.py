@@ -20,7 +20,7 @@ from shared_specs.sequence_costs import plan_sequence_loss
 from shared_specs.shards import ShardPlan
 from tiled_torch import backends
 from tiled_torch.functional import loss_call, loss_ops
-from tiled_torch.functional.accumulate import main_grad_of, returned_gradient
+from tiled_torch.functional.accumulate import local_main_grad, main_grad_of, returned_gradient
 from tiled_torch.functional.activations import wide_dtype
 from tiled_torch.functional.casting import after_autocast, autocast_dtype, operand
 from tiled_torch.functional.loss_call import Operands, Problem
@@ -105,8 +105,8 @@ class Given(NamedTuple):
     ) -> tuple[ShardPlan | SequencePlan, int, str]:
         """The plan, the number of vocabulary shards and the backend, once every argument is right.
 
-        entries: the most that any rank holds, where ranks must come to the same plan; else the weight's own. tokens: of every
-        rank, where they are split over ranks.
+        entries: the most that any rank holds, where a vocabulary is split over ranks, who must come to the same plan; None
+        where it is not. tokens: of every rank, where they are split over ranks.
         """
         name, loss = self.function, self.loss
         tensors = {"x": self.x, "weight": self.weight, "targets": self.targets}
@@ -117,7 +117,6 @@ class Given(NamedTuple):
         tiling = checks.resolve_tiling(
             name, num_shards, 0.0, tiling, x=tuple(self.x.shape), unused=("keep", "deterministic")
         )
-        checks.check_backend(name, backend, TORCH, backends.usable_backends())
         checks.check_loss_options(name, loss)
         for argument in ("class_weight", "num_valid"):
             value = getattr(loss, argument)
@@ -141,7 +140,7 @@ class Given(NamedTuple):
         )
         dtype = after_autocast(self.x, cast)
         chosen = backends.choose(name, backend, self.x.device, dtype)
-        entries = self.weight.shape[0] if entries is None else entries
+        over_ranks, entries = entries is not None, self.weight.shape[0] if entries is None else entries
         cuts = min(tiling.vocab_shards or 1, max(1, entries))
         shape = costs.LossShape(
             tokens=checks.flat_tokens(self.x.shape),
@@ -151,6 +150,7 @@ class Given(NamedTuple):
             itemsize=dtype.itemsize,
             weight_itemsize=self.weight.dtype.itemsize,
             bends=(loss.logit_softcap is not None) + ("entropy" in loss.outputs),
+            copied=over_ranks and loss.gradients_in_forward,
         )
         options: dict[str, Any] = {
             "num_shards": tiling.num_shards,
@@ -171,14 +171,17 @@ class Given(NamedTuple):
         start: int = 0,
         ranks: Ranks | None = None,
         split: SplitTokens | None = None,
+        owners: tuple[Tensor | None, Tensor | None] = (None, None),
         *,
         backend: str,
     ) -> Tensor | LossResult:
-        """The checked call. start, ranks: of a vocabulary split over ranks. split: of tokens split over them as well."""
+        """The checked call. start, ranks, owners: of a vocabulary split over ranks. split: of tokens split over them too."""
         backends.record_run(self.function, backend)
         options = replace(self.loss, class_weight=None, num_valid=None)
         dtype = after_autocast(self.x, autocast_dtype(self.x))
-        problem = Problem(self.function, options, plan.shard_tokens, cuts, dtype, vocab, start, ranks, backend, split)
+        problem = Problem(
+            self.function, options, plan.shard_tokens, cuts, dtype, vocab, start, ranks, backend, split, owners
+        )
         number = _number(self.loss.num_valid, self.x)
         given = Operands(self.x, self.weight, self.bias, self.targets, self.loss.class_weight, number)
         grads = torch.is_grad_enabled()
@@ -238,7 +241,7 @@ class WithGradients(torch.autograd.Function):
         ctx.save_for_backward(*inputs[:6])
         # Not saved tensors: they become the gradients in place, and nothing else may see them.
         ctx.found, ctx.factor, ctx.problem = found, factor, inputs[6]
-        _remember(ctx, inputs[:3])
+        _remember(ctx, inputs[:3], ctx.problem.owners)
 
     @staticmethod
     def backward(ctx: Any, dvalue: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
@@ -270,7 +273,7 @@ class Recomputed(torch.autograd.Function):
         # lse, entropy: what exp(logits) is normalised with.
         ctx.save_for_backward(*inputs[:6], lse, entropy)
         ctx.problem = inputs[6]
-        _remember(ctx, inputs[:3])
+        _remember(ctx, inputs[:3], ctx.problem.owners)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -284,9 +287,10 @@ class Recomputed(torch.autograd.Function):
         return *_returned(ctx, [found.dx, found.dweight, found.dbias], scale), None, None, None, None
 
 
-def _remember(ctx: Any, operands: tuple[Tensor | None, ...]) -> None:
+def _remember(ctx: Any, operands: tuple[Tensor | None, ...], owners: tuple[Tensor | None, ...]) -> None:
     """What `_returned` has to know of x, weight and bias without keeping them."""
-    ctx.mains = [None, *(w if main_grad_of(w) is not None else None for w in operands[1:])]
+    given = (w if owner is None else owner for w, owner in zip(operands[1:], owners, strict=True))
+    ctx.mains = [None, *(owner if main_grad_of(owner) is not None else None for owner in given)]
     ctx.like = [None if a is None else (a.shape, a.dtype) for a in operands]
 
 
@@ -300,6 +304,6 @@ def _returned(ctx: Any, found: list[Tensor | None], scale: Tensor) -> list[Tenso
         elif main is None:
             grads.append(scaled(gradient, scale, like[1]).view(like[0]))
         else:
-            main_grad_of(main).view(like[0]).add_(scaled(gradient, scale, gradient.dtype))  # type: ignore[union-attr]
-            grads.append(returned_gradient(main, None))
+            local_main_grad(main, like[0]).add_(scaled(gradient, scale, gradient.dtype))  # type: ignore[union-attr]
+            grads.append(returned_gradient(main, None, *like))
     return grads

@@ -50,7 +50,10 @@ class Operands(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """What is static about one call. options: without its arrays. split: where the tokens are split over ranks."""
+    """What is static about one call. options: without its arrays. split: where the tokens are split over ranks.
+
+    owners: the parameters that weight and bias are this rank's parts of; None where they are these themselves.
+    """
 
     function: str
     options: LossOptions
@@ -62,6 +65,7 @@ class Problem:
     ranks: Ranks | None = None
     backend: str = "eager"
     split: SplitTokens | None = None
+    owners: tuple[Tensor | None, Tensor | None] = (None, None)
 
     def rows(self, given: Operands) -> Rows:
         """x, shard by shard."""

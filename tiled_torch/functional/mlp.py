@@ -24,7 +24,7 @@ from tiled_torch.functional.casting import after_autocast, autocast_dtype, opera
 from tiled_torch.functional.mlp_shards import kept_up_projections, mlp_backward, mlp_forward, steps_named
 from tiled_torch.functional.steps import Weights
 
-_ORDER = (
+EAGER_ORDER = (
     "The eager backend's products are a vendor's, who adds in an order of its own; the backend \"triton\" has kernels for "
     "all of them, and usable_backends() says whether it can run here."
 )
@@ -78,7 +78,7 @@ def tiled_mlp(
     """
     found = checked("tiled_mlp", x, (w_gate, w_up, w_down), biases, activation, num_shards, keep, tiling, backend)
     operands, dtype, tiling, chosen = found
-    checks.check_deterministic("tiled_mlp", tiling, None if chosen == "triton" else _ORDER)
+    checks.check_deterministic("tiled_mlp", tiling, None if chosen == "triton" else EAGER_ORDER)
     plan = plan_for(x, operands, dtype, activation, tiling, backend=chosen)
     backends.record_run("tiled_mlp", chosen)
     steps = "deterministic" if tiling.deterministic else chosen
@@ -104,7 +104,6 @@ def checked(
     weights = {name: w for name, w in named if name != "w_gate" or w is not None}
     biases = _check_kinds(function, x, weights, biases)
     tiling = checks.resolve_tiling(function, num_shards, keep, tiling, x=tuple(x.shape))
-    checks.check_backend(function, backend, TORCH, backends.usable_backends())
     cast = autocast_dtype(x)
     dtype = after_autocast(x, cast)
     checks.check_mlp(

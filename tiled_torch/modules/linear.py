@@ -12,6 +12,7 @@ from shared_specs import linear_checks
 from shared_specs.config import TORCH
 from shared_specs.errors import UnsupportedError, error_text, fail_type
 from tiled_torch.functional.linear import add_partial, shared_input
+from tiled_torch.functional.rows import is_dtensor
 
 _PASSED = ("bias", "device", "dtype")
 
@@ -149,7 +150,11 @@ class TiledLinear(nn.Module):
         return linear.train(self.training)
 
     def copy_params_from(self, other: nn.Module) -> None:
-        """Copies the weight and bias of a plain layer of the same size into the tiles."""
+        """Copies the weight and bias of a plain layer of the same size into the tiles.
+
+        Tiles sharded over ranks (`fully_shard`) take their parts of it, without communication; a sharded plain layer is
+        gathered, so that all of its ranks have to call this.
+        """
         self._copy(*self._whole_of(f"{type(self).__name__}.copy_params_from", "", other))
 
     def reset_parameters(self) -> None:
@@ -219,11 +224,12 @@ class TiledLinear(nn.Module):
 
     @torch.no_grad()
     def _copy(self, weight: Tensor, bias: Tensor | None) -> None:
+        weight, bias = _full(weight), None if bias is None else _full(bias)
         for out_id, in_id, rows, columns in self.grid():
             tile = self._tile(out_id, in_id)
-            tile.weight.copy_(weight[rows, columns])
+            _copy_into(tile.weight, weight[rows, columns])
             if bias is not None and in_id == len(self.in_sizes) - 1:
-                tile.bias.copy_(bias[rows])
+                _copy_into(tile.bias, bias[rows])
 
     def extra_repr(self) -> str:
         splits = f"in_splits={len(self.in_sizes)}, out_splits={len(self.out_sizes)}"
@@ -276,6 +282,16 @@ def _slices(sizes: Sequence[int]) -> list[slice]:
 
 def _full(tensor: Any) -> Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def _copy_into(parameter: Any, whole: Tensor) -> None:
+    """Of a DTensor this rank's part, which it cuts out of its own copy of the whole."""
+    if is_dtensor(parameter):
+        from torch.distributed.tensor import distribute_tensor
+
+        mesh, device = parameter.device_mesh, parameter.to_local().device
+        whole = distribute_tensor(whole.to(device), mesh, parameter.placements, src_data_rank=None)
+    parameter.copy_(whole)
 
 
 def _params_of(function: str, name: str, linear: Any) -> tuple[Tensor, Tensor | None]:

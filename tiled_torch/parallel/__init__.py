@@ -24,6 +24,8 @@ from tiled_torch.parallel.collectives import (
 )
 from tiled_torch.parallel.collectives import scatter_to_sequence_parallel_region as scatter_to_sequence_parallel_region
 from tiled_torch.parallel.collectives import scatter_to_tensor_parallel_region as scatter_to_tensor_parallel_region
+from tiled_torch.parallel.context import context_attention as context_attention
+from tiled_torch.parallel.context import context_slice as context_slice
 from tiled_torch.parallel.data import broadcast_data as broadcast_data
 from tiled_torch.parallel.embedding import vocab_parallel_embedding as vocab_parallel_embedding
 from tiled_torch.parallel.inference import InferencePath as InferencePath
@@ -64,6 +66,8 @@ __all__ = [
     "broadcast_data",
     "checkpoint",
     "column_parallel_linear",
+    "context_attention",
+    "context_slice",
     "copy_to_tensor_parallel_region",
     "deferred_weight_grad",
     "gather_from_sequence_parallel_region",

@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._C._autograd import _top_saved_tensors_default_hooks as _top_hooks  # torch has no public name for it
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
@@ -14,10 +14,14 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from shared_specs.errors import error_text, fail, fail_type
 from tiled_torch.functional import replay
 from tiled_torch.parallel import transport
-from tiled_torch.parallel.groups import RankGroup, rank_group
+from tiled_torch.parallel.agreement import agree, first_time
+from tiled_torch.parallel.groups import RankGroup, not_compiled, rank_group
 from tiled_torch.parallel.random import Snapshot
 
 _NAME = "CheckpointWithoutOutput"
+_SAMPLES, _ALIKE = 64, 1 / 8  # numbers compared of each partitioned input; how far they may lie apart, of the largest
+# Where the hooks of recomputed regions are defined.
+_RECOMPUTING = (__name__, "torch.utils.checkpoint", "tiled_torch.functional.call")
 
 
 def checkpoint(
@@ -32,8 +36,9 @@ def checkpoint(
         fn: a module or a function.
         args, kwargs: of fn.
         partition_inputs: keep each rank's part of the tensors among args, and gather them in backward. They must be the
-            same on every rank of the group (not those of a sequence-parallel region, which are parts already), and all
-            ranks must run backward through the same calls in the same order. Parameters are kept as they are.
+            same on every rank of the group (not those of a sequence-parallel region, which are parts already): shapes and
+            some of their numbers are compared the first time that a group meets these shapes. All ranks must run backward
+            through the same calls in the same order. Parameters, small tensors and keyword arguments are kept as they are.
         group: the ranks among which inputs are partitioned: a process group, a DeviceMesh of one dim, or None for the
             default group.
     Returns:
@@ -42,6 +47,7 @@ def checkpoint(
     Memory: the tensor arguments; with partition_inputs 1/R of their bytes (rounded up) between forward and backward.
     Raises:
         TypeError: fn cannot be called. SpecError, UnsupportedError: group is given but not used, or cannot be used.
+            SpecError on every rank: inputs to be partitioned are not the same on all ranks.
     Source: sublinear memory: Chen et al., arXiv 1604.06174; partitioned inputs: Megatron-LM, arXiv 2104.04473.
     Example:
         >>> layer, x = torch.nn.Linear(8, 8), torch.randn(2, 8)
@@ -52,7 +58,7 @@ def checkpoint(
         fail_type("checkpoint", "fn", "a module or a function", type(fn).__name__)
     if not partition_inputs and group is not None:
         fail("checkpoint", "group", "left out unless partition_inputs is True", type(group).__name__)
-    with _parted("checkpoint", group) if partition_inputs else nullcontext():
+    with _parted("checkpoint", group, args) if partition_inputs else nullcontext():
         return torch_checkpoint(fn, *args, use_reentrant=False, context_fn=_contexts, **kwargs)
 
 
@@ -76,12 +82,38 @@ class _Again(AbstractContextManager[None]):
         self.stacks.pop().__exit__(*error)
 
 
-def _parted(function: str, group: Any) -> AbstractContextManager[Any]:
+def _parted(function: str, group: Any, args: Sequence[Any]) -> AbstractContextManager[Any]:
     """Saved tensors are kept in parts. Around `torch_checkpoint`, which inside has hooks of its own, they are its inputs."""
     ranks = rank_group(function, group)
-    if not ranks.several:
+    if not ranks.several or not torch.is_grad_enabled():
         return nullcontext()
+    _check_alike(ranks, [a.detach() for a in args if _is_parted(a, ranks)])
     return saved_tensors_hooks(lambda tensor: _part(tensor, ranks), _whole)
+
+
+@not_compiled
+def _check_alike(ranks: RankGroup, inputs: Sequence[Tensor]) -> None:
+    """Refuses inputs that ranks do not share, where a group meets their shapes for the first time.
+
+    Numbers of theirs are compared with room for roundings, which reductions of different orders may leave.
+    """
+    shapes = tuple((tuple(a.shape), a.dtype) for a in inputs)
+    with first_time(ranks, (ranks.function, shapes)) as new:
+        if not new or not inputs:
+            return
+        agree(ranks, inputs[0].device, {"the shapes of partitioned inputs": shapes})
+        samples = [_samples(a).to(inputs[0].device, torch.float32) for a in inputs]
+        found = transport.all_gather(ranks, torch.cat(samples)[None], 0).wait()
+        for numbers in found.split([a.numel() for a in samples], 1):
+            if bool(((numbers - numbers[0]).abs() > _ALIKE * numbers.abs().amax()).any()):
+                advice = "Inputs of a sequence-parallel region are parts already: leave partition_inputs out."
+                fail(ranks.function, "partitioned inputs", "the same on every rank", "different ones", advice=advice)
+
+
+def _samples(a: Tensor) -> Tensor:
+    """A few numbers of a, evenly spread."""
+    part = a.reshape(-1)[:: max(1, a.numel() // _SAMPLES)][:_SAMPLES]
+    return torch.view_as_real(part).reshape(-1) if part.is_complex() else part
 
 
 class _Part:
@@ -95,10 +127,12 @@ class _Part:
         self.shape, self.requires_grad, self.ranks = tensor.shape, tensor.requires_grad, ranks
 
 
+def _is_parted(value: Any, ranks: RankGroup) -> bool:
+    return type(value) is Tensor and value.numel() >= ranks.size
+
+
 def _part(tensor: Tensor, ranks: RankGroup) -> Tensor | _Part:
-    if isinstance(tensor, nn.Parameter) or type(tensor) is not Tensor or tensor.numel() < ranks.size:
-        return tensor
-    return _Part(tensor, ranks)
+    return _Part(tensor, ranks) if _is_parted(tensor, ranks) else tensor
 
 
 def _whole(kept: Tensor | _Part) -> Tensor:
@@ -122,8 +156,9 @@ class CheckpointWithoutOutput:
     The hook on y computes fn once more before the backward of y needs h; the same computation serves fn's own backward.
     Random numbers, named streams and autocast are those of forward.
 
-    Inside a region that is checkpointed already (or whose saved tensors are offloaded) nothing is discarded: that region
-    keeps neither.
+    Inside a region that is recomputed as a whole (`checkpoint`, `tile`, another call of this kind) fn runs as it is, and
+    nothing is discarded: that region keeps neither. Other hooks on saved tensors (offloading) would take the output
+    elsewhere instead of discarding it, and are refused.
 
     Memory: the inputs of fn; neither its activations nor its output. An object serves one call.
     Source: Megatron-LM's checkpointing without output storage; derived in shared_specs/README.md.
@@ -138,13 +173,14 @@ class CheckpointWithoutOutput:
         """fn(*args), whose activations are not kept. Results: a tensor, or any nested structure of tensors.
 
         Raises:
-            TypeError: fn cannot be called. SpecError: this object has run a call.
+            TypeError: fn cannot be called. SpecError: this object has run a call, or the call is inside hooks on saved
+                tensors that are none of recomputation.
         """
         if not callable(fn):
             fail_type(f"{_NAME}.checkpoint", "fn", "a module or a function", type(fn).__name__)
         if self._outputs:
             fail(f"{_NAME}.checkpoint", "the object", "new for every call", "a second call")
-        self._inside = _top_hooks(True) is not None  # type: ignore[call-arg]
+        self._inside = _recomputed(_top_hooks(True))  # type: ignore[call-arg]
         self._call = _Call(fn, args) if torch.is_grad_enabled() and not self._inside else None
         with self._call.dropping() if self._call is not None else nullcontext():
             results = fn(*args)
@@ -180,6 +216,18 @@ class CheckpointWithoutOutput:
         for output in () if self._inside else outputs:
             output.untyped_storage().resize_(0)
         self._call, self._outputs = None, []
+
+
+def _recomputed(hooks: Any) -> bool:
+    """Whether saved tensors are dropped here and computed again; SpecError where hooks do anything else with them."""
+    if hooks is None:
+        return False
+    pack, _ = hooks
+    if getattr(pack, "__module__", None) not in _RECOMPUTING:
+        got = f"one inside those of {getattr(pack, '__module__', type(pack).__name__)}"
+        advice = "What they take elsewhere need not be discarded: call fn itself there."
+        fail(f"{_NAME}.checkpoint", "a call", "outside hooks on saved tensors", got, advice=advice)
+    return True
 
 
 def _refill(call: "_Call | None", outputs: Sequence[Tensor], sizes: Sequence[int]) -> None:

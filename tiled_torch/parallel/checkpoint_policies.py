@@ -1,18 +1,22 @@
 """Activation checkpointing of a finished model: every layer, every k-th layer, or all but every second matrix product."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from shared_specs.config import Checkpointing
 from shared_specs.errors import UnsupportedError, error_text
 from tiled_torch.parallel.plan_registry import Plan, plan_of
+from tiled_torch.parallel.random import Snapshot, living
 
 _PRODUCTS = frozenset({torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._scaled_mm.default})
+_PLAIN = (Tensor, nn.Parameter, DTensor)
 
 
 def apply_checkpointing(model: nn.Module, checkpointing: Checkpointing, plan: Plan | None = None) -> None:
@@ -22,7 +26,10 @@ def apply_checkpointing(model: nn.Module, checkpointing: Checkpointing, plan: Pl
         model: of a kind that has a plan. plan: another one.
         checkpointing: mode "full": every layer keeps its input. "layers": every `every`-th does, the others keep all.
             "products": a layer keeps its input and the results of its first, third, ... matrix product (those of linear
-            layers; a tiled MLP is not taken apart).
+            layers; what is tiled is not taken apart).
+    Numerics: layers are computed again from the same random numbers, those of every `RandomStates` included.
+    Memory: bytes a layer keeps for B x S tokens of hidden size H: "full" B S H of its dtype; "products" the outputs of
+        every second linear layer beside it.
     """
     every = checkpointing.every or 1
     blocks = (plan or plan_of(model, "apply_checkpointing")).blocks_of(model)
@@ -44,6 +51,9 @@ class Checkpointed:
             return forward(*args, **kwargs)
         kwargs = _without_cache(self, kwargs)
         contexts = self._checkpoint_contexts
+        # The compiler takes the contexts of a selective checkpoint alone; nothing inside a graph draws from our streams.
+        if not torch.compiler.is_compiling() and living():
+            contexts = partial(_with_streams, contexts)
         options = {} if contexts is None else {"context_fn": contexts}
         return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
 
@@ -66,15 +76,46 @@ def _without_cache(layer: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     return kwargs | {"past_key_values": None}
 
 
+def _with_streams(
+    contexts: Callable[[], Any] | None,
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """The contexts of forward and of its replay, which draws from the named streams as they stand now."""
+    forward, again = (nullcontext(), nullcontext()) if contexts is None else contexts()
+    return forward, _Again(again, Snapshot())
+
+
+class _Again(AbstractContextManager[None]):
+    """A replay's context, and the streams put back; entered anew by each replay."""
+
+    def __init__(self, context: AbstractContextManager[Any], snapshot: Snapshot) -> None:
+        self.context, self.snapshot = context, snapshot
+
+    def __enter__(self) -> None:
+        self.stack = ExitStack()
+        self.stack.enter_context(self.snapshot.restored())
+        self.stack.enter_context(self.context)
+
+    def __exit__(self, *error: Any) -> None:
+        self.stack.__exit__(*error)
+
+
 def every_second_product() -> Any:
     """The contexts of one selective checkpoint; it counts the products of one forward and of its replay."""
     counts = {False: 0, True: 0}
     return create_selective_checkpoint_contexts(partial(_policy, counts))
 
 
-def _policy(counts: dict[bool, int], context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
-    if operator not in _PRODUCTS:
+def _policy(counts: dict[bool, int], context: Any, operator: Any, *args: Any, **_: Any) -> CheckpointPolicy:
+    if operator not in _PRODUCTS or _is_part(args):
         return CheckpointPolicy.PREFER_RECOMPUTE
     counts[context.is_recompute] += 1
     kept = counts[context.is_recompute] % 2 == 1
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _is_part(args: tuple[Any, ...]) -> bool:
+    """Whether a product is a step of an autograd function, such as a tiled MLP, whose backward never asks for it.
+
+    Products of float8 are functions of their own, of tensors that are not plain.
+    """
+    return not torch.is_grad_enabled() and all(type(a) in _PLAIN for a in args if isinstance(a, Tensor))

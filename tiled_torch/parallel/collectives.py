@@ -46,7 +46,8 @@ def reduce_from_tensor_parallel_region(x: Tensor, *, group: Any = None) -> Tenso
         x: any shape, a partial sum on every rank. group: as in `copy_to_tensor_parallel_region`.
     Returns:
         The shape of x, the same on every rank.
-    Numerics: added in the dtype of x, in the order of the backend.
+    Numerics: 16-bit x is added in float32 and rounded once, any other in its own dtype, in the order of the backend (as in
+        every sum over ranks here: `tiled_torch.parallel.transport`).
     Raises:
         As `copy_to_tensor_parallel_region`.
     """
@@ -149,8 +150,9 @@ def reduce_scatter_to_sequence_parallel_region(
         split_sizes: tokens of every rank, of sum T; None: T / R each. group: as in `copy_to_tensor_parallel_region`.
     Returns:
         [..., T / R or split_sizes[rank], ...].
-    Numerics: added in the dtype of x, in the order of the backend.
-    Memory: a copy of x where dim is not 0 or sizes differ, then padded to R x the longest part.
+    Numerics: as `reduce_from_tensor_parallel_region`.
+    Memory: a copy of x where dim is not 0 or sizes differ, then padded to R x the longest part; of 16-bit x over more than
+        two ranks, as much again for the parts that arrive.
     Raises:
         As `scatter_to_sequence_parallel_region`.
     """

@@ -9,6 +9,7 @@ from torch import nn
 
 from shared_specs.config import Compile, ParallelConfig
 from shared_specs.errors import UnsupportedError, error_text
+from tiled_torch.backends import record_run
 from tiled_torch.parallel.checkpoint_policies import Checkpointed
 from tiled_torch.parallel.plan_registry import Plan
 
@@ -18,10 +19,13 @@ def apply_compile(model: nn.Module, options: Compile, plan: Plan, *, split: bool
 
     Args:
         split: whether tensor parallelism was applied. A block that is recomputed is then compiled inside its checkpoint:
-            PyTorch 2.13 cannot trace a checkpoint whose region redistributes DTensors.
+            PyTorch 2.13 cannot trace a checkpoint whose region redistributes DTensors. So is one whose MLP goes through
+            `tile`, which breaks the graph.
     """
+    # A note in a dict, which the compiler refuses inside a checkpoint: all of a tiled block would run uncompiled.
+    torch.compiler.assume_constant_result(record_run)
     for block in plan.blocks_of(model):
-        if split and isinstance(block, Checkpointed):
+        if isinstance(block, Checkpointed) and (split or breaks_graph(block)):
             block._compiled_inside = torch.compile(super(Checkpointed, block).forward)  # type: ignore[misc]
         else:
             block.compile()
@@ -31,6 +35,15 @@ def apply_compile(model: nn.Module, options: Compile, plan: Plan, *, split: bool
     if options.compiled_autograd:
         # Reductions are then operations of the compiled backward instead of calls from C++ that it cannot see.
         torch._dynamo.config.optimize_ddp = "python_reducer"
+
+
+def breaks_graph(block: nn.Module) -> bool:
+    """Whether an MLP of a block goes through `tile`, between two compiled graphs."""
+    if not any(hasattr(module, "_tiling") for module in block.modules()):
+        return False
+    from tiled_torch.models import tiling_paths
+
+    return any(path.startswith("tile:") for path in tiling_paths(block).values())
 
 
 def _compile_end(module: Any) -> None:
@@ -44,20 +57,25 @@ def _compile_end(module: Any) -> None:
     module.forward = torch.compile(forward)
 
 
-def check_compile(function: str, config: ParallelConfig) -> None:
-    """Raise for what PyTorch cannot compile where layers are split."""
-    if config.compile is None or config.tensor is None:
+def check_compile(function: str, config: ParallelConfig, model: nn.Module) -> None:
+    """Raise for what PyTorch cannot compile where layers are split, or go through `tile`."""
+    if config.compile is None:
         return
-    if config.compile.ends:
+    if config.compile.ends and config.tensor is not None:
         advice = "PyTorch cannot compile an embedding that is split by vocabulary."
         raise UnsupportedError(
             error_text(function, "config.compile.ends", "False with config.tensor", True, advice=advice)
         )
-    if config.checkpointing is not None and config.checkpointing.mode == "products":
+    if config.checkpointing is None or config.checkpointing.mode != "products":
+        return
+    kept = "and operations inside compiled code cannot be kept."
+    if config.tensor is not None:
         rule = '"full" or "layers" with config.tensor and config.compile'
-        advice = (
-            "PyTorch cannot trace a checkpoint around DTensors, and operations inside compiled code cannot be kept."
-        )
+        advice = f"PyTorch cannot trace a checkpoint around DTensors, {kept}"
+        raise UnsupportedError(error_text(function, "config.checkpointing.mode", rule, "'products'", advice=advice))
+    if breaks_graph(model):
+        rule = '"full" or "layers" with config.compile where an MLP goes through tile'
+        advice = f"PyTorch cannot trace a checkpoint around it, {kept} tiling_paths(model) says why it does."
         raise UnsupportedError(error_text(function, "config.checkpointing.mode", rule, "'products'", advice=advice))
 
 

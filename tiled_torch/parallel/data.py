@@ -1,5 +1,6 @@
 """Batches from one rank of a group to the others, checked by all of them before any of it is sent."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 from shared_specs.errors import SpecError, error_text
 from tiled_torch.functional.rows import is_dtensor
 from tiled_torch.parallel.groups import RankGroup, not_compiled, rank_group
+from tiled_torch.parallel.transport import named
 
 _NAME = "broadcast_data"
 
@@ -43,27 +45,29 @@ def broadcast_data(
     Raises:
         SpecError, on every rank: ranks ask for other keys or dtypes, a key is missing on rank 0, a tensor is of another
             dtype than `dtype`, a rank expects another shape or dtype, or an argument is of a wrong kind.
-        SpecError, TypeError, UnsupportedError, on this rank: as `rank_group` for the group itself.
+        SpecError, TypeError, UnsupportedError, on this rank: as `rank_group` for the group itself. RuntimeError with the
+            rank and the call, after the group's timeout: another rank made none.
     Source: the call is Megatron-LM's (core/tensor_parallel/data.py); the exchange is this project's.
     Example:
         broadcast_data(["tokens"], batch if rank == 0 else None, torch.int64, group=mesh["tp"])
     """
     over = rank_group(_NAME, group)
-    mine = _described(over, keys, data, dtype)
+    mine = _described(over, keys, data, dtype, device)
     described: list[Any] = [mine]
     if over.several:
         described = [None] * over.size
-        dist.all_gather_object(described, mine, group=over.group)
+        named(over, "all-gather", lambda: dist.all_gather_object(described, mine, group=over.group))
     for fault in _faults(described):
         raise SpecError(fault)
+    found = _sent(over, data, described[0]["tensors"])
     place = torch.device(device) if device is not None else _device_of(over)
-    return _sent(over, list(keys), data, described[0]["tensors"], place)
+    return {key: found[key].to(place) for key in keys}
 
 
-def _described(over: RankGroup, keys: Any, data: Any, dtype: Any) -> dict[str, Any]:
+def _described(over: RankGroup, keys: Any, data: Any, dtype: Any, device: Any) -> dict[str, Any]:
     """What this rank asks for and has, in strings and integers; `fault` where that alone is wrong."""
     found: dict[str, Any] = {"fault": None, "keys": [], "dtype": None, "tensors": {}}
-    found["fault"] = _kind_fault(keys, data, dtype, over.rank == 0)
+    found["fault"] = _kind_fault(keys, data, dtype, over.rank == 0) or _device_fault(device)
     if found["fault"] is not None:
         return found
     found["keys"], found["dtype"] = sorted(keys), None if dtype is None else str(dtype)
@@ -87,6 +91,15 @@ def _kind_fault(keys: Any, data: Any, dtype: Any, first: bool) -> str | None:
         value = (data or {}).get(key)
         if value is not None and (not isinstance(value, Tensor) or is_dtensor(value)):
             return error_text(_NAME, f"data[{key!r}]", "a plain tensor", type(value).__name__)
+    return None
+
+
+def _device_fault(device: Any) -> str | None:
+    try:
+        torch.empty(0, device=None if device is None else torch.device(device))
+    except (RuntimeError, TypeError, AssertionError) as error:  # the last where torch was built without CUDA
+        reason = str(error).partition("\n")[0]
+        return error_text(_NAME, "device", "one that this rank can use, or None", repr(device), advice=reason)
     return None
 
 
@@ -132,26 +145,25 @@ def _device_of(over: RankGroup) -> torch.device:
     return torch.device("cpu")
 
 
-def _sent(
-    over: RankGroup, keys: list[str], data: Any, tensors: dict[str, Any], device: torch.device
-) -> dict[str, Tensor]:
-    """The broadcasts. Keys travel in sorted order, whatever each rank's order is."""
+def _sent(over: RankGroup, data: Any, tensors: dict[str, Any]) -> dict[str, Tensor]:
+    """The broadcasts, on the device of the group. Keys travel in sorted order, whatever each rank's order is."""
     if over.rank == 0:
-        found = {key: data[key].detach().to(device) for key in keys}
+        found = {key: data[key].detach() for key in tensors}
         if not over.several:
             return found
     else:
-        found = {
-            key: torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device=device)
-            for key, (shape, dtype) in tensors.items()
-        }
-    for dtype in sorted({named for _, named in tensors.values()}):
-        together = [found[key] for key in sorted(tensors) if tensors[key][1] == dtype]
-        flat = torch.cat([one.reshape(-1) for one in together])
-        if not flat.numel():
-            continue
-        dist.broadcast(flat, group=over.group, group_src=0)
-        if over.rank:
-            for one, part in zip(together, flat.split([one.numel() for one in together]), strict=True):
-                one.copy_(part.view(one.shape))
-    return {key: found[key] for key in keys}
+        found = {}
+    device = _device_of(over)
+    for dtype in sorted({kind for _, kind in tensors.values()}):
+        keys = sorted(key for key in tensors if tensors[key][1] == dtype)
+        sizes = [math.prod(tensors[key][0]) for key in keys]
+        flat = torch.empty(sum(sizes), dtype=getattr(torch, dtype.removeprefix("torch.")), device=device)
+        parts = dict(zip(keys, flat.split(sizes), strict=True))
+        if over.rank == 0:
+            for key, part in parts.items():
+                part.copy_(found[key].reshape(-1))
+        if flat.numel():
+            named(over, "broadcast", lambda flat=flat: dist.broadcast(flat, group=over.group, group_src=0))
+        if over.rank:  # in memory of their own: a view would keep all of them alive, and starts at any byte
+            found |= {key: part.view(tensors[key][0]).clone() for key, part in parts.items()}
+    return found

@@ -27,7 +27,7 @@ def apply_data_parallel(model: nn.Module, mesh: DeviceMesh, data: DataParallel, 
     blocks = [block for block in plan.blocks_of(model) if block is not model]
     for block, reshard in zip(blocks, reshard_after_forward(data, len(blocks)), strict=True):
         fully_shard(block, reshard_after_forward=reshard, **options)
-    ends = [model.get_submodule(path) for path in plan.ends]
+    ends = [model.get_submodule(path) for path in plan.ends if plan.ends_apart]
     if ends:
         fully_shard(ends[0], reshard_after_forward=data.reshard != "never" and not data.pipeline, **options)
     if ends[1:]:  # used last: backward would gather them again at once

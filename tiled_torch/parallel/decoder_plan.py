@@ -5,6 +5,7 @@ number need not be a multiple of the ranks.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MethodType
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.distributed.tensor.parallel import (
 from shared_specs.config import TensorParallel
 from shared_specs.errors import UnsupportedError, error_text, fail
 from shared_specs.parallel_checks import TensorSizes, check_divides
+from tiled_torch.parallel.decoder_context import apply_context, check_context
 from tiled_torch.parallel.loss import vocab_parallel_cross_entropy
 from tiled_torch.parallel.plan_registry import Plan, register_plan
 from tiled_torch.parallel.tensor_styles import Embedding, Head, Norm, Whole, run_mlp, split_loss
@@ -34,26 +36,36 @@ HEAD_NORMS: Mapping[str, int | None] = {
 
 
 def decoder_plan(model: Any) -> Plan:
-    """The plan of one Hugging Face model, with or without a language-model head, tiled or not."""
-    prefix, head = ("model.", ("lm_head",)) if hasattr(model, "lm_head") else ("", ())
-    ends = (f"{prefix}embed_tokens", f"{prefix}norm", *head)
-    # A unit's weights are gathered when its forward is called: a tied weight is used by two, a tiled loss calls no head.
-    apart = not head or not (_tied(model) or _is_tiled(model))
+    """The plan of one Hugging Face model, bare or with a head of whatever kind, tiled or not."""
+    prefix = "" if model.base_model is model else f"{model.base_model_prefix}."
+    tied, called = _tied(model), hasattr(model, "lm_head") and not _is_tiled(model)
     return Plan(
         blocks=f"{prefix}layers",
-        ends=ends if apart else (),
+        ends=(f"{prefix}embed_tokens", f"{prefix}norm", *(("lm_head",) if called else ())),
+        # A unit's weights are gathered when its forward is called: a tied weight is used by two, a tiled loss calls no head.
+        ends_apart=not tied and not _is_tiled(model),
         check=_check,
         styles=lambda model, tensor: _styles(model, tensor, prefix),
-        finish=_finish,
+        finish=lambda model, mesh, tensor: _finish(model, mesh, tensor, tied=tied),
+        context=apply_context,
+        check_context=check_context,
     )
+
+
+def fused_plan(model: Any) -> Plan:
+    """Of a decoder whose projections are fused (Phi-3): all but what divides them or their heads."""
+    return replace(decoder_plan(model), check=_refuse_fused, context=None)
 
 
 for _kind in HEAD_NORMS:
     register_plan(_kind, decoder_plan)
+register_plan("phi3", fused_plan)
 
 
-def _decoder(model: Any) -> Any:
-    return model.model if hasattr(model, "lm_head") else model
+def _refuse_fused(model: Any, *_: Any) -> None:
+    got = f"TensorParallel for {type(model).__name__}"
+    advice = "Its qkv_proj and gate_up_proj are fused: a rank's rows would be those of other heads. Shard it with config.data."
+    raise UnsupportedError(error_text(_NAME, "config.tensor", "None where projections are fused", got, advice=advice))
 
 
 def _tied(model: Any) -> bool:
@@ -68,7 +80,7 @@ def _check(model: Any, tensor: TensorParallel, ranks: int) -> None:
     config = model.config
     even = {name: getattr(config, name) for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size")}
     check_divides(_NAME, TensorSizes(even=even, vocab=config.vocab_size), tensor.axis, ranks)
-    for number, layer in enumerate(_decoder(model).layers):
+    for number, layer in enumerate(model.base_model.layers):
         for name in (*(f"self_attn.{name}" for name in _ATTENTION), *(f"mlp.{name}" for name in _MLP)):
             kind = type(layer.get_submodule(name))
             if kind is not nn.Linear:
@@ -84,17 +96,17 @@ def _styles(model: Any, tensor: TensorParallel, prefix: str) -> dict[str, Parall
     stream: Placement = Shard(1) if tensor.sequence_parallel else Replicate()  # between the layers
     found: dict[str, ParallelStyle] = {
         f"{prefix}embed_tokens": Embedding(stream),
-        f"{prefix}norm": Norm(stream) if prefix else Norm(stream, "whole"),
+        f"{prefix}norm": Norm(stream) if hasattr(model, "lm_head") else Norm(stream, "whole"),
     }
     for name, style in _block_styles(model, stream).items():
         found[f"{prefix}layers.*.{name}"] = style
-    if prefix:
+    if hasattr(model, "lm_head"):
         found["lm_head"] = Head(gathered=not tensor.loss_parallel)
     return found
 
 
 def _block_styles(model: Any, stream: Placement) -> dict[str, ParallelStyle]:
-    layer = _decoder(model).layers[0]
+    layer = model.base_model.layers[0]
     norms = (name for name, _ in layer.named_children() if name.endswith("layernorm"))
     found: dict[str, ParallelStyle] = {name: Norm(stream) for name in norms}
     found["self_attn"] = Whole()
@@ -111,13 +123,13 @@ def _block_styles(model: Any, stream: Placement) -> dict[str, ParallelStyle]:
     return found
 
 
-def _finish(model: Any, mesh: DeviceMesh, tensor: TensorParallel) -> None:
-    for layer in _decoder(model).layers:
+def _finish(model: Any, mesh: DeviceMesh, tensor: TensorParallel, *, tied: bool) -> None:
+    for layer in model.base_model.layers:
         if hasattr(layer.mlp, "_tiling"):
             layer.mlp._run_split = MethodType(_mlp_runner(mesh, tensor.sequence_parallel), layer.mlp)
     if not hasattr(model, "lm_head"):
         return
-    if model.config.tie_word_embeddings:
+    if tied:
         model.lm_head.weight = model.model.embed_tokens.weight  # the styles made two of it
     if tensor.loss_parallel and getattr(model.loss_function, "__name__", "") == ForCausalLMLoss.__name__:
         model.loss_function = ForCausalLMLoss

@@ -105,8 +105,9 @@ def row_parallel_linear_residual_norm(
         group: as in `norm_column_parallel_linear`.
     Returns:
         (normed [T, ..., H] or [T / R, ..., H], h [T / R, ..., H]), in the dtype of x.
-    Numerics: parts are rounded to the dtype of x and summed in it; the sums with bias and residual are taken in float32
-        (float64 for float64) and rounded once to h, of which the norm is computed in float32.
+    Numerics: parts are rounded to the dtype of x and summed over the ranks in float32, on either path; that sum is rounded,
+        those with bias and residual are taken in float32 (float64 for float64) and rounded once to h, of which the norm is
+        computed in float32.
     Memory: the partial result [T, ..., H]; symmetric memory keeps it and the gathered one between calls.
     Raises:
         As `row_parallel_linear`; SpecError for a residual, norm_weight or eps that does not fit; UnsupportedError for

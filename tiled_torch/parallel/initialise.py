@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shared_specs.errors import fail_type
+from tiled_torch.functional.rows import is_dtensor
 from tiled_torch.parallel.groups import RankGroup
 
 InitMethod = Callable[[Tensor], Any]  # fills a tensor in place
@@ -50,6 +51,16 @@ def embedding_master(entries: int, dim: int, init_method: InitMethod | None, lik
     master = torch.empty(entries, dim, **like)
     (init_method or nn.init.normal_)(master)
     return master
+
+
+def fill(parameter: Tensor, values: Tensor) -> None:
+    """Copies them in; of a parameter that fully_shard has sharded, what this process holds. Nothing is communicated."""
+    if is_dtensor(parameter):
+        from tiled_torch.parallel.meta_device import fill_local  # DTensor takes seconds to import
+
+        fill_local(parameter, values)
+    else:
+        parameter.copy_(values)
 
 
 def mark(parameter: Tensor, dim: int | None, stride: int = 1, *, allreduce: bool = True) -> None:

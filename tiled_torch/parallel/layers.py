@@ -1,10 +1,10 @@
 """Linear and embedding layers that own this rank's part of their weights. No math: one call of the functional form each."""
 
-import copy
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shared_specs import checks, layer_checks
@@ -16,64 +16,22 @@ from tiled_torch.parallel.initialise import (
     InitMethod,
     check_init_method,
     embedding_master,
+    fill,
     linear_master,
-    mark,
     own_slice,
 )
-from tiled_torch.parallel.linear import DEFAULTS, column_parallel_linear, row_bias, row_parallel_linear
+from tiled_torch.parallel.linear import (
+    DEFAULTS,
+    column_parallel_linear,
+    gathered_bias,
+    row_bias,
+    row_parallel_linear,
+)
 from tiled_torch.parallel.linear_function import deferred_weight_grad
+from tiled_torch.parallel.parallel_layer import ParallelLayer, Partition
 
 
-class Partition(NamedTuple):
-    """Where a parameter's part lies in the whole: along `dim`, in `stride` equal runs; `size` of the whole along `dim`."""
-
-    dim: int
-    stride: int
-    size: int
-
-
-class _ParallelLayer(nn.Module):
-    """What the three layers share: the group, and parameters that are slices of a master."""
-
-    group: Any
-    partitions: dict[str, Partition]
-    expert: bool
-
-    def _settle(self, group: Any, device: Any, dtype: Any) -> None:
-        self.group, self.partitions, self.expert = group, {}, False
-        self._like = {"device": device, "dtype": dtype}
-        over = rank_group(type(self).__name__, group)
-        self.rank, self.ranks = over.rank, over.size
-
-    def _parameter(self, name: str, shape: tuple[int, ...], partition: Partition | None) -> None:
-        if partition is not None:
-            self.partitions[name] = partition
-        self.register_parameter(name, nn.Parameter(torch.empty(shape, **self._like)))
-        self._mark()
-
-    def _mark(self) -> None:
-        """Parameters are told apart by attributes, which every copy of a parameter loses."""
-        for name, parameter in self._parameters.items():
-            if parameter is not None:
-                partition = self.partitions.get(name)
-                dim, stride = (None, 1) if partition is None else partition[:2]
-                mark(parameter, dim, stride, allreduce=not self.expert)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        applied = super()._apply(fn, recurse)
-        self._mark()
-        return applied
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        memo[id(self.group)] = self.group  # a process group cannot be copied, and is the same one
-        copied = type(self).__new__(type(self))
-        memo[id(self)] = copied
-        copied.__dict__ = copy.deepcopy(self.__dict__, memo)
-        copied._mark()
-        return copied
-
-
-class _ParallelLinear(_ParallelLayer):
+class _ParallelLinear(ParallelLayer):
     """A linear layer split along `dim` of its weight."""
 
     weight: nn.Parameter | None
@@ -119,7 +77,7 @@ class _ParallelLinear(_ParallelLayer):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Slices of a newly drawn master (also after `to_empty` of a layer made on the meta device)."""
+        """Slices of a newly drawn master, also after `to_empty` of a layer made on the meta device or sharded once more."""
         owned = {name: one for name in ("weight", "bias") if (one := getattr(self, name)) is not None}
         if not owned or any(one.is_meta for one in owned.values()):
             return
@@ -128,7 +86,7 @@ class _ParallelLinear(_ParallelLayer):
         over = rank_group(type(self).__name__, self.group)
         for name, mine in owned.items():
             whole, partition = getattr(master, name), self.partitions.get(name)
-            mine.copy_(whole if partition is None else own_slice(whole, over, partition.dim, partition.stride))
+            fill(mine, whole if partition is None else own_slice(whole, over, partition.dim, partition.stride))
 
     def deferred_weight_grad(self) -> int:
         """Computes what options.defer_weight_grad left out, for this layer's own weight: see `deferred_weight_grad`."""
@@ -146,15 +104,19 @@ class ColumnParallelLinear(_ParallelLinear):
         bias: whether it has one, split as the outputs are.
         gather_output: return all outputs on every rank.
         sequence_parallel: x is this rank's tokens.
-        skip_bias_add: return (y, bias) without adding it, for a fused addition elsewhere.
+        skip_bias_add: return (y, bias) without adding it, for a fused addition elsewhere; where outputs are gathered, so is
+            the bias.
         allocate_weight: own a weight; without one, each call brings it.
         init_method: fills the whole weight [out, in] in place, the bias is then zero; None: as nn.Linear.
-        options: see shared_specs.config.ParallelLinearOptions; is_expert needs an explicit group.
+        options: see shared_specs.config.ParallelLinearOptions; is_expert needs an explicit group, such as
+            mesh["expert_tp"] of a mesh with that dim.
         group: a process group, a DeviceMesh of one dim, or None for all ranks.
         device, dtype: of the parameters.
     Parameters: weight [out / R, in], bias [out / R], marked by `tensor_model_parallel`, `partition_dim`,
-    `partition_stride` and `allreduce` (False on an expert's). At equal random states they are the slices of the same
-    master at every R; its random numbers are those of nn.Linear(in_features, out_features).
+    `partition_stride` and `allreduce` (False on an expert's); `mark_parameters` says when to mark them again. At equal
+    random states they are the slices of the same master at every R; its random numbers are those of
+    nn.Linear(in_features, out_features). So build a model under torch.manual_seed of one seed for all ranks, an expert under
+    one that only the ranks of its group share, and call `seed_parallel`, after which data ranks differ, afterwards.
     Memory: the whole weight once, while it is initialised. The rest: as `column_parallel_linear`.
     Raises:
         SpecError, TypeError, UnsupportedError: as `column_parallel_linear`; SpecError where R does not divide.
@@ -215,7 +177,11 @@ class ColumnParallelLinear(_ParallelLinear):
             options=self.options,
             group=self.group,
         )
-        return (y, self.bias) if self.skip_bias_add else y
+        if not self.skip_bias_add:
+            return y
+        if self.bias is None or not gather:
+            return y, self.bias
+        return y, gathered_bias(self.bias, rank_group(name, self.group), self.options.stride)
 
 
 class RowParallelLinear(_ParallelLinear):
@@ -277,7 +243,7 @@ class RowParallelLinear(_ParallelLinear):
         return y, row_bias(self.bias, rank_group("row_parallel_linear", self.group))
 
 
-class VocabParallelEmbedding(_ParallelLayer):
+class VocabParallelEmbedding(ParallelLayer):
     """An embedding whose vocabulary is split over the ranks of a group: `vocab_parallel_embedding` with a parameter.
 
     Args:
@@ -311,6 +277,8 @@ class VocabParallelEmbedding(_ParallelLayer):
         name = type(self).__name__
         self._settle(group, device, dtype)
         checks.check_sizes(name, {"num_embeddings": num_embeddings, "embedding_dim": embedding_dim})
+        if sequence_dim != 0 and not reduce_scatter_embeddings:
+            fail(name, "sequence_dim", "left out without reduce_scatter_embeddings", sequence_dim)
         flags = {"reduce_scatter_embeddings": reduce_scatter_embeddings, "deterministic": deterministic}
         layer_checks.check_flags(name, **flags)
         check_init_method(name, init_method)
@@ -330,8 +298,7 @@ class VocabParallelEmbedding(_ParallelLayer):
         master = embedding_master(self.num_embeddings, self.embedding_dim, self.init_method, like)
         entries = self.weight.shape[0]
         mine = master[self.rank * entries : (self.rank + 1) * entries]
-        self.weight.zero_()
-        self.weight[: mine.shape[0]] = mine
+        fill(self.weight, F.pad(mine, (0, 0, 0, entries - mine.shape[0])))
 
     def forward(self, ids: Tensor, split_sizes: Sequence[int] | None = None) -> Tensor:
         """[*tokens, H], or this rank's tokens of it with reduce_scatter_embeddings (split_sizes: of every rank)."""

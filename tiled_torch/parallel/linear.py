@@ -48,8 +48,8 @@ def column_parallel_linear(
         group: a process group, a DeviceMesh of one dim, or None for all ranks.
     Returns:
         [..., out / R], or [..., out] gathered; with the tokens of all ranks.
-    Numerics: products in the dtype of x (after autocast); the bias gradient is summed in float32; the input gradient is
-        added over the ranks in its own dtype.
+    Numerics: products in the dtype of x (after autocast); the bias gradient is summed in float32; each rank's part of the
+        input gradient is rounded to its dtype, and they are added over the ranks in float32 and rounded once.
     Memory: keeps x as it was given (this rank's tokens) where the weight needs a gradient, and the weight.
     Raises:
         SpecError, TypeError: shapes, dtypes or options that do not fit, before any communication.
@@ -86,7 +86,8 @@ def row_parallel_linear(
         split_sizes, options, group: as in `column_parallel_linear`; options.disable_grad_reduce is refused.
     Returns:
         [..., out], the same on every rank, or this rank's tokens of it.
-    Numerics: partial results are rounded to the dtype of x and added in it.
+    Numerics: partial results are rounded to the dtype of x, added over the ranks in float32 and rounded once, then again
+        with the bias: within the limit of one process at any number of ranks.
     Memory, Raises, Source: as `column_parallel_linear`.
     """
     call = LinearArguments(
@@ -258,9 +259,16 @@ class LinearArguments:
         return dim, sizes
 
 
+@not_compiled
 def row_bias(bias: Tensor, over: RankGroup) -> Tensor:
     """The bias that is added to this rank's tokens; its gradient is summed over the ranks, which have the others."""
     return move(bias, over, Keep(), Sum())
+
+
+@not_compiled
+def gathered_bias(bias: Tensor, over: RankGroup, stride: int) -> Tensor:
+    """The bias of all outputs, which every rank goes on with alike."""
+    return in_order(move(bias, over, Join(0), Split(0)), over.size, stride)
 
 
 def in_order(y: Tensor, ranks: int, stride: int) -> Tensor:

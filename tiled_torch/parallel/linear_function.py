@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from shared_specs.errors import UnsupportedError
 from tiled_torch.functional.accumulate import GradientSum, returned_gradient
 from tiled_torch.functional.casting import without_autocast
+from tiled_torch.functional.rows import refuse_dtensor
 from tiled_torch.parallel import transport
 from tiled_torch.parallel.groups import RankGroup
 from tiled_torch.parallel.transport import Pending
@@ -73,7 +73,7 @@ class ParallelProduct(torch.autograd.Function):
     def forward(x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> Tensor:
         with without_autocast(x):
             total = call.whole(x).wait()
-            return F.linear(total, weight.to(call.dtype), None if bias is None else bias.to(call.dtype))
+            return _product(total, weight.to(call.dtype), None if bias is None else bias.to(call.dtype))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -125,7 +125,10 @@ def deferred_weight_grad(weight: Tensor) -> int:
         weight: a layer's weight, or the shared one that was passed to it.
     Numerics: the sum over calls is made in float32 (float64 for float64) and rounded once.
     Memory: until then each call keeps its x (this rank's tokens) and dy; here they are freed one by one.
+    Raises:
+        UnsupportedError: a DTensor. What fully_shard gathers for a call it frees after backward, with what was kept there.
     """
+    refuse_dtensor("deferred_weight_grad", "weight", weight, "Leave out options.defer_weight_grad under fully_shard.")
     kept = weight.__dict__.pop(_KEPT, [])
     if not kept:
         return 0
@@ -143,6 +146,16 @@ def deferred_weight_grad(weight: Tensor) -> int:
         else:
             weight.grad += gradient
     return count
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x @ weight.T + bias as F.linear makes it, but never a view: fully_shard's hook on a result would go lost in place."""
+    y = x.new_empty((*x.shape[:-1], weight.shape[0]))
+    if bias is None:
+        torch.mm(_rows(x), weight.T, out=_rows(y))
+    else:
+        torch.addmm(bias, _rows(x), weight.T, out=_rows(y))
+    return y
 
 
 def _arrived(call: LinearCall, pending: Pending) -> Pending:

@@ -5,6 +5,7 @@ Two reductions of a few numbers per token: the maximum, then the sums relative t
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,36 +25,22 @@ from tiled_torch.functional.loss import Given
 from tiled_torch.functional.loss_math import Coefficients, Columns, Statistics
 from tiled_torch.functional.rows import is_dtensor, refuse_dtensor
 from tiled_torch.parallel import transport
-from tiled_torch.parallel.groups import RankGroup, rank_group
+from tiled_torch.parallel.agreement import agree
+from tiled_torch.parallel.groups import RankGroup, not_compiled, rank_group
 from tiled_torch.parallel.split_tokens import SplitSequence
 
+_ENTRIES = "the number of entries, without vocab_size,"
 _LOGITS, _HEAD = "vocab_parallel_cross_entropy", "vocab_parallel_linear_cross_entropy"
 
 
 class Group:
-    """One process group as the loops see it: reductions in place.
+    """One process group as the loops see it: reductions in place."""
 
-    `alike`: the entries that every rank of the group has to hold, sent along with the first maximum, so that comparing
-    them costs no collective of its own; None where ranks may differ.
-    """
-
-    def __init__(self, over: RankGroup, alike: int | None = None) -> None:
-        self.over, self.alike = over, alike
+    def __init__(self, over: RankGroup) -> None:
+        self.over = over
 
     def maximum_(self, a: Tensor) -> Tensor:
-        if not self.over.several:
-            return a
-        if self.alike is None:
-            return self._reduce(a, torch.distributed.ReduceOp.MAX)
-        found = self._reduce(torch.cat([a, a.new_tensor([self.alike, -self.alike])]), torch.distributed.ReduceOp.MAX)
-        a, most, least = found[:-2], found[-2], -found[-1]
-        self.alike = None
-        if a.device.type != "cpu":  # reading it would stall the device
-            return torch.where(most == least, a, torch.nan)
-        if most != least:
-            advice = "Pass vocab_size where they do not."
-            fail(self.over.function, "vocab_size", "given unless every rank holds as many entries", None, advice=advice)
-        return a
+        return self._reduce(a, torch.distributed.ReduceOp.MAX)
 
     def sum_(self, a: Tensor) -> Tensor:
         return self._reduce(a, torch.distributed.ReduceOp.SUM)
@@ -98,19 +85,24 @@ def vocab_parallel_linear_cross_entropy(
         split_sizes: the number of local tokens (leading dims flattened) of every rank; None where all hold as many.
         group: a torch.distributed process group, or a DeviceMesh of one dim; None is the default group.
         the rest: as in `tiled_linear_cross_entropy`.
-    Memory: as `tiled_linear_cross_entropy` with V / R. With sequence_parallel peak `sequence_costs.sequence_loss_peak_bytes`:
+    Numerics: as `tiled_linear_cross_entropy`, sums over ranks included. Partial dx are rounded to the dtype of x; their sum
+        over ranks is a float32 one, rounded once. dweight and dbias are added to the main_grad of weight and bias where these
+        (DTensors, padded ones) have one.
+    Memory: as `tiled_linear_cross_entropy` with V / R; 16-bit dx of more than two ranks take as much again while they are
+        summed (`transport`). With sequence_parallel peak `sequence_costs.sequence_loss_peak_bytes`:
         one shard of logits [R t, V / R], two gathered shards of x, 2 R t H elements, and the partial dx of one; some numbers
         per token of all ranks.
     Raises:
         SpecError, TypeError, UnsupportedError: as `tiled_linear_cross_entropy`; SpecError where the partition does not
-            fit vocab_size, split_sizes are not of the group or not of x, or, on a CPU, ranks without vocab_size do not hold
-            as many entries each (on other devices the results are NaN); UnsupportedError without an initialised process
-            group. RuntimeError that names rank and collective where another rank never makes the call.
+            fit vocab_size, or split_sizes are not of the group or not of x; UnsupportedError without an initialised process
+            group. SpecError on every rank where ranks say different things of one call (entries without vocab_size, tokens,
+            shards, options), found before the first such call of a group sends anything else. RuntimeError that names rank
+            and collective where another rank never makes the call.
     Source: derived in shared_specs/README.md; the two reductions: Megatron-LM, arXiv 1909.08053.
     """
     for name, tensor in (("x", x), ("targets", targets)):
         refuse_dtensor(_HEAD, name, tensor, "Convert it with to_local() or full_tensor().")
-    split_by_mesh = is_dtensor(weight)
+    split_by_mesh, owners = is_dtensor(weight), (weight, bias)
     if split_by_mesh:
         whole = weight
         weight, group, part = _local(_HEAD, "weight", whole, 0, vocab_size, group)
@@ -132,9 +124,28 @@ def vocab_parallel_linear_cross_entropy(
     if part.size < weight.shape[0]:
         given = given._replace(weight=weight[: part.size], bias=None if bias is None else bias[: part.size])
     alike = weight.shape[0] if vocab_size is None and not split_by_mesh else None
-    split = SplitSequence(over, plan) if isinstance(plan, SequencePlan) else None
-    run = torch.compiler.disable(given.run) if torch.compiler.is_compiling() else given.run
-    return run(plan, cuts, part.vocab, part.start, Group(over, alike), split, backend=chosen)
+    call = (plan, cuts, part.vocab, part.start, Group(over))
+    return _agreed(given, call, {_ENTRIES: alike, "sequence_parallel": sequence_parallel}, owners, chosen)
+
+
+@not_compiled
+def _agreed(given: Given, call: Any, alike: dict[str, Any], owners: Any, backend: str) -> Tensor | LossResult:
+    """Runs a call that all ranks make alike."""
+    plan, cuts, vocab, _, ranks = call
+    wanted, operands = torch.is_grad_enabled(), (given.x, given.weight, given.bias)
+    alike |= {
+        "vocab_size": vocab,
+        "the tokens of x": plan.tokens,
+        "shard_tokens": plan.shard_tokens,
+        "vocab_shards": cuts,
+        "loss": replace(given.loss, class_weight=None, num_valid=None),
+        "dtypes": (given.x.dtype, given.weight.dtype),
+        "x.requires_grad": wanted and given.x.requires_grad,
+        "any requires_grad": wanted and any(a is not None and a.requires_grad for a in operands),
+    }
+    agree(ranks.over, given.x.device, alike)
+    split = SplitSequence(ranks.over, plan) if isinstance(plan, SequencePlan) else None
+    return given.run(*call, split, owners, backend=backend)
 
 
 def _tokens(over: RankGroup, x: Any, sequence_parallel: Any, split_sizes: Any) -> tuple[int, ...] | None:
@@ -191,8 +202,15 @@ def vocab_parallel_cross_entropy(
         if missing is not None:
             checks.fail_target(_LOGITS, missing, part.vocab, options.ignore_index)
     backends.record_run(_LOGITS, "eager")
-    alike = logits.shape[-1] if vocab_size is None and not split_by_mesh else None
-    return _OfLogits.apply(logits, target, options, part, Group(over, alike))[0]
+    said = {
+        _ENTRIES: logits.shape[-1] if vocab_size is None and not split_by_mesh else None,
+        "vocab_size": part.vocab,
+        "the tokens of target": target.numel(),
+        "dtype": logits.dtype,
+        "label_smoothing": label_smoothing,
+    }
+    agree(over, logits.device, said)
+    return _OfLogits.apply(logits, target, options, part, Group(over))[0]
 
 
 class _OfLogits(torch.autograd.Function):

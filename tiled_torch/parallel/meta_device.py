@@ -31,7 +31,7 @@ def materialize(
     Memory: one module's whole parameters at a time beside the local ones, where they are drawn.
     Raises:
         SpecError: a weight is missing, is one too many or has another shape; a module with parameters or buffers that does
-            not say how it initialises them.
+            not say how it initialises them, or leaves one as it is.
     Example:
         >>> with torch.device("meta"):
         ...     linear = nn.Linear(4, 4)
@@ -81,8 +81,12 @@ def _initialise(model: nn.Module, path: str, module: nn.Module, seed: int, *, dr
     if not (own and drawn) and not any(b is not None for b in module._buffers.values()):
         return
     initialise = _initialiser(model, path, module)
-    # Whole and on the host, so that the draws depend on neither the mesh nor the device.
-    whole = {name: nn.Parameter(torch.empty(p.shape, dtype=p.dtype), requires_grad=False) for name, p in own.items()}
+    # Whole and on the host, so that the draws depend on neither the mesh nor the device; NaN, to see what is drawn.
+    whole = {
+        name: nn.Parameter(_unset(torch.empty(p.shape, dtype=p.dtype)), requires_grad=False) for name, p in own.items()
+    }
+    for buffer in module._buffers.values():
+        _unset(buffer)
     module._parameters.update(whole)
     try:
         with torch.random.fork_rng(devices=[]):
@@ -90,8 +94,16 @@ def _initialise(model: nn.Module, path: str, module: nn.Module, seed: int, *, dr
             initialise()
     finally:
         module._parameters.update(own)
+    for name, tensor in ((whole if drawn else {}) | module._buffers).items():
+        if tensor is not None and tensor.is_floating_point() and bool(tensor.isnan().any()):
+            advice = "Set it in reset_parameters(), or in _init_weights() of the model."
+            fail(_NAME, f"{path}.{name}".removeprefix("."), "set by its module", "left as it was", advice=advice)
     for name, parameter in own.items():
         fill_local(parameter, whole[name])
+
+
+def _unset(tensor: Tensor | None) -> Tensor | None:
+    return tensor.fill_(torch.nan) if tensor is not None and tensor.is_floating_point() else tensor
 
 
 def _initialiser(model: nn.Module, path: str, module: nn.Module) -> Callable[[], Any]:

@@ -21,12 +21,13 @@ from shared_specs.sequence_costs import plan_sequence_mlp
 from shared_specs.shards import ShardPlan
 from tiled_torch import backends
 from tiled_torch.functional import mlp_shards as whole
-from tiled_torch.functional.accumulate import main_grad_of
+from tiled_torch.functional.accumulate import local_main_grad, main_grad_of, returned_gradient
 from tiled_torch.functional.casting import without_autocast
-from tiled_torch.functional.mlp import checked, plan_for, plan_options, shape_of, tiled_mlp
+from tiled_torch.functional.mlp import EAGER_ORDER, checked, plan_for, plan_options, shape_of, tiled_mlp
 from tiled_torch.functional.rows import is_dtensor, refuse_dtensor
 from tiled_torch.functional.steps import Weights
 from tiled_torch.parallel import mlp_shards, transport
+from tiled_torch.parallel.agreement import agree
 from tiled_torch.parallel.groups import RankGroup, rank_group
 
 _NAME = "tensor_parallel_mlp"
@@ -72,16 +73,18 @@ def tensor_parallel_mlp(
             is `tiled_mlp`.
     Returns:
         [same leading dims, H_out], dtype of x, or the autocast dtype under autocast; complete for the tokens of x.
-    Numerics: as `tiled_mlp` on each rank. Partial sums of y and dx are rounded to the compute dtype and summed over ranks in
-        it: with 16 bits R + 1 roundings instead of one, at half the bytes that float32 sums would move. Weight and bias
-        gradients are summed over shards in float32 and cast once.
-    Memory: as `tiled_mlp` with I / R. With sequence_parallel peak `sequence_costs.sequence_peak_bytes`: two gathered shards,
+    Numerics: as `tiled_mlp` on each rank. Partial sums of y and dx are rounded to the compute dtype; their sums over ranks
+        are float32 ones, rounded once. Weight and bias gradients are summed over shards in float32 and cast once.
+    Memory: as `tiled_mlp` with I / R; 16-bit y and dx of more than two ranks take as much again while they are summed
+        (`transport`). With sequence_parallel peak `sequence_costs.sequence_peak_bytes`: two gathered shards,
         2 R t H elements, of x (and of dy in backward), and the partial sums of one. Ranks with fewer tokens than others cost
         what the longest does: their part of a gathered shard is padded.
     Raises:
         SpecError, TypeError, UnsupportedError: as `tiled_mlp`; SpecError where split_sizes is not of this group or not of x;
             UnsupportedError without an initialised process group, or for tiling.deterministic. All of them before any
-            communication. RuntimeError that names rank and collective where another rank never makes the call.
+            communication. SpecError on every rank where ranks say different things of one call (tokens, shards, which
+            gradients they need), found before the first such call of a group sends anything else. RuntimeError that names
+            rank and collective where another rank never makes the call.
     Source: derived in shared_specs/README.md; the split is Megatron-LM's, arXiv 1909.08053 and 2205.05198.
     Example:
         >>> import torch
@@ -99,7 +102,8 @@ def tensor_parallel_mlp(
     matrices: Any = tuple(local.weights.values())
     found = checked(_NAME, x, matrices, local.biases, activation, num_shards, keep, tiling, backend)
     operands, dtype, tiling, chosen = found
-    checks.check_deterministic(_NAME, tiling, _ORDER if over.several else None)
+    inexact = _ORDER if over.several else EAGER_ORDER if chosen != "triton" else None
+    checks.check_deterministic(_NAME, tiling, inexact)
     flat = checks.flat_tokens(x.shape)
     tokens = sequence_tokens(
         _NAME, sequence_parallel, split_sizes, tokens=flat, ranks=over.size, rank=over.rank, x=tuple(x.shape)
@@ -115,7 +119,8 @@ def tensor_parallel_mlp(
         plan = plan_sequence_mlp(_NAME, shape, tokens, **plan_options(x, tiling, chosen))
     backends.record_run(_NAME, chosen)
     owners = tuple(local.owners.get(name) for name in _NAMES)
-    call = _Call(over, plan, activation, dtype, plan.kept_start(tiling.keep), chosen, owners)
+    steps = "deterministic" if tiling.deterministic else chosen
+    call = _Call(over, plan, activation, dtype, plan.kept_start(tiling.keep), steps, owners)
     run = torch.compiler.disable(_run) if torch.compiler.is_compiling() else _run
     return run(x, operands, call)
 
@@ -187,6 +192,21 @@ class _Call:
     steps: str
     owners: tuple[Tensor | None, ...]
 
+    def agree(self, x: Tensor, w: Weights) -> None:
+        """Refuses what would leave ranks waiting for each other; without split tokens the shards are each rank's own."""
+        split, wanted = isinstance(self.plan, SequencePlan), torch.is_grad_enabled()
+        said = {
+            "sequence_parallel": split,
+            "the tokens of x": self.plan.tokens,
+            "shard_tokens": self.plan.shard_tokens if split else None,
+            "the first kept token": self.kept_start if split else None,
+            "the sizes of x and y": (x.shape[-1], w.w_down.shape[0]),
+            "dtypes": (x.dtype, self.dtype),
+            "x.requires_grad": wanted and x.requires_grad,
+            "any requires_grad": wanted and any(a is not None and a.requires_grad for a in (x, *w)),
+        }
+        agree(self.over, x.device, said)
+
     def kept(self, x: Tensor, w: Weights) -> tuple[Tensor, Tensor]:
         steps = whole.steps_named(self.steps, x, w, self.dtype)
         if isinstance(self.plan, SequencePlan):
@@ -234,6 +254,7 @@ def _rows(a: Tensor) -> Tensor:
 
 
 def _run(x: Tensor, weights: Weights, call: _Call) -> Tensor:
+    call.agree(x, weights)
     if not (torch.is_grad_enabled() and any(a is not None and a.requires_grad for a in (x, *weights))):
         return call.forward(x, weights, None)
     anchor, *kept = _Save.apply(x, *weights, call)
@@ -278,10 +299,12 @@ class _Save(torch.autograd.Function):
             )
         x, *weights, kept_gate, kept_up = ctx.saved_tensors
         kept = (kept_gate, kept_up) if kept_up.shape[0] else None
-        mains = [_local_main_grad(owner) for owner in ctx.fused]
+        mains = [
+            None if w is None else local_main_grad(owner, w.shape) for owner, w in zip(ctx.fused, weights, strict=True)
+        ]
         dx, *dws = ctx.call.backward(dy, x, Weights(*weights), kept, ctx.needs_input_grad[:7], mains)
         returned = (
-            dw if owner is None else _returned(owner, w, dw)
+            dw if owner is None else returned_gradient(owner, dw, w.shape, w.dtype)
             for owner, w, dw in zip(ctx.fused, weights, dws, strict=True)
         )
         return dx, *returned, None
@@ -302,16 +325,3 @@ class _Run(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         return (dy, *(None,) * 10)
-
-
-def _local_main_grad(owner: Tensor | None) -> Tensor | None:
-    main = main_grad_of(owner)
-    return main.to_local() if is_dtensor(main) else main  # type: ignore[union-attr]
-
-
-def _returned(owner: Tensor, local: Tensor, gradient: Tensor | None) -> Tensor | None:
-    """As `accumulate.returned_gradient`, of the local tensor of an owner that may be a DTensor."""
-    if gradient is not None or not hasattr(owner, "grad_added_to_main_grad"):
-        return gradient
-    owner.grad_added_to_main_grad = True
-    return torch.zeros((), dtype=local.dtype, device=local.device).expand(local.shape)

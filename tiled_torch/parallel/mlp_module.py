@@ -13,24 +13,29 @@ from shared_specs.partitions import even_range
 from shared_specs.sequence_checks import check_sequence_parallel
 from tiled_torch import backends
 from tiled_torch.parallel.groups import rank_group
+from tiled_torch.parallel.initialise import fill, own_slice
 from tiled_torch.parallel.mlp import tensor_parallel_mlp
+from tiled_torch.parallel.parallel_layer import ParallelLayer, Partition
 
 _NAME = "TensorParallelTiledMLP"
 
 
-class TensorParallelTiledMLP(nn.Module):
+class TensorParallelTiledMLP(ParallelLayer):
     """`TiledMLP` with gate and up split by column and down by row over the ranks of a group, computed shard by shard.
 
     Args:
         hidden_size, intermediate_size: H and I of the whole MLP; the ranks divide I.
-        activation, gated, bias: as in `TiledMLP`.
+        activation, gated, bias, fused_gate_up: as in `TiledMLP`.
         sequence_parallel: x and y are each rank's own tokens, gathered and scattered one shard at a time.
         num_shards, keep, tiling, backend, group: as in `tensor_parallel_mlp`.
         device, dtype: of the parameters.
     Parameters are this rank's slices of those of `TiledMLP`: `w_gate`, `w_up` [I / R, H], `w_down` [H, I / R] and, with bias,
-    `b_gate`, `b_up` [I / R], `b_down` [H], the same on every rank. Each says so by the attributes `tensor_model_parallel`,
-    `partition_dim` (-1 where it is whole) and `partition_stride`. Every rank draws the whole weight, one matrix at a time, and
+    `b_gate`, `b_up` [I / R], `b_down` [H], the same on every rank; fused, `w_gate_up` [2 I / R, H] and `b_gate_up`, the
+    rank's rows of gate before those of up. Each says so by the attributes `tensor_model_parallel`, `partition_dim` (-1 where
+    it is whole) and `partition_stride` (2 where it is fused). Every rank draws the whole weight, one matrix at a time, and
     keeps its slice: ranks that start from one seed hold the parameters that `TiledMLP` draws from it, at any number of ranks.
+    `sharded_state_dict` has the keys and the shapes of `TiledMLP`, so that torch.distributed.checkpoint saves and loads
+    between the two and between numbers of ranks.
     Raises:
         SpecError, TypeError, UnsupportedError: as `tensor_parallel_mlp`, at construction; SpecError where the ranks do not
             divide I.
@@ -45,6 +50,7 @@ class TensorParallelTiledMLP(nn.Module):
         activation: Activation = "silu",
         gated: bool = True,
         bias: bool = False,
+        fused_gate_up: bool = False,
         sequence_parallel: bool = False,
         num_shards: int | None = None,
         keep: float = 0.0,
@@ -57,48 +63,52 @@ class TensorParallelTiledMLP(nn.Module):
         super().__init__()
         checks.check_sizes(_NAME, {"hidden_size": hidden_size, "intermediate_size": intermediate_size})
         checks.check_activation(_NAME, activation)
+        checks.check_fused(_NAME, gated, fused_gate_up)
         check_sequence_parallel(_NAME, sequence_parallel)
         checks.check_backend(_NAME, backend, TORCH, backends.usable_backends())
-        over = rank_group(_NAME, group)
-        self.columns = even_range(_NAME, "intermediate_size", intermediate_size, over.size, over.rank)
-        self.hidden_size, self.intermediate_size, self.group = hidden_size, intermediate_size, group
-        self.activation, self.gated, self.sequence_parallel = activation, gated, sequence_parallel
+        self._settle(group, device, dtype)
+        self.columns = even_range(_NAME, "intermediate_size", intermediate_size, self.ranks, self.rank)
+        self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
+        self.activation, self.gated, self.fused_gate_up = activation, gated, fused_gate_up
+        self.sequence_parallel = sequence_parallel
         self.tiling, self.backend = checks.resolve_tiling(_NAME, num_shards, keep, tiling), backend
-        kind: dict[str, Any] = {"device": device, "dtype": dtype}
         local = self.columns[1] - self.columns[0]
-        for name in ("gate", "up") if gated else ("up",):
-            self._register(f"w_{name}", torch.empty(local, hidden_size, **kind), 0)
+        stride = 2 if fused_gate_up else 1
+        rows = Partition(0, stride, stride * intermediate_size)
+        for name in ("gate_up",) if fused_gate_up else ("gate", "up") if gated else ("up",):
+            self._parameter(f"w_{name}", (stride * local, hidden_size), rows)
             if bias:
-                self._register(f"b_{name}", torch.empty(local, **kind), 0)
-        self._register("w_down", torch.empty(hidden_size, local, **kind), 1)
+                self._parameter(f"b_{name}", (stride * local,), rows)
+        self._parameter("w_down", (hidden_size, local), Partition(1, 1, intermediate_size))
         if bias:
-            self._register("b_down", torch.empty(hidden_size, **kind), -1)
+            self._parameter("b_down", (hidden_size,), None)
         self.reset_parameters()
 
-    def _register(self, name: str, tensor: Tensor, dim: int) -> None:
-        parameter: Any = nn.Parameter(tensor)
-        parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = dim >= 0, dim, 1
-        setattr(self, name, parameter)
-
+    @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draws every parameter anew, uniformly within 1/sqrt(inputs of the whole layer), as nn.Linear does."""
+        """Draws every parameter anew, uniformly within 1/sqrt(inputs of the whole layer), as nn.Linear does.
+
+        Also after `to_empty` of a module made on the meta device, and of parameters that are sharded once more.
+        """
+        over = rank_group(_NAME, self.group)
         for name, parameter in self.named_parameters():
-            inputs = self.intermediate_size if name.endswith("_down") else self.hidden_size
-            dim: int = parameter.partition_dim  # type: ignore[attr-defined]
-            shape = [self.intermediate_size if at == dim else size for at, size in enumerate(parameter.shape)]
-            bound = 1 / math.sqrt(inputs)
-            with torch.no_grad():
-                whole = nn.init.uniform_(parameter.new_empty(shape), -bound, bound)
-                start, stop = self.columns
-                parameter.copy_(whole if dim < 0 else whole.narrow(dim, start, stop - start))
+            if parameter.is_meta:
+                continue
+            partition, shape = self.partitions.get(name), list(parameter.shape)
+            if partition is not None:
+                shape[partition.dim] = partition.size
+            bound = 1 / math.sqrt(self.intermediate_size if name.endswith("_down") else self.hidden_size)
+            whole = nn.init.uniform_(torch.empty(shape, dtype=parameter.dtype, device=parameter.device), -bound, bound)
+            fill(parameter, whole if partition is None else own_slice(whole, over, partition.dim, partition.stride))
 
     def forward(self, x: Tensor, *, split_sizes: Sequence[int] | None = None) -> Tensor:
         """[..., H] -> [..., H]. split_sizes: as in `tensor_parallel_mlp`."""
-        biases = {name: getattr(self, f"b_{name}", None) for name in ("gate", "up", "down")}
+        (w_gate, w_up), (b_gate, b_up) = self._pair("w"), self._pair("b")
+        biases = {"gate": b_gate, "up": b_up, "down": getattr(self, "b_down", None)}
         return tensor_parallel_mlp(
             x,
-            getattr(self, "w_gate", None),
-            self.w_up,  # type: ignore[arg-type]
+            w_gate,
+            w_up,  # type: ignore[arg-type]
             self.w_down,  # type: ignore[arg-type]
             biases={name: bias for name, bias in biases.items() if bias is not None},
             activation=self.activation,
@@ -108,6 +118,14 @@ class TensorParallelTiledMLP(nn.Module):
             backend=self.backend,
             group=self.group,
         )
+
+    def _pair(self, prefix: str) -> tuple[Tensor | None, Tensor | None]:
+        """Gate and up of weights or biases, as views of the fused parameter where there is one."""
+        fused = getattr(self, f"{prefix}_gate_up", None)
+        if fused is not None:
+            gate, up = fused.chunk(2)
+            return gate, up
+        return getattr(self, f"{prefix}_gate", None), getattr(self, f"{prefix}_up", None)
 
     def extra_repr(self) -> str:
         kind = "gated" if self.gated else "plain"

@@ -25,18 +25,26 @@ class Plan:
         blocks: path of the nn.ModuleList of layers that are recomputed, compiled and sharded one by one; "" where the
             model is itself the only one.
         ends: paths of what is called before and after the blocks (embedding, final norm, head), in order, as far as
-            their forward is called: with data parallelism the first is a unit of its own, and the others are one.
+            their forward is called.
+        ends_apart: whether with data parallelism the first of the ends is a unit of its own, and the others are one;
+            False where two of them share a weight, or one's is used without calling it.
         check: (model, tensor, ranks) -> None; raises where the model cannot be split so. Called before anything is done.
         styles: (model, tensor) -> {path, where * stands for any one name: torch ParallelStyle}; None where there is no
             tensor parallelism.
         finish: (model, mesh, tensor) -> None, after the styles were applied: weights to tie again, a loss to exchange.
+        context: (model, mesh of one axis) -> None; lets the model, called with whole sequences, compute with this rank's
+            tokens of them; None where there is no context parallelism. See `context_slice` and `context_attention`.
+        check_context: (model, ranks of the axes that divide heads by name, context's among them) -> None; as `check`.
     """
 
     blocks: str
     ends: tuple[str, ...] = ()
+    ends_apart: bool = True
     check: Callable[[Any, TensorParallel, int], None] = _nothing
     styles: Callable[[Any, TensorParallel], Mapping[str, ParallelStyle]] | None = None
     finish: Callable[[Any, DeviceMesh, TensorParallel], None] = _nothing
+    context: Callable[[Any, DeviceMesh], None] | None = None
+    check_context: Callable[[Any, Mapping[str, int]], None] = _nothing
 
     def blocks_of(self, model: nn.Module) -> list[nn.Module]:
         """The layers of this model, in order."""

@@ -1,9 +1,7 @@
 """`parallelize`: one configuration applied to a finished model, in a fixed order, after everything was checked."""
 
-import importlib.util
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -12,10 +10,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shared_specs.config import ParallelConfig
 from shared_specs.errors import fail, fail_type
-from shared_specs.parallel_checks import check_parallel_config
+from shared_specs.parallel_checks import check_axis_order, check_parallel_config, refuse_context
 from tiled_torch.parallel.checkpoint_policies import apply_checkpointing
 from tiled_torch.parallel.compile_plan import apply_compile, check_compile
 from tiled_torch.parallel.data_plan import apply_data_parallel
+from tiled_torch.parallel.float8_plan import check_float8, reason_no_float8, use_float8
 from tiled_torch.parallel.plan_registry import Plan, plan_of
 from tiled_torch.parallel.tensor_plan import apply_tensor_parallel, reason_not_asynchronous
 
@@ -26,15 +25,16 @@ _MARK = "_parallel_config"
 def parallelize(model: nn.Module, mesh: DeviceMesh | None, config: ParallelConfig) -> nn.Module:
     """The same model, spread over the ranks of a mesh.
 
-    In this order: float8 products, tensor parallelism, activation checkpointing, torch.compile of each block, data
-    parallelism. Every rank calls it with the same model and configuration. What the loss is does not change: with tensor
-    parallelism every rank of its axis is given the same batch, with data parallelism its own part of it, and gradients are
-    means over these.
+    In this order: float8 products, tensor parallelism, context parallelism, activation checkpointing, torch.compile of each
+    block, data parallelism. Every rank calls it with the same model and configuration. What the loss is does not change:
+    with tensor and with context parallelism every rank of the axis is given the same batch, with data parallelism its own
+    part of it, and gradients are means over these. With context parallelism a rank computes with its own run of the tokens
+    (`context_slice`), of which logits and hidden states are; the loss is that of all.
 
     Args:
-        model: of a kind that has a plan: Hugging Face Llama, Mistral, Qwen and Gemma models (also after `tile_model`), a
-            `TiledMLP` or a `TiledLinearCrossEntropy`, or what `register_plan` was told of. Changed in place; it may be on
-            the meta device (see `materialize`).
+        model: of a kind that has a plan: Hugging Face Llama, Mistral, Qwen and Gemma models (also after `tile_model`), Phi-3
+            without tensor and context parallelism, a `TiledMLP` or a `TiledLinearCrossEntropy`, or what `register_plan` was
+            told of. Changed in place; it may be on the meta device (see `materialize`).
         mesh: with names for its axes, all of which the configuration uses; None where it uses none.
         config: see `shared_specs.config.ParallelConfig`.
     Returns:
@@ -56,9 +56,13 @@ def parallelize(model: nn.Module, mesh: DeviceMesh | None, config: ParallelConfi
     plan = _checked(model, mesh, config)
     submesh: Any = mesh
     if config.float8:
-        _use_float8(model)
+        use_float8(model, plan)
     if config.tensor is not None:
         apply_tensor_parallel(model, submesh[config.tensor.axis], config.tensor, plan)
+    context = None if config.data is None else config.data.context_axis
+    if context is not None and submesh[context].size() > 1:
+        assert plan.context is not None
+        plan.context(model, submesh[context])
     if config.checkpointing is not None:
         apply_checkpointing(model, config.checkpointing, plan)
     if config.compile is not None:
@@ -73,29 +77,42 @@ def _checked(model: Any, mesh: Any, config: Any) -> Plan:
     """The plan of the model, once all that is asked for can be done."""
     if not isinstance(model, nn.Module):
         fail_type(_NAME, "model", "an nn.Module", type(model).__name__)
-    reasons = {"tensor.asynchronous": reason_not_asynchronous(), "float8": _reason_no_float8()}
+    reasons = {"tensor.asynchronous": reason_not_asynchronous(), "float8": reason_no_float8()}
     axes = mesh_sizes(mesh)
     check_parallel_config(_NAME, config, axes, "torch", reasons)
-    if config.float8 and config.tensor is not None:
-        fail(
-            _NAME,
-            "config.float8",
-            "False with config.tensor",
-            True,
-            advice="Splits of float8 layers are not there yet.",
-        )
-    check_compile(_NAME, config)
+    check_axis_order(_NAME, config.data, axes)
+    check_compile(_NAME, config, model)
     _check_fresh(model)
     if config.data is not None and config.data.engine == "ddp" and any(p.is_meta for p in model.parameters()):
         advice = 'Materialize it first, or use engine="fsdp".'
         fail(_NAME, "model", 'on a device with engine="ddp"', "one on the meta device", advice=advice)
     plan = plan_of(model)
+    _check_paths(model, plan, config)
+    if config.float8:
+        check_float8(_NAME, config, model, plan)
     if config.tensor is not None:
         if plan.styles is None:
             advice = "Register a plan with styles."
             fail(_NAME, "config.tensor", "None for a model whose plan has no styles", "TensorParallel", advice=advice)
         plan.check(model, config.tensor, axes[config.tensor.axis])
+    if config.data is not None and config.data.context_axis is not None:
+        if plan.context is None:
+            refuse_context(_NAME, type(model).__name__)
+        dividing = (*(() if config.tensor is None else (config.tensor.axis,)), config.data.context_axis)
+        plan.check_context(model, {axis: axes[axis] for axis in dividing})
     return plan
+
+
+def _check_paths(model: nn.Module, plan: Plan, config: ParallelConfig) -> None:
+    """What the plan names is there."""
+    for path in (plan.blocks, *plan.ends):
+        try:
+            model.get_submodule(path)
+        except AttributeError:
+            advice = f"The plan of its kind looks for '{path}'. Parallelize the model inside it, or register a plan."
+            fail(_NAME, "model", f"one with a '{path}'", type(model).__name__, advice=advice)
+    if config.compile is not None and config.compile.ends and not plan.ends:
+        fail(_NAME, "config.compile.ends", "False for a model whose plan has no ends", True)
 
 
 def mesh_sizes(mesh: Any) -> dict[str, int]:
@@ -115,20 +132,3 @@ def _check_fresh(model: nn.Module) -> None:
     if wrapped or hasattr(model, _MARK) or any(isinstance(p, DTensor) for p in model.parameters()):
         advice = "Build it anew, or pass one configuration with all that is wanted."
         fail(_NAME, "model", "one that has not been parallelized", type(model).__name__, advice=advice)
-
-
-def _reason_no_float8() -> str | None:
-    if importlib.util.find_spec("torchao") is None:
-        return "The package torchao is not installed."
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9):
-        return "It needs a GPU of compute capability 8.9."
-    return None
-
-
-def _use_float8(model: nn.Module) -> None:
-    from torchao.float8 import convert_to_float8_training  # type: ignore[import-not-found]
-
-    def fits(module: nn.Module, _: str) -> bool:
-        return isinstance(module, nn.Linear) and not (module.in_features % 16 or module.out_features % 16)
-
-    convert_to_float8_training(model, module_filter_fn=fits)

@@ -1,69 +1,86 @@
 """State of models with layers that are split over ranks, in a form that loads at another number of ranks."""
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from shared_specs.errors import fail_type
-from tiled_torch.parallel.groups import process_group
-from tiled_torch.parallel.layers import Partition, _ParallelLayer
+from tiled_torch.functional.rows import is_dtensor
+from tiled_torch.parallel.parallel_layer import ParallelLayer, Partition
+from tiled_torch.parallel.tiled_state import WholeTensor
 
 _NAME = "sharded_state_dict"
 
 
-def sharded_state_dict(module: nn.Module) -> dict[str, Any]:
-    """Names and tensors for torch.distributed.checkpoint: DTensors where a layer holds a part, the rest as it is.
+def sharded_state_dict(module: nn.Module, tensors: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Names and tensors for torch.distributed.checkpoint, in which a layer's part stands where it lies in the whole.
 
     The tensors are the module's own memory, so that `dcp.load(sharded_state_dict(model), ...)` fills the model and
-    `dcp.save(sharded_state_dict(model), ...)` writes it; the number of ranks may differ between the two. A fused weight
-    (options.stride) has one entry for each of its parts, `name.0`, `name.1`, ...; padding of a vocabulary has none.
+    `dcp.save(sharded_state_dict(model), ...)` writes it; nothing is gathered or copied. The number of ranks may differ
+    between the two, and so may what shards the parts once more (`fully_shard`). Names and shapes are those of the model
+    with plain layers: a fused weight (options.stride) in its own order, a vocabulary without its padding.
 
     Args:
         module: a model or a layer; its `state_dict()` remains this rank's parts.
+        tensors: what is presented, by the names of the module's parameters: a state of the optimizer such as exp_avg of
+            every parameter; None is `module.state_dict()`.
     Returns:
-        A flat mapping with the names of `state_dict()`.
+        The tensors under their names; those of parts replaced by a `WholeTensor`.
     Raises:
-        TypeError: no module. UnsupportedError: no process group has been initialised.
+        TypeError: no module.
     """
     if not isinstance(module, nn.Module):
         fail_type(_NAME, "module", "a torch.nn.Module", type(module).__name__)
-    found = dict(module.state_dict())
-    for prefix, layer in module.named_modules():
-        if isinstance(layer, _ParallelLayer):
+    # By identity: a wrapper may keep its own prefix out of the names of its state.
+    state = dict(module.state_dict(keep_vars=True))
+    split: dict[int, tuple[ParallelLayer, Partition]] = {}
+    for layer in module.modules():
+        if isinstance(layer, ParallelLayer):
             for name, partition in layer.partitions.items():
-                path = f"{prefix}.{name}" if prefix else name
-                del found[path]
-                found |= _parts(path, getattr(layer, name).detach(), partition, layer)
-    return found
+                split[id(layer.get_parameter(name))] = (layer, partition)
+    if tensors is not None:
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        places = {name: split[id(one)] for name, one in parameters.items() if id(one) in split}
+        state = dict(tensors)
+    else:
+        places = {name: split[id(one)] for name, one in state.items() if id(one) in split}
+    return {name: _presented(one, places.get(name)) for name, one in state.items()}
 
 
-def _parts(path: str, mine: Tensor, partition: Partition, layer: _ParallelLayer) -> dict[str, Tensor]:
-    if partition.stride == 1:
-        return {path: _as_dtensor(mine, partition, layer)}
-    part = Partition(partition.dim, 1, partition.size // partition.stride)
-    pieces = mine.chunk(partition.stride, partition.dim)
-    return {f"{path}.{index}": _as_dtensor(piece, part, layer) for index, piece in enumerate(pieces)}
+def _presented(value: Any, place: tuple[ParallelLayer, Partition] | None) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    value = value.detach()
+    if place is None:
+        return value
+    layer, partition = place
+    whole = [partition.size if dim == partition.dim else size for dim, size in enumerate(value.shape)]
+    pieces = list(_pieces(value, partition, layer.rank, layer.ranks))
+    nothing = (_local(value)[0].narrow(partition.dim, 0, 0), (0,) * value.dim())
+    return WholeTensor(tuple(whole), pieces or [nothing])
 
 
-def _as_dtensor(mine: Tensor, partition: Partition, layer: _ParallelLayer) -> Tensor:
-    from torch.distributed.tensor import DTensor, Shard
+def _pieces(part: Tensor, partition: Partition, rank: int, ranks: int) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
+    """What this process holds of a rank's part -> where that starts in the whole: a stretch of each of its runs."""
+    dim, stride, size = partition
+    local, first = _local(part)
+    run, last = part.shape[dim] // stride, first[dim] + local.shape[dim]
+    for number in range(stride):
+        begins = number * (size // stride) + rank * run  # of this run, in the whole
+        start, stop = max(first[dim], number * run), min(last, (number + 1) * run)
+        stop = min(stop, number * run + size - begins)  # what lies beyond the whole is padding
+        if start < stop:
+            offset = list(first)
+            offset[dim] = begins + start - number * run
+            yield local.narrow(dim, start - first[dim], stop - start), tuple(offset)
 
-    dim = partition.dim
-    shape = list(mine.shape)
-    start = layer.rank * shape[dim]
-    mine = mine.narrow(dim, 0, max(0, min(shape[dim], partition.size - start)))
-    shape[dim] = partition.size
-    whole = torch.empty(shape, device="meta")
-    return DTensor.from_local(
-        mine, _mesh(layer, mine.device.type), [Shard(dim)], shape=whole.shape, stride=whole.stride()
-    )
 
+def _local(part: Any) -> tuple[Tensor, tuple[int, ...]]:
+    """What this process holds of a rank's part, and where it starts there."""
+    if not is_dtensor(part):
+        return part, (0,) * part.dim()
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-def _mesh(layer: _ParallelLayer, device: str) -> Any:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    if isinstance(layer.group, DeviceMesh):
-        return layer.group
-    group = process_group(_NAME, layer.group)
-    return DeviceMesh.from_group(group or torch.distributed.group.WORLD, device)
+    _, first = compute_local_shape_and_global_offset(part.shape, part.device_mesh, part.placements)
+    return part.to_local(), tuple(first)

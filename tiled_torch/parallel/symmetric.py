@@ -5,18 +5,30 @@ partial result and writes its normalised rows to all ranks at once (NVLink multi
 Unmeasured: it needs several GPUs of the Hopper class in one NVLink domain, and no record of such a machine exists yet.
 """
 
+import os
 import warnings
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tiled_torch.parallel.groups import RankGroup
+from tiled_torch.parallel.transport import wide_sum
 
 _HOPPER = (9, 0)
 _ALIGNMENT = 16  # bytes of one multicast store
-_OPERATORS = ("reduce_scatter_out", "multimem_all_gather_out")
-_buffers: dict[tuple[str, torch.dtype, torch.device, str], Tensor] = {}
+_PATIENCE = 600_000  # milliseconds that ranks wait for each other, as an NCCL group does unless it is told otherwise
+_OPERATOR = "multimem_all_gather_out"
+
+
+class _Buffer(NamedTuple):
+    """Memory of this rank, and the handle by which torch maps every rank's."""
+
+    memory: Tensor
+    handle: Any
+
+
+_buffers: dict[tuple[str, torch.dtype, torch.device, str], _Buffer] = {}
 
 
 def why_not(over: RankGroup, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -25,14 +37,20 @@ def why_not(over: RankGroup, device: torch.device, dtype: torch.dtype) -> str | 
         return "A group of one rank has nothing to exchange."
     if device.type != "cuda":
         return f"Symmetric memory is a path of CUDA devices, and the tensors are on {device.type}."
-    if dtype not in (torch.bfloat16, torch.float32):
-        return f"It adds bfloat16 and float32, not {str(dtype).removeprefix('torch.')}."
+    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"It adds bfloat16, float16 and float32, not {str(dtype).removeprefix('torch.')}."
     if torch.cuda.get_device_capability(device) < _HOPPER:
         return f"Multicast needs a GPU of the Hopper class or newer, and this is {torch.cuda.get_device_name(device)}."
     if "nccl" not in torch.distributed.get_backend(over.group):
         return f"The group's backend is {torch.distributed.get_backend(over.group)}; it has to be nccl."
     if over.size > torch.cuda.device_count():
         return f"The group has {over.size} ranks and this host {torch.cuda.device_count()} GPUs; they have to share NVLink."
+    local = int(
+        os.environ.get("LOCAL_WORLD_SIZE", torch.cuda.device_count())
+    )  # torchrun says how many ranks a host has
+    ranks = torch.distributed.get_process_group_ranks(over.group or torch.distributed.group.WORLD)
+    if len({rank // local for rank in ranks}) > 1:
+        return f"The group's ranks, {', '.join(map(str, ranks))}, are on several hosts of {local} ranks."
     return _missing(device)
 
 
@@ -42,9 +60,8 @@ def _missing(device: torch.device) -> str | None:
         from torch._C._distributed_c10d import _SymmetricMemory
     except ImportError as error:
         return f"This build of torch has no symmetric memory ({error})."
-    absent = [name for name in _OPERATORS if not hasattr(torch.ops.symm_mem, name)]
-    if absent:
-        return f"This version of torch has no {absent[0]}."
+    if not hasattr(torch.ops.symm_mem, _OPERATOR):
+        return f"This version of torch has no {_OPERATOR}."
     index = device.index if device.index is not None else torch.cuda.current_device()
     if not _SymmetricMemory.has_multicast_support(DeviceType.CUDA, index):
         return "The GPUs have no NVLink multicast (NVSwitch)."
@@ -53,13 +70,22 @@ def _missing(device: torch.device) -> str | None:
 
 def partial_buffer(over: RankGroup, rows: int, features: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """[rows, features] of memory that every rank of the group can read, for this rank's partial result."""
-    return _buffer(over, "partial", rows * features, dtype, device).view(rows, features)
+    return _buffer(over, "partial", rows * features, dtype, device).memory[: rows * features].view(rows, features)
 
 
 def reduce_scatter_rows(over: RankGroup, partial: Tensor) -> Tensor:
-    """This rank's rows of the sum of all ranks' `partial`, which is a `partial_buffer`."""
-    mine = partial.new_empty(partial.shape[0] // over.size, partial.shape[1])
-    return torch.ops.symm_mem.reduce_scatter_out(partial, _name(over), False, mine)
+    """This rank's rows of the sum of all ranks' `partial`, which is a `partial_buffer`.
+
+    In float32, in rank order and rounded once: what `transport.reduce_scatter` makes of them.
+    """
+    handle = _buffer(over, "partial", partial.numel(), partial.dtype, partial.device).handle
+    rows = partial.shape[0] // over.size
+    mine = slice(over.rank * rows, (over.rank + 1) * rows)
+    handle.barrier(timeout_ms=_PATIENCE)  # every rank has written its partial result
+    parts = [handle.get_buffer(rank, partial.shape, partial.dtype)[mine] for rank in range(over.size)]
+    total = wide_sum(torch.stack(parts))
+    handle.barrier(timeout_ms=_PATIENCE)  # and none writes its next one before all have read
+    return total
 
 
 def fits_multicast(rows: int, features: int, dtype: torch.dtype) -> bool:
@@ -70,21 +96,22 @@ def fits_multicast(rows: int, features: int, dtype: torch.dtype) -> bool:
 def all_gather_rows(over: RankGroup, mine: Tensor) -> Tensor:
     """All ranks' rows, written to every rank by multicast; in memory of its own."""
     rows = mine.shape[0] * over.size
-    out = _buffer(over, "gathered", rows * mine.shape[1], mine.dtype, mine.device).view(rows, mine.shape[1])
+    elements = rows * mine.shape[1]
+    out = _buffer(over, "gathered", elements, mine.dtype, mine.device).memory[:elements].view(rows, mine.shape[1])
     return torch.ops.symm_mem.multimem_all_gather_out(mine.contiguous(), _name(over), out).clone()
 
 
-def _buffer(over: RankGroup, use: str, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The first elements of a buffer that is mapped once and grows, at the same calls on every rank."""
+def _buffer(over: RankGroup, use: str, elements: int, dtype: torch.dtype, device: torch.device) -> _Buffer:
+    """A buffer of that many elements or more, mapped once; it grows at the same calls on every rank."""
     import torch.distributed._symmetric_memory as symmetric_memory
 
     key = (_name(over), dtype, device, use)
-    if key not in _buffers or _buffers[key].numel() < elements:
+    if key not in _buffers or _buffers[key].memory.numel() < elements:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch marks the interface as one that may change
-            _buffers[key] = symmetric_memory.empty(elements, dtype=dtype, device=device)
-            symmetric_memory.rendezvous(_buffers[key], _name(over))
-    return _buffers[key][:elements]
+            memory = symmetric_memory.empty(elements, dtype=dtype, device=device)
+            _buffers[key] = _Buffer(memory, symmetric_memory.rendezvous(memory, _name(over)))
+    return _buffers[key]
 
 
 def _name(over: RankGroup) -> Any:

@@ -2,7 +2,21 @@
 
 Each call returns a `Pending`, whose `wait()` gives the result; until then the data is under way and the caller may compute.
 Backends move equal parts of contiguous buffers along dim 0, so that uneven parts are padded to the longest (gloo gathers
-no others) and other dims are laid out before or after. One collective per call.
+no others) and other dims are laid out before or after. One collective per call, but for the sums below.
+
+Sums of bfloat16 and float16 over more than two ranks are taken in float32 and rounded once. What a backend does itself
+depends on the algorithm that it picks: a ring rounds at every hop, which is off by about sqrt(R / 2) roundings over R ranks,
+where this is off by one at any number. (Two ranks add once: the backend's sum is the same.)
+
+* A reduce-scatter is an all-to-all of the unrounded parts and a sum in rank order: one collective, the bytes of a ring,
+  and a buffer as large as the given one beside it.
+* An all-reduce of more than `FEW` elements is that and an all-gather: the bytes of a ring again. Its first half is under
+  way until the wait; the second begins there. (NVLink switches that add in the network would move half of the bytes, of
+  sums that they may round: nothing lets a caller ask for float32 there. Unmeasured.)
+* An all-reduce of fewer travels as float32, where the number of collectives costs more than their bytes.
+
+A rank that waits in vain raises an error with its rank and the call after the group's timeout, where the backend raises
+in the waiting thread: gloo does, NCCL under TORCH_NCCL_BLOCKING_WAIT=1. NCCL's watchdog ends the process otherwise.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,9 +26,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tiled_torch.functional.activations import wide_dtype
 from tiled_torch.parallel.groups import RankGroup
 
 Sizes = Sequence[int] | None  # of every rank along the dim; None: equal
+FEW = 1 << 18  # elements whose bytes, at hundreds of GB/s, take less time than one more collective: 1 MiB of float32
 
 # Renamed in torch 2.12; the old names warn there.
 _gather_equal = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -29,26 +45,28 @@ class Pending:
 
     def wait(self) -> Tensor:
         if self.work is not None:
-            _named(self.over, self.name, self.work.wait)
-        result = self.finish()
+            named(self.over, self.name, self.work.wait)
         self.work = self.keep = None
-        return result
+        return self.finish()
 
 
 def _done(over: RankGroup, result: Tensor) -> Pending:
     return Pending(over, "", None, lambda: result)
 
 
-def _named(over: RankGroup, name: str, call: Callable[[], Any]) -> Any:
-    """The call; where it fails or times out, its error says which rank waited in which collective."""
+def named(over: RankGroup, name: str, call: Callable[[], Any]) -> Any:
+    """The call; where it fails or times out, its error says which rank waited in which collective of which call."""
     try:
         return call()
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
+        members = ""
+        if over.group is not None:
+            members = f" (ranks {', '.join(map(str, dist.get_process_group_ranks(over.group)))} of all)"
         raise RuntimeError(
-            f"{over.function}: {name} failed on rank {over.rank} of {over.size}. Every rank of the group has to make this "
-            f"call with fitting shapes; one that raised an error of its own, ended or is late does not. {error}"
+            f"{over.function}: {name} failed on rank {over.rank} of {over.size}. Every rank of the group{members} has to "
+            f"make this call with fitting shapes; one that raised an error of its own, ended or is late does not. {error}"
         ) from error
 
 
@@ -56,16 +74,16 @@ def all_reduce(over: RankGroup, x: Tensor) -> Pending:
     """The sum over the ranks, in new memory."""
     if not over.several:
         return _done(over, x)
-    total = x.clone(memory_format=torch.contiguous_format)
-    work = _named(over, "all-reduce", lambda: dist.all_reduce(total, group=over.group, async_op=True))
-    return Pending(over, "all-reduce", work, lambda: total)
+    return all_reduce_(over, x.clone(memory_format=torch.contiguous_format))
 
 
 def all_reduce_(over: RankGroup, x: Tensor, op: Any = dist.ReduceOp.SUM) -> Pending:
     """The reduction over the ranks, written over x, which is contiguous."""
     if not over.several:
         return _done(over, x)
-    work = _named(over, "all-reduce", lambda: dist.all_reduce(x, op=op, group=over.group, async_op=True))
+    if op == dist.ReduceOp.SUM and _rounds(over, x):
+        return _all_reduce_wide(over, x)
+    work = named(over, "all-reduce", lambda: dist.all_reduce(x, op=op, group=over.group, async_op=True))
     return Pending(over, "all-reduce", work, lambda: x)
 
 
@@ -77,7 +95,7 @@ def all_gather(over: RankGroup, x: Tensor, dim: int, sizes: Sizes = None) -> Pen
     longest = x.shape[dim] if sizes is None else max(sizes)
     part = _padded(x, dim, longest)
     flat = x.new_empty((over.size * part.shape[0], *part.shape[1:]))
-    work = _named(over, "all-gather", lambda: _gather_equal(flat, part, group=over.group, async_op=True))
+    work = named(over, "all-gather", lambda: _gather_equal(flat, part, group=over.group, async_op=True))
 
     def finish() -> Tensor:
         if dim == 0 and _equal(sizes):
@@ -106,10 +124,16 @@ def reduce_scatter(over: RankGroup, x: Tensor, dim: int, sizes: Sizes = None) ->
         for rank, part in enumerate(cut):
             given[rank].narrow(dim, 0, part.shape[dim]).copy_(part)
         given = given.flatten(0, 1)
-    mine = x.new_empty(shape)
-    work = _named(over, "reduce-scatter", lambda: _reduce_scatter_equal(mine, given, group=over.group, async_op=True))
     size = shape[dim] if sizes is None else sizes[over.rank]
-    return Pending(over, "reduce-scatter", work, lambda: mine.narrow(dim, 0, size).contiguous(), given)
+    pending = _reduced_part(over, given, "reduce-scatter")
+    padded = pending.finish
+
+    def finish() -> Tensor:
+        found = padded()  # never a view: fully_shard's hook on a layer's result would go lost in place
+        return found if found.shape[dim] == size else found.narrow(dim, 0, size).clone()
+
+    pending.finish = finish
+    return pending
 
 
 def all_to_all(over: RankGroup, x: Tensor, output_sizes: Sizes = None, input_sizes: Sizes = None) -> Pending:
@@ -119,10 +143,63 @@ def all_to_all(over: RankGroup, x: Tensor, output_sizes: Sizes = None, input_siz
     rows = x.shape[0] if output_sizes is None else sum(output_sizes)
     given, out = x.contiguous(), x.new_empty((rows, *x.shape[1:]))
     sizes = [None if one is None else list(one) for one in (output_sizes, input_sizes)]
-    work = _named(
-        over, "all-to-all", lambda: dist.all_to_all_single(out, given, *sizes, group=over.group, async_op=True)
-    )
-    return Pending(over, "all-to-all", work, lambda: out, given)
+    return Pending(over, "all-to-all", _exchange(over, "all-to-all", out, given, *sizes), lambda: out, given)
+
+
+def wide_sum(parts: Tensor) -> Tensor:
+    """The sum over dim 0, taken in float32 (float64 for float64) and rounded once."""
+    wide = wide_dtype(parts.dtype)
+    if parts.device.type != "cpu":
+        return parts.sum(0, dtype=wide).to(parts.dtype)
+    first, *others = parts.unbind()  # there, torch's sum makes a float32 copy of all of it
+    total = first.to(wide, copy=True)
+    for other in others:
+        total += other
+    return total.to(parts.dtype)
+
+
+def _rounds(over: RankGroup, x: Tensor) -> bool:
+    """Whether a backend may round on the way to a sum."""
+    return over.size > 2 and x.dtype in (torch.bfloat16, torch.float16)
+
+
+def _reduced_part(over: RankGroup, given: Tensor, name: str) -> Pending:
+    """This rank's equal part, along dim 0, of the sum; `given` is contiguous and stays as it is until the wait."""
+    shape = (given.shape[0] // over.size, *given.shape[1:])
+    if _rounds(over, given):
+        found = torch.empty_like(given)
+        work = _exchange(over, name, found, given)
+        return Pending(over, name, work, lambda: wide_sum(found.view(over.size, *shape)), given)
+    mine = given.new_empty(shape)
+    work = named(over, name, lambda: _reduce_scatter_equal(mine, given, group=over.group, async_op=True))
+    return Pending(over, name, work, lambda: mine, given)
+
+
+def _all_reduce_wide(over: RankGroup, x: Tensor) -> Pending:
+    """The sum in float32, written over x."""
+    name = "all-reduce"
+    if x.numel() <= FEW:
+        wide = x.float()
+        work = named(over, name, lambda: dist.all_reduce(wide, group=over.group, async_op=True))
+        return Pending(over, name, work, lambda: x.copy_(wide))
+    flat = x.view(-1)
+    even = _padded(flat, 0, -(-x.numel() // over.size) * over.size)
+    pending = _reduced_part(over, even, name)
+    part = pending.finish
+
+    def finish() -> Tensor:
+        mine = part()
+        named(over, name, lambda: _gather_equal(even, mine, group=over.group, async_op=True).wait())
+        if even.numel() > flat.numel():
+            flat.copy_(even[: x.numel()])
+        return x
+
+    pending.finish = finish
+    return pending
+
+
+def _exchange(over: RankGroup, name: str, out: Tensor, given: Tensor, *sizes: Any) -> Any:
+    return named(over, name, lambda: dist.all_to_all_single(out, given, *sizes, group=over.group, async_op=True))
 
 
 def _equal(sizes: Sizes) -> bool:

@@ -1,0 +1,32 @@
+"""`causal_attention` through the CUDA kernels of PyTorch, where grouped heads are read as they are."""
+
+import pytest
+import torch
+
+from shared_specs.tolerances import limit
+from tests.on_torch.test_attention import drawn, written_out
+from tiled_torch.functional.attention import causal_attention
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 4}, {"softcap": 0.7}, {"window": 4, "softcap": 0.7}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_equals_scores_written_out(dtype: torch.dtype, options: dict[str, float]) -> None:
+    window, softcap = int(options.get("window", 23)), options.get("softcap")
+    *exact, dy = drawn(dim=5)
+
+    def results(attend: object, arrays: list[torch.Tensor]) -> list[torch.Tensor]:
+        arrays = [x.requires_grad_() for x in arrays]
+        y = attend(arrays)  # type: ignore[operator]
+        return [y.detach(), *torch.autograd.grad(y, arrays, dy.to(y))]
+
+    def plain(arrays: list[torch.Tensor]) -> torch.Tensor:
+        return written_out(*arrays, 5**-0.5, window, softcap)
+
+    expected = results(plain, exact)
+    baseline = results(plain, [x.detach().to(dtype) for x in exact])
+    found = results(lambda arrays: causal_attention(*arrays, **options), [x.detach().to("cuda", dtype) for x in exact])  # type: ignore[arg-type]
+    for ours, rounded, truth in zip(found, baseline, expected, strict=True):
+        distances = [((x.double().cpu() - truth).norm() / truth.norm()).item() for x in (ours, rounded)]
+        assert distances[0] <= limit(distances[1], str(dtype).removeprefix("torch."))

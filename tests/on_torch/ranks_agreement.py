@@ -1,0 +1,110 @@
+"""What the ranks run for calls that are not alike on all ranks, each with an argument of its own. See tests/ranks.py."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shared_specs import LossOptions, SpecError
+from tests.on_torch.ranks_engines import Collectives
+from tests.on_torch.ranks_loss import HIDDEN, draw, group_of, labels
+from tests.on_torch.ranks_tensor_mlp import call, operands, part_of
+from tiled_torch.parallel import checkpoint, vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
+from tiled_torch.parallel.agreement import agree
+from tiled_torch.parallel.groups import rank_group
+
+
+def message_of(run: Callable[[], Any]) -> str:
+    try:
+        run()
+    except SpecError as error:
+        return str(error)
+    return "accepted"
+
+
+def mlp(rank: int, world: int, what: str) -> list[str]:
+    """The message for a call in which the last rank does something else, and for one that is alike again."""
+    odd = rank == world - 1
+    given = {n: part_of(n, a, rank, world) if n != "x" else a for n, a in operands(8, gated=True, bias=False).items()}
+    options: dict[str, Any] = {"sequence_parallel": True, "num_shards": 4}
+    good = dict(options)
+    match what:
+        case "shards":
+            options["num_shards"] = 2 if odd else 4
+        case "tokens":
+            given["x"] = given["x"][: 5 if odd else 8]
+        case "keep":
+            options["keep"] = 0.5 * odd
+        case "sequence_parallel":
+            options["sequence_parallel"] = not odd
+        case "dtype":
+            given = {n: a.float() if odd else a for n, a in given.items()}
+        case "gradient of x":
+            given["w_up"].requires_grad_()
+            given["x"].requires_grad_(odd)
+        case "any gradient":
+            given["w_up"].requires_grad_(odd)
+    first = message_of(lambda: call(given, **options))
+    whole = {n: part_of(n, a, rank, world) if n != "x" else a for n, a in operands(8, gated=True, bias=False).items()}
+    return [first, message_of(lambda: call(whole, **good))]
+
+
+def loss(rank: int, world: int, what: str) -> str:
+    """The message for a call in which the last rank does something else."""
+    odd = rank == world - 1
+    x, weight, targets = draw(8, HIDDEN, seed=0), draw(6, HIDDEN, seed=1), labels(6 * world, 8)
+    options: dict[str, Any] = {"num_shards": 4, "sequence_parallel": what.startswith("sequence")}
+    match what:
+        case "shards" | "sequence shards":
+            options["num_shards"] = 2 if odd else 4
+        case "tokens" | "sequence tokens":
+            x, targets = (x[:5], targets[:5]) if odd else (x, targets)
+        case "reduction":
+            options["loss"] = LossOptions(reduction="none" if odd else "mean")
+        case "vocab_size":
+            options["vocab_size"] = 6 * world - odd
+        case "logits":
+            rows = 5 if odd else 8
+            return message_of(lambda: vocab_parallel_cross_entropy((x @ weight.T)[:rows], targets[:rows]))
+    return message_of(lambda: vocab_parallel_linear_cross_entropy(x, weight, targets, **options))
+
+
+def functions(rank: int, world: int) -> str:
+    """Ranks that are in different functions."""
+    over = rank_group("one" if rank else "another")
+    return message_of(lambda: agree(over, torch.device("cpu"), {"a": 1}))
+
+
+def counts(rank: int, world: int, group: str) -> list[int] | None:
+    """Collectives of: a first call, the same again, another one, the first once more; of the same in another group."""
+    over, inside, _ = group_of(group, rank, world)
+    if inside < 0:
+        return None
+    found = []
+    for place, what in ((over, 1), (over, 1), (over, 2), (over, 1), (dist.group.WORLD if group == "mesh" else over, 1)):
+        with Collectives() as collectives:
+            agree(rank_group("counts", place), torch.device("cpu"), {"a": what})
+        found.append(sum(collectives.counts.values()))
+    return found
+
+
+def partitioned(rank: int, world: int, what: str) -> str:
+    """checkpoint(partition_inputs=True) of inputs that ranks do not share, or share but for roundings."""
+    x: Tensor = draw(6, 4, seed=0)
+    scale = torch.full((), 1.0 + rank)  # smaller than the group: kept as it is
+    places = torch.arange(6)[:, None] + 10_000  # numbers much larger than those that differ
+    match what:
+        case "values":
+            x = draw(6, 4, seed=rank)
+        case "shapes":
+            x = x[: 4 + rank]
+        case "roundings":
+            x = x * (1 + rank * torch.finfo(torch.float32).eps)
+        case "complex":
+            x = torch.complex(x, x)
+        case "complex values":
+            x = torch.complex(x, x + rank)
+    x.requires_grad_()
+    return message_of(lambda: checkpoint(lambda x, *others: x * others[0], x, scale, places, partition_inputs=True))

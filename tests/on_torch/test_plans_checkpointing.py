@@ -1,0 +1,212 @@
+"""What the modes of `Checkpointing` keep and compute again, to the byte and to the FLOP; named streams; compiled blocks."""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+
+from shared_specs.config import Checkpointing, Compile, ParallelConfig
+from shared_specs.errors import SpecError, UnsupportedError
+from shared_specs.tolerances import DISTRIBUTED_FLOAT64
+from tests.on_torch.counting import GemmFlop, LiveBytes
+from tests.on_torch.decoders import BATCH, LENGTH, batch, decoder, loss_of
+from tests.on_torch.ranks_plans import error_between
+from tiled_torch import TiledMLP
+from tiled_torch.models import tile_model
+from tiled_torch.parallel import Plan, parallelize, register_plan, seed_parallel
+
+TOKENS, HIDDEN, FEATURES = BATCH * LENGTH, 16, 24
+ROW, WIDE_ROW = 8 * TOKENS * HIDDEN, 8 * TOKENS * FEATURES  # bytes of [T, H] and [T, I] in float64
+SQUARE, WIDE = 2 * TOKENS * HIDDEN * HIDDEN, 2 * TOKENS * HIDDEN * FEATURES  # FLOP of one projection
+MODES = {
+    "nothing": None,
+    "full": Checkpointing(),
+    "layers": Checkpointing(mode="layers", every=2),
+    "products": Checkpointing(mode="products"),
+}
+
+
+def llama(layers: int, tiled: str) -> Any:
+    """tiled: "" not at all, "tiled_mlp", or "tile" because a projection has a hook."""
+    model = decoder(num_hidden_layers=layers)
+    if tiled == "tile":
+        for layer in model.model.layers:
+            layer.mlp.up_proj.register_forward_hook(lambda *_: None)
+    return tile_model(model, num_shards=3) if tiled else model
+
+
+@functools.cache
+def per_layer(mode: str, tiled: str) -> tuple[int, int]:
+    """Bytes alive between forward and backward, and FLOP of products in backward, of one layer: the difference between a
+    model with four layers and one with two."""
+    found = []
+    for layers in (2, 4):
+        model: Any = parallelize(llama(layers, tiled), None, ParallelConfig(checkpointing=MODES[mode]))
+        with LiveBytes() as live, GemmFlop() as products:
+            loss = loss_of(model, *batch(), inside=True, cache=False)
+            kept, forward = live.now, products.flop
+            loss.backward()
+        found.append((kept, products.flop - forward))
+    (few_bytes, few_flop), (many_bytes, many_flop) = found
+    return (many_bytes - few_bytes) // 2, (many_flop - few_flop) // 2
+
+
+@pytest.mark.parametrize("tiled", ["", "tiled_mlp", "tile"])
+def test_full_keeps_the_input_of_a_layer(tiled: str) -> None:
+    """And computes again all products but the last, whose result backward does not need (a tiled MLP: not at all)."""
+    kept, flop = per_layer("full", tiled)
+    assert kept == ROW
+    again = 4 * SQUARE + {"": 2 * WIDE, "tiled_mlp": 0, "tile": 0}[tiled]
+    found_by_tile = 2 * 2 * HIDDEN * FEATURES * 3 if tiled == "tile" else 0  # it tries two tokens to see what fn needs
+    assert flop - per_layer("nothing", tiled)[1] == again + found_by_tile
+
+
+@pytest.mark.parametrize("tiled", ["", "tiled_mlp", "tile"])
+def test_layers_is_full_for_every_second_one(tiled: str) -> None:
+    for value, full, nothing in zip(*(per_layer(mode, tiled) for mode in ("layers", "full", "nothing")), strict=True):
+        assert 2 * value == full + nothing
+
+
+def test_products_keeps_every_second_one() -> None:
+    """q, v, gate and down beside the input; k, o and up are computed again."""
+    kept, flop = per_layer("products", "")
+    assert kept == ROW + 3 * ROW + WIDE_ROW
+    assert flop - per_layer("nothing", "")[1] == 2 * SQUARE + WIDE
+    assert per_layer("full", "")[0] < kept < per_layer("nothing", "")[0] / 2
+
+
+@pytest.mark.parametrize("tiled", ["tiled_mlp", "tile"])
+def test_products_does_not_take_apart_what_is_tiled(tiled: str) -> None:
+    """Of the shards of an MLP nothing is kept; of the two tokens that `tile` tries, gate and down."""
+    kept, flop = per_layer("products", tiled)
+    tried = 8 * 2 * (FEATURES + HIDDEN) if tiled == "tile" else 0
+    assert kept == ROW + 2 * ROW + tried
+    again = 2 * 2 * HIDDEN * FEATURES if tiled == "tile" else 0
+    assert flop - per_layer("nothing", tiled)[1] == 2 * SQUARE + again
+
+
+class Dropping(nn.Module):
+    """Dropout from a named stream, and from the default generator."""
+
+    def __init__(self, streams: Any) -> None:
+        super().__init__()
+        self.first, self.second, self.streams = nn.Linear(8, 8), nn.Linear(8, 8), streams
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.streams.fork("tensor-parallel"):
+            x = nn.functional.dropout(self.first(x).relu())
+        return self.second(nn.functional.dropout(x)).tanh()
+
+
+class Drops(nn.Module):
+    def __init__(self, streams: Any) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Dropping(streams) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def dropped(mode: str) -> list[Any]:
+    """The gradients, and a number of each stream drawn afterwards."""
+    streams = seed_parallel(3)
+    model: Any = parallelize(Drops(streams), None, ParallelConfig(checkpointing=MODES[mode]))
+    model(torch.randn(4, 8)).sum().backward()
+    with streams.fork("tensor-parallel"):
+        after = torch.rand(1)
+    return [*(p.grad for p in model.parameters()), after, torch.rand(1)]
+
+
+@pytest.mark.parametrize("mode", ["full", "layers", "products"])
+def test_named_streams_are_drawn_from_again(mode: str) -> None:
+    register_plan(Drops, Plan(blocks="layers"), replace=True)
+    for found, expected in zip(dropped(mode), dropped("nothing"), strict=True):
+        assert torch.equal(found, expected)
+
+
+def products_of(graph: Any) -> int:
+    return sum(node.target is torch.ops.aten.mm.default for node in graph.graph.nodes)
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
+    """Products in every forward and backward graph that AOT autograd makes of what is compiled from now on."""
+    found: dict[str, list[int]] = {"forward": [], "backward": []}
+
+    def compiler(direction: str) -> Any:
+        def compile_graph(graph: Any, _: Any) -> Any:
+            found[direction].append(products_of(graph))
+            return graph
+
+        return compile_graph
+
+    backend = aot_autograd(fw_compiler=compiler("forward"), bw_compiler=compiler("backward"))
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    torch.compiler.reset()
+    return found
+
+
+# Products of a layer in its forward and backward graph; those of a tiled MLP are inside one operator.
+COMPILED = {
+    ("full", ""): (7, 14 + 6),
+    ("products", ""): (7, 14 + 3),
+    ("full", "tiled_mlp"): (4, 8 + 4),
+    ("products", "tiled_mlp"): (4, 8 + 2),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+@pytest.mark.parametrize(
+    ("mode", "tiled"), [pytest.param(*key, marks=pytest.mark.slow if key == ("full", "") else ()) for key in COMPILED]
+)
+def test_compiled_blocks_are_one_graph(graphs: dict[str, list[int]], mode: str, tiled: str) -> None:
+    """One for all equal layers, its checkpoint inside; the numbers are those of one that is not compiled."""
+    plain = llama(3, tiled)
+    expected_loss = loss_of(plain, *batch(), inside=True, cache=False)
+    expected_loss.backward()
+    model: Any = parallelize(llama(3, tiled), None, ParallelConfig(checkpointing=MODES[mode], compile=Compile()))
+    loss = loss_of(model, *batch(), inside=True, cache=False)
+    loss.backward()
+    forward, backward = COMPILED[mode, tiled]
+    assert graphs == {"forward": [forward], "backward": [backward]}
+    assert abs(loss.item() - expected_loss.item()) <= DISTRIBUTED_FLOAT64 * expected_loss.item()
+    found, expected = ({name: p.grad for name, p in m.named_parameters()} for m in (model, plain))
+    assert error_between(found, expected) <= DISTRIBUTED_FLOAT64
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_blocks_that_tile_breaks_are_compiled_inside_their_checkpoints(graphs: dict[str, list[int]]) -> None:
+    """Attention and norms; PyTorch would leave a checkpoint around a broken graph as it is, all of the block in it."""
+    plain = llama(2, "tile")
+    loss_of(plain, *batch(), inside=True, cache=False).backward()
+    model: Any = parallelize(llama(2, "tile"), None, ParallelConfig(checkpointing=MODES["full"], compile=Compile()))
+    loss_of(model, *batch(), inside=True, cache=False).backward()
+    assert sum(graphs["forward"]) == 4
+    found, expected = ({name: p.grad for name, p in m.named_parameters()} for m in (model, plain))
+    assert error_between(found, expected) <= DISTRIBUTED_FLOAT64
+    with pytest.raises(UnsupportedError, match=r"with config\.compile where an MLP goes through tile"):
+        parallelize(llama(2, "tile"), None, ParallelConfig(checkpointing=MODES["products"], compile=Compile()))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("tiled", [False, True])
+def test_compiled_ends(graphs: dict[str, list[int]], tiled: bool) -> None:
+    """Embedding, norm and head, tied ones too; of a tiled model not the head, which its loss does not call."""
+    model: Any = decoder(num_hidden_layers=1, tie_word_embeddings=True)
+    if tiled:
+        tile_model(model, num_shards=3)
+    parallelize(model, None, ParallelConfig(compile=Compile(ends=True)))
+    loss_of(model, *batch(), inside=True, cache=False).backward()
+    assert sorted(graphs["forward"]) == ([0, 0, 4] if tiled else [0, 0, 1, 7])
+
+
+def test_ends_of_a_model_without_any_are_refused() -> None:
+    with pytest.raises(
+        SpecError, match=r"config\.compile\.ends must be False for a model whose plan has no ends, got True"
+    ):
+        parallelize(TiledMLP(8, 12), None, ParallelConfig(compile=Compile(ends=True)))

@@ -1,0 +1,83 @@
+"""Calls that are not alike on all gloo ranks: refused on every rank before anything else is sent. See ranks_agreement.py."""
+
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.ranks
+
+MLP, HEAD = "tensor_parallel_mlp", "vocab_parallel_linear_cross_entropy"
+
+
+def run(pools: Any, world: int, function: str, **arguments: Any) -> list[Any]:
+    return pools[world].run(f"tests.on_torch.ranks_agreement:{function}", **arguments)
+
+
+OF_MLP = {
+    "shards": "shard_tokens must be the same on all 2 ranks, got 2, 4.",
+    "tokens": "the tokens of x must be the same on all 2 ranks, got (8, 8), (5, 5).",
+    "keep": "the first kept token must be the same on all 2 ranks, got 16, 8.",
+    "sequence_parallel": "sequence_parallel must be the same on all 2 ranks, got True, False.",
+    "dtype": "dtypes must be the same on all 2 ranks, got (torch.float64, torch.float64), (torch.float32, torch.float32).",
+    "gradient of x": "x.requires_grad must be the same on all 2 ranks, got False, True.",
+    "any gradient": "any requires_grad must be the same on all 2 ranks, got False, True.",
+}
+
+
+@pytest.mark.parametrize("what", OF_MLP)
+def test_calls_of_the_mlp(pools, what):
+    """One error text everywhere; afterwards the group works as before."""
+    assert run(pools, 2, "mlp", what=what) == [[f"{MLP}: {OF_MLP[what]}", "accepted"]] * 2
+
+
+OF_LOSS = {
+    "shards": "shard_tokens must be the same on all 4 ranks, got 2, 2, 2, 4.",
+    "tokens": "the tokens of x must be the same on all 4 ranks, got 8, 8, 8, 5.",
+    "sequence shards": "shard_tokens must be the same on all 4 ranks, got 2, 2, 2, 4.",
+    "sequence tokens": "the tokens of x must be the same on all 4 ranks, got (8, 8, 8, 8), (8, 8, 8, 8), ",
+    "reduction": "loss must be the same on all 4 ranks, got LossOptions(",
+    "vocab_size": "vocab_size must be the same on all 4 ranks, got 24, 24, 24, 23.",
+}
+
+
+@pytest.mark.parametrize("what", OF_LOSS)
+def test_calls_of_the_loss(pools, what):
+    messages = run(pools, 4, "loss", what=what)
+    assert len(set(messages)) == 1
+    assert messages[0].startswith(f"{HEAD}: {OF_LOSS[what]}")
+
+
+def test_calls_of_the_loss_of_logits(pools):
+    message = "vocab_parallel_cross_entropy: the tokens of target must be the same on all 2 ranks, got 8, 5."
+    assert run(pools, 2, "loss", what="logits") == [message] * 2
+
+
+def test_ranks_in_different_functions(pools):
+    rule = "the function must be the same on all 2 ranks, got another, one."
+    assert run(pools, 2, "functions") == [f"another: {rule}", f"one: {rule}"]
+
+
+@pytest.mark.parametrize("group", ["default", "mesh", "subset"])
+def test_nothing_is_sent_the_second_time(pools, group):
+    """Once for each group and combination."""
+    found = [counts for counts in run(pools, 4, "counts", group=group) if counts is not None]
+    assert len(found) == (2 if group == "subset" else 4)
+    assert all(counts[:4] == [1, 0, 1, 0] for counts in found), found
+
+
+@pytest.mark.parametrize(
+    ("what", "refused"),
+    [("values", True), ("complex values", True), ("shapes", True), ("roundings", False), ("complex", False)],
+)
+@pytest.mark.parametrize("world", [2, 4])
+def test_inputs_to_be_partitioned(pools, world, what, refused):
+    messages = run(pools, world, "partitioned", what=what)
+    assert len(set(messages)) == 1
+    start = "accepted"
+    if refused:
+        start = (
+            "checkpoint: partitioned inputs must be the same on every rank, got different ones. Inputs of a sequence"
+        )
+    if what == "shapes":
+        start = f"checkpoint: the shapes of partitioned inputs must be the same on all {world} ranks, got (((4, 4), "
+    assert messages[0].startswith(start)

@@ -1,0 +1,55 @@
+"""`parallelize` of both halves in bfloat16 with one configuration object: each as right as a plain bfloat16 model is."""
+
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import pytest
+from flax import nnx
+
+from shared_specs.config import DataParallel, ParallelConfig, Tiling
+from shared_specs.rounding import relative_error
+from shared_specs.tolerances import limit
+from tests.asserting import assert_within
+from tests.on_jax.parallel_models import mesh_of, run_quickly
+from tests.ranks import Ranks
+from tests.tiny_model import tiny_config, tiny_weights
+from tiled_jax.models import Llama, LlamaConfig, from_hf, to_hf
+from tiled_jax.parallel import parallelize
+
+pytestmark = pytest.mark.ranks
+
+DATA = DataParallel(param_dtype="bfloat16")
+TOKENS = np.random.default_rng(1).integers(0, 272, (4, 17)).astype(np.int32)
+
+
+@pytest.fixture(scope="module")
+def in_torch() -> dict[str, Any]:
+    with Ranks(2) as ranks:
+        answers = ranks.run("tests.on_torch.ranks_parity_mixed:models", tokens=TOKENS.tolist(), data=asdict(DATA))
+    return answers[0]
+
+
+def on_devices() -> dict[str, Any]:
+    """Loss and gradients by Hugging Face's names."""
+    config = tiny_config()
+    shapes = nnx.eval_shape(lambda: Llama(LlamaConfig.from_hf(config), tiling=Tiling(num_shards=3), rngs=nnx.Rngs(0)))
+    graph, parameters = nnx.split(shapes)
+    model = nnx.merge(graph, from_hf(parameters, tiny_weights(config)))
+    plan = parallelize(model, mesh_of(dp_shard=2), ParallelConfig(data=DATA))
+    assert plan.state is not None
+    loss, gradients = run_quickly(plan.gradients, plan.state.parameters, TOKENS, plan)
+    return {"loss": float(loss), "gradients": to_hf(gradients)}
+
+
+def test_losses_and_gradients(in_torch: dict[str, Any]) -> None:
+    """The limit of bfloat16: twice the error of Hugging Face's model, untiled, in one process, and a floor."""
+    oracle, plain = in_torch["oracle"], in_torch["plain"]
+    for half, found in (("torch", in_torch["sharded"]), ("jax", on_devices())):
+        allowed = limit(relative_error(np.asarray(plain["loss"]), np.asarray(oracle["loss"])), "bfloat16")
+        assert_within(np.asarray(found["loss"]), np.asarray(oracle["loss"]), allowed, f"{half}: loss")
+        assert found["gradients"].keys() == oracle["gradients"].keys()
+        for name, gradient in found["gradients"].items():
+            exact = np.asarray(oracle["gradients"][name])
+            allowed = limit(relative_error(np.asarray(plain["gradients"][name]), exact), "bfloat16")
+            assert_within(np.asarray(gradient, np.float64), exact, allowed, f"{half}: {name}")
