@@ -135,10 +135,10 @@ def collectives_of_the_module() -> list[str]:
     return [name for name in PARALLEL_SIGNATURES if hasattr(collectives, name)]
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_in_bfloat16_and_on_either_kind_of_mesh(kind: AxisType) -> None:
-    """What is only moved is exact; sums may be as wrong as four roundings of the result make them."""
-    cases, mesh = few_cases(4), mesh_of(4, kind)
+@pytest.mark.parametrize(("ranks", "kind"), [(2, AxisType.Auto), (4, AxisType.Explicit), (8, AxisType.Auto)], ids=str)
+def test_in_bfloat16_and_on_either_kind_of_mesh(ranks: int, kind: AxisType) -> None:
+    """What is only moved is exact; sums may be as wrong as their result, rounded once, may be."""
+    cases, mesh = few_cases(ranks), mesh_of(ranks, kind)
     for case, found in zip(cases, run(cases, mesh, True, jnp.bfloat16), strict=True):
         for name, a, b in zip(("y", "dx"), found, expected(case), strict=True):
             assert a.dtype == jnp.bfloat16

@@ -109,8 +109,9 @@ def test_gradients(check_vma: bool, x64: None) -> None:
             assert_within(np.asarray(a), np.asarray(b), DISTRIBUTED_FLOAT64, "gradient")
 
 
-def test_in_bfloat16() -> None:
-    mesh, y = mesh_of(4), [a.astype(jnp.bfloat16) for a in row_operands()]
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_in_bfloat16(ranks: int) -> None:
+    mesh, y = mesh_of(ranks), [a.astype(jnp.bfloat16) for a in row_operands()]
     x = [a.astype(jnp.bfloat16) for a in column_operands()]
     found = [jax.jit(column(mesh))(*map(jnp.asarray, x)), *jax.jit(row(mesh))(*map(jnp.asarray, y))]
     wide_x, wide_y = ([a.astype(np.float64) for a in operands] for operands in (x, y))

@@ -185,12 +185,13 @@ def assert_equal(actual: Any, wanted: Any, what: str) -> None:
 BFLOAT16 = ("column, gathered, fused", "column, sequence", "row", "row, sequence", "embedding, sequence, deterministic")
 
 
-def test_in_bfloat16() -> None:
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_in_bfloat16(ranks: int) -> None:
     """Against float64, as wrong as the same math on one device in bfloat16 may be."""
     cases = [CASES[name] for name in BFLOAT16]
-    given = [operands_of(case, 4, jnp.bfloat16) for case in cases]
+    given = [operands_of(case, ranks, jnp.bfloat16) for case in cases]
     on_one = jax.jit(lambda given: [plain(case, *arguments) for case, arguments in zip(cases, given, strict=True)])
-    found, baseline = sharded(cases, mesh_of(4), True)(given), on_one(given)
+    found, baseline = sharded(cases, mesh_of(ranks), True)(given), on_one(given)
     with jax.enable_x64(True):
         wide = jax.tree.map(lambda a: a.astype(jnp.float64) if a.dtype == jnp.bfloat16 else a, given)
         exact = on_one(wide)

@@ -3,10 +3,12 @@
 float64, two micro-batches. What runs on the ranks is in ranks_engines.py; the model and its truth in ranks_model.py.
 """
 
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from shared_specs.tolerances import DISTRIBUTED_FLOAT64, limit
 from tests.on_torch.ranks_model import MICRO_BATCHES
@@ -14,6 +16,8 @@ from tests.ranks import RankError, Ranks
 
 pytestmark = pytest.mark.ranks
 
+# Torch 2.11 does not cast a unit's inputs while its hooks are paused; tile then says so.
+CASTS_WHILE_PAUSED = "_cast_forward_inputs" in inspect.getsource(FSDPState)
 TILED = ("TiledMLP", "tiled_mlp", "tiled_mlp-keep", "tile", "tile-forward")
 CHECKPOINTED = pytest.mark.parametrize("checkpointed", [False, True], ids=["stored", "checkpointed"])
 KIND = pytest.mark.parametrize("kind", TILED)
@@ -118,6 +122,10 @@ def test_lora_under_ddp(ranks, checkpointed):
 @pytest.mark.parametrize("wrapped", ["block", "mlp", "inner", "linear"])
 def test_fsdp2_mixed_precision(ranks, wrapped):
     """Under a float32 policy: no further from the truth than the untiled model under the same policy."""
+    if wrapped in ("inner", "linear") and not CASTS_WHILE_PAUSED:
+        with pytest.raises(RankError, match="a mixed precision policy must be outside fn"):
+            ranks.run("tests.on_torch.ranks_engines:fsdp2_mixed", kind="tile", wrapped=wrapped)
+        return
     for answer in ranks.run("tests.on_torch.ranks_engines:fsdp2_mixed", kind="tile", wrapped=wrapped):
         assert answer["untiled"] > DISTRIBUTED_FLOAT64, "the policy was not applied"
         assert answer["tile"] <= limit(answer["untiled"], "float32")

@@ -82,10 +82,12 @@ def parallelize(
     """A compiled train step of the model over the devices of a mesh, and the shardings of all that it works on.
 
     Every device computes the loss of its own sequences inside one `jax.shard_map`, so that tiled layers and losses loop
-    over tokens that are there. Fully-sharded parameters are gathered a layer at a time, in forward and again in backward
-    (`reshard`), and their gradients scattered back; replicas (`engine="ddp"`, `replicate_axis`) meet once a step, in a sum
-    for each parameter. Which dim of a parameter goes where is said by its sharding metadata or by the rules of the
-    model's class (`register_rules`); parameters that neither knows are sharded along the longest dim that divides.
+    over tokens that are there. Devices of a `context_axis` are given whole sequences and compute with their own run of the
+    tokens of each, but for attention (`context_attention`). Fully-sharded parameters are gathered a layer at a time, in
+    forward and again in backward (`reshard`), and their gradients scattered back; replicas (`engine="ddp"`,
+    `replicate_axis`) meet once a step, in a sum for each parameter. Which dim of a parameter goes where is said by its
+    sharding metadata or by the rules of the model's class (`register_rules`); parameters that neither knows are sharded
+    along the longest dim that divides.
 
     Args:
         model: nnx, with concrete parameters (which are copied) or of shapes (`nnx.eval_shape`), in the mode (`train()`,

@@ -1,0 +1,70 @@
+"""What every process of test_parallelize.py runs on its GPU: a configuration against the same model in one process."""
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from shared_specs.config import Checkpointing, Compile, DataParallel, ParallelConfig, TensorParallel
+from tests.on_torch.decoders import BATCH, batch, decoder, truth
+from tests.on_torch.ranks_plans import error_between, full
+from tiled_torch import tile_model
+from tiled_torch.parallel import parallelize
+
+SHARDED, TENSOR = DataParallel(shard_axis="x", reduce_dtype=None), TensorParallel(axis="x")
+# Name -> (configuration over one axis of all GPUs, tiled).
+CASES: dict[str, tuple[ParallelConfig, bool]] = {
+    "fsdp": (ParallelConfig(data=SHARDED, checkpointing=Checkpointing()), True),
+    "fsdp, offload": (ParallelConfig(data=DataParallel(shard_axis="x", reduce_dtype=None, cpu_offload=True)), True),
+    "ddp": (ParallelConfig(data=DataParallel(engine="ddp", shard_axis="x", reduce_dtype=None)), True),
+    "tp": (ParallelConfig(tensor=TensorParallel(axis="x", sequence_parallel=False)), True),
+    "sp": (ParallelConfig(tensor=TENSOR, checkpointing=Checkpointing()), True),
+    "sp, untiled": (ParallelConfig(tensor=TENSOR), False),
+    "compiled": (ParallelConfig(compile=Compile(), data=SHARDED), True),
+    "asynchronous": (ParallelConfig(tensor=TensorParallel(axis="x", asynchronous=True), compile=Compile()), False),
+}
+
+
+def errors(rank: int, world: int, device: torch.device, name: str) -> tuple[float, float]:
+    """Of the loss and of all gradients, in float64."""
+    config, tiled = CASES[name]
+    expected_loss, expected = truth("llama")
+    model = decoder().to(device)
+    if tiled:
+        tile_model(model, num_shards=3)
+    model = parallelize(model, init_device_mesh(device.type, (world,), mesh_dim_names=("x",)), config)
+    parts, part = (world, rank) if config.data is not None else (1, 0)
+    rows = slice(part * BATCH // parts, (part + 1) * BATCH // parts)
+    ids, labels = (a[rows].to(device) for a in batch())
+    loss = model(input_ids=ids, labels=labels, use_cache=False).loss
+    loss.backward()
+    found = {key.removeprefix("module."): full(p.grad) for key, p in model.named_parameters()}
+    mean = loss.detach().double()
+    dist.all_reduce(mean)
+    off = abs(mean.item() / world - expected_loss) / expected_loss
+    return off, error_between({key: None if g is None else g.cpu() for key, g in found.items()}, expected)
+
+
+def on_rank(rank: int, world: int, port: int, kind: str, results: Any) -> None:
+    """Every case that this machine can do; an error is its text. After one the group is not used again."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo", rank=rank, world_size=world)
+    results[rank] = dict(_answers(rank, world, device))
+    dist.destroy_process_group()
+
+
+def _answers(rank: int, world: int, device: torch.device) -> Iterator[tuple[str, Any]]:
+    for name in CASES:
+        if name == "asynchronous" and (device.type == "cpu" or world == 1):
+            continue
+        try:
+            yield name, errors(rank, world, device, name)
+        except Exception as error:
+            yield name, repr(error)
+            return
