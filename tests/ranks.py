@@ -6,7 +6,8 @@
 A function takes `rank`, `world` and the keyword arguments (JSON), runs inside its own process group, and returns JSON.
 An error on any rank fails the call with every rank's traceback. A call that takes longer than HANG_SECONDS is reported
 as a hang, with the stack of each rank. After either, fresh ranks serve the next call, so that one failure stays one.
-Ranks that could not even meet (a stalled machine; nothing of the function has run yet) are replaced once and asked again.
+Ranks that could not even meet (a stalled machine; nothing of the function has run yet), or whose sockets gloo could not
+connect for a group of their own, are replaced once and asked again.
 """
 
 import faulthandler
@@ -31,6 +32,7 @@ LOOPBACK = {} if sys.platform != "linux" else {"GLOO_SOCKET_IFNAME": "lo"}  # th
 GLOO_SECONDS = 60  # a rank that waits longer for another one raises
 HANG_SECONDS = 120
 START_SECONDS = 120
+UNCONNECTED = "connectFullMesh failed"  # what gloo says where the sockets of a new group could not be made
 
 
 class RankError(AssertionError):
@@ -52,6 +54,15 @@ class Ranks:
 
     def run(self, function: str, **arguments: Any) -> list[Any]:
         """What `function` ("module:name") returns on every rank, in rank order."""
+        try:
+            return self._answers(function, arguments)
+        except RankError as error:
+            if UNCONNECTED not in str(error):
+                raise
+            print(f"A group's ranks could not connect in {function}; asking fresh ones. {error}", file=sys.stderr)
+        return self._answers(function, arguments)
+
+    def _answers(self, function: str, arguments: dict[str, Any]) -> list[Any]:
         answers = self._ask(function, arguments)
         if any(answer.get("met") is False for answer in answers):
             print(f"The ranks could not meet for {function}; asking fresh ones. {answers}", file=sys.stderr)

@@ -215,6 +215,7 @@ def command(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*start, *words], cwd=ROOT, text=True, capture_output=True, env=environment)
 
 
+@pytest.mark.slow  # make test-new-jax has no torch at all
 def test_the_command_runs_where_torch_cannot_be_imported(inputs: Path, tmp_path: Path) -> None:
     words = ["--model", str(inputs / "model.gguf"), "--text", str(inputs / "text"), "--out", str(tmp_path / "run")]
     words += ["--tokens", "40", "--steps", "2", "--num-shards", "3", "--device", "cpu"]

@@ -116,7 +116,8 @@ def start(folder: Path, rank: int, job: int) -> "subprocess.Popen[str]":
         return subprocess.Popen(command, cwd=ROOT, text=True, env=environment, stdout=shown, stderr=subprocess.STDOUT)
 
 
-@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_process_ends_the_run_and_keeps_the_last_checkpoint(tmp_path: Path, victim: int) -> None:
     write_tiny_folder(tmp_path / "model")
     write_text(tmp_path / "text")

@@ -25,7 +25,9 @@ EXPECTED = {
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised inside the peers and torch's own compiler
-@pytest.mark.parametrize("op", ["kernels", "mlp", pytest.param("loss", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "op", [pytest.param("kernels", marks=pytest.mark.slow), "mlp", pytest.param("loss", marks=pytest.mark.slow)]
+)
 def test_every_part_writes_records(op: str, tmp_path: Path) -> None:
     options = BenchOptions(op=op, device="gpu", repeats=1, out=str(tmp_path))
     sizes = {"widths": {"tiny": (16, 32)}, "tokens": (130, 140), "shards": (128, 130, 256), "vocab": 50}

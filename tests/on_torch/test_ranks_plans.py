@@ -46,7 +46,7 @@ def test_llama_on_one_axis(two, tiled):
     assert paths == (["tensor_parallel_mlp", "vocab_parallel_linear_cross_entropy"] if tiled else [])
 
 
-@pytest.mark.parametrize("tiled", [False, True])
+@pytest.mark.parametrize("tiled", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_llama_on_two_axes_and_uneven_tokens(four, tiled):
     """Ten tokens over four ranks are 3, 3, 3 and 1."""
     names = [name for name in ["tp", "sp", *TWO_AXES] if not (tiled and "gathered" in name)]
@@ -124,7 +124,9 @@ def test_compiled_tiled_blocks_that_are_split():
     assert all(errors["graphs"] > 0 for found in answers for errors in found.values())
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "backend", [pytest.param("aot_eager", marks=pytest.mark.slow), pytest.param("inductor", marks=pytest.mark.slow)]
+)
 def test_compiled_autograd(two, backend):
     """DDP's reductions as operations of a backward that is compiled whole."""
     for found in two.run(_HERE + "compiled_autograd", backend=backend):

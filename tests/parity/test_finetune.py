@@ -45,7 +45,12 @@ def test_commands_have_the_same_words_and_options():
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"model": "untied"}, {"rope_scale": 2.0, "tokens": 100, "batch": 1}, {"checkpointing": True}],
+    [
+        {},
+        pytest.param({"model": "untied"}, marks=pytest.mark.slow),
+        {"rope_scale": 2.0, "tokens": 100, "batch": 1},
+        {"checkpointing": True},
+    ],
     ids=str,
 )
 def test_same_losses_and_weights(inputs, tmp_path, changes):
@@ -61,7 +66,9 @@ def test_same_losses_and_weights(inputs, tmp_path, changes):
         assert np.linalg.norm(weights[1][name] - weight) <= DEMO_LOSS_RTOL * np.linalg.norm(weight), name
 
 
-@pytest.mark.parametrize(("first", "second"), [(TorchTrainer, JaxTrainer), (JaxTrainer, TorchTrainer)])
+@pytest.mark.parametrize(
+    ("first", "second"), [(TorchTrainer, JaxTrainer), pytest.param(JaxTrainer, TorchTrainer, marks=pytest.mark.slow)]
+)
 def test_one_half_resumes_the_other(inputs, tmp_path, first, second):
     whole = run(first, inputs, tmp_path / "whole")
     begun = run(first, inputs, tmp_path / "run", steps=3)

@@ -109,7 +109,11 @@ def on_devices(case: Case) -> tuple[float, dict[str, Array]]:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in ("fsdp 2", "sp 2") else ()) for name in CASES]
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in ("fsdp 2", "sp 2", "replicas 2 x fsdp 2") else ())
+        for name in CASES
+    ],
 )
 def test_losses_and_gradients(pools: Any, name: str) -> None:
     case = CASES[name]

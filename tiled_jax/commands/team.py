@@ -43,7 +43,11 @@ class Processes:
     def lost(self, error: BaseException) -> str | None:
         for found in _chain(error):  # Orbax puts errors of its own around them
             text = str(found)
-            if isinstance(found, jax.errors.JaxRuntimeError) and any(word in text.lower() for word in _GONE):
+            told = text.lower()
+            # The type goes by the status that XLA gives the error; gloo's own words tell by themselves.
+            if "gloo" in told or (
+                isinstance(found, jax.errors.JaxRuntimeError) and any(word in told for word in _GONE)
+            ):
                 Processes.some_lost = True
                 return text
         return None
