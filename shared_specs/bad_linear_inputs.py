@@ -40,7 +40,7 @@ BAD_LINEAR_CASES: tuple[BadLinearCase, ...] = (
         id="out_features-kind",
         arguments={"out_features": 1.5},
         error=TypeError,
-        message=f"{_NAME}: out_features must be an integer or None, got float.",
+        message=f"{_NAME}: out_features must be an integer, got float.",
     ),
     BadLinearCase(
         id="in_splits-zero",
@@ -62,6 +62,18 @@ BAD_LINEAR_CASES: tuple[BadLinearCase, ...] = (
         arguments={"out_splits": "2"},
         error=TypeError,
         message=f"{_NAME}: out_splits must be an integer, got str.",
+    ),
+    BadLinearCase(
+        id="bias-kind",
+        arguments={"bias": "no"},
+        error=TypeError,
+        message=f"{_NAME}: bias must be True or False, got str.",
+    ),
+    BadLinearCase(
+        id="combine_out_splits-kind",
+        arguments={"combine_out_splits": 1},
+        error=TypeError,
+        message=f"{_NAME}: combine_out_splits must be True or False, got int.",
     ),
     BadLinearCase(
         id="linear_cls-kind",

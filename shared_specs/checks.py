@@ -3,6 +3,8 @@
 Both halves describe their arguments as `Operand`s and call the same checks, so a bad input raises the same text in both;
 only the words of `config.HalfNames` differ.
 """
+# What users hand over is looked at whatever its annotation says.
+# pyright: reportUnnecessaryIsInstance=false
 
 import math
 from collections.abc import Mapping, Sequence
@@ -38,7 +40,20 @@ def check_keep(function: str, keep: object) -> None:
         fail(function, "keep", "in [0, 1]", keep, advice="It is the fraction of shards whose gate and up are kept.")
 
 
+def check_flags(function: str, **flags: object) -> None:
+    """Every flag is True or False."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            fail_type(function, name, "True or False", type(value).__name__)
+
+
+def check_float(function: str, name: str, dtype: str) -> None:
+    if dtype not in FLOAT_DTYPES:
+        fail(function, name, "of dtype " + ", ".join(FLOAT_DTYPES), dtype)
+
+
 def check_fused(function: str, gated: bool, fused_gate_up: bool) -> None:
+    check_flags(function, gated=gated, fused_gate_up=fused_gate_up)
     if fused_gate_up and not gated:
         fail(function, "fused_gate_up", "False without a gate", fused_gate_up)
 
@@ -194,8 +209,7 @@ def _check_biases(function: str, biases: Mapping[str, Operand], widths: Mapping[
 
 
 def _check_kinds(function: str, x: Operand, others: Mapping[str, Operand], *, master_weights: bool) -> None:
-    if x.dtype not in FLOAT_DTYPES:
-        fail(function, "x", "of dtype " + ", ".join(FLOAT_DTYPES), x.dtype)
+    check_float(function, "x", x.dtype)
     is_master = master_weights and x.dtype in ("bfloat16", "float16")
     for name, other in others.items():
         if other.dtype != x.dtype and not (is_master and other.dtype == "float32"):
@@ -299,8 +313,7 @@ def check_vocab_parallel_logits(function: str, logits: Operand, target: Operand)
         shapes = f"vocab_parallel_logits is {show_shape(logits.shape)}"
         fail(function, "target", show_shape(logits.shape[:-1]), show_shape(target.shape), shapes=shapes)
     check_targets_dtype(function, "target", target)
-    if logits.dtype not in FLOAT_DTYPES:
-        fail(function, "vocab_parallel_logits", "of dtype " + ", ".join(FLOAT_DTYPES), logits.dtype)
+    check_float(function, "vocab_parallel_logits", logits.dtype)
     if target.device != logits.device:
         fail(function, "target", f"on the logits' device {logits.device}", target.device)
 
@@ -319,8 +332,8 @@ def fail_target(function: str, target: int, vocab: int, ignore_index: int) -> Ne
 def check_sizes(function: str, sizes: Mapping[str, object]) -> None:
     """Feature counts of a module: integers >= 1."""
     for name, size in sizes.items():
-        if size is None:
-            fail_type(function, name, "an integer", "None")
+        if isinstance(size, bool) or not isinstance(size, int):
+            fail_type(function, name, "an integer", type(size).__name__ if size is not None else "None")
         check_count(function, name, size)
 
 

@@ -71,7 +71,10 @@ class FinetuneOptions:
     fsdp: int = _option(
         1, help="ranks that share parameters, gradients and optimizer state among them and split the batch"
     )
-    tp: int = _option(1, help="ranks that split every layer; dp x fsdp x tp is the number of ranks in all")
+    cp: int = _option(
+        1, help="ranks that cut the tokens of every sequence among them, and attend with some of the heads each"
+    )
+    tp: int = _option(1, help="ranks that split every layer; dp x fsdp x cp x tp is the number of ranks in all")
     group_timeout: int = _option(600, help="seconds that a process waits for another one before it ends the run")
     out: str = _option("out/finetune", metavar="FOLDER", help="new folder for log, checkpoints, plot and model")
     save_every: int = _option(5, help="steps between checkpoints; one is always written at the end or on Ctrl-C")
@@ -104,7 +107,7 @@ class FinetuneOptions:
     @property
     def ranks(self) -> int:
         """Ranks in all."""
-        return self.dp * self.fsdp * self.tp
+        return self.dp * self.fsdp * self.cp * self.tp
 
     def tiling(self) -> Tiling | None:
         """The tiling these options ask for; None for --plain."""
@@ -129,11 +132,13 @@ class FinetuneOptions:
         parts = self.dp * self.fsdp
         hint = f"Every one of the {self.dp} x {self.fsdp} ranks of --dp and --fsdp takes as many sequences."
         _require(self.batch % parts == 0, "batch", f"be a multiple of {parts}", self.batch, hint)
+        hint = f"Every one of the {self.cp} ranks of --cp takes as many tokens of a sequence."
+        _require(self.tokens % self.cp == 0, "tokens", f"be a multiple of {self.cp}", self.tokens, hint)
 
 
 _LEAST = {
     **{"tokens": 2, "steps": 1, "batch": 1, "save_every": 1, "seed": 0},
-    **{"dp": 1, "fsdp": 1, "tp": 1, "group_timeout": 1},
+    **{"dp": 1, "fsdp": 1, "cp": 1, "tp": 1, "group_timeout": 1},
 }
 _SHARDING = ("num_shards", "shard_tokens", "memory_budget")
 

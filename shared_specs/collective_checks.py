@@ -1,6 +1,7 @@
 """What a collective requires of the shape of its input before anything is sent. Integers only, one text for both halves."""
 
 from collections.abc import Sequence
+from typing import Any, cast
 
 from shared_specs.errors import fail, fail_type, show_shape
 
@@ -31,10 +32,10 @@ def check_sizes(function: str, argument: str, sizes: object, ranks: int) -> tupl
     """The sizes of every rank's part, once there is one for each."""
     if isinstance(sizes, str) or not isinstance(sizes, Sequence):
         fail_type(function, argument, "a sequence of integers or None", type(sizes).__name__)
-    for size in sizes:
+    found = tuple(cast("Sequence[int]", sizes))
+    for size in cast("tuple[object, ...]", found):
         if isinstance(size, bool) or not isinstance(size, int):
             fail_type(function, argument, "a sequence of integers or None", f"one with a {type(size).__name__}")
-    found = tuple(sizes)
     if len(found) != ranks:
         fail(function, argument, f"of one size for each of the {ranks} ranks", list(found))
     if min(found) < 0:
@@ -99,13 +100,14 @@ def check_exchange_of_all(
     if output_sizes is None and input_sizes is None:
         check_even(function, shape, 0, ranks, sizes="input_split_sizes and output_split_sizes")
         return None
-    found = {}
-    for name, rows in (("output_split_sizes", output_sizes), ("input_split_sizes", input_sizes)):
-        if rows is None:
+    found: dict[str, tuple[tuple[int, ...], ...]] = {}
+    for name, given_rows in (("output_split_sizes", output_sizes), ("input_split_sizes", input_sizes)):
+        if given_rows is None:
             fail(function, name, "given, or both left out", None)
         rule = "a sequence with one sequence of integers for each device"
-        if isinstance(rows, str) or not isinstance(rows, Sequence):
-            fail_type(function, name, rule, type(rows).__name__)
+        if isinstance(given_rows, str) or not isinstance(given_rows, Sequence):
+            fail_type(function, name, rule, type(given_rows).__name__)
+        rows = cast("Sequence[Any]", given_rows)
         if any(isinstance(row, str) or not isinstance(row, Sequence) for row in rows):
             advice = "All devices run one program, which has to know the sizes of all of them."
             fail_type(function, name, rule, rows, advice=advice)

@@ -1,19 +1,14 @@
 """What the parallel linear layers and the embedding require of their options and shapes, before anything is sent."""
+# What users hand over is looked at whatever its annotation says.
+# pyright: reportUnnecessaryIsInstance=false, reportUnnecessaryComparison=false
 
 from collections.abc import Mapping
 from dataclasses import fields
 
-from shared_specs.checks import FLOAT_DTYPES, Operand, check_count
+from shared_specs.checks import FLOAT_DTYPES, Operand, check_count, check_flags
 from shared_specs.collective_checks import check_dim, check_sizes
 from shared_specs.config import HalfNames, ParallelLinearOptions
 from shared_specs.errors import fail, fail_type, show_shape
-
-
-def check_flags(function: str, **flags: object) -> None:
-    """Every flag is True or False."""
-    for name, value in flags.items():
-        if not isinstance(value, bool):
-            fail_type(function, name, "True or False", type(value).__name__)
 
 
 def check_linear_options(

@@ -10,10 +10,14 @@ from shared_specs.partitions import bounds
 
 
 def check_tiled_linear(
-    function: str, in_features: int, out_features: int, in_splits: object, out_splits: object
+    function: str, in_features: int, out_features: int, in_splits: object, out_splits: object, **flags: object
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The sizes of input and output splits (`partitions.bounds`); SpecError where a split would hold nothing."""
+    """The sizes of input and output splits (`partitions.bounds`); SpecError where a split would hold nothing.
+
+    flags: the arguments that are True or False.
+    """
     checks.check_sizes(function, {"in_features": in_features, "out_features": out_features})
+    checks.check_flags(function, **flags)
     sizes: list[tuple[int, ...]] = []
     for kind, features, splits in (("in", in_features, in_splits), ("out", out_features, out_splits)):
         if isinstance(splits, bool) or not isinstance(splits, int):

@@ -70,7 +70,7 @@ class TensorSizes:
         vocab: entries of a vocabulary that is split, unevenly where it has to be; one a rank at least.
     """
 
-    even: Mapping[str, int] = field(default_factory=dict)
+    even: Mapping[str, int] = field(default_factory=dict[str, int])
     vocab: int | None = None
 
 
@@ -105,11 +105,11 @@ def check_context_tokens(function: str, argument: str, tokens: int, ranks: int, 
         fail(function, argument, rule, tokens, shapes=f"{argument} is {show_shape(shape)}", advice=advice)
 
 
-def refuse_context(function: str, model: str) -> Never:
-    """For a model whose attention, or loss, nothing is known of."""
+def refuse_context(function: str, computes: str, axis: str) -> Never:
+    """For a model whose attention, or loss, nothing is known of; `computes`: what has to be given whole sequences."""
     rule = "None for a model that does not say how its tokens are split"
-    advice = f"{model} computes with whole sequences."
-    raise UnsupportedError(error_text(function, "config.data.context_axis", rule, "an axis", advice=advice))
+    advice = f"{computes} computes with whole sequences."
+    raise UnsupportedError(error_text(function, "config.data.context_axis", rule, repr(axis), advice=advice))
 
 
 def mesh_axes(config: ParallelConfig) -> dict[str, str]:
@@ -250,6 +250,8 @@ def _check_mesh(function: str, config: ParallelConfig, axes: Mapping[str, int]) 
 
 
 def _check_axis(function: str, name: str, axis: str, axes: Mapping[str, int]) -> None:
+    if not axes:
+        fail(function, "mesh", f"one with the axis {axis!r} of {name}", "no axes")
     if axis not in axes:
         fail(function, name, "an axis of the mesh, one of " + ", ".join(axes), repr(axis))
 

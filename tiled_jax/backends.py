@@ -1,7 +1,7 @@
 """Which backends can run here and, where one cannot, why not."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 import jax
@@ -33,16 +33,25 @@ def usable_backends() -> Mapping[str, str | None]:
     return {"xla": None, "pallas": None if interpreting() else _no_hopper()}
 
 
-def choose(function: str, backend: object, *, no_kernel: str | None = NO_KERNEL) -> str:
+def choose(
+    function: str,
+    backend: object,
+    *,
+    no_kernel: Callable[[], str | None] = lambda: NO_KERNEL,
+    usable: Mapping[str, str | None] | None = None,
+) -> str:
     """The backend that runs for this argument; a backend named explicitly runs or is refused, it never falls back.
 
     Args:
-        no_kernel: why this call has no Pallas kernel, whatever the machine; None where it has one.
+        no_kernel: says why this call has no Pallas kernel, or None where it has one. Asked only where a kernel might run:
+            elsewhere the answer is not worth loading Mosaic for.
+        usable: what `usable_backends` has told this call already.
     Raises:
         SpecError: no such backend. UnsupportedError: it cannot run here; the message says why.
     """
-    usable = usable_backends()
-    reasons = {**usable, "pallas": usable["pallas"] or no_kernel}
+    reasons = dict(usable_backends() if usable is None else usable)
+    if backend != "xla" and reasons["pallas"] is None:
+        reasons["pallas"] = no_kernel()
     checks.check_backend(function, backend, config.JAX, reasons)
     if backend != "auto":
         return str(backend)

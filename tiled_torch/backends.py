@@ -65,6 +65,14 @@ def record_run(function: str, backend: str) -> None:
     _ran[function] = backend
 
 
+# For torch.compile a call without a value: it would refuse the note inside a checkpoint, whose replay would write it again.
+# This is what `torch.compiler.assume_constant_result` does, which loads the compiler: seconds, for whoever never compiles.
+record_run._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def last_run(function: str) -> str | None:
-    """The backend that the last call of a public function ran on; None before the first call."""
+    """The backend that the last call of a public function ran on; None before the first call.
+
+    Compiled code makes no calls: one counts when it is compiled.
+    """
     return _ran.get(function)

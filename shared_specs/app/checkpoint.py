@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from shared_specs.app.team import ALONE, Team
@@ -106,13 +107,14 @@ def load_checkpoint(out: Path, team: Team = ALONE) -> Checkpoint | None:
     folder = folders[-1]
     if team.rank == 0:
         _verify(folder)
-    record = json.loads((folder / "run.json").read_text())
-    if "shard_format" in record:
-        return Checkpoint(folder, record, None)
-    state = TrainerState(
-        weights=load_file(folder / "model.safetensors"), optimizer=load_file(folder / "optimizer.safetensors")
-    )
-    return Checkpoint(folder, record, state)
+    try:
+        record = json.loads((folder / "run.json").read_text())
+        if "shard_format" in record:
+            return Checkpoint(folder, record, None)
+        weights, optimizer = (load_file(folder / f"{name}.safetensors") for name in ("model", "optimizer"))
+    except (OSError, ValueError, SafetensorError) as error:  # in the processes that did not verify
+        raise _damaged(folder, str(error)) from error
+    return Checkpoint(folder, record, TrainerState(weights=weights, optimizer=optimizer))
 
 
 def write_folder(

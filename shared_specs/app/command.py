@@ -9,9 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from shared_specs.app.team import SaidElsewhere, let_first_speak
-from shared_specs.cli import InputError, flag, parse_size
-from shared_specs.errors import SpecError, UnsupportedError
+from shared_specs.app.team import USER_ERRORS, SaidElsewhere, let_first_speak
+from shared_specs.cli import flag, parse_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +44,7 @@ def main(package: str, commands: Sequence[Command], arguments: Sequence[str] | N
         code = app(args=arguments, prog_name=f"python -m {package}", standalone_mode=False)
     except SaidElsewhere:
         return 2
-    except (InputError, SpecError, UnsupportedError) as error:
+    except USER_ERRORS as error:
         return _fail(str(error))
     except typer.TyperException as error:
         return _fail(error.format_message())

@@ -21,7 +21,7 @@ from shared_specs.app.memory import PeakMemory, resident_bytes
 from shared_specs.app.plots import plot_runs
 from shared_specs.app.progress import RunProgress
 from shared_specs.app.signals import StopRequest, exit_code
-from shared_specs.app.team import Team, agreed
+from shared_specs.app.team import USER_ERRORS, Team, agreed
 from shared_specs.app.trainer import Trainer
 from shared_specs.app.weights import write_config, write_model
 from shared_specs.cli import FinetuneOptions
@@ -44,6 +44,8 @@ def finetune(trainer: Trainer, options: FinetuneOptions, console: Console | None
     team = trainer.join(options)
     try:
         return _finetune(trainer, team, options, console or Console(quiet=team.rank != 0))
+    except USER_ERRORS:
+        raise
     except Exception as error:
         reason = team.lost(error)
         if reason is None:
@@ -57,7 +59,7 @@ def finetune(trainer: Trainer, options: FinetuneOptions, console: Console | None
 def _finetune(trainer: Trainer, team: Team, options: FinetuneOptions, console: Console) -> int:
     job = agreed(team, lambda: prepare(options, trainer.shard_format, team))
     before = resident_bytes()
-    _load(trainer, job)
+    _load(trainer, team, job)
     if team.rank == 0:
         job.out.mkdir(parents=True, exist_ok=True)
     log = RunLog(job.out) if team.rank == 0 else NoLog()
@@ -68,10 +70,11 @@ def _finetune(trainer: Trainer, team: Team, options: FinetuneOptions, console: C
         log.close()
 
 
-def _load(trainer: Trainer, job: Job) -> None:
+def _load(trainer: Trainer, team: Team, job: Job) -> None:
     """The model, and where a run is resumed its state, are the trainer's from here on."""
     if job.checkpoint is None:
-        trainer.load(job.config, job.files.tensors, job.options)
+        tensors = agreed(team, lambda: job.files.tensors)  # a file may be damaged where one process reads it only
+        trainer.load(job.config, tensors, job.options)
         job.files.tensors.clear()  # the trainer has them: half a gigabyte less in every peak
     elif job.checkpoint.state is None:
         trainer.load(job.config, None, job.options)
@@ -172,7 +175,8 @@ class _Run:
 def _summary(trainer: Trainer, team: Team, job: Job) -> str:
     options = job.options
     tiling = "plain" if options.plain else "tiled"
-    ranks = "" if options.ranks == 1 else f"dp {options.dp} x fsdp {options.fsdp} x tp {options.tp}, "
+    axes = " x ".join(f"{name} {getattr(options, name)}" for name in ("dp", "fsdp", "cp", "tp"))
+    ranks = "" if options.ranks == 1 else f"{axes}, "
     ranks += "" if team.count == 1 else f"{team.count} processes, "
     return (
         f"{trainer.name} finetune: {job.files.source.name}, {options.batch} x {options.tokens} tokens, "

@@ -1,5 +1,6 @@
 """A Llama-style model's configuration in Hugging Face terms: completed, checked, with rotary scaling applied."""
 
+from numbers import Integral, Real
 from typing import Any
 
 from shared_specs.cli import InputError
@@ -13,6 +14,12 @@ _DEFAULTS: dict[str, Any] = {
     "mlp_bias": False,
 }
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+_SIZES = (*_REQUIRED, "num_key_value_heads", "head_dim", "max_position_embeddings")
+_KINDS = {
+    **{"hidden_act": (str, "a name"), "rms_norm_eps": (Real, "a number"), "rope_theta": (Real, "a number")},
+    **dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias"), (bool, "true or false")),
+    **dict.fromkeys(("rope_scaling", "rope_parameters"), (dict, "a dictionary")),
+}
 _DEFAULT_THETA = 10000.0
 
 
@@ -27,16 +34,25 @@ def complete_config(raw: dict[str, Any], source: str) -> dict[str, Any]:
         source: the file or folder, for messages.
 
     Raises:
-        InputError: the architecture is not Llama's, or a term is missing.
+        InputError: the architecture is not Llama's, or a term is missing, of a wrong kind or at odds with another one.
     """
+    if not isinstance(raw, dict):
+        raise InputError(
+            f"finetune: --model {source}: its configuration must be a dictionary, got {type(raw).__name__}."
+        )
     _check_architecture(raw, source)
     missing = [key for key in _REQUIRED if not isinstance(raw.get(key), int)]
     if missing:
         raise InputError(f"finetune: --model {source}: its configuration has no usable {', '.join(missing)}.")
-    config = _DEFAULTS | raw
-    config["num_key_value_heads"] = raw.get("num_key_value_heads") or config["num_attention_heads"]
-    config["head_dim"] = raw.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    config["rope_parameters"] = _rope_parameters(config)
+    _check_terms(raw, source)
+    config = _DEFAULTS | {key: value for key, value in raw.items() if value is not None or key not in _DEFAULTS}
+    heads = config["num_attention_heads"]
+    config["num_key_value_heads"] = raw.get("num_key_value_heads") or heads
+    _check_divides("hidden_size", config["hidden_size"], "num_attention_heads", heads, source)
+    _check_divides("num_attention_heads", heads, "num_key_value_heads", config["num_key_value_heads"], source)
+    config["head_dim"] = raw.get("head_dim") or config["hidden_size"] // heads
+    _check_divides("head_dim", config["head_dim"], "what a rotary position turns at a time", 2, source)
+    config["rope_parameters"] = _rope_parameters(config, source)
     for old in ("rope_scaling", "rope_theta"):
         config.pop(old, None)
     config["architectures"] = ["LlamaForCausalLM"]
@@ -60,11 +76,40 @@ def _check_architecture(raw: dict[str, Any], source: str) -> None:
         )
 
 
-def _rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
+def _check_terms(raw: dict[str, Any], source: str) -> None:
+    """The terms that are there have values of their kind; null is as good as none."""
+    for key in _SIZES:
+        value = raw.get(key)
+        if value is not None and (not isinstance(value, Integral) or isinstance(value, bool) or value < 1):
+            raise _unusable(source, key, "a whole number >= 1", value)
+    for key, (kind, words) in _KINDS.items():
+        value = raw.get(key)
+        if value is not None and not (_is_number(value) if kind is Real else isinstance(value, kind)):
+            raise _unusable(source, key, words, value)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _check_divides(name: str, value: int, by: str, divisor: int, source: str) -> None:
+    if value % divisor:
+        raise _unusable(source, name, f"a multiple of {by}, {divisor}", value)
+
+
+def _unusable(source: str, name: str, rule: str, value: object) -> InputError:
+    return InputError(f"finetune: --model {source}: {name} must be {rule}, got {value!r}. Mend its configuration.")
+
+
+def _rope_parameters(config: dict[str, Any], source: str) -> dict[str, Any]:
     given = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
     kind = given.pop("type", None)
     given.setdefault("rope_type", kind or "default")
     given.setdefault("rope_theta", float(config.get("rope_theta") or _DEFAULT_THETA))
+    for name in ("rope_theta", *(("factor",) if given["rope_type"] == "linear" else ())):
+        value = given.get(name)
+        if not _is_number(value) or not value > 0:
+            raise _unusable(source, f"{name} of its rotary positions", "a number > 0", value)
     return given
 
 

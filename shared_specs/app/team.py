@@ -1,12 +1,19 @@
 """The processes of one run as the loop sees them: who writes, what all agree on, and what it means when one is lost."""
 
 import os
+import signal
+import sys
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
+from shared_specs.app.signals import exit_code
 from shared_specs.cli import FinetuneOptions, InputError
+from shared_specs.errors import SpecError, UnsupportedError
 
+# What the user can mend, told in one line; any other error is a fault, told by its traceback.
+USER_ERRORS = (InputError, SpecError, UnsupportedError)
 _T = TypeVar("_T")
 _PATIENCE_SECONDS = 10.0
 
@@ -22,7 +29,8 @@ class Team(Protocol):
         ...
 
     def lost(self, error: BaseException) -> str | None:
-        """What an error says of another process that ended or no longer answers; None for a fault of this one's own."""
+        """What an error, none of USER_ERRORS, says of another process that ended or no longer answers; None for a fault of
+        this one's own."""
         ...
 
 
@@ -52,6 +60,23 @@ def let_first_speak() -> None:
         time.sleep(_PATIENCE_SECONDS)
 
 
+def end_alone(lost: bool) -> None:
+    """End this process here and now where it lost another one (`lost`), or fails by itself, its traceback shown first.
+
+    To leave in order would be to wait for what is under way with the others, up to the timeout; a launcher that meanwhile
+    sees one of them fail ends this one, and nobody learns why.
+    """
+    error = sys.exception()
+    interrupted = isinstance(error, KeyboardInterrupt)
+    fault = error is not None and not interrupted and not isinstance(error, USER_ERRORS)
+    if fault:
+        traceback.print_exception(error)
+    if lost or fault or interrupted:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(exit_code(signal.SIGINT) if interrupted else 1)
+
+
 def agreed(team: Team, work: Callable[[], _T]) -> _T:
     """What `work` returns, once it succeeded in every process.
 
@@ -76,11 +101,12 @@ def agreed(team: Team, work: Callable[[], _T]) -> _T:
 
 
 def check_layout(options: FinetuneOptions, count: int, unit: str, advice: str) -> None:
-    """Refuse a `--dp`, `--fsdp` and `--tp` that do not make up the ranks there are.
+    """Refuse a `--dp`, `--fsdp`, `--cp` and `--tp` that do not make up the ranks there are.
 
     Args:
         count: how many there are. unit: what they are, such as "processes". advice: how to get as many as were asked for.
     """
     if options.ranks != count:
-        got = f"{options.dp} x {options.fsdp} x {options.tp} = {options.ranks}"
-        raise InputError(f"finetune: --dp x --fsdp x --tp must be {count}, the {unit} of this run, got {got}. {advice}")
+        got = f"{options.dp} x {options.fsdp} x {options.cp} x {options.tp} = {options.ranks}"
+        rule = f"--dp x --fsdp x --cp x --tp must be {count}, the {unit} of this run"
+        raise InputError(f"finetune: {rule}, got {got}. {advice}")

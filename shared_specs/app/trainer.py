@@ -54,7 +54,7 @@ class Trainer(Protocol):
     sharded: bool  # after join: whether checkpoints are written by save_shards instead of state
 
     def join(self, options: FinetuneOptions) -> Team:
-        """Become one of the processes of the run; its ranks are `options.dp`, `fsdp` and `tp`.
+        """Become one of the processes of the run; its ranks are `options.dp`, `fsdp`, `cp` and `tp`.
 
         Raises:
             InputError: they are not the ranks that there are (`team.check_layout`).

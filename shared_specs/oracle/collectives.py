@@ -7,6 +7,7 @@ gather/reduce-scatter), so a backward is again one of the same few movements (Me
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -65,14 +66,32 @@ def _cut(whole: Array, ranks: int, dim: int, sizes: Sizes) -> Parts:
     return np.split(whole, edges[1:-1], axis=dim)
 
 
-def _gather_backward(
+_scatter_features, _gather_features = partial(scatter, dim=-1), partial(gather, dim=-1)
+_reduce_scatter_features = partial(reduce_scatter, dim=-1)
+
+
+def _scatter_tokens(x: Parts, dim: int = 0, split_sizes: Sizes = None) -> Parts:
+    return scatter(x, dim, split_sizes)
+
+
+def _reduce_scatter_tokens(x: Parts, dim: int = 0, split_sizes: Sizes = None) -> Parts:
+    return reduce_scatter(x, dim, split_sizes)
+
+
+def _gather_tokens(
+    x: Parts, dim: int = 0, split_sizes: Sizes = None, tensor_parallel_output_grad: bool = True
+) -> Parts:
+    return gather(x, dim)
+
+
+def _gather_tokens_backward(
     dy: Parts, dim: int = 0, split_sizes: Sizes = None, tensor_parallel_output_grad: bool = True
 ) -> Parts:
     return (reduce_scatter if tensor_parallel_output_grad else scatter)(dy, dim, split_sizes)
 
 
-def _transposed(sizes: Sequence[Sequence[int]]) -> list[list[int]]:
-    return [list(column) for column in zip(*sizes, strict=True)]
+def _exchange_backward(dy: Parts, sizes: Sequence[Sequence[int]]) -> Parts:
+    return exchange(dy, [list(column) for column in zip(*sizes, strict=True)])
 
 
 @dataclass(frozen=True)
@@ -86,26 +105,14 @@ class Collective:
 COLLECTIVES: dict[str, Collective] = {
     "copy_to_tensor_parallel_region": Collective(list, reduce),
     "reduce_from_tensor_parallel_region": Collective(reduce, list),
-    "scatter_to_tensor_parallel_region": Collective(lambda x: scatter(x, -1), lambda dy: gather(dy, -1)),
-    "gather_from_tensor_parallel_region": Collective(lambda x: gather(x, -1), lambda dy: scatter(dy, -1)),
-    "scatter_to_sequence_parallel_region": Collective(
-        lambda x, dim=0, split_sizes=None: scatter(x, dim, split_sizes),
-        lambda dy, dim=0, split_sizes=None: gather(dy, dim),
-    ),
-    "gather_from_sequence_parallel_region": Collective(
-        lambda x, dim=0, split_sizes=None, tensor_parallel_output_grad=True: gather(x, dim), _gather_backward
-    ),
-    "reduce_scatter_to_sequence_parallel_region": Collective(
-        lambda x, dim=0, split_sizes=None: reduce_scatter(x, dim, split_sizes),
-        lambda dy, dim=0, split_sizes=None: gather(dy, dim),
-    ),
-    "all_gather_last_dim_from_tensor_parallel_region": Collective(
-        lambda x: gather(x, -1), lambda dy: reduce_scatter(dy, -1)
-    ),
-    "reduce_scatter_last_dim_to_tensor_parallel_region": Collective(
-        lambda x: reduce_scatter(x, -1), lambda dy: gather(dy, -1)
-    ),
-    "all_to_all": Collective(exchange, lambda dy, sizes: exchange(dy, _transposed(sizes))),
+    "scatter_to_tensor_parallel_region": Collective(_scatter_features, _gather_features),
+    "gather_from_tensor_parallel_region": Collective(_gather_features, _scatter_features),
+    "scatter_to_sequence_parallel_region": Collective(_scatter_tokens, _gather_tokens),
+    "gather_from_sequence_parallel_region": Collective(_gather_tokens, _gather_tokens_backward),
+    "reduce_scatter_to_sequence_parallel_region": Collective(_reduce_scatter_tokens, _gather_tokens),
+    "all_gather_last_dim_from_tensor_parallel_region": Collective(_gather_features, _reduce_scatter_features),
+    "reduce_scatter_last_dim_to_tensor_parallel_region": Collective(_reduce_scatter_features, _gather_features),
+    "all_to_all": Collective(exchange, _exchange_backward),
     "all_to_all_sequence_to_hidden": Collective(sequence_to_hidden, hidden_to_sequence),
     "all_to_all_hidden_to_sequence": Collective(hidden_to_sequence, sequence_to_hidden),
 }

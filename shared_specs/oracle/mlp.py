@@ -49,7 +49,8 @@ def activate(activation: str, a: Array) -> tuple[Array, Array]:
         case "relu_squared":
             positive = np.maximum(a, 0)
             return positive * positive, 2 * positive
-    raise ValueError(f"unknown activation {activation!r}")
+        case _:
+            raise ValueError(f"unknown activation {activation!r}")
 
 
 def mlp(

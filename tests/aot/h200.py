@@ -33,6 +33,7 @@ def _sharding() -> NamedSharding:
 
 
 _ON_H200 = _sharding()
+MESH = _ON_H200.mesh
 
 
 def shape(dtype: Any, *dims: int) -> jax.ShapeDtypeStruct:

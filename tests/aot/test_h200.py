@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec
 
 from shared_specs import costs
 from shared_specs.config import Tiling
@@ -24,7 +25,8 @@ from tiled_jax.kernels import dgated, glu_up, linear, weight_gradient
 BF16, F32 = jnp.bfloat16, jnp.float32
 H, W, V = 4096, 14336, 128256  # Llama-3-8B
 known: set[str] = set()
-# For the versions of requirements/aot.txt. glu_up that also keeps gate and up spills 48 bytes, dgated with gelu 16.
+# For the versions of requirements/aot.txt. Not here: gelu in float16, and with biases where gate and up are kept, for which a
+# few addresses that the epilogue reads once a block are spilled, 16 to 48 bytes.
 TABLE = json.loads(Path(__file__).with_name("h200_kernels.json").read_text())
 
 x, w, w_down, pre = (h200.shape(BF16, *dims) for dims in ((8192, H), (H, W), (W, H), (8192, W)))
@@ -57,6 +59,7 @@ def test_what_a_kernel_needs_is_in_the_table(name: str) -> None:
     assert kernel == TABLE[name]
     assert kernel["shared_bytes"] <= h200.SHARED_LIMIT
     assert (kernel["target"], kernel["wgmma"] > 0, kernel["tma"] > 0) == (90, True, True)
+    assert kernel["spilled_bytes"] == 0
     assert program.memory_analysis().temp_size_in_bytes <= 2**20
 
 
@@ -69,11 +72,15 @@ def step(fn: Callable[..., jax.Array]) -> Callable[..., Any]:
     return run
 
 
-def temp_bytes(tokens: int, backend: str, deterministic: bool, shard: int = 2048) -> int:
+def temp_bytes(tokens: int, backend: str, deterministic: bool, shard: int = 2048, *, mapped: bool = False) -> int:
     masters = [h200.shape(F32, *dims) for dims in ((H, W), (H, W), (W, H))]
     rows = h200.shape(BF16, tokens, H)
     tiled = partial(tiled_mlp, tiling=Tiling(shard_tokens=shard, deterministic=deterministic), backend=backend)
-    return h200.compiled(step(tiled), rows, *masters, rows).memory_analysis().temp_size_in_bytes
+    run, tokens_split = step(tiled), PartitionSpec("x")
+    if mapped:
+        specs = tokens_split, *[PartitionSpec()] * 3
+        run = jax.shard_map(run, mesh=h200.MESH, in_specs=(*specs, tokens_split), out_specs=(tokens_split, *specs))
+    return h200.compiled(run, rows, *masters, rows).memory_analysis().temp_size_in_bytes
 
 
 @pytest.fixture
@@ -90,6 +97,14 @@ def test_temporary_bytes_of_the_mlp(backend: str, deterministic: bool, kernels_w
     print(backend, short / 2**20, long / 2**20, "MiB")
     assert short <= costs.compiled_peak_bytes(shape, ShardPlan(16384, 2048), device="gpu")
     assert long <= 1.05 * short
+
+
+def test_temporary_bytes_of_the_mlp_inside_shard_map(kernels_without_a_device: None) -> None:
+    """Within the formula too where the kernel may not write over the sums of weight gradients, and makes new ones."""
+    shape = costs.MLPShape(tokens=16384, hidden=H, intermediate=W, itemsize=2, weight_itemsize=4)
+    found = temp_bytes(16384, "pallas", True, mapped=True)
+    print(found / 2**20, costs.compiled_peak_bytes(shape, ShardPlan(16384, 2048), device="gpu") / 2**20, "MiB")
+    assert found <= costs.compiled_peak_bytes(shape, ShardPlan(16384, 2048), device="gpu")
 
 
 def test_temporary_bytes_of_the_loss() -> None:

@@ -1,6 +1,5 @@
 """What every process of test_parallelize.py runs on its GPU: a configuration against the same model in one process."""
 
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -48,18 +47,8 @@ def errors(rank: int, world: int, device: torch.device, name: str) -> tuple[floa
     return off, error_between({key: None if g is None else g.cpu() for key, g in found.items()}, expected)
 
 
-def on_rank(rank: int, world: int, port: int, kind: str, results: Any) -> None:
-    """Every case that this machine can do; an error is its text. After one the group is not used again."""
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
-    if kind == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo", rank=rank, world_size=world)
-    results[rank] = dict(_answers(rank, world, device))
-    dist.destroy_process_group()
-
-
-def _answers(rank: int, world: int, device: torch.device) -> Iterator[tuple[str, Any]]:
+def answers(rank: int, world: int, device: torch.device) -> Iterator[tuple[str, Any]]:
+    """Every case that this machine can do; an error is its text, after which the group is not used again."""
     for name in CASES:
         if name == "asynchronous" and (device.type == "cpu" or world == 1):
             continue

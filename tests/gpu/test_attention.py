@@ -30,3 +30,14 @@ def test_equals_scores_written_out(dtype: torch.dtype, options: dict[str, float]
     for ours, rounded, truth in zip(found, baseline, expected, strict=True):
         distances = [((x.double().cpu() - truth).norm() / truth.norm()).item() for x in (ours, rounded)]
         assert distances[0] <= limit(distances[1], str(dtype).removeprefix("torch."))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"window": 512}], ids=str)
+def test_grouped_heads_write_no_scores_out(dtype: torch.dtype, options: dict[str, int]) -> None:
+    """4096 tokens of 8 query heads: scores would be 8 x 4096^2 elements."""
+    q, k, v = (torch.randn(1, h, 4096, 64, device="cuda", dtype=dtype, requires_grad=True) for h in (8, 2, 2))
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    causal_attention(q, k, v, **options).sum().backward()
+    assert torch.cuda.max_memory_allocated() - before < 4096**2 * dtype.itemsize * 2

@@ -1,7 +1,6 @@
 """`parallelize` over NCCL, one process for each GPU; on one GPU the same paths with a group of one."""
 
 import importlib.util
-import socket
 
 import pytest
 
@@ -20,15 +19,10 @@ def _needs_cuda():
 
 
 def answers_of(world: int, kind: str) -> list[dict[str, object]]:
-    from tests.gpu.ranks_parallelize import on_rank
+    from tests.gpu.ranks_parallelize import answers
+    from tests.gpu.spawning import answers_of
 
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = int(found.getsockname()[1])
-    with torch.multiprocessing.get_context("spawn").Manager() as manager:
-        results = manager.dict()
-        torch.multiprocessing.spawn(on_rank, (world, port, kind, results), nprocs=world)
-        return [results[rank] for rank in range(world)]
+    return answers_of(answers, world, kind)
 
 
 def check(answers: list[dict[str, object]], cases: set[str]) -> None:

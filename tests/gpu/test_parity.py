@@ -67,7 +67,16 @@ def test_jax_mlp(jax_adapter: JaxAdapter, case: MLPCase) -> None:
 
 @pytest.mark.parametrize("case", LOSSES[:8], ids=lambda case: case.id)
 def test_jax_loss(jax_adapter: JaxAdapter, case: LossCase) -> None:
-    assert_case(case, jax_adapter.run_loss(case, "auto"))
+    import jax
+
+    from tiled_jax import backends
+
+    jax.clear_caches()  # what is found compiled says nothing of its backend
+    backends.record_run("tiled_linear_cross_entropy", "nothing")
+    results = jax_adapter.run_loss(case, "auto")
+    hopper = str(getattr(jax.devices()[0], "compute_capability", "")).startswith("9.")
+    assert backends.last_run("tiled_linear_cross_entropy") == ("pallas" if hopper else "xla")
+    assert_case(case, results)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int32"])

@@ -9,12 +9,20 @@ import pytest
 
 from shared_specs.tolerances import FLOOR
 from tests.asserting import assert_within
+from tiled_jax import backends
 
 
 @pytest.fixture
 def x64() -> Iterator[None]:
     """float64 arrays, so that a comparison sees mistakes and not roundings."""
     with jax.enable_x64(True):
+        yield
+
+
+@pytest.fixture
+def float64(x64: None) -> Iterator[None]:
+    """`x64` for whole models: Flax's norms promote their float32 constants, which strict promotion refuses beside float64."""
+    with jax.numpy_dtype_promotion("standard"):
         yield
 
 
@@ -33,3 +41,18 @@ def same(x64: None) -> Any:
             assert_within(a, b, FLOOR["float64"], f"leaf {index}")
 
     return compare
+
+
+@pytest.fixture
+def clean() -> Iterator[None]:
+    """JAX's GPU interpreter without what an earlier test left in it, for tests of kernels."""
+    from tests.on_jax.interpreted import clean_interpreter
+
+    with clean_interpreter():
+        yield
+
+
+@pytest.fixture
+def interpreting(clean: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """backend="pallas" is the interpreter."""
+    monkeypatch.setenv(backends.INTERPRET, "1")

@@ -43,10 +43,16 @@ def llama(num_shards: int = 3, plain: bool = False, **changes: Any) -> Llama:
         (path, leaf.replace(jnp.asarray(("norm" in str(path)) + 0.2 * random.standard_normal(leaf.get_value().shape))))
         for path, leaf in nnx.to_flat_state(state)
     ]
-    model = nnx.merge(graph, nnx.from_flat_state(values))
+    return computing_in(nnx.merge(graph, nnx.from_flat_state(values)), jnp.float64)
+
+
+def computing_in(model: Any, dtype: Any) -> Any:
+    """A copy with parameters of this dtype, whose modules with a `dtype` of the computation have this one."""
+    graph, state = nnx.split(model)
+    model = nnx.merge(graph, jax.tree.map(lambda a: a.astype(dtype), state))
     for _, module in nnx.iter_modules(model):
         if getattr(module, "dtype", None) is not None:
-            module.dtype = jnp.dtype(jnp.float64)
+            module.dtype = jnp.dtype(dtype)
     return model
 
 
@@ -79,6 +85,11 @@ def loss_and_gradients(model: nnx.Module, loss_fn: Any, batch: Any) -> tuple[jax
     graph, state = nnx.split(model)
     lowered = jax.jit(jax.value_and_grad(lambda p: loss_fn(nnx.merge(graph, p), batch))).lower(state)
     return lowered.compile(QUICKLY)(state)
+
+
+def quickly(jitted: Any, *arguments: Any) -> Any:
+    """jitted(*arguments), compiled without optimization."""
+    return jitted.lower(*arguments).compile(QUICKLY)(*arguments)
 
 
 def run_quickly(fn: Any, state: Any, batch: Any, plan: Parallelized) -> Any:

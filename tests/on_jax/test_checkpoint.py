@@ -17,6 +17,7 @@ from shared_specs.rounding import relative_error
 from shared_specs.tolerances import limit
 from tests.asserting import assert_within
 from tests.on_jax.counting import flop, kept_bytes, temp_bytes
+from tests.on_jax.parallel_models import quickly
 from tiled_jax import SpecError, UnsupportedError, tile
 from tiled_jax.parallel import checkpoint, checkpoint_without_output, checkpointed, scan_layers
 
@@ -175,40 +176,58 @@ def test_products_inside_jit_and_beside_other_rules(same: Any) -> None:
     assert str(jax.make_jaxpr(checkpointed(mixed, MODES["products"]))(x, w)).count(f"name={checkpoint.PRODUCT}") == 1
 
 
-SHARDED = [(mode, 8, check_vma) for mode in ("full", "every-2", "products") for check_vma in (True, False)]
+def apart(x: jax.Array, w: Any) -> jax.Array:
+    """`layer`, keeping neither of the outputs of tanh that a product reads."""
+    x = x + jnp.tanh(checkpoint_without_output(jnp.tanh, lambda h: h @ w["b"])(x @ w["a"]))
+    return x + checkpoint_without_output(jnp.tanh, lambda h: h @ w["d"])(x @ w["c"])
+
+
+POLICIES: dict[str, Any] = {
+    mode: partial(scan_layers, layer, checkpointing=MODES[mode]) for mode in ("full", "every-2", "products")
+} | {"without output": partial(scan_layers, apart, checkpointing=None)}
+
+
+def policies_over(devices: int, check_vma: bool, x: jax.Array, w: Any) -> dict[str, Any]:
+    """Results and gradients of every policy in one program, the tokens split over the devices."""
+    mesh = jax.make_mesh((devices,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
+
+    def mapped(stack: Any) -> Any:
+        tokens = P("data")
+        return jax.shard_map(stack, mesh=mesh, in_specs=(tokens, P()), out_specs=tokens, check_vma=check_vma)
+
+    program = jax.jit(lambda x, w: {name: results(mapped(stack), x, w) for name, stack in POLICIES.items()})
+    return quickly(program, x, w)
+
+
+@cache
+def plainly(dtype: Any) -> Any:
+    return results(plain_scan, *operands(dtype))
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    ("mode", "devices", "check_vma"), [*SHARDED, ("products", 1, True), ("every-2", 2, True), ("full", 4, False)]
-)
-def test_inside_shard_map(mode: str, devices: int, check_vma: bool, same: Any) -> None:
-    mesh = jax.make_mesh((devices,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
-    x, w = operands(jnp.float64)
-    fn = jax.shard_map(
-        lambda x, w: scan_layers(layer, x, w, MODES[mode]),
-        mesh=mesh,
-        in_specs=(P("data"), P()),
-        out_specs=P("data"),
-        check_vma=check_vma,
-    )
-    same(results(fn, x, w), results(plain_scan, x, w))
+@pytest.mark.parametrize(("devices", "check_vma"), [(1, True), (2, True), (4, False), (8, True), (8, False)])
+def test_inside_shard_map(devices: int, check_vma: bool, same: Any) -> None:
+    for found in policies_over(devices, check_vma, *operands(jnp.float64)).values():
+        same(found, plainly(jnp.float64))
 
 
-def test_in_bfloat16() -> None:
-    """Against float64, as wrong as the stack without checkpointing may be."""
-    x, w = operands(jnp.bfloat16)
-    modes = [None, *(MODES[mode] for mode in ("full", "every-2", "products"))]
-    baseline, *found = jax.jit(
-        lambda x, w: [results(partial(scan_layers, layer, checkpointing=m), x, w) for m in modes]
-    )(x, w)
+@pytest.mark.ranks
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 2, 4, 8])
+def test_in_bfloat16(devices: int) -> None:
+    """Against float64, as wrong as the stack without checkpointing, on one device, may be."""
+    operands_16 = operands(jnp.bfloat16)
     with jax.enable_x64(True):
-        exact = results(plain_scan, *jax.tree.map(lambda a: a.astype(jnp.float64), (x, w)))
-    for leaves in zip(*map(jax.tree.leaves, (exact, baseline, *found)), strict=True):
-        wanted, plainly, *others = map(np.asarray, leaves)
-        for a in others:
-            assert a.dtype == plainly.dtype == jnp.bfloat16
-            assert_within(a, wanted, limit(relative_error(plainly, wanted), "bfloat16"), f"{a.shape}")
+        exact = _exact_of_bfloat16()
+    for name, found in policies_over(devices, True, *operands_16).items():
+        for truth, plain, a in zip(*map(jax.tree.leaves, (exact, plainly(jnp.bfloat16), found)), strict=True):
+            assert a.dtype == plain.dtype == jnp.bfloat16
+            a, plain, truth = (np.asarray(value) for value in (a, plain, truth))
+            assert_within(a, truth, limit(relative_error(plain, truth), "bfloat16"), f"{name} {a.shape}")
+
+
+@cache
+def _exact_of_bfloat16() -> Any:
+    return results(plain_scan, *jax.tree.map(lambda a: a.astype(jnp.float64), operands(jnp.bfloat16)))
 
 
 @pytest.mark.parametrize(
@@ -307,6 +326,17 @@ def test_masks_and_keys_are_closed_over(same: Any) -> None:
     arguments = x, w["a"][0][:, :H]
     plainly = results(partial(stack, lambda fn, consumer: lambda x: consumer(fn(x))), *arguments)
     same(results(partial(stack, checkpoint_without_output), *arguments), plainly)
+
+
+@pytest.mark.parametrize("fn", [POLICIES["every-2"], lambda x, w: checkpoint_without_output(jnp.tanh, jnp.cos)(x)])
+def test_forward_mode_is_refused_where_backward_has_a_rule_of_its_own(fn: Any) -> None:
+    """By JAX; the other policies have it."""
+    x, w = operands(jnp.float32, layers=2)
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jit(lambda x: jax.jvp(lambda x: fn(x, w), (x,), (x,))).lower(x)
+    for mode in ("full", "products"):
+        y, dy = jax.eval_shape(lambda x, mode=mode: jax.jvp(lambda x: POLICIES[mode](x, w), (x,), (x,)), x)
+        assert y.shape == dy.shape == x.shape
 
 
 def test_what_is_offloaded_waits_in_host_memory(same: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,5 @@
 """`Tiling(deterministic=True)` in JAX: results of equal bits at every shard count, in the interpreter; what is refused."""
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -16,23 +15,18 @@ from shared_specs.errors import UnsupportedError
 from shared_specs.shards import ShardPlan
 from tests.adapters import ADAPTERS
 from tests.asserting import assert_case
-from tests.on_jax.interpreted import FINDS_RACES, clean_interpreter
+from tests.on_jax.interpreted import FINDS_RACES
 from tiled_jax import backends, tiled_mlp
 from tiled_jax.functional.loops import Body, for_each_shard
 from tiled_jax.functional.mlp_vjp import Call, run
 from tiled_jax.functional.shard_math import Kernels
 
+pytestmark = pytest.mark.usefixtures("interpreting")
+
 H, I = 128, 128  # noqa: E741
 NAMES = ("x", "w_up", "w_down", "up", "down", "w_gate", "gate")
 # The interpreter of jax 0.10 takes minutes for these.
 slow_before_0_11 = pytest.mark.slow if not FINDS_RACES else lambda test: test
-
-
-@pytest.fixture(autouse=True)
-def interpreting(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv(backends.INTERPRET, "1")
-    with clean_interpreter():
-        yield
 
 
 def operands(tokens: int, *, gated: bool) -> dict[str, jax.Array]:

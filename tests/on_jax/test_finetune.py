@@ -4,6 +4,7 @@ import io
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 from flax import nnx
 from rich.console import Console
 
+from shared_specs.app.command import main
 from shared_specs.app.log import read_log, step_records
 from shared_specs.app.loop import MODEL_NAME, finetune
 from shared_specs.app.trainer import ADAMW
@@ -23,9 +25,11 @@ from shared_specs.config import Tiling
 from shared_specs.errors import UnsupportedError
 from shared_specs.tolerances import DEMO_LOSS_RTOL, MODEL_FLOAT32
 from tests.asserting import assert_within
+from tests.on_jax.compiling import compiled_once
 from tests.on_jax.test_llama import loaded as load_model
 from tests.tiny_model import tiny_config, tiny_weights, write_text, write_tiny_folder, write_tiny_gguf
 from tiled_jax import backends
+from tiled_jax.__main__ import COMMANDS
 from tiled_jax.commands.finetune import JaxTrainer
 from tiled_jax.models import next_token_loss, to_hf
 
@@ -75,8 +79,17 @@ def options(inputs: Path, tmp_path: Path) -> Any:
 
 
 def run(options: FinetuneOptions) -> list[float]:
-    assert finetune(JaxTrainer(), options, Console(file=io.StringIO())) == 0
+    trainer = JaxTrainer()
+    assert finetune(trainer, options, Console(file=io.StringIO())) == 0
+    assert trainer._update._cache_size() == 1, "one program for all steps"
     return [record["loss"] for record in step_records(read_log(Path(options.out)))]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _same_programs_are_compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Every trainer has a step of its own, and most of them are alike."""
+    with compiled_once(tmp_path_factory.mktemp("compiled")):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +99,12 @@ def plain_losses(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> list
     losses = run(FinetuneOptions(**base(inputs), out=out, plain=True))
     assert losses[-1] < losses[0]
     return losses
+
+
+@pytest.fixture(scope="module")
+def tiled_losses(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Of the run of `options` in five shards."""
+    return run(FinetuneOptions(**base(inputs), out=str(tmp_path_factory.mktemp("tiled") / "run"), num_shards=5))
 
 
 def windows(seed: int = 0) -> np.ndarray:
@@ -146,15 +165,14 @@ def test_state_is_a_copy(options: Any) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [
-        {"num_shards": 5},
-        {"memory_budget": 100_000, "checkpointing": True},
-        {"shard_tokens": 7, "keep": 0.5},
-    ],
+    [{"memory_budget": 100_000, "checkpointing": True}, {"shard_tokens": 7, "keep": 0.5}],
     ids=str,
 )
-def test_same_losses_as_plain(options: Any, plain_losses: list[float], changes: dict[str, Any]) -> None:
-    assert run(options(**changes)) == pytest.approx(plain_losses, rel=DEMO_LOSS_RTOL / 10)
+def test_same_losses_as_plain(
+    options: Any, plain_losses: list[float], tiled_losses: list[float], changes: dict[str, Any]
+) -> None:
+    for losses in (tiled_losses, run(options(**changes))):
+        assert losses == pytest.approx(plain_losses, rel=DEMO_LOSS_RTOL / 10)
 
 
 def test_options_reach_the_model(options: Any) -> None:
@@ -195,10 +213,9 @@ def test_the_saved_model_is_the_trained_one(options: Any, tmp_path: Path) -> Non
         np.testing.assert_array_equal(saved.tensors[name], array, err_msg=name)
 
 
-def test_resumed_run_has_the_losses_of_the_uninterrupted_one(options: Any, tmp_path: Path) -> None:
-    whole = run(options(num_shards=3, out=str(tmp_path / "whole")))
-    run(options(num_shards=3, steps=2))
-    assert run(options(num_shards=3, resume=True)) == whole
+def test_resumed_run_has_the_losses_of_the_uninterrupted_one(options: Any, tiled_losses: list[float]) -> None:
+    run(options(num_shards=5, steps=2))
+    assert run(options(num_shards=5, resume=True)) == tiled_losses
 
 
 def test_device_that_is_not_here_is_refused(options: Any, tmp_path: Path) -> None:
@@ -228,13 +245,14 @@ def test_the_command_runs_where_torch_cannot_be_imported(inputs: Path, tmp_path:
     assert again.stderr.startswith("finetune: --out must be a new or empty folder")
 
 
-def test_a_model_it_cannot_do_is_one_line_and_exit_code_2(inputs: Path, tmp_path: Path) -> None:
+def test_a_model_it_cannot_do_is_one_line_and_exit_code_2(
+    inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}
     folder = write_tiny_folder(tmp_path / "yarn", rope_parameters=rope)
-    done = command(
-        "--model", str(folder), "--text", str(inputs / "text"), "--out", str(tmp_path / "run"), "--tokens", "40"
-    )
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
-    assert "rope_type must be one of default, linear, llama3, got 'yarn'" in done.stderr
+    words = ["--model", str(folder), "--text", str(inputs / "text"), "--out", str(tmp_path / "run"), "--tokens", "40"]
+    assert main("tiled_jax", COMMANDS, ["finetune", *words]) == 2
+    shown = capsys.readouterr().err
+    assert shown.count("\n") == 1
+    assert "rope_type must be one of default, linear, llama3, got 'yarn'" in shown
     assert not (tmp_path / "run").exists()

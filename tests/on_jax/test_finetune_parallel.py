@@ -1,4 +1,4 @@
-"""`tiled_jax finetune --dp --fsdp --tp`: the losses of one device, on virtual devices and in two processes; any of them
+"""`tiled_jax finetune --dp --fsdp --cp --tp`: the losses of one device, on virtual devices and in two processes; any of them
 continues what any other began."""
 
 import io
@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,19 @@ from shared_specs.cli import FinetuneOptions, InputError
 from shared_specs.errors import SpecError
 from shared_specs.tolerances import DEMO_LOSS_RTOL
 from tests.asserting import assert_within
+from tests.on_jax.compiling import compiled_once
 from tests.tiny_model import write_text, write_tiny_folder
 from tiled_jax.commands.finetune import JaxTrainer
 
 pytestmark = pytest.mark.ranks
 ROOT = Path(__file__).parents[2]
 STEPS = 3
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _same_programs_are_compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with compiled_once(tmp_path_factory.mktemp("compiled")):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +51,10 @@ def base(inputs: Path, out: Path) -> dict[str, Any]:
 
 
 def run(inputs: Path, out: Path, **changes: Any) -> list[float]:
-    options = FinetuneOptions(**base(inputs, out) | changes)
-    assert finetune(JaxTrainer(), options, Console(file=io.StringIO())) == 0
+    options, trainer = FinetuneOptions(**base(inputs, out) | changes), JaxTrainer()
+    assert finetune(trainer, options, Console(file=io.StringIO())) == 0
+    program: Any = trainer._update if trainer._plan is None else trainer._plan.step.compiled
+    assert program._cache_size() == 1, "one program for all steps"
     return losses(out)
 
 
@@ -79,6 +89,8 @@ def assert_same_run(out: Path, alone: Path) -> None:
         pytest.param({"dp": 2}, marks=pytest.mark.slow),
         pytest.param({"fsdp": 4, "checkpointing": True}, marks=pytest.mark.slow),
         pytest.param({"tp": 2, "plain": True, "num_shards": None}, marks=pytest.mark.slow),
+        pytest.param({"cp": 4, "checkpointing": True}, marks=pytest.mark.slow),
+        pytest.param({"dp": 2, "cp": 2, "plain": True, "num_shards": None}, marks=pytest.mark.slow),
         {"dp": 2, "fsdp": 2, "tp": 2},
     ],
     ids=str,
@@ -92,7 +104,7 @@ def test_same_losses_and_weights_on_many_devices(
 
 def test_a_run_continues_on_other_devices(inputs: Path, alone: Path, tmp_path: Path) -> None:
     run(inputs, tmp_path / "run", steps=1, fsdp=4)
-    run(inputs, tmp_path / "run", steps=2, resume=True, dp=2, tp=2)
+    run(inputs, tmp_path / "run", steps=2, resume=True, cp=2, tp=2)
     run(inputs, tmp_path / "run", resume=True)
     assert_same_run(tmp_path / "run", alone)
 
@@ -104,9 +116,15 @@ def test_a_run_continues_on_other_devices(inputs: Path, alone: Path, tmp_path: P
         (
             {"dp": 4, "tp": 4},
             InputError,
-            r"^finetune: --dp x --fsdp x --tp must be 8, the devices of this run, got 4 x 1 x 4",
+            r"^finetune: --dp x --fsdp x --cp x --tp must be 8, the devices of this run, got 4 x 1 x 1 x 4",
         ),
         ({"tp": 4}, SpecError, r"num_key_value_heads must be a multiple of the 4 ranks"),
+        ({"cp": 5}, InputError, r"^finetune: --tokens must be a multiple of 5, got 24\."),
+        (
+            {"cp": 4, "tp": 2},
+            SpecError,
+            r"num_attention_heads must be a multiple of the 8 ranks of the mesh axes tp, cp",
+        ),
         ({"fsdp": 3, "batch": 3}, SpecError, r"must be a multiple of the 3 devices of the mesh axes fsdp"),
     ],
     ids=str,
@@ -150,9 +168,19 @@ def in_processes(inputs: Path, out: Path, *words: str, devices: int = 2) -> None
             process.kill()
 
 
-def test_two_processes_and_their_checkpoint(inputs: Path, alone: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {"fsdp": 2, "cp": 2},
+        pytest.param({"dp": 2, "fsdp": 2}, marks=pytest.mark.slow),
+        pytest.param({"cp": 4}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_two_processes_and_their_checkpoint(inputs: Path, alone: Path, tmp_path: Path, axes: dict[str, int]) -> None:
     """Two processes of two devices begin, write shards, and one process of other devices continues."""
-    in_processes(inputs, tmp_path / "run", "--steps", "2", "--dp", "2", "--fsdp", "2")
+    words = [word for name, count in axes.items() for word in (f"--{name}", str(count))]
+    in_processes(inputs, tmp_path / "run", "--steps", "2", *words)
     (step,) = (tmp_path / "run" / "checkpoints").iterdir()
     assert not (step / "model.safetensors").exists(), "the state is in shards"
     run(inputs, tmp_path / "run", resume=True, tp=2)

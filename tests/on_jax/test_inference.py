@@ -109,7 +109,7 @@ def test_gradients(check_vma: bool, x64: None) -> None:
             assert_within(np.asarray(a), np.asarray(b), DISTRIBUTED_FLOAT64, "gradient")
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2, 4, 8])
 def test_in_bfloat16(ranks: int) -> None:
     mesh, y = mesh_of(ranks), [a.astype(jnp.bfloat16) for a in row_operands()]
     x = [a.astype(jnp.bfloat16) for a in column_operands()]

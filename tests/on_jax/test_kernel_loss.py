@@ -1,6 +1,5 @@
 """The loss through its Pallas kernel: numbers in JAX's GPU interpreter, lowering for CUDA, and who may have it."""
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -21,15 +20,17 @@ from shared_specs.shards import ShardPlan
 from shared_specs.tolerances import MODEL_FLOAT32, limit
 from tests.adapters import ADAPTERS
 from tests.asserting import assert_case, assert_within
-from tests.on_jax.interpreted import FINDS_RACES, clean_interpreter
+from tests.on_jax.interpreted import FINDS_RACES
 from tests.on_jax.untiled import loss_operands
 from tiled_jax import TiledLinearCrossEntropy, backends, tiled_linear_cross_entropy
-from tiled_jax.functional import loss_math
+from tiled_jax.functional import loss_math, loss_vjp
 from tiled_jax.functional.kernel_loss_steps import KernelLossSteps
 from tiled_jax.functional.loss_math import Part, Rules
 from tiled_jax.functional.loss_steps import XLA, choose_steps
 from tiled_jax.kernels import cross_entropy as kernel
 from tiled_jax.kernels.common import interpreter
+
+pytestmark = pytest.mark.usefixtures("clean")
 
 Array = np.ndarray[Any, Any]
 NAME = "tiled_linear_cross_entropy"
@@ -39,17 +40,6 @@ OPTIONS = {
     "smooth": LossOptions(label_smoothing=0.1, z_loss=1e-2),
     "bent": LossOptions(logit_softcap=3.0, logit_scale=-0.5, label_smoothing=0.2, ignore_index=7),
 }
-
-
-@pytest.fixture(autouse=True)
-def _clean() -> Iterator[None]:
-    with clean_interpreter():
-        yield
-
-
-@pytest.fixture
-def interpreting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(backends.INTERPRET, "1")
 
 
 def draw(rows: int, vocab: int, dtype: str, ignore_index: int = -100) -> tuple[Array, Array]:
@@ -214,6 +204,7 @@ def way_of(case: LossCase) -> tuple[Any, ...]:
     "case", [pytest.param(case, id=case.id, marks=() if is_fast(case) else pytest.mark.slow) for case in CASES]
 )
 def test_case(case: LossCase, interpreting: None) -> None:
+    loss_vjp.run.clear_cache()  # cases of one program: what is found compiled says nothing of its backend
     backends.record_run(NAME, "nothing")
     assert_case(case, ADAPTERS["jax"].run_loss(case, "pallas"))
     assert backends.last_run(NAME) == "pallas"
@@ -288,8 +279,12 @@ def test_auto_takes_the_kernel_on_a_hopper_and_never_the_interpreter(monkeypatch
         choose_steps(NAME, "pallas", jnp.float64)
 
 
-def test_a_memory_budget_has_room_for_a_padded_weight(interpreting: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """V = 200 becomes 256: one copy of the weight."""
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_memory_budget_has_room_for_what_the_kernel_adds(
+    in_place: bool, interpreting: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """V = 200 becomes 256: one copy of the weight, wider logits, and their gradient where it cannot lie in their place."""
+    monkeypatch.setattr("tiled_jax.functional.kernel_loss_steps.takes_ref", lambda *_: in_place)
     plans: dict[str, ShardPlan] = {}
     arguments = loss_operands(400, hidden=16, vocab=200, dtype=jnp.float32)
     monkeypatch.setattr(
@@ -297,10 +292,14 @@ def test_a_memory_budget_has_room_for_a_padded_weight(interpreting: None, monkey
         lambda call, *_: plans.update({call.steps.backend: call.plan}) or {"loss": jnp.zeros(())},
     )
     shape = costs.LossShape(tokens=400, hidden=16, vocab=200)
-    budget, copy = costs.compiled_loss_peak_bytes(shape, ShardPlan(400, 100)), 16 * 256 * 4
+    padded, copy = costs.LossShape(tokens=400, hidden=16, vocab=256), 16 * 256 * 4
+    budget = costs.compiled_loss_peak_bytes(shape, ShardPlan(400, 100))
     for backend in ("xla", "pallas"):
         tiled_linear_cross_entropy(*arguments, tiling=Tiling(memory_budget=budget), backend=backend)
     assert plans["xla"] == ShardPlan(400, 100)
     t = plans["pallas"].shard_tokens
-    needed = [costs.compiled_loss_peak_bytes(shape, ShardPlan(400, t)) + copy for t in (t, t + 1)]
+    needed = [
+        costs.compiled_loss_peak_bytes(padded, ShardPlan(400, t)) + copy + (0 if in_place else t * 256 * 4)
+        for t in (t, t + 1)
+    ]
     assert needed[0] <= budget < needed[1]

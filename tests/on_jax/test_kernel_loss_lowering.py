@@ -11,6 +11,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from shared_specs.config import LossOptions, LossResult, Tiling
+from tests.on_jax.interpreted import FINDS_RACES
 from tiled_jax import tiled_linear_cross_entropy
 from tiled_jax.kernels import cross_entropy as kernel
 from tiled_jax.parallel import vocab_parallel_linear_cross_entropy
@@ -114,4 +115,7 @@ def test_the_vocabulary_over_devices(
             jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=jax.sharding.NamedSharding(mesh, spec))
             for a, spec in zip(operands(), specs, strict=True)
         ]
-        assert lowered(run, *shapes).count("mosaic_gpu_v2") == 2
+        text = lowered(run, *shapes)
+    assert text.count("mosaic_gpu_v2") == 2
+    # From jax 0.11 on not in place of logits whose type says that devices differ: `_plan` counts it.
+    assert ("output_operand_alias" in text) == (not (check_vma and FINDS_RACES))

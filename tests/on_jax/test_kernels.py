@@ -1,6 +1,5 @@
 """The Pallas kernels: their numbers in JAX's GPU interpreter, their lowering for CUDA, and `tiled_mlp` through them."""
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -20,10 +19,10 @@ from shared_specs.shards import KERNEL_MULTIPLE, ShardPlan
 from shared_specs.tolerances import FLOOR
 from tests.adapters import ADAPTERS
 from tests.asserting import assert_case, assert_within
-from tests.on_jax.interpreted import FINDS_RACES, assert_true, clean_interpreter, operands
+from tests.on_jax.interpreted import FINDS_RACES, assert_true, operands
 from tests.on_jax.untiled import operands as mlp_operands
 from tests.on_jax.untiled import y_and_gradients
-from tiled_jax import backends, tiled_mlp, usable_backends
+from tiled_jax import backends, tiled_linear_cross_entropy, tiled_mlp, usable_backends
 from tiled_jax.functional import shard_math
 from tiled_jax.functional.mlp_vjp import Call, run
 from tiled_jax.kernels.activations import activate
@@ -31,34 +30,20 @@ from tiled_jax.kernels.common import interpreter, mlp_reason
 from tiled_jax.kernels.dgated import dgated
 from tiled_jax.kernels.glu_up import gate_and_up, glu_up
 
+pytestmark = pytest.mark.usefixtures("clean")
+
 H, I = 128, 128  # noqa: E741
 LLAMA_3_8B = {"hidden": 4096, "intermediate": 14336}
 WEIGHTS = ("w_gate", "w_up")
-
-
-@pytest.fixture(autouse=True)
-def _clean() -> Iterator[None]:
-    with clean_interpreter():
-        yield
-
-
-@pytest.fixture
-def interpreting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(backends.INTERPRET, "1")
-
-
-def slow_before_0_11(*values: Any) -> Any:
-    """A case that the interpreter of jax 0.10, ten times slower, runs with the slow tests only."""
-    return pytest.param(*values, marks=() if FINDS_RACES else pytest.mark.slow)
 
 
 @pytest.mark.parametrize(
     ("activation", "dtype", "tokens", "biases"),
     [
         ("silu", "bfloat16", 200, ()),
-        slow_before_0_11("gelu", "bfloat16", 128, ("gate", "up")),
-        slow_before_0_11("gelu_tanh", "float16", 1, ("up",)),
-        slow_before_0_11("relu", "float16", 130, ("gate",)),
+        ("gelu", "bfloat16", 128, ("gate", "up")),
+        ("gelu_tanh", "float16", 1, ("up",)),
+        ("relu", "float16", 130, ("gate",)),
     ],
 )
 def test_glu_up(activation: str, dtype: str, tokens: int, biases: tuple[str, ...]) -> None:
@@ -81,9 +66,9 @@ def test_gate_and_up_are_those_of_glu_up() -> None:
     ("activation", "dtype", "tokens"),
     [
         ("silu", "bfloat16", 200),
-        slow_before_0_11("gelu", "float16", 1),
-        slow_before_0_11("gelu_tanh", "bfloat16", 128),
-        slow_before_0_11("relu", "bfloat16", 130),
+        ("gelu", "float16", 1),
+        ("gelu_tanh", "bfloat16", 128),
+        ("relu", "bfloat16", 130),
     ],
 )
 def test_dgated(activation: str, dtype: str, tokens: int) -> None:
@@ -184,6 +169,11 @@ MLP_CASES = [
     MLP(dims=(3, 100), keep=0.5, out=128, dtype="float16", frozen=("x",), reason="one kept, one computed again"),
     MLP(dims=(128,), num_shards=1, frozen=("x", "w_gate", "w_up"), reason="w_down alone needs no product before it"),
 ]
+
+
+def slow_before_0_11(*values: Any) -> Any:
+    """A case that the interpreter of jax 0.10, several times slower, runs with the slow tests only."""
+    return pytest.param(*values, marks=() if FINDS_RACES else pytest.mark.slow)
 
 
 @pytest.mark.parametrize("case", [MLP_CASES[0], *map(slow_before_0_11, MLP_CASES[1:])], ids=lambda case: case.id)
@@ -307,17 +297,39 @@ class Device:
 
 
 def test_auto_takes_the_kernels_on_a_hopper_and_never_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    choose = partial(backends.choose, "tiled_mlp", "auto", no_kernel=None)
+    choose = partial(backends.choose, "tiled_mlp", "auto")
+    of_a_kernel = partial(choose, no_kernel=lambda: None)
     monkeypatch.setenv(backends.INTERPRET, "1")
-    assert choose() == "xla"
+    assert of_a_kernel() == "xla"
     monkeypatch.delenv(backends.INTERPRET)
-    assert choose() == "xla"
+    assert of_a_kernel() == "xla"
     monkeypatch.setattr(jax, "devices", lambda: [Device("9.0", "NVIDIA H200")])
-    assert choose() == "pallas"
-    assert choose(no_kernel="for this call none does.") == "xla"
+    assert of_a_kernel() == "pallas"
+    assert choose(no_kernel=lambda: "for this call none does.") == "xla"
     assert backends.choose("tiled_loss", "auto") == "xla"
     with pytest.raises(UnsupportedError, match="has no Pallas kernel for this operation yet"):
         backends.choose("tiled_loss", "pallas")
+
+
+def test_what_can_run_here_is_found_out_once_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It asks JAX for its devices."""
+    calls, usable = [], backends.usable_backends
+    monkeypatch.setattr(backends, "usable_backends", lambda: (calls.append(1), usable())[1])
+    x, *weights = mlp_operands(8, dtype=jnp.float32)
+    for backend in ("auto", "xla"):
+        tiled_mlp(x, *weights, backend=backend)
+        tiled_linear_cross_entropy(x, weights[0], jnp.zeros(8, jnp.int32), backend=backend)
+    assert len(calls) == 4
+
+
+def test_no_kernel_is_asked_for_its_reason_where_none_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def asked() -> str | None:
+        raise AssertionError
+
+    monkeypatch.delenv(backends.INTERPRET, raising=False)
+    assert backends.choose("tiled_mlp", "auto", no_kernel=asked) == "xla"
+    monkeypatch.setattr(jax, "devices", lambda: [Device("9.0", "NVIDIA H200")])
+    assert backends.choose("tiled_mlp", "xla", no_kernel=asked) == "xla"
 
 
 def test_the_reason_is_about_every_kernel() -> None:

@@ -1,6 +1,5 @@
 """The activation of the MLP as a kernel: its numbers in JAX's GPU interpreter and their lowering for CUDA."""
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -14,18 +13,13 @@ from shared_specs.oracle.mlp import activate
 from shared_specs.rounding import DTYPES, relative_error, round_to
 from shared_specs.tolerances import limit
 from tests.asserting import assert_within
-from tests.on_jax.interpreted import clean_interpreter
 from tiled_jax.kernels.common import interpreter
 from tiled_jax.kernels.glu_elementwise import glu, glu_backward
 
+pytestmark = pytest.mark.usefixtures("clean")
+
 Array = np.ndarray[Any, Any]
 LLAMA_3_8B = 14336
-
-
-@pytest.fixture(autouse=True)
-def _clean() -> Iterator[None]:
-    with clean_interpreter():
-        yield
 
 
 def assert_true(found: Any, exact: Array, plain: Array, dtype: str) -> None:

@@ -1,6 +1,6 @@
 """The Pallas kernels of plain products: numbers in JAX's GPU interpreter, the order of their sums, lowering for CUDA."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,24 +15,18 @@ from shared_specs.blocks import CANDIDATES, DEFAULTS, DETERMINISTIC, Blocks
 from shared_specs.rounding import DTYPES, compute_dtype, relative_error, round_to
 from shared_specs.tolerances import limit
 from tests.asserting import assert_within
-from tests.on_jax.interpreted import FINDS_RACES, clean_interpreter
 from tiled_jax.functional.shard_math import Kernels, _dx, _summed
 from tiled_jax.functional.shard_math import linear as linear_step
 from tiled_jax.kernels.common import interpreter, mlp_reason
 from tiled_jax.kernels.linear import dx, linear
 from tiled_jax.kernels.weight_gradient import weight_gradient
 
+pytestmark = pytest.mark.usefixtures("clean")
+
 Array = np.ndarray[Any, Any]
 H, I = 4096, 14336  # noqa: E741  Llama 3 8B
 # Several blocks in every dim of the shapes below.
 SMALL = Blocks(rows=128, columns=64, depth=64, stages=2, group=2)
-slow_before_0_11 = () if FINDS_RACES else pytest.mark.slow
-
-
-@pytest.fixture(autouse=True)
-def _clean() -> Iterator[None]:
-    with clean_interpreter():
-        yield
 
 
 def draw(dtype: str, *shapes: tuple[int, ...]) -> list[jax.Array]:
@@ -55,8 +49,8 @@ def assert_true(found: jax.Array, formula: Callable[..., Array], arrays: list[ja
     ("dtype", "tokens", "with_bias", "blocks"),
     [
         ("bfloat16", 200, True, SMALL),
-        pytest.param("float16", 1, False, SMALL, marks=slow_before_0_11),
-        pytest.param("float16", 130, True, None, marks=slow_before_0_11),
+        ("float16", 1, False, SMALL),
+        ("float16", 130, True, None),
     ],
 )
 def test_linear(dtype: str, tokens: int, with_bias: bool, blocks: Blocks | None) -> None:
@@ -71,8 +65,8 @@ def test_linear(dtype: str, tokens: int, with_bias: bool, blocks: Blocks | None)
     ("dtype", "tokens", "gated", "blocks"),
     [
         ("bfloat16", 200, True, SMALL),
-        pytest.param("float16", 130, False, SMALL, marks=slow_before_0_11),
-        pytest.param("bfloat16", 128, True, None, marks=slow_before_0_11),
+        ("float16", 130, False, SMALL),
+        ("bfloat16", 128, True, None),
     ],
 )
 def test_dx(dtype: str, tokens: int, gated: bool, blocks: Blocks | None) -> None:
@@ -89,8 +83,8 @@ def test_dx(dtype: str, tokens: int, gated: bool, blocks: Blocks | None) -> None
     ("dtype", "tokens", "blocks"),
     [
         ("bfloat16", 200, SMALL),
-        pytest.param("float16", 1, SMALL, marks=slow_before_0_11),
-        pytest.param("bfloat16", 128, None, marks=slow_before_0_11),
+        ("float16", 1, SMALL),
+        ("bfloat16", 128, None),
     ],
 )
 def test_weight_gradient(dtype: str, tokens: int, blocks: Blocks | None) -> None:

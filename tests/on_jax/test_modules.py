@@ -15,6 +15,7 @@ from shared_specs.tolerances import MODEL_FLOAT32
 from tests.asserting import assert_within
 from tests.on_jax.untiled import mlp, operands
 from tiled_jax import SpecError, TiledMLP, Tiling, UnsupportedError, linen, tiled_mlp
+from tiled_jax.modules.params import make_config, param_shapes
 
 SHAPES = {"w_gate": (8, 12), "w_up": (8, 12), "w_down": (12, 8)}
 BIASES = {"b_gate": (12,), "b_up": (12,), "b_down": (8,)}
@@ -162,3 +163,14 @@ def test_bad_options_fail_when_the_module_is_made(options: dict[str, Any], error
 def test_bad_sizes() -> None:
     with pytest.raises(SpecError, match="hidden_size must be >= 1, got 0"):
         TiledMLP(0, 12, rngs=nnx.Rngs(0))
+
+
+def test_errors_name_the_module_that_was_made() -> None:
+    """A module of another name has the same options."""
+    options = {"gated": True, "fused_gate_up": False, "function": "Other"}
+    with pytest.raises(SpecError, match=r"^Other: hidden_size must be >= 1, got 0"):
+        param_shapes(0, 12, bias=False, **options)
+    for name, value in (("activation", "swish"), ("num_shards", 0), ("backend", "cuda")):
+        given = {"activation": "silu", "num_shards": None, "keep": 0.0, "tiling": None, "backend": "auto", name: value}
+        with pytest.raises(SpecError, match=f"^Other: {name} must be "):
+            make_config(**given, **options)

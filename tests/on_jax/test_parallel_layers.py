@@ -13,8 +13,10 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shared_specs.config import ParallelLinearOptions
-from shared_specs.tolerances import DISTRIBUTED_FLOAT64
+from shared_specs.rounding import relative_error
+from shared_specs.tolerances import DISTRIBUTED_FLOAT64, limit
 from tests.asserting import assert_within
+from tests.on_jax.parallel_models import quickly
 from tiled_jax import SpecError
 from tiled_jax.parallel import ColumnParallelLinear, RowParallelLinear, TensorParallelTiledMLP, VocabParallelEmbedding
 
@@ -78,7 +80,7 @@ def loss_and_gradients(module: nnx.Module, ids: jax.Array) -> Any:
     def loss(state: Any) -> jax.Array:
         return jnp.sum(jnp.sin(nnx.merge(graph, state)(ids)))
 
-    value, gradients = jax.jit(jax.value_and_grad(loss))(state)
+    value, gradients = quickly(jax.jit(jax.value_and_grad(loss)), state)
     return value, nnx.to_pure_dict(gradients)
 
 
@@ -139,15 +141,43 @@ def test_on_a_mesh_of_both_kinds(kinds: tuple[AxisType, AxisType], rows: int) ->
     np.testing.assert_array_equal(*found)
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_without_a_surrounding_jit_and_in_bfloat16(kind: AxisType) -> None:
-    """float32 parameters, the computation in bfloat16: gradients are float32."""
-    mesh = mesh_of(1, 4, kind)
-    block = Block(mesh, sequence=False, fused=False, dtype=jnp.bfloat16, param_dtype=jnp.float32)
-    y = block(jax.device_put(ids_of(), NamedSharding(mesh, P())))
+@pytest.mark.parametrize(
+    ("ranks", "kind", "sequence"),
+    [
+        (2, AxisType.Auto, True),
+        (4, AxisType.Explicit, False),
+        pytest.param(8, AxisType.Auto, False, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_without_a_surrounding_jit_and_in_bfloat16(ranks: int, kind: AxisType, sequence: bool) -> None:
+    """float32 parameters, the computation in bfloat16: gradients are float32, and all as right as on one device."""
+    mesh = mesh_of(1, ranks, kind)
+    block = Block(mesh, sequence=sequence, fused=False, dtype=jnp.bfloat16, param_dtype=jnp.float32)
+    ids = jax.device_put(ids_of(), NamedSharding(mesh, P()))
+    y = block(ids)
     assert (y.dtype, y.shape) == (jnp.bfloat16, (B, S, H))
-    _, gradients = loss_and_gradients(block, jax.device_put(ids_of(), NamedSharding(mesh, P())))
+    _, gradients = loss_and_gradients(block, ids)
     assert {a.dtype for a in jax.tree.leaves(gradients)} == {jnp.dtype(jnp.float32)}
+    parameters = on_one_device(arrays(block))
+
+    def on_one(parameters: Any, dtype: Any) -> Any:
+        def loss(parameters: Any) -> Any:
+            y = plain(jax.tree.map(lambda a: a.astype(dtype), parameters), ids_of())
+            return jnp.sum(jnp.sin(y)), y
+
+        gradients, y = quickly(jax.jit(jax.grad(loss, has_aux=True)), parameters)
+        return y, gradients
+
+    plainly = on_one(parameters, jnp.bfloat16)
+    with jax.enable_x64(True):
+        exact = on_one(jax.tree.map(lambda a: a.astype(jnp.float64), parameters), jnp.float64)
+    for (path, truth), a, b in zip(
+        jax.tree.leaves_with_path(exact), *map(jax.tree.leaves, ((y, gradients), plainly)), strict=True
+    ):
+        assert a.dtype == b.dtype
+        a, b, truth = (np.asarray(value, np.float64) for value in (a, b, truth))
+        assert_within(a, truth, limit(relative_error(b, truth), "bfloat16"), jax.tree_util.keystr(path))
 
 
 def test_one_master_at_every_number_of_devices() -> None:

@@ -18,6 +18,7 @@ from shared_specs.rounding import relative_error
 from shared_specs.tolerances import DISTRIBUTED_FLOAT64, limit
 from tests.asserting import assert_within
 from tests.on_jax.counting import flop, kept_bytes
+from tests.on_jax.parallel_models import quickly
 from tiled_jax import SpecError
 from tiled_jax.parallel import (
     column_parallel_linear,
@@ -170,7 +171,7 @@ def mesh_of(ranks: int) -> jax.sharding.Mesh:
 def test_equal_to_one_device(ranks: int, check_vma: bool, x64: None) -> None:
     cases = list(CASES.values())
     given = [operands_of(case, ranks, jnp.float64) for case in cases]
-    found = sharded(cases, mesh_of(ranks), check_vma)(given)
+    found = quickly(sharded(cases, mesh_of(ranks), check_vma), given)
     for name, case, actual, arguments in zip(CASES, cases, found, given, strict=True):
         assert_equal(actual, plain(case, *arguments), name)
 
@@ -182,19 +183,22 @@ def assert_equal(actual: Any, wanted: Any, what: str) -> None:
         assert_within(np.asarray(a), np.asarray(expected), DISTRIBUTED_FLOAT64, f"{what} {jax.tree_util.keystr(path)}")
 
 
-BFLOAT16 = ("column, gathered, fused", "column, sequence", "row", "row, sequence", "embedding, sequence, deterministic")
+BFLOAT16 = (
+    *("column, gathered, fused", "column, sequence", "row", "row, sequence", "frozen, sequence"),
+    *("embedding", "embedding, sequence, deterministic"),
+)
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2, 4, 8])
 def test_in_bfloat16(ranks: int) -> None:
     """Against float64, as wrong as the same math on one device in bfloat16 may be."""
     cases = [CASES[name] for name in BFLOAT16]
     given = [operands_of(case, ranks, jnp.bfloat16) for case in cases]
     on_one = jax.jit(lambda given: [plain(case, *arguments) for case, arguments in zip(cases, given, strict=True)])
-    found, baseline = sharded(cases, mesh_of(ranks), True)(given), on_one(given)
+    found, baseline = quickly(sharded(cases, mesh_of(ranks), True), given), quickly(on_one, given)
     with jax.enable_x64(True):
         wide = jax.tree.map(lambda a: a.astype(jnp.float64) if a.dtype == jnp.bfloat16 else a, given)
-        exact = on_one(wide)
+        exact = quickly(on_one, wide)
     for name, *results in zip(BFLOAT16, found, baseline, exact, strict=True):
         for a, b, wanted in zip(*map(jax.tree.leaves, results), strict=True):
             assert a.dtype == b.dtype == jnp.bfloat16

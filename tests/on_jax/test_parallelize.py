@@ -1,6 +1,5 @@
 """`parallelize` over 1, 2, 4 and 8 virtual devices: loss and updates in float64 are those of one device."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -13,12 +12,16 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shared_specs.config import Checkpointing, DataParallel, ParallelConfig, TensorParallel
+from shared_specs.rounding import relative_error
+from shared_specs.tolerances import limit
+from tests.asserting import assert_within
 from tests.on_jax.parallel_models import (
     LEARNING_RATE,
     QUICKLY,
     Blocks,
     assert_same,
     blocks_loss,
+    computing_in,
     llama,
     llama_config,
     loss_and_gradients,
@@ -26,6 +29,7 @@ from tests.on_jax.parallel_models import (
     run_quickly,
     token_ids,
 )
+from tiled_jax.functional.shard_math import wide
 from tiled_jax.models import Llama, next_token_loss
 from tiled_jax.parallel import ModelRules, parallelize, register_rules
 
@@ -103,13 +107,6 @@ LLAMAS: dict[str, tuple[Axes, Any, Any, Any, dict[str, Any], AxisType]] = {
 }
 
 
-@pytest.fixture
-def float64(x64: None) -> Iterator[None]:
-    """Flax's norms promote their float32 constants, which strict promotion refuses beside float64."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
-
-
 _REFERENCES: dict[str, Any] = {}
 
 
@@ -126,6 +123,7 @@ def reference(changes: dict[str, Any], tokens: int) -> Any:
 IN_EVERY_RUN = (
     *("one device", "dp 2", "fsdp 8", "tp 8", "sp 8", "fsdp 2 x tp 4", "fsdp 2 x tp 2, whole tokens"),
     *("fsdp 2 x context 2 x tp 2", "fsdp 4, few tokens", "sp 2, odd vocabulary", "dp 8", "everything"),
+    *("fsdp 2, sums in bfloat16", "replicas 2 x fsdp 2 x tp 2, float32 sums"),
 )
 
 
@@ -186,6 +184,86 @@ def test_any_model_with_rules(case: str, x64: None) -> None:
     plan = parallelize(model, mesh_of(kind, **axes), config, loss_fn=blocks_loss)
     assert plan.step is None
     assert_same(run_quickly(plan.gradients, plan.state.parameters, x, plan), loss_and_gradients(model, blocks_loss, x))
+
+
+MIXED: dict[str, tuple[Axes, Any, Any, Any]] = {
+    "dp 4, parameters in bfloat16": ({"dp_shard": 4}, DDP, None, jnp.bfloat16),
+    "fsdp 2, sums in bfloat16": (
+        {"dp_shard": 2},
+        DataParallel(param_dtype="bfloat16", reduce_dtype=None),
+        None,
+        jnp.float32,
+    ),
+    "fsdp 8, float32 sums": ({"dp_shard": 8}, DataParallel(param_dtype="bfloat16"), None, jnp.float32),
+    "replicas 2 x fsdp 2 x tp 2, float32 sums": (
+        {"replica": 2, "dp_shard": 2, "tp": 2},
+        DataParallel(replicate_axis="replica", param_dtype="bfloat16"),
+        WHOLE,
+        jnp.float32,
+    ),
+}
+
+
+def wide_loss(model: Blocks, x: jax.Array) -> jax.Array:
+    error = model(x) - jnp.cos(x)
+    return jnp.mean(error.astype(wide(error.dtype)) ** 2)
+
+
+@pytest.fixture(scope="module")
+def blocks_in_bfloat16() -> tuple[Blocks, jax.Array, Any]:
+    """The model and a batch, with what one device makes of them."""
+    model = computing_in(Blocks(nnx.Rngs(0), jnp.float32), jnp.bfloat16)
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((8, 5, 6)), jnp.bfloat16)
+    return model, x, on_one_device(model, wide_loss, x)
+
+
+@pytest.mark.parametrize("case", some_slow(MIXED))
+def test_any_model_in_bfloat16(case: str, blocks_in_bfloat16: Any) -> None:
+    """Against float64, as wrong as the model in bfloat16 on one device may be."""
+    axes, data, tensor, dtype = MIXED[case]
+    model, x, expected = blocks_in_bfloat16
+    config = ParallelConfig(data=data, tensor=tensor)
+    plan = parallelize(computing_in(model, dtype), mesh_of(**axes), config, loss_fn=wide_loss)
+    loss, gradients = run_quickly(plan.gradients, plan.state.parameters, x, plan)
+    assert {a.dtype for a in jax.tree.leaves(gradients)} == {jnp.dtype(dtype)}
+    assert_as_right((loss, gradients), *expected)
+
+
+def test_a_loss_in_bfloat16_is_averaged_in_float32() -> None:
+    """4 x 257 in bfloat16 would be 1024."""
+    model = nnx.Linear(4, 4, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    config = ParallelConfig(data=DataParallel(param_dtype="bfloat16"))
+    plan = parallelize(
+        model, mesh_of(dp_shard=4), config, loss_fn=lambda model, x: (jnp.sum(jnp.exp(model(x) * 0)), 257)
+    )
+    loss, _ = plan.gradients(plan.state.parameters, jnp.ones((4, 4)))
+    assert float(loss) == np.float32(16 / (4 * 257))
+
+
+def test_llama_in_bfloat16(x64: None) -> None:
+    """Sums of activations over four devices in bfloat16, of gradients over two in float32."""
+    model = computing_in(llama(num_hidden_layers=2), jnp.bfloat16)
+    config = ParallelConfig(data=DataParallel(param_dtype="bfloat16"), tensor=TensorParallel(), checkpointing=FULL)
+    plan = parallelize(computing_in(model, jnp.float32), mesh_of(dp_shard=2, tp=4), config)
+    found = run_quickly(plan.gradients, plan.state.parameters, token_ids(), plan)
+    assert_as_right(found, *on_one_device(model, next_token_loss, token_ids()))
+
+
+def on_one_device(model: Any, loss_fn: Any, batch: Any) -> tuple[Any, Any]:
+    """Loss and gradients of a model in bfloat16, and those in float64."""
+    with jax.numpy_dtype_promotion("standard"):
+        plain = loss_and_gradients(model, loss_fn, batch)
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        batch = batch if batch.dtype == np.int32 else batch.astype(jnp.float64)
+        return plain, loss_and_gradients(computing_in(model, jnp.float64), loss_fn, batch)
+
+
+def assert_as_right(found: Any, plain: Any, exact: Any) -> None:
+    for (path, truth), a, b in zip(
+        jax.tree.leaves_with_path(exact), *map(jax.tree.leaves, (found, plain)), strict=True
+    ):
+        a, b, truth = (np.asarray(value, np.float64) for value in (a, b, truth))
+        assert_within(a, truth, limit(relative_error(b, truth), "bfloat16"), jax.tree_util.keystr(path))
 
 
 def test_a_loss_of_sum_and_count(x64: None) -> None:

@@ -11,7 +11,7 @@ from jax.sharding import AxisType
 
 from shared_specs.config import Checkpointing, Compile, DataParallel, ParallelConfig, TensorParallel
 from shared_specs.errors import SpecError, UnsupportedError
-from tests.on_jax.parallel_models import Blocks, llama_config, mesh_of
+from tests.on_jax.parallel_models import Blocks, blocks_loss, llama_config, mesh_of
 from tiled_jax.models import Llama
 from tiled_jax.parallel import ModelRules, parallelize, register_rules
 
@@ -93,22 +93,67 @@ def blocks() -> Blocks:
 @pytest.mark.parametrize(
     ("tensor", "kind", "message"),
     [
-        (TensorParallel(), AxisType.Auto, r"config\.tensor\.sequence_parallel must be False for a model without"),
+        (TensorParallel(), AxisType.Auto, r"config\.tensor\.sequence_parallel must be False with loss_fn"),
         (
             TensorParallel(sequence_parallel=False),
             AxisType.Auto,
-            r"config\.tensor\.loss_parallel must be False for a model without",
+            r"config\.tensor\.loss_parallel must be False with loss_fn",
         ),
         (
             TensorParallel(sequence_parallel=False, loss_parallel=False),
             AxisType.Explicit,
-            r"the mesh axis 'tp' must be of axis type Auto for a model without",
+            r"the mesh axis 'tp' must be of axis type Auto with loss_fn",
         ),
     ],
 )
 def test_tensor_parallelism_of_a_model_that_computes_by_itself(tensor: Any, kind: AxisType, message: str) -> None:
     with pytest.raises(UnsupportedError, match="^parallelize: " + message):
-        parallelize(blocks(), mesh_of(kind, tp=2), ParallelConfig(tensor=tensor), loss_fn=lambda m, x: m(x).mean())
+        parallelize(blocks(), mesh_of(kind, tp=2), ParallelConfig(tensor=tensor), loss_fn=blocks_loss)
+
+
+WHOLE = TensorParallel(sequence_parallel=False, loss_parallel=False)
+
+
+def test_tensor_parallelism_with_nothing_to_split() -> None:
+    """Every device of the axis would compute the same."""
+    message = r"^parallelize: config\.tensor must be None for a model of which no parameter is split, got 'tp'"
+    model = nnx.eval_shape(lambda: nnx.Linear(4, 8, rngs=nnx.Rngs(0)))
+    with pytest.raises(SpecError, match=message):
+        parallelize(model, mesh_of(tp=2), ParallelConfig(tensor=WHOLE), loss_fn=lambda m, x: m(x).mean())
+
+
+@pytest.mark.parametrize(
+    ("data", "dtype"),
+    [
+        (DataParallel(reduce_dtype="bfloat16"), jnp.float32),
+        (DataParallel(param_dtype="bfloat16", reduce_dtype=None), jnp.float32),
+        (DataParallel(reduce_dtype=None), jnp.float16),
+    ],
+    ids=["asked for", "of the computation", "of the parameters"],
+)
+def test_sums_that_would_end_the_process(data: DataParallel, dtype: Any) -> None:
+    """XLA on a CPU aborts where it is to sum 16 bits over some axes of a mesh and splits others by itself."""
+
+    class Model(nnx.Module):
+        def __init__(self) -> None:
+            self.w = nnx.Param(jnp.zeros((4, 8), dtype))
+
+    register_rules(Model, ModelRules(axes={"w": ("hidden", "intermediate")}))
+    message = r"^parallelize: config\.data\.reduce_dtype must be float32 on a CPU with loss_fn and config\.tensor, got"
+    config = ParallelConfig(data=data, tensor=WHOLE)
+    with pytest.raises(UnsupportedError, match=message):
+        parallelize(Model(), mesh_of(dp_shard=2, tp=2), config, loss_fn=lambda m, x: x.mean())
+
+
+def test_a_loss_fn_is_not_given_parts_of_sequences() -> None:
+    """In the words of the other half."""
+    config = ParallelConfig(data=DataParallel(context_axis="cp"))
+    text = (
+        r"^parallelize: config\.data\.context_axis must be None for a model that does not say how its tokens are split, "
+        r"got 'cp'\. loss_fn computes with whole sequences\.$"
+    )
+    with pytest.raises(UnsupportedError, match=text):
+        parallelize(llama_shapes(), mesh_of(dp_shard=1, cp=2), config, loss_fn=blocks_loss)
 
 
 def test_models_without_what_is_needed() -> None:
@@ -125,7 +170,8 @@ def test_batches_that_do_not_divide() -> None:
     plan = parallelize(llama_shapes(), mesh_of(dp_shard=2, cp=2), ParallelConfig(data=DataParallel(context_axis="cp")))
     for shape, message in (
         ((3, 9), r"of a multiple of 2 sequences.*got \[3, 9\]"),
-        ((2, 10), "a multiple of 2 tokens"),
+        ((2, 10), r"of a multiple of 2 tokens, for the ranks .*, got 9 \(batch is \[2, 10\]\)\. Pad the sequences"),
+        ((2,), r"\[sequences, tokens \+ 1\], got \[2\]"),
     ):
         with pytest.raises(SpecError, match="^parallelize: batch must be .*" + message):
             plan.gradients(plan.shapes.parameters, np.zeros(shape, np.int32))

@@ -19,6 +19,7 @@ from shared_specs.sequence_costs import compiled_sequence_loss_peak_bytes
 from shared_specs.tolerances import DISTRIBUTED_FLOAT64, limit
 from tests.asserting import assert_within
 from tests.on_jax.counting import temp_bytes
+from tests.on_jax.parallel_models import quickly
 from tests.on_jax.split_tokens import abstract, count_collectives, largest_arrays, mesh_of, place
 from tests.on_jax.untiled import cross_entropy
 from tiled_jax import SpecError, tiled_linear_cross_entropy
@@ -142,7 +143,7 @@ def test_one_device_and_many_agree(case: str, devices: tuple[int, int, bool, Axi
     mesh = mesh_of(ranks, data, kind)
     with jax.set_mesh(mesh):
         placed = place(mesh, given, SPECS), place(mesh, targets, TOKENS)
-        actual = with_gradients(split(mesh, loss, check_vma=check_vma, **cut))(*placed)
+        actual = quickly(with_gradients(split(mesh, loss, check_vma=check_vma, **cut)), *placed)
     assert_equal(actual, wanted)
     assert not np.asarray(actual[1]["weight"])[:, V:].any(), "padding of the vocabulary has a gradient"
 
@@ -181,8 +182,9 @@ def test_devices_with_other_numbers_of_tokens(reduction: Any, x64: None) -> None
     assert_equal((LossResult(cut.get("loss", result.loss), lse=cut["lse"]), d | {"x": cut["dx"]}), wanted)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_bfloat16(reduction: Any) -> None:
+@cache
+def in_bfloat16(reduction: Any) -> tuple[Any, ...]:
+    """Options and operands, and what one device makes of them untiled, and in float64."""
     given, targets, _ = make(dtype=jnp.bfloat16)
     loss = LossOptions(reduction=reduction, label_smoothing=0.1)
     untiled = with_gradients(
@@ -190,10 +192,26 @@ def test_bfloat16(reduction: Any) -> None:
             given["x"], given["weight"][:, :V], targets, given["bias"][:V], loss=loss
         ).astype(jnp.float32)
     )
-    found, baseline = with_gradients(split(mesh_of(8), loss, num_shards=3))(given, targets), untiled(given, targets)
+    baseline = untiled(given, targets)
     with jax.enable_x64(True):
         exact = {name: jnp.asarray(np.asarray(a, np.float64)) for name, a in given.items()}
         truth = whole(loss)(exact, targets)
+    return loss, given, targets, baseline, truth
+
+
+@pytest.mark.parametrize(
+    ("ranks", "reduction"),
+    [
+        pytest.param(1, "none", marks=pytest.mark.slow),
+        (2, "none"),
+        (4, "mean"),
+        (8, "mean"),
+        (8, "none"),
+    ],
+)
+def test_bfloat16(ranks: int, reduction: Any) -> None:
+    loss, given, targets, baseline, truth = in_bfloat16(reduction)
+    found = quickly(with_gradients(split(mesh_of(ranks), loss, num_shards=3)), given, targets)
     results = ({"loss": loss, **d} for loss, d in (found, baseline, truth))
     actual, plain, exact = ({name: np.asarray(a) for name, a in result.items()} for result in results)
     for name, value in exact.items():

@@ -1,4 +1,5 @@
-"""`tiled_mlp` inside `shard_map`: tokens and columns over eight virtual devices, equal to one device in float64."""
+"""`tiled_mlp` inside `shard_map`, and it and the tiled loss under plain `jit`: tokens and columns over eight virtual devices,
+equal to one device in float64."""
 
 from functools import partial
 from typing import Any
@@ -10,9 +11,10 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from shared_specs.config import LossOptions
 from tests.on_jax.counting import collectives
-from tests.on_jax.untiled import mlp, operands, y_and_gradients
-from tiled_jax import tiled_mlp
+from tests.on_jax.untiled import cross_entropy, loss_operands, mlp, operands, y_and_gradients
+from tiled_jax import tiled_linear_cross_entropy, tiled_mlp
 
 TOKENS, COLUMNS, ROWS = P("sequence", None), P(None, "tensor"), P("tensor", None)
 SPECS = (TOKENS, COLUMNS, COLUMNS, ROWS)
@@ -90,3 +92,27 @@ def test_tensor_parallel_weights_without_shard_map(same: Any) -> None:
     placed = [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip(arguments, specs, strict=True)]
     actual = jax.jit(y_and_gradients(partial(tiled_mlp, num_shards=4)))(*placed)
     same(actual, y_and_gradients(mlp)(*arguments))
+
+
+@pytest.mark.parametrize(
+    ("kind", "reduction"), [(AxisType.Auto, "mean"), (AxisType.Explicit, "mean"), (AxisType.Explicit, "none")], ids=str
+)
+def test_a_split_vocabulary_without_shard_map(kind: AxisType, reduction: Any, same: Any) -> None:
+    """`tiled_linear_cross_entropy` itself; gradients are split as the weight and its bias are."""
+    mesh, (x, weight, targets) = mesh_of(kind), loss_operands(22, hidden=6, vocab=16)
+    arguments = x, weight, jnp.cos(weight[0])
+    loss = LossOptions(reduction=reduction, label_smoothing=0.1)
+
+    def tiled(x: jax.Array, weight: jax.Array, bias: jax.Array) -> jax.Array:
+        return tiled_linear_cross_entropy(x, weight, targets, bias=bias, loss=loss, num_shards=4)
+
+    def untiled(x: jax.Array, weight: jax.Array, bias: jax.Array) -> jax.Array:
+        return cross_entropy(x, weight, targets, bias, loss=loss)
+
+    specs = P(None, None), COLUMNS, P("tensor")
+    with jax.set_mesh(mesh):
+        placed = [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip(arguments, specs, strict=True)]
+        actual = jax.jit(y_and_gradients(tiled))(*placed)
+    same(actual, y_and_gradients(untiled)(*arguments))
+    for a, spec in zip(actual[1:], specs, strict=True):
+        assert a.sharding.is_equivalent_to(NamedSharding(mesh, spec), a.ndim)

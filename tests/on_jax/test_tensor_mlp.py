@@ -1,6 +1,6 @@
 """The MLP with its columns and tokens split over 1, 2, 4 and 8 virtual devices, equal to one device in float64."""
 
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ from shared_specs.sequence_costs import compiled_sequence_peak_bytes, gathered_p
 from shared_specs.tolerances import COST_BYTES, DISTRIBUTED_FLOAT64, limit
 from tests.asserting import assert_within
 from tests.on_jax.counting import temp_bytes
+from tests.on_jax.parallel_models import quickly
 from tests.on_jax.split_tokens import abstract, count_collectives, largest_arrays, mesh_of, place, use_rings
 from tests.on_jax.untiled import ACTIVATIONS, operands
 from tiled_jax import SpecError, UnsupportedError, tiled_mlp
@@ -120,7 +121,7 @@ def test_one_device_and_many_agree(
     options = {"sequence_parallel": sequence_parallel, "check_vma": check_vma, "keep": keep}
     fn, specs = split(mesh, given, num_shards=3, **options)
     with jax.set_mesh(mesh):
-        actual = with_gradients(fn)(place(mesh, given, specs))
+        actual = quickly(with_gradients(fn), place(mesh, given, specs))
     assert_equal(actual, with_gradients(untiled)(given))
 
 
@@ -184,17 +185,33 @@ def test_devices_with_other_numbers_of_tokens(x64: None) -> None:
     assert_equal(actual, wanted)
 
 
+@cache
+def in_bfloat16() -> tuple[Operands, Operands, Operands]:
+    """Operands, and what one device makes of them untiled, and in float64."""
+    given = make(8 * 16, dtype=jnp.bfloat16)
+    with jax.enable_x64(True):
+        exact = {name: jnp.asarray(np.asarray(a, np.float64)) for name, a in given.items()}
+        truth = with_gradients(untiled)(exact)
+    return given, with_gradients(untiled)(given), truth
+
+
 @pytest.mark.parametrize(
-    ("ranks", "sequence_parallel", "ring"), [(2, True, False), (8, True, False), (8, True, True), (8, False, False)]
+    ("ranks", "sequence_parallel", "ring"),
+    [
+        pytest.param(1, True, False, marks=pytest.mark.slow),
+        (2, True, False),
+        (4, True, False),
+        pytest.param(4, False, False, marks=pytest.mark.slow),
+        (8, True, False),
+        (8, True, True),
+        (8, False, False),
+    ],
 )
 def test_bfloat16(ranks: int, sequence_parallel: bool, ring: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     use_rings(monkeypatch, ring)
-    given = make(8 * 16, dtype=jnp.bfloat16)
-    baseline = with_gradients(untiled)(given)
-    with jax.enable_x64(True):
-        truth = with_gradients(untiled)({name: jnp.asarray(np.asarray(a, np.float64)) for name, a in given.items()})
+    given, baseline, truth = in_bfloat16()
     fn, _ = split(mesh_of(ranks), given, sequence_parallel=sequence_parallel, num_shards=3)
-    found = with_gradients(fn)(given)
+    found = quickly(with_gradients(fn), given)
     for name, value in truth.items():
         allowed = limit(relative_error(np.asarray(baseline[name]), np.asarray(value)), "bfloat16")
         assert_within(np.asarray(found[name]), np.asarray(value), allowed, name)

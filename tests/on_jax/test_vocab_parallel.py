@@ -12,15 +12,19 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shared_specs.config import LossOptions, LossResult, Tiling
-from shared_specs.tolerances import DISTRIBUTED_FLOAT64
+from shared_specs.rounding import relative_error
+from shared_specs.tolerances import DISTRIBUTED_FLOAT64, limit
 from tests.asserting import assert_within
 from tests.on_jax.counting import collectives, temp_bytes
+from tests.on_jax.parallel_models import quickly
+from tests.on_jax.untiled import cross_entropy
 from tiled_jax import (
     SpecError,
     tiled_linear_cross_entropy,
     vocab_parallel_cross_entropy,
     vocab_parallel_linear_cross_entropy,
 )
+from tiled_jax.functional.shard_math import wide
 
 pytestmark = pytest.mark.ranks
 
@@ -130,7 +134,8 @@ def expected(case: str) -> Any:
 def test_one_device_and_many_agree(case: str, devices: tuple[int, int, bool], x64: None) -> None:
     operands, targets, loss, wanted = expected(case)
     data, tensor, check_vma = devices
-    actual = split(mesh_of(data, tensor), loss, check_vma=check_vma, **CASES[case][1])(operands, targets)
+    fn = split(mesh_of(data, tensor), loss, check_vma=check_vma, **CASES[case][1])
+    actual = quickly(fn, operands, targets)
     assert_equal(actual, wanted)
     assert not np.asarray(actual[1]["weight"][:, V:]).any(), "padding has a gradient"
 
@@ -230,9 +235,53 @@ def test_given_logits(devices: tuple[int, int, bool], smoothing: float, x64: Non
         out_specs=P("data"),
         check_vma=check_vma,
     )
-    actual = results_and_gradients(lambda o, t: mapped(o["logits"], t))({"logits": logits}, target)
+    actual = quickly(results_and_gradients(lambda o, t: mapped(o["logits"], t)), {"logits": logits}, target)
     wanted = results_and_gradients(lambda o, t: plain(o["logits"][..., :V], t, smoothing))({"logits": logits}, target)
     assert_equal(actual, wanted)
+
+
+@cache
+def in_bfloat16() -> tuple[Any, ...]:
+    """The losses of operands, fused and of given logits, and what one device makes of them untiled, and in float64."""
+    operands, targets, _ = make(dtype=jnp.bfloat16, bias=True)
+    logits = jnp.asarray(np.random.default_rng(1).standard_normal((T, ROWS)) * 5, jnp.bfloat16)
+    given = operands | {"logits": logits}
+    loss = LossOptions(reduction="none", label_smoothing=0.1)
+
+    def untiled(given: Operands, targets: jax.Array) -> Any:
+        fused = cross_entropy(given["x"], given["weight"][:, :V], targets, given["bias"][:V], loss=loss)
+        losses = plain(given["logits"][:, :V].astype(fused.dtype), jnp.where(targets < 0, 0, targets), 0.1)
+        return fused.astype(wide(fused.dtype)), jnp.where(targets < 0, 0, losses).astype(wide(fused.dtype))
+
+    on_one = results_and_gradients(untiled)
+    baseline = on_one(given, targets)
+    with jax.enable_x64(True):
+        truth = on_one({name: jnp.asarray(np.asarray(a, np.float64)) for name, a in given.items()}, targets)
+    return loss, given, targets, baseline, truth
+
+
+@pytest.mark.parametrize("devices", [pytest.param((1, 1), marks=pytest.mark.slow), (1, 2), (2, 4), (1, 8)], ids=str)
+def test_in_bfloat16(devices: tuple[int, int]) -> None:
+    """22 tokens; of two devices of `data` each has 11."""
+    loss, given, targets, baseline, truth = in_bfloat16()
+
+    def on_device(given: Operands, targets: jax.Array) -> Any:
+        operands = {name: given[name] for name in ("x", "weight", "bias")}
+        split: Any = dict(vocab_size=V, axis_name="tensor")
+        fused = vocab_parallel_linear_cross_entropy(**operands, targets=targets, loss=loss, num_shards=3, **split)
+        return fused, vocab_parallel_cross_entropy(given["logits"], targets, 0.1, **split)
+
+    specs = {"x": P("data", None), "weight": P(None, "tensor"), "bias": P("tensor"), "logits": P("data", "tensor")}
+    mapped = jax.shard_map(
+        on_device, mesh=mesh_of(*devices), in_specs=(specs, P("data")), out_specs=(P("data"), P("data"))
+    )
+    found = quickly(results_and_gradients(mapped), given, targets)
+    for (path, exact), a, b in zip(
+        jax.tree.leaves_with_path(truth), *map(jax.tree.leaves, (found, baseline)), strict=True
+    ):
+        assert a.dtype == b.dtype
+        a, b, exact = (np.asarray(value, np.float64) for value in (a, b, exact))
+        assert_within(a, exact, limit(relative_error(b, exact), "bfloat16"), jax.tree_util.keystr(path))
 
 
 def test_given_logits_in_bfloat16_and_targets_out_of_range() -> None:

@@ -3,10 +3,8 @@
 Every rank makes the inputs of all ranks, so that what it should get is known to it. See tests/ranks.py.
 """
 
-import contextlib
 import warnings
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -246,17 +244,3 @@ def meshes(rank: int, world: int) -> list[str]:
         except (ValueError, NotImplementedError) as error:
             messages.append(str(error))
     return messages
-
-
-def alone(rank: int, world: int, seconds: float) -> str:
-    """Rank 0's call is wrong; the others make the right one, wait for `seconds` and are told so."""
-    group = dist.new_group(timeout=timedelta(seconds=seconds))
-    x = torch.ones(3 if rank == 0 else world, 2)
-    try:
-        parallel.reduce_scatter_to_sequence_parallel_region(x, group=group)
-        message = "returned"
-    except (ValueError, RuntimeError) as error:
-        message = f"{type(error).__name__}: {error}"
-    with contextlib.suppress(RuntimeError):  # nobody leaves before all have been told
-        dist.barrier()
-    return message

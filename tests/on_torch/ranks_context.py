@@ -8,9 +8,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from transformers import LlamaForSequenceClassification
 
 from shared_specs.config import Checkpointing, Compile, DataParallel, ParallelConfig, TensorParallel
-from tests.on_torch.decoders import BATCH, VOCAB, decoder, loss_of
+from tests.on_torch.decoders import BATCH, VOCAB, decoder, loss_of, small_config
+from tests.on_torch.ranks_engines import Collectives
 from tests.on_torch.ranks_plans import error_between, full, snapshot
 from tiled_torch.functional.attention import causal_attention
 from tiled_torch.models import tile_model
@@ -86,7 +88,7 @@ def truth(kind: str, length: int, prepare: Any = None, **changes: Any) -> tuple[
 def loss_of_logits(model: Any, ids: Tensor, labels: Tensor, mesh: DeviceMesh) -> Tensor:
     """The loss in float64, as a user computes it; transformers' own is float32."""
     logits = model(input_ids=ids).logits
-    mine = context_slice({"labels": labels}, group=mesh["cp"])["shift_labels"]
+    mine = context_slice({"labels": labels, "shift_labels": None}, group=mesh["cp"])["shift_labels"]
     total = F.cross_entropy(logits.flatten(0, 1), mine.flatten(), reduction="sum")
     return total * mesh["cp"].size() / (labels[:, 1:] != -100).sum()
 
@@ -260,7 +262,9 @@ REFUSED: dict[str, Any] = {
     "pipeline": ({}, DataParallel(context_axis="cp", pipeline=True)),
     "ddp": ({}, DataParallel(engine="ddp", context_axis="cp")),
     "attention": ({"attn_implementation": "flex_attention"}, CONTEXT),
+    "rope": ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, CONTEXT),
     "no context": ({"own": True}, CONTEXT),
+    "classifier": ({"head": "SequenceClassification"}, CONTEXT),
 }
 
 
@@ -272,7 +276,8 @@ def refusals(rank: int, world: int) -> dict[str, Any]:
     for name, (changes, data) in REFUSED.items():
         changes = dict(changes)
         own, used = changes.pop("own", False), changes.pop("attn_implementation", None)
-        model: Any = TiledMLP(8, 12) if own else decoder(**changes)
+        classifier = changes.pop("head", None) and LlamaForSequenceClassification(small_config("llama"))
+        model: Any = classifier or (TiledMLP(8, 12) if own else decoder(**changes))
         if used:
             model.config._attn_implementation = used
         before = snapshot(model)
@@ -280,23 +285,32 @@ def refusals(rank: int, world: int) -> dict[str, Any]:
             *_error(lambda m=model, d=data: parallelize(m, mesh, ParallelConfig(data=d))),
             snapshot(model) == before,
         ]
-    model = parallelize(decoder(), mesh, ParallelConfig(data=CONTEXT))
+    model = parallelize(tile_model(decoder()), mesh, ParallelConfig(data=CONTEXT))  # the head's weights are in the root
     ids, labels = batch(12)
     found["batches"] = _error(lambda: model(input_ids=ids[rank : rank + 1]))
+    found["tokens"] = _error(lambda: model(input_ids=ids[:, :11]))
     hidden = torch.ones_like(ids)
     hidden[0, 0] = 0
     calls: dict[str, dict[str, Any]] = {
-        "tokens": {"input_ids": ids[:, :11]},
         "positions": {"input_ids": ids, "position_ids": torch.arange(12)[None]},
         "mask": {"input_ids": ids, "attention_mask": hidden},
+        "mask of scores": {"input_ids": ids, "attention_mask": torch.zeros(4, 1, 12, 12, dtype=torch.float64)},
+        "weights": {"input_ids": ids, "output_attentions": True},
         "keep": {"input_ids": ids, "logits_to_keep": 1},
         "cache": {"input_ids": ids, "use_cache": True},
         "unknown": {"input_ids": ids, "cu_seq_lens_q": torch.tensor([0, 12])},
     }
-    for name, given in calls.items():
-        found[name] = _error(lambda given=given: model(**given))
-    model.loss_function = lambda logits, labels, **_: logits.sum()
-    found["loss"] = _error(lambda: model(input_ids=ids, labels=labels))
+    loss_function = model.loss_function
+    with Collectives() as counted:
+        for name, given in calls.items():
+            found[name] = _error(lambda given=given: model(**given))
+        found["mask, by place"] = _error(lambda: model(ids, hidden))
+        model.loss_function = lambda logits, labels, **_: logits.sum()
+        found["loss"] = _error(lambda: model(input_ids=ids, labels=labels))
+    model.loss_function = loss_function
+    with Collectives() as called:
+        model(ids, torch.ones_like(ids), labels=labels)
+    found["collectives"] = [dict(counted.counts), bool(called.counts)]
     x = torch.ones(1, 3, 4, 5)
     found["odd heads"] = _error(lambda: context_attention(x, x, x))
     found["shapes"] = _error(lambda: context_attention(x, x[:, :, :2], x))

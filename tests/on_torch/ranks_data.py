@@ -65,12 +65,13 @@ def alone(rank: int, world: int) -> bool:
     return not collectives.counts and found["x"].data_ptr() == x.data_ptr()
 
 
-def refused(rank: int, world: int, kinds: list[str]) -> dict[str, str]:
+def refused(rank: int, world: int, kinds: list[str], group: str = "default") -> dict[str, str] | None:
     """Of every kind of call that is wrong on one rank: the error on this rank."""
-    return {what: _refusal(rank, world, what) for what in kinds}
+    over, rank, world = group_of(group, rank, world)
+    return None if rank < 0 else {what: _refusal(over, rank, world, what) for what in kinds}
 
 
-def _refusal(rank: int, world: int, what: str) -> str:
+def _refusal(group: Any, rank: int, world: int, what: str) -> str:
     keys: Any = ["a", "b"]
     data: Any = {"a": torch.ones(2, 3), "b": torch.ones(4)} if rank == 0 else None
     dtype: Any = torch.float32
@@ -106,7 +107,7 @@ def _refusal(rank: int, world: int, what: str) -> str:
         case "device" if last:
             device = "gpu"
     try:
-        broadcast_data(keys, data, dtype, device=device)
+        broadcast_data(keys, data, dtype, device=device, group=group)
     except SpecError as error:
         return str(error)
     return "accepted"

@@ -159,15 +159,18 @@ class emulated:
             assert all(buffer.handle.found is None for buffer in self.buffers.values()), "left before all had read"
 
 
-def both_paths(rank: int, world: int, dtype: str) -> list[bool]:
+def both_paths(rank: int, world: int, dtype: str, group: str = "default") -> list[bool] | None:
     """Whether normed and h are the same to the last bit on either path."""
+    over, rank, world = group_of(group, rank, world)
+    if rank < 0:
+        return None
     a = problem(world, getattr(torch, dtype))
     given = (a["x"].chunk(world, -1)[rank], a["weight"].chunk(world, 1)[rank], a["residual"].chunk(world)[rank])
     results = []
     for wanted in (False, True):
         with torch.no_grad(), emulated(wanted) as path:
             call = parallel.row_parallel_linear_residual_norm
-            results.append(call(*given, a["next_norm_weight"], a["bias"], eps=EPS, path=path))
+            results.append(call(*given, a["next_norm_weight"], a["bias"], eps=EPS, path=path, group=over))
     return [torch.equal(one, other) for one, other in zip(*results, strict=True)]
 
 

@@ -60,6 +60,12 @@ def initial(rank: int, world: int, group: str = "default", dtype: str = "float32
         lambda: row(16, 12, group=over, **like),
         {"weight": (1, 1), "bias": (None, 1)},
     )
+    compare(
+        "fused row",
+        lambda: nn.Linear(16, 12, **like),
+        lambda: row(16, 12, options=fused, group=over, **like),
+        {"weight": (1, 2), "bias": (None, 1)},
+    )
     make = lambda: nn.Embedding(4 * ranks, 6, **like)  # noqa: E731
     compare(
         "embedding", make, lambda: parallel.VocabParallelEmbedding(4 * ranks, 6, group=over, **like), {"weight": (0, 1)}
@@ -102,7 +108,7 @@ def attributes(rank: int, world: int) -> dict[str, list[Any]]:
 
 
 def calls(rank: int, world: int) -> dict[str, Any]:
-    """The run-time arguments of the column-parallel module."""
+    """The run-time arguments of the column-parallel module, and biases that the caller adds."""
     x = draw(3, 6, seed=0)
     like: dict[str, Any] = {"dtype": torch.float64}
     shared = nn.Parameter(draw(8, 6, seed=1).chunk(world)[rank].clone())
@@ -120,6 +126,12 @@ def calls(rank: int, world: int) -> dict[str, Any]:
     y, bias = apart(x)
     (y + bias).sum().backward()
     together(x).sum().backward()
+    row = parallel.RowParallelLinear(8, 6, skip_bias_add=True, **like)
+    wide = draw(3, 8, seed=2)
+    z, row_bias = row(wide)
+    (z + row_bias).sum().backward()
+    in_row = copy.deepcopy(row)
+    in_row.skip_bias_add = False
     deferring(2 * x.clone().requires_grad_()).sum().backward()
     ((kept, *_),) = deferring.weight.__dict__["_deferred_weight_grads"]  # type: ignore[union-attr]
     left_out = deferring.weight.grad is None  # type: ignore[union-attr]
@@ -138,8 +150,27 @@ def calls(rank: int, world: int) -> dict[str, Any]:
         "skipped": skipping(x)[1] is None,
         "added later": distance((y + bias).detach(), together(x).detach()),
         "gradient added later": distance(apart.bias.grad, together.bias.grad),  # type: ignore[union-attr]
+        "added after a row": distance((z + row_bias).detach(), in_row(wide).detach()),
+        "gradient added after a row": distance(row.bias.grad, torch.full((6,), 3.0, dtype=torch.float64)),  # type: ignore[union-attr]
         "copied": torch.equal(copy.deepcopy(owning)(x), owning(x)),
     }
+
+
+def tied(rank: int, world: int) -> dict[str, Any]:
+    """A head that is given the embedding's weight and leaves its gradient for later: added to what the embedding's is."""
+    ids, like = torch.tensor([5, 0, 5, 7]), {"dtype": torch.float64}
+    torch.manual_seed(0)
+    whole = nn.Embedding(8, 6, **like)  # type: ignore[arg-type]
+    F.linear(whole(ids), whole.weight).square().sum().backward()
+    torch.manual_seed(0)
+    embedding = parallel.VocabParallelEmbedding(8, 6, **like)  # type: ignore[arg-type]
+    options = ParallelLinearOptions(defer_weight_grad=True)
+    head = parallel.ColumnParallelLinear(6, 8, bias=False, allocate_weight=False, options=options, **like)  # type: ignore[arg-type]
+    head(embedding(ids), embedding.weight).square().sum().backward()
+    expected = whole.weight.grad.chunk(world)[rank]  # type: ignore[union-attr]
+    before = distance(embedding.weight.grad, expected)
+    counts = [head.deferred_weight_grad(), parallel.deferred_weight_grad(embedding.weight)]
+    return {"before": before, "after": distance(embedding.weight.grad, expected), "counts": counts}
 
 
 def experts(rank: int, world: int) -> dict[str, Any]:

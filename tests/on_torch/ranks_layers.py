@@ -62,11 +62,22 @@ def errors(found: dict[str, Tensor | None], parts: dict[str, Any], problem: Prob
     return answer
 
 
+def linears(rank: int, world: int, kind: str, cases: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
+    """`linear` of every case; each kind of group is made once. None on a rank that is not in it."""
+    groups, found = dict[str, Any](), {}
+    for name, given in cases.items():
+        group = given.get("group", "default")
+        if group not in groups:
+            groups[group] = group_of(group, rank, world)
+        found[name] = linear(rank, world, kind, **given | {"group": groups[group]})
+    return None if None in found.values() else found
+
+
 def linear(
     rank: int,
     world: int,
     kind: str,
-    group: str = "default",
+    group: Any = "default",
     sizes: list[int] | None = None,
     sequence_dim: int = 0,
     sequence_parallel: bool = False,
@@ -78,8 +89,8 @@ def linear(
     backwards: int = 1,
     **options: Any,
 ) -> dict[str, Any] | None:
-    """One call of the functional form of `kind`: column, row or frozen."""
-    over, rank, ranks = group_of(group, rank, world)
+    """One call of the functional form of `kind`: column, row or frozen. group: a name, or what `group_of` says of it."""
+    over, rank, ranks = group_of(group, rank, world) if isinstance(group, str) else group
     if rank < 0:
         return None
     given = sizes is not None
@@ -194,8 +205,13 @@ def order(rank: int, world: int, sequence_parallel: bool, asynchronous: bool) ->
     return calls.calls
 
 
-def mlp(rank: int, world: int, sizes: list[int] | None, skip_bias_add: bool, checkpointed: bool) -> dict[str, float]:
+def mlp(
+    rank: int, world: int, sizes: list[int] | None, skip_bias_add: bool, checkpointed: bool, group: str = "default"
+) -> dict[str, float] | None:
     """Column, gelu and row as modules with sequence parallelism, against two linear layers; errors of y and gradients."""
+    over, rank, world = group_of(group, rank, world)
+    if rank < 0:
+        return None
     torch.manual_seed(0)
     first, second = nn.Linear(8, 16, dtype=torch.float64), nn.Linear(16, 8, dtype=torch.float64)
     tokens = sizes or [3] * world
@@ -203,7 +219,8 @@ def mlp(rank: int, world: int, sizes: list[int] | None, skip_bias_add: bool, che
     expected = second(F.gelu(first(x)))
     expected.backward(dy)
     torch.manual_seed(0)
-    common: dict[str, Any] = {"sequence_parallel": True, "skip_bias_add": skip_bias_add, "dtype": torch.float64}
+    common: dict[str, Any] = {"sequence_parallel": True, "skip_bias_add": skip_bias_add}
+    common |= {"dtype": torch.float64, "group": over}
     column = parallel.ColumnParallelLinear(8, 16, **common)
     row = parallel.RowParallelLinear(16, 8, input_is_parallel=True, **common)
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -85,9 +85,22 @@ def tiles_of(layer: TiledLinear) -> list[nn.Module]:
     return [layer.linears[j][i] for j, i, *_ in layer.grid()]
 
 
-def sharded(grid: tuple[int, int] | None, world: int, return_bias: bool = False, **options: Any) -> Net:
-    """Every tile, then the model, as FSDP2 units."""
-    model, mesh = Net(grid, options.pop("dtype", torch.float64), return_bias), init_device_mesh("cpu", (world,))
+def mesh_of(group: str, rank: int, world: int) -> tuple[DeviceMesh | None, int, int]:
+    """(mesh, rank in it, its size): of all ranks, of two that lie side by side with two others, or of ranks 1 and 3."""
+    match group:
+        case "world":
+            return init_device_mesh("cpu", (world,)), rank, world
+        case "mesh dim":
+            return init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("other", "shard"))["shard"], rank % 2, 2
+        case _:
+            mesh = DeviceMesh("cpu", [1, 3])
+            return (mesh, rank // 2, 2) if rank in (1, 3) else (None, rank, 2)
+
+
+def sharded(grid: tuple[int, int] | None, mesh: DeviceMesh | int, return_bias: bool = False, **options: Any) -> Net:
+    """Every tile, then the model, as FSDP2 units over a mesh, or all of so many ranks."""
+    model = Net(grid, options.pop("dtype", torch.float64), return_bias)
+    mesh = init_device_mesh("cpu", (mesh,)) if isinstance(mesh, int) else mesh
     for unit in (model.first, *(tiles_of(model.middle) if grid else [model.middle]), model.last):
         fully_shard(unit, mesh=mesh, **options)
     return fully_shard(model, mesh=mesh, **options)
@@ -120,10 +133,18 @@ def whole_gradients(layer: Any, grid: tuple[int, int]) -> dict[str, Tensor]:
 
 
 def fsdp(
-    grid: list[int], rank: int, world: int, checkpointed: bool = False, return_bias: bool = False
-) -> dict[str, Any]:
-    """Errors of every gradient against one untiled process."""
-    model = sharded(tuple(grid), world, return_bias)  # type: ignore[arg-type]
+    grid: list[int],
+    rank: int,
+    world: int,
+    checkpointed: bool = False,
+    return_bias: bool = False,
+    group: str = "world",
+) -> dict[str, Any] | None:
+    """Errors of every gradient against one untiled process; None on a rank that is not in the group."""
+    mesh, rank, world = mesh_of(group, rank, world)
+    if mesh is None:
+        return None
+    model = sharded(tuple(grid), mesh, return_bias)  # type: ignore[arg-type]
     fired: list[str] = []
     for name, parameter in model.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: fired.append(name))

@@ -7,7 +7,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from shared_specs.config import DataParallel, ParallelConfig
+from shared_specs.config import ParallelConfig
+from tests.on_torch.ranks_parity_plans import STEPS
 from tests.on_torch.ranks_plans import full
 from tests.tiny_model import tiny_config, tiny_weights
 from tiled_torch.commands.finetune import build_model
@@ -15,21 +16,31 @@ from tiled_torch.models import tile_model
 from tiled_torch.parallel import parallelize
 
 
-def models(rank: int, world: int, tokens: list[list[int]], data: dict[str, Any]) -> dict[str, Any]:
-    """Loss and gradients of the whole batch: sharded and tiled, and of one process, untiled, in float64 and bfloat16."""
+def models(
+    rank: int, world: int, tokens: list[list[int]], cases: dict[str, list[dict[str, Any]]]
+) -> dict[str, dict[str, Any]]:
+    """Loss and gradients of the whole batch: of one process, untiled, in float64 and bfloat16, and sharded and tiled.
+
+    `cases`: name -> axes of a mesh, and the fields of a ParallelConfig that are not None.
+    """
     ids = torch.tensor(tokens)
     found = {
         name: _of(_model().to(dtype), ids) for name, dtype in (("oracle", torch.float64), ("plain", torch.bfloat16))
     }
+    for name, case in cases.items():
+        found[name] = _sharded(world, ids, *case)
+    return found if rank == 0 else {}
+
+
+def _sharded(world: int, ids: Tensor, axes: dict[str, int], config: dict[str, Any]) -> dict[str, Any]:
     model = _model()
     tile_model(model, num_shards=3)
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp_shard",))
-    split = parallelize(model, mesh, ParallelConfig(data=DataParallel(**data)))
-    found["sharded"] = _of(split, ids.chunk(world)[rank])
-    mean = torch.tensor(found["sharded"]["loss"])
+    mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+    split = parallelize(model, mesh, ParallelConfig(**{step: STEPS[step](**fields) for step, fields in config.items()}))
+    found = _of(split, ids.chunk(axes["dp_shard"])[mesh["dp_shard"].get_local_rank()])
+    mean = torch.tensor(found["loss"])
     dist.all_reduce(mean)
-    found["sharded"]["loss"] = mean.item() / world
-    return found if rank == 0 else {}
+    return found | {"loss": mean.item() / world}
 
 
 def _model() -> Any:

@@ -209,13 +209,13 @@ def meta(rank: int, world: int, names: list[str]) -> dict[str, Any]:
 
 
 def compiled(
-    rank: int, world: int, names: list[str], backend: str, ends: bool = True, tiled: bool = False
+    rank: int, world: int, names: list[str], backend: str, ends: bool = True, tiled: bool = False, kind: str = "llama"
 ) -> dict[str, Any]:
-    """The same numbers through torch.compile of each block and of the ends; and how many graphs that were."""
+    """The same numbers through torch.compile of each block and of the ends; how many graphs that were, of which functions."""
     graphs = []
 
     def compiler(graph: Any, inputs: Any) -> Any:
-        graphs.append(graph)
+        graphs.append(sorted({node.target.__name__ for node in graph.graph.nodes if node.op == "call_function"}))
         return torch._dynamo.lookup_backend(backend)(graph, inputs)
 
     whole = torch.compile
@@ -227,8 +227,9 @@ def compiled(
             torch.compiler.reset()
             graphs.clear()
             axes, config = CONFIGS[name]
-            config = replace(config, compile=Compile(ends=ends and config.tensor is None))
-            found[name] = compare(mesh_of(axes, world), config, tiled, "llama", 10) | {"graphs": len(graphs)}
+            config = replace(config, compile=Compile(ends=ends))
+            errors = compare(mesh_of(axes, world), config, tiled, kind, 10)
+            found[name] = errors | {"graphs": len(graphs), "functions": graphs.copy()}
         return found
     finally:
         torch.compile = whole
@@ -299,7 +300,6 @@ REFUSED: dict[str, tuple[tuple[str, ...], ParallelConfig, dict[str, Any]]] = {
     "heads": (("tp",), ParallelConfig(tensor=TENSOR), {"num_attention_heads": 1, "num_key_value_heads": 1}),
     "kv heads": (("tp",), ParallelConfig(tensor=TENSOR), {"num_key_value_heads": 1}),
     "intermediate": (("tp",), ParallelConfig(tensor=TENSOR), {"intermediate_size": 25}),
-    "ends split": (("tp",), ParallelConfig(tensor=TENSOR, compile=Compile(ends=True)), {}),
     "products compiled": (
         ("tp",),
         ParallelConfig(tensor=TENSOR, compile=Compile(), checkpointing=Checkpointing(mode="products")),

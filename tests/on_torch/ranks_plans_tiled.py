@@ -1,20 +1,24 @@
-"""What the ranks run for `parallelize`: how much a tiled loss gathers, bfloat16, heads other than a language model's."""
+"""What the ranks run for `parallelize`: what a tiled loss gathers, bfloat16, embeddings, other heads than for language."""
 
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from transformers import LlamaForSequenceClassification, LlamaModel
 
+from shared_specs import SpecError
 from shared_specs.config import DataParallel, LossOptions, ParallelConfig, TensorParallel
 from tests.on_torch.decoders import BATCH, VOCAB, batch, decoder, exact, loss_of, small_config, truth
+from tests.on_torch.ranks_engines import Collectives
 from tests.on_torch.ranks_plans import CONFIGS, compare, error_between, filled, full, mesh_of, rows_of
 from tiled_torch import TiledLinearCrossEntropy
 from tiled_torch.models import tile_model
 from tiled_torch.parallel import parallelize
+from tiled_torch.parallel.tensor_styles import Embedding
 
 HIDDEN, SHARDS = 16, 5
 
@@ -140,4 +144,30 @@ def ties(rank: int, world: int) -> dict[str, list[bool]]:
             model.lm_head.weight = model.model.embed_tokens.weight
         parallelize(model, mesh_of(("tp",), world), ParallelConfig(tensor=TensorParallel()))
         found[name] = model.lm_head.weight is model.model.embed_tokens.weight
+    return found
+
+
+def embeddings(rank: int, world: int, vocab: int) -> dict[str, Any]:
+    """An embedding split by a vocabulary that ranks do not divide, with a padding entry: errors, rows held, and collectives of
+    backward; and what is said of an id outside the vocabulary."""
+    mesh, found = mesh_of(("tp",), world), {}
+    ids = torch.arange(2 * (vocab + 2)).reshape(2, -1) % vocab
+    upstream = torch.randn(*ids.shape, HIDDEN, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    for layout in (Replicate(), Shard(1)):
+        plain, split = (filled(nn.Embedding(vocab, HIDDEN, padding_idx=1)) for _ in "12")
+        plain(ids).backward(upstream)
+        parallelize_module(split, mesh, Embedding(layout))
+        y, own = split(ids), distribute_tensor(upstream, mesh, [layout])
+        with Collectives() as collectives:
+            y.backward(own)
+        found[str(layout)] = {
+            "y": error_between({"y": y.detach().full_tensor()}, {"y": plain(ids).detach()}),
+            "dw": error_between({"dw": full(split.weight.grad)}, {"dw": plain.weight.grad}),
+            "rows": list(split.weight.grad.to_local().shape),
+            "collectives": dict(collectives.counts),
+        }
+    try:
+        split(ids + 1)
+    except SpecError as error:
+        found["outside"] = str(error)
     return found

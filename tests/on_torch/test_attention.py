@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from shared_specs.tolerances import DISTRIBUTED_FLOAT64, limit
-from tests.on_torch.counting import LiveBytes
+from tests.on_torch.counting import LiveBytes, saved_bytes
 from tiled_torch.functional.attention import causal_attention
 
 
@@ -60,6 +60,16 @@ def test_scores_of_all_tokens_exist_nowhere(options: dict[str, float]) -> None:
     with LiveBytes() as live:
         causal_attention(q, k, v, block_tokens=16, **options).sum().backward()  # type: ignore[arg-type]
     assert live.largest < 512 * 512
+
+
+@pytest.mark.parametrize("options", [{"window": 64}, {"softcap": 3.0}, {"window": 64, "softcap": 3.0}], ids=str)
+def test_backward_keeps_no_mask_of_every_block(options: dict[str, float]) -> None:
+    """Of 2048 tokens in 32 blocks. Boolean ones of what is visible would be 128 KiB with the window, 2 MiB without."""
+    q, k, v = (torch.randn(1, 1, 2048, 4, requires_grad=True) for _ in range(3))
+    y, kept = saved_bytes(lambda: causal_attention(q, k, v, block_tokens=64, **options), [q, k, v])  # type: ignore[arg-type]
+    mask = 4 * 64 * (64 + 64) if options == {"window": 64} else 0
+    log_sums = 4 * 2048
+    assert kept <= mask + y.nbytes + log_sums
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 4}, {"softcap": 3.0}], ids=str)

@@ -1,6 +1,7 @@
 """Checkpointing in one process: gradients, bytes that are held and at the peak, hooks, errors."""
 
 import weakref
+from functools import partial
 from typing import Any
 
 import pytest
@@ -222,6 +223,21 @@ def test_calls_nest():
     (expected,) = torch.autograd.grad((x.exp().sin() * 2).cos().sum(), x)
     assert torch.equal(found, expected)
     assert len(runs) == 2
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+@pytest.mark.parametrize("form", ["checkpoint", "output"])
+def test_inside_compiled_code(form):
+    """Each call as it is, between compiled graphs: activations that AOT autograd keeps are not those of the replay."""
+    found = []
+    torch.compiler.reset()
+    for compiled in (False, True):
+        model, x = Net("output" if form == "output" else "plain"), batch()
+        fn = model if form == "output" else partial(checkpoint, model)
+        run = lambda x, fn=fn: 2 * fn(x + 1)  # noqa: E731
+        (torch.compile(run, backend="aot_eager") if compiled else run)(x).square().sum().backward()
+        found.append([x.grad, *(p.grad for p in model.parameters())])
+    assert all(relative_error(a.numpy(), b.numpy()) <= DISTRIBUTED_FLOAT64 for a, b in zip(*found, strict=True))
 
 
 def test_inside_a_tiled_region():

@@ -1,6 +1,7 @@
 """The PyTorch command: a tiny Llama trained, saved, loaded by transformers, resumed; GGUF against transformers' reader."""
 
 import io
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,9 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from shared_specs.app.command import main
 from shared_specs.app.log import read_log, step_records
 from shared_specs.app.loop import MODEL_NAME, finetune
 from shared_specs.app.model_config import scale_positions
@@ -21,7 +24,9 @@ from shared_specs.cli import FinetuneOptions, InputError
 from shared_specs.errors import UnsupportedError
 from shared_specs.tolerances import DEMO_LOSS_RTOL, MODEL_FLOAT32
 from tests.tiny_model import tiny_config, tiny_weights, write_text, write_tiny_folder, write_tiny_gguf
+from tiled_torch.__main__ import COMMANDS
 from tiled_torch.commands.finetune import TorchTrainer, build_model
+from tiled_torch.commands.team import TorchTeam
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -240,6 +245,15 @@ def test_device_that_is_not_here_is_refused(options, monkeypatch, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_processes_without_a_gpu_of_their_own_are_refused(options, monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(UnsupportedError, match=r"--nproc-per-node must be <= 1, the GPUs .*, got a process 1\."):
+        run(options(device="auto"))
+    assert not (tmp_path / "run").exists()
+
+
 def test_unknown_architecture_is_refused(options, tmp_path):
     folder = write_tiny_folder(tmp_path / "other")
     config = folder / "config.json"
@@ -249,14 +263,65 @@ def test_unknown_architecture_is_refused(options, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_the_command_itself(options, tmp_path):
-    chosen = options(steps=2)
-    words = [sys.executable, "-m", "tiled_torch", "finetune", "--num-shards", "3"]
-    for name in ("model", "text", "tokens", "steps", "batch", "lr", "out", "device"):
-        words += [f"--{name}", str(getattr(chosen, name))]
-    done = subprocess.run(words, cwd=ROOT, text=True, capture_output=True)
+def words(options):
+    """The command line of a run."""
+    names = ("model", "text", "tokens", "steps", "batch", "lr", "out", "device")
+    return ["finetune", "--num-shards", "3", *(w for name in names for w in (f"--{name}", str(getattr(options, name))))]
+
+
+def test_the_command_itself(options, capsys):
+    chosen = words(options(steps=2))
+    done = subprocess.run([sys.executable, "-m", "tiled_torch", *chosen], cwd=ROOT, text=True, capture_output=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert "step 2/2  loss " in done.stdout
-    again = subprocess.run(words, cwd=ROOT, text=True, capture_output=True)
-    assert again.returncode == 2
-    assert again.stderr.startswith("finetune: --out must be a new or empty folder")
+    assert main("tiled_torch", COMMANDS, chosen) == 2
+    assert capsys.readouterr().err.startswith("finetune: --out must be a new or empty folder")
+
+
+def test_a_model_it_cannot_do_is_one_line_and_exit_code_2(options, tmp_path, capsys):
+    folder = write_tiny_folder(tmp_path / "other")
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace('"silu"', '"sillu"'))
+    assert main("tiled_torch", COMMANDS, words(options(model=str(folder)))) == 2
+    shown = capsys.readouterr().err
+    assert shown.count("\n") == 1
+    assert shown.startswith(
+        "finetune: --model must have a configuration that transformers makes a Llama of, got one with "
+    )
+    assert "sillu" in shown
+    assert not (tmp_path / "run").exists()
+
+
+GLOO = "[/pytorch/third_party/gloo/gloo/"
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [
+        (RuntimeError(f"{GLOO}transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:2"), True),
+        (RuntimeError(f"{GLOO}transport/tcp/unbound_buffer.cc:129] Timed out waiting 20000ms for send"), True),
+        (RuntimeError("Gloo connectFullMesh failed with ..."), True),
+        (dist.DistNetworkError("the store is gone"), True),
+        (RuntimeError(f"{GLOO}allgather.cc:30] the caller's own mistake"), False),
+        (RuntimeError("shape '[3]' is invalid for input of size 2"), False),
+        (KeyError("connection reset"), False),
+    ],
+    ids=str,
+)
+def test_who_is_lost_and_who_fails_alone(error, lost, monkeypatch, capsys):
+    """A process that fails alone shows its traceback before anything that could wait for the others."""
+    done = []
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: done.append("destroyed"))
+    monkeypatch.setattr(os, "_exit", done.append)
+    team = object.__new__(TorchTeam)
+    reason = team.lost(error)
+    assert (reason is not None) == lost
+    try:
+        if reason is None:  # otherwise the loop says it, and goes on to leave
+            raise error
+    except Exception:
+        team.leave()
+    else:
+        team.leave()
+    assert done[0] == 1
+    assert (f"{type(error).__name__}: " in capsys.readouterr().err) != lost

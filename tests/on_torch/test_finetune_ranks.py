@@ -20,15 +20,16 @@ from shared_specs.app.checkpoint import load_checkpoint
 from shared_specs.app.log import LOG_NAME, read_log, step_records
 from shared_specs.app.loop import MODEL_NAME, finetune
 from shared_specs.app.weights import read_model
-from shared_specs.cli import FinetuneOptions
+from shared_specs.cli import FinetuneOptions, flag
 from shared_specs.tolerances import DEMO_LOSS_RTOL, MODEL_FLOAT32, limit
-from tests.ranks import LOOPBACK
+from tests.ranks import LOOPBACK, Ranks
 from tests.tiny_model import write_text, write_tiny_folder
 from tiled_torch.commands.finetune import TorchTrainer
 
 pytestmark = pytest.mark.ranks
 
 ROOT = Path(__file__).parents[2]
+RUNS = "tests.on_torch.ranks_finetune:runs"
 STEPS, GROUP_TIMEOUT = 4, 60
 
 
@@ -42,43 +43,49 @@ def inputs(tmp_path_factory):
     return folder
 
 
+def options(inputs, out, **changes):
+    """Of a run, by field."""
+    base = {"tokens": 48, "steps": STEPS, "batch": 4, "lr": 1e-3, "num_shards": 3, "save_every": 2, "device": "cpu"}
+    files = {"model": str(inputs / "model"), "text": str(inputs / "text"), "out": str(out)}
+    return base | files | {"group_timeout": GROUP_TIMEOUT} | changes
+
+
 def words(inputs, out, *more):
-    sizes = (
-        "--tokens",
-        "48",
-        "--steps",
-        str(STEPS),
-        "--batch",
-        "4",
-        "--lr",
-        "1e-3",
-        "--num-shards",
-        "3",
-        "--save-every",
-        "2",
-    )
-    files = ("--model", str(inputs / "model"), "--text", str(inputs / "text"), "--out", str(out))
-    return [*files, *sizes, "--device", "cpu", "--group-timeout", str(GROUP_TIMEOUT), *more]
+    """Of a run, on the command line."""
+    given = options(inputs, out).items()
+    return [*(word for name, value in given for word in (flag(name), str(value))), *more]
 
 
 def run_alone(inputs, out, **changes):
-    base = {"tokens": 48, "steps": STEPS, "batch": 4, "lr": 1e-3, "num_shards": 3, "save_every": 2, "device": "cpu"}
-    files = {"model": str(inputs / "model"), "text": str(inputs / "text"), "out": str(out)}
-    return finetune(TorchTrainer(), FinetuneOptions(**base | files | changes), Console(file=io.StringIO()))
+    return finetune(TorchTrainer(), FinetuneOptions(**options(inputs, out, **changes)), Console(file=io.StringIO()))
 
 
-def start(ranks, *arguments):
+@pytest.fixture(scope="module")
+def two():
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+def run_on(ranks, *wanted):
+    """Runs on ranks that are there already, one after another, each without an error; what each of them showed."""
+    first, *others = ranks.run(RUNS, options=list(wanted))
+    for answers in (first, *others):
+        assert [answer.get("code") for answer in answers] == [0] * len(wanted), answers
+    return [answer["shown"] for answer in first]
+
+
+def start(ranks, *arguments, module="tiled_torch"):
     """torchrun, its output in one pipe."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", **LOOPBACK}
-    command = [*launcher, "-m", "tiled_torch", "finetune", *arguments]
+    command = [*launcher, "-m", module, "finetune", *arguments]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     return subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **pipes)
 
 
-def run(ranks, *arguments):
+def run(ranks, *arguments, **module):
     """The exit code and all that was shown."""
-    process = start(ranks, *arguments)
+    process = start(ranks, *arguments, **module)
     shown, _ = process.communicate(timeout=300)
     return process.returncode, shown
 
@@ -99,7 +106,7 @@ def test_two_ranks_have_the_losses_of_one_and_one_goes_on(inputs, tmp_path):
     out = tmp_path / "run"
     code, shown = run(2, *words(inputs, out, "--fsdp", "2", "--steps", "2"))
     assert code == 0, shown
-    assert "dp 1 x fsdp 2 x tp 1, 2 processes" in shown
+    assert "dp 1 x fsdp 2 x cp 1 x tp 1, 2 processes" in shown
     assert shown.count("step 2/2  loss ") == 1  # one process speaks
     checkpoint = load_checkpoint(out)
     assert checkpoint.state is None
@@ -110,48 +117,89 @@ def test_two_ranks_have_the_losses_of_one_and_one_goes_on(inputs, tmp_path):
     assert AutoModelForCausalLM.from_pretrained(out / MODEL_NAME).config.hidden_size == 32
 
 
-def test_two_ranks_go_on_from_one_and_from_another_layout(inputs, tmp_path):
+def test_two_ranks_go_on_from_one_and_from_another_layout(inputs, two, tmp_path):
     """One process, then two that split every layer: the whole weights are cut, the moments too."""
     out = tmp_path / "run"
     assert run_alone(inputs, out, steps=1) == 0
-    code, shown = run(2, *words(inputs, out, "--tp", "2", "--resume", "--checkpointing"))
-    assert code == 0, shown
+    run_on(two, options(inputs, out, tp=2, resume=True, checkpointing=True))
     assert losses(out) == pytest.approx(losses(inputs / "alone"), rel=DEMO_LOSS_RTOL)
     assert_same_model(out, inputs)
 
 
-def test_bfloat16(inputs, tmp_path):
+def test_context_parallel_ranks_go_on_in_another_layout(inputs, two, tmp_path):
+    """Two ranks with half of every sequence each, then two that split the layers, then one process."""
+    out, plain = tmp_path / "run", tmp_path / "plain"
+    shown = run_on(
+        two,
+        options(inputs, out, cp=2, steps=2, checkpointing=True),
+        options(inputs, out, tp=2, steps=3, resume=True),
+        options(inputs, plain, cp=2, plain=True, num_shards=None),
+    )
+    assert "dp 1 x fsdp 1 x cp 2 x tp 1, 2 processes" in shown[0]
+    assert run_alone(inputs, out, resume=True) == 0
+    expected = pytest.approx(losses(inputs / "alone"), rel=DEMO_LOSS_RTOL)
+    for found in (out, plain):
+        assert losses(found) == expected
+        assert_same_model(found, inputs)
+    record = step_records(read_log(plain))[-1]
+    assert record["tokens_per_second"] * record["seconds"] == pytest.approx(4 * 48), "the tokens of all ranks"
+
+
+@pytest.mark.parametrize("axis", ["fsdp", "cp"])
+def test_bfloat16(inputs, two, tmp_path, axis):
     """The forward under autocast, of sharded float32 weights: as near to float32 as one process in bfloat16 is."""
     assert run_alone(inputs, tmp_path / "one", dtype="bfloat16") == 0
-    code, shown = run(2, *words(inputs, tmp_path / "two", "--fsdp", "2", "--dtype", "bfloat16"))
-    assert code == 0, shown
+    run_on(two, options(inputs, tmp_path / "two", dtype="bfloat16", **{axis: 2}))
     exact, one, two = (np.asarray(losses(out)) for out in (inputs / "alone", tmp_path / "one", tmp_path / "two"))
     assert np.all(abs(two - exact) <= limit(float(abs(one - exact).max() / exact.min()), "bfloat16") * exact)
     weights = read_model(tmp_path / "two" / MODEL_NAME).tensors.values()
     assert {weight.dtype for weight in weights} == {np.dtype("float32")}
 
 
+def test_sequences_and_heads_that_cannot_be_cut_are_refused(inputs, two, tmp_path):
+    """Each before anything is written; the second by the model's plan."""
+    folder = write_tiny_folder(tmp_path / "model", num_attention_heads=3, num_key_value_heads=3, hidden_size=24)
+    found = two.run(
+        RUNS,
+        options=[
+            options(inputs, tmp_path / "run", cp=2, tokens=47),
+            options(inputs, tmp_path / "run", cp=2, model=str(folder)),
+        ],
+    )
+    tokens = (
+        "finetune: --tokens must be a multiple of 2, got 47. Every one of the 2 ranks of --cp takes as many tokens of"
+    )
+    heads = "parallelize: num_attention_heads must be a multiple of the 2 ranks of the mesh axes cp, got 3."
+    for answers in found:
+        for answer, kind, text in zip(answers, ("InputError", "SpecError"), (tokens, heads), strict=True):
+            assert answer["error"][0] == kind
+            assert answer["error"][1].startswith(text), answer
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.slow
-def test_four_ranks_and_plain_replicas(inputs, tmp_path):
-    code, shown = run(2, *words(inputs, tmp_path / "dp", "--dp", "2"))
-    assert code == 0, shown
-    assert losses(tmp_path / "dp") == pytest.approx(losses(inputs / "alone"), rel=DEMO_LOSS_RTOL)
-    out = tmp_path / "run"
-    code, shown = run(4, *words(inputs, out, "--fsdp", "2", "--tp", "2", "--steps", "2"))
-    assert code == 0, shown
-    code, shown = run(2, *words(inputs, out, "--dp", "2", "--resume"))
-    assert code == 0, shown
-    assert losses(out) == pytest.approx(losses(inputs / "alone"), rel=DEMO_LOSS_RTOL)
+def test_four_ranks_and_plain_replicas(inputs, two, tmp_path):
+    run_on(two, options(inputs, tmp_path / "dp 2", dp=2))
+    out, layouts = tmp_path / "run", ({"dp": 2, "tp": 2}, {"cp": 2, "tp": 2}, {"dp": 2, "cp": 2}, {"fsdp": 2, "cp": 2})
+    wanted = [
+        options(inputs, out, fsdp=2, tp=2, steps=2),
+        *(options(inputs, tmp_path / f"{number}", **axes) for number, axes in enumerate(layouts)),
+        options(inputs, tmp_path / "cp 4", cp=4, checkpointing=True),
+    ]
+    with Ranks(4) as four:
+        for each in wanted:
+            run_on(four, each)
+            four.end()  # DTensor would take another mesh of as many ranks for this one, whose groups are gone
+    run_on(two, options(inputs, out, dp=2, resume=True))
+    for found in (out, tmp_path / "dp 2", tmp_path / "cp 4", *(tmp_path / f"{n}" for n in range(len(layouts)))):
+        assert losses(found) == pytest.approx(losses(inputs / "alone"), rel=DEMO_LOSS_RTOL), found
     assert_same_model(out, inputs)
-    code, shown = run(4, *words(inputs, tmp_path / "hybrid", "--dp", "2", "--tp", "2"))
-    assert code == 0, shown
-    assert losses(tmp_path / "hybrid") == pytest.approx(losses(inputs / "alone"), rel=DEMO_LOSS_RTOL)
 
 
 # What a user gets wrong, and the line that says so. The first is found by the model's plan, the second before ranks meet.
 WRONG = {
     "heads": (("--tp", "2"), "parallelize: num_key_value_heads must be a multiple of the 2 ranks of the mesh axis 'tp', got 3"),
-    "ranks": (("--fsdp", "4"), "finetune: --dp x --fsdp x --tp must be 2, the processes of this run, got 1 x 4 x 1 = 4."),
+    "ranks": (("--fsdp", "4"), "--dp x --fsdp x --cp x --tp must be 2, the processes of this run, got 1 x 4 x 1 x 1 = 4."),
     "batch": (("--fsdp", "2", "--batch", "3"), "finetune: --batch must be a multiple of 2, got 3."),
     "no ranks": (("--fsdp", "0"), "finetune: --fsdp must be >= 1, got 0."),
     "text": (("--fsdp", "2", "--text", "nowhere"), "finetune: --text must be a text file, got nowhere, which does not exist."),
@@ -217,3 +265,12 @@ def test_a_lost_rank_ends_the_run_and_keeps_the_last_checkpoint(inputs, tmp_path
     assert 3 <= step <= len(losses(out))
     assert run_alone(inputs, out, resume=True, steps=step + 1) == 0
     assert losses(out)[:STEPS] == pytest.approx(losses(inputs / "alone"), rel=DEMO_LOSS_RTOL)
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_alone_says_why(inputs, tmp_path):
+    """In its second step, with a collective under way that nobody else joins: not after the group's timeout."""
+    code, shown = run(2, *words(inputs, tmp_path / "run", "--fsdp", "2"), module="tests.on_torch.failing_finetune")
+    assert code != 0
+    assert "KeyError: 'the fault of process 1 alone'" in shown
+    assert "Timed out" not in shown

@@ -12,7 +12,7 @@ from shared_specs import SpecError, UnsupportedError
 from shared_specs.rounding import relative_error
 from shared_specs.tolerances import DISTRIBUTED_FLOAT64, MODEL_FLOAT32, limit
 from tests.on_torch.test_mlp_exact import operands
-from tiled_torch import TiledMLP, tiled_mlp
+from tiled_torch import TiledMLP, backends, tiled_linear_cross_entropy, tiled_mlp
 
 
 def plain(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
@@ -143,6 +143,29 @@ def test_compile_module_with_frozen_weight() -> None:
     y = torch.compile(module, fullgraph=True, backend="aot_eager")(x)
     grads = torch.autograd.grad(y.square().sum(), [module.w_gate_up, module.b_down])
     assert all(error(a, b) <= DISTRIBUTED_FLOAT64 for a, b in zip(grads, eager, strict=True))
+
+
+@tracing
+def test_compile_around_a_checkpoint() -> None:
+    """In one graph, as a user compiles a recomputed block of their own; the backend is noted when it is compiled."""
+    x, weights = operands(9, torch.float64)
+    head, targets = torch.randn(11, x.shape[-1], dtype=torch.float64), torch.arange(9)
+
+    def block(x: Tensor, *weights: Tensor) -> Tensor:
+        y = tiled_mlp(x, *weights, num_shards=2)
+        return tiled_linear_cross_entropy(y, head, targets.reshape(y.shape[:-1]), num_shards=2)
+
+    def recomputed(x: Tensor, *weights: Tensor) -> Tensor:
+        return checkpoint(block, x, *weights, use_reentrant=False)
+
+    expected = torch.autograd.grad(block(x, *weights), [x, *weights])
+    for function in ("tiled_mlp", "tiled_linear_cross_entropy"):
+        backends.record_run(function, "nothing")
+    torch.compiler.reset()
+    loss = torch.compile(recomputed, fullgraph=True, backend="aot_eager")(x, *weights)
+    assert {backends.last_run(f) for f in ("tiled_mlp", "tiled_linear_cross_entropy")} == {"eager"}
+    grads = torch.autograd.grad(loss, [x, *weights])
+    assert all(error(a, b) <= DISTRIBUTED_FLOAT64 for a, b in zip(grads, expected, strict=True))
 
 
 def test_registered_operators() -> None:

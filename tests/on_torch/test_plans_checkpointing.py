@@ -1,5 +1,6 @@
 """What the modes of `Checkpointing` keep and compute again, to the byte and to the FLOP; named streams; compiled blocks."""
 
+import copy
 import functools
 from typing import Any
 
@@ -21,6 +22,7 @@ from tiled_torch.parallel import Plan, parallelize, register_plan, seed_parallel
 TOKENS, HIDDEN, FEATURES = BATCH * LENGTH, 16, 24
 ROW, WIDE_ROW = 8 * TOKENS * HIDDEN, 8 * TOKENS * FEATURES  # bytes of [T, H] and [T, I] in float64
 SQUARE, WIDE = 2 * TOKENS * HIDDEN * HIDDEN, 2 * TOKENS * HIDDEN * FEATURES  # FLOP of one projection
+GRADIENTS = 8 * (4 * HIDDEN * HIDDEN + 3 * HIDDEN * FEATURES + 2 * HIDDEN)  # bytes of those of a layer
 MODES = {
     "nothing": None,
     "full": Checkpointing(),
@@ -38,10 +40,16 @@ def llama(layers: int, tiled: str) -> Any:
     return tile_model(model, num_shards=3) if tiled else model
 
 
-@functools.cache
 def per_layer(mode: str, tiled: str) -> tuple[int, int]:
-    """Bytes alive between forward and backward, and FLOP of products in backward, of one layer: the difference between a
-    model with four layers and one with two."""
+    """Bytes alive between forward and backward, and FLOP of products in backward, of one layer."""
+    kept, flop, _ = one_more(mode, tiled)
+    return kept, flop
+
+
+@functools.cache
+def one_more(mode: str, tiled: str) -> tuple[int, ...]:
+    """What a layer adds to bytes alive before backward, to FLOP of products in backward, and to the peak of both passes:
+    the difference between a model with four layers and one with two."""
     found = []
     for layers in (2, 4):
         model: Any = parallelize(llama(layers, tiled), None, ParallelConfig(checkpointing=MODES[mode]))
@@ -49,9 +57,8 @@ def per_layer(mode: str, tiled: str) -> tuple[int, int]:
             loss = loss_of(model, *batch(), inside=True, cache=False)
             kept, forward = live.now, products.flop
             loss.backward()
-        found.append((kept, products.flop - forward))
-    (few_bytes, few_flop), (many_bytes, many_flop) = found
-    return (many_bytes - few_bytes) // 2, (many_flop - few_flop) // 2
+        found.append((kept, products.flop - forward, live.peak))
+    return tuple((many - few) // 2 for few, many in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("tiled", ["", "tiled_mlp", "tile"])
@@ -68,6 +75,14 @@ def test_full_keeps_the_input_of_a_layer(tiled: str) -> None:
 def test_layers_is_full_for_every_second_one(tiled: str) -> None:
     for value, full, nothing in zip(*(per_layer(mode, tiled) for mode in ("layers", "full", "nothing")), strict=True):
         assert 2 * value == full + nothing
+
+
+@pytest.mark.parametrize("tiled", ["", "tiled_mlp"])
+@pytest.mark.parametrize("mode", MODES)
+def test_peak_bytes(mode: str, tiled: str) -> None:
+    """A layer adds what it keeps, to a peak before its own backward, or its gradients, to one after."""
+    kept, _, peak = one_more(mode, tiled)
+    assert peak == max(kept, GRADIENTS)
 
 
 def test_products_keeps_every_second_one() -> None:
@@ -88,16 +103,27 @@ def test_products_does_not_take_apart_what_is_tiled(tiled: str) -> None:
     assert flop - per_layer("nothing", tiled)[1] == 2 * SQUARE + again
 
 
+class NamedDropout(nn.Module):
+    """Dropout from a named stream."""
+
+    def __init__(self, streams: Any) -> None:
+        super().__init__()
+        self.streams = streams
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.streams.fork("tensor-parallel"):
+            return nn.functional.dropout(x)
+
+
 class Dropping(nn.Module):
     """Dropout from a named stream, and from the default generator."""
 
     def __init__(self, streams: Any) -> None:
         super().__init__()
-        self.first, self.second, self.streams = nn.Linear(8, 8), nn.Linear(8, 8), streams
+        self.first, self.second, self.drop = nn.Linear(8, 8), nn.Linear(8, 8), NamedDropout(streams)
 
     def forward(self, x: Tensor) -> Tensor:
-        with self.streams.fork("tensor-parallel"):
-            x = nn.functional.dropout(self.first(x).relu())
+        x = self.drop(self.first(x).relu())
         return self.second(nn.functional.dropout(x)).tanh()
 
 
@@ -112,10 +138,10 @@ class Drops(nn.Module):
         return x
 
 
-def dropped(mode: str) -> list[Any]:
+def dropped(mode: str, compile: Compile | None = None) -> list[Any]:
     """The gradients, and a number of each stream drawn afterwards."""
     streams = seed_parallel(3)
-    model: Any = parallelize(Drops(streams), None, ParallelConfig(checkpointing=MODES[mode]))
+    model: Any = parallelize(Drops(streams), None, ParallelConfig(checkpointing=MODES[mode], compile=compile))
     model(torch.randn(4, 8)).sum().backward()
     with streams.fork("tensor-parallel"):
         after = torch.rand(1)
@@ -127,6 +153,17 @@ def test_named_streams_are_drawn_from_again(mode: str) -> None:
     register_plan(Drops, Plan(blocks="layers"), replace=True)
     for found, expected in zip(dropped(mode), dropped("nothing"), strict=True):
         assert torch.equal(found, expected)
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+def test_named_streams_of_compiled_blocks(graphs: dict[str, list[int]]) -> None:
+    """Compiled inside its checkpoint, a layer draws again as it drew; from inside a selective one it is refused."""
+    register_plan(Drops, Plan(blocks="layers"), replace=True)
+    for found, expected in zip(dropped("full", Compile()), dropped("nothing"), strict=True):
+        assert torch.equal(found, expected)
+    assert graphs["forward"]
+    with pytest.raises(SpecError, match=r"RandomStates\.fork: a call must be outside torch\.utils\.checkpoint"):
+        dropped("products", Compile())
 
 
 def products_of(graph: Any) -> int:
@@ -187,6 +224,11 @@ def test_blocks_that_tile_breaks_are_compiled_inside_their_checkpoints(graphs: d
     model: Any = parallelize(llama(2, "tile"), None, ParallelConfig(checkpointing=MODES["full"], compile=Compile()))
     loss_of(model, *batch(), inside=True, cache=False).backward()
     assert sum(graphs["forward"]) == 4
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.zero_()
+        assert not copied(input_ids=batch()[0], use_cache=False).logits.any()  # of its own weights
     found, expected = ({name: p.grad for name, p in m.named_parameters()} for m in (model, plain))
     assert error_between(found, expected) <= DISTRIBUTED_FLOAT64
     with pytest.raises(UnsupportedError, match=r"with config\.compile where an MLP goes through tile"):

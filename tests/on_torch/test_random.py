@@ -3,14 +3,17 @@
 import copy
 import gc
 import pickle
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from shared_specs import SpecError, UnsupportedError
 from shared_specs.partitions import RANDOM_STREAMS, derived_seed, stream_coordinates
+from tiled_torch import tile
 from tiled_torch.parallel import RandomStates, checkpoint, random, seed_parallel
 
 
@@ -244,6 +247,35 @@ def test_recomputation_draws_the_same_numbers(backward):
     assert len(block.masks) == len(masks) == 6
     assert all(torch.equal(a, b) for a, b in zip(block.masks[:3], masks[3:], strict=True))
     assert all(torch.equal(a, b) for a, b in zip(block.masks[3:], masks[:3], strict=True))
+
+
+def test_tile_computes_shards_again_from_their_numbers():
+    """What is tried before leaves no trace: masks, gradients and streams are those of plain autograd over the shards."""
+    found = []
+    for tiled in (True, False):
+        states, x = two_streams(), torch.linspace(1, 2, 24).reshape(6, 4).requires_grad_()
+        block = Block(states)
+        torch.manual_seed(1)
+        y = tile(block, num_shards=3)(x) if tiled else torch.cat([block(part) for part in x.split(2)])
+        drawn = [s["cpu"] for s in states.states().values()]
+        y.sum().backward()
+        assert all(torch.equal(a, s["cpu"]) for a, s in zip(drawn, states.states().values(), strict=True))
+        found.append([y.detach(), x.grad, *drawn, torch.get_rng_state()])
+    assert all(map(torch.equal, *found))
+
+
+def test_a_checkpoint_that_would_draw_other_numbers_is_refused():
+    """Of PyTorch's own; also inside one of ours. A fork outside of the region is none of its business."""
+    states, x = two_streams(), torch.ones(8, requires_grad=True)
+    plain = partial(torch_checkpoint, use_reentrant=False)
+    message = r"^RandomStates\.fork: a call must be outside torch\.utils\.checkpoint, got one inside\."
+    for region in (lambda x: plain(Block(states), x), lambda x: checkpoint(lambda x: plain(Block(states), x), x)):
+        with pytest.raises(SpecError, match=message):
+            region(x)
+    with states.fork("a"):
+        y = plain(torch.nn.functional.dropout, x)
+    y.sum().backward()
+    assert torch.equal(x.grad != 0, y != 0)
 
 
 def test_streams_that_are_gone_do_not_matter():

@@ -67,14 +67,16 @@ def test_groups(pools, group):
         assert_parted(answer)
 
 
-def test_bfloat16(pools):
-    for answer in run(pools, 2, "partitioned", dtype="bfloat16"):
+@pytest.mark.parametrize("world", [2, 4])
+def test_bfloat16(pools, world):
+    for answer in run(pools, world, "partitioned", dtype="bfloat16"):
         assert max(answer["errors"]) == 0.0
 
 
-def test_without_output_under_fsdp2(pools):
+@pytest.mark.parametrize("world", [2, 4])
+def test_without_output_under_fsdp2(pools, world):
     """The unit that is computed again is gathered again, and its gradients are reduced once."""
-    for answer in run(pools, 2, "fsdp"):
+    for answer in run(pools, world, "fsdp"):
         assert max(answer) <= DISTRIBUTED_FLOAT64
 
 

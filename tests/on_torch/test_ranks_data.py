@@ -1,7 +1,5 @@
 """broadcast_data over gloo ranks: what arrives, how much is sent, and that a fault on one rank is an error on all."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -12,16 +10,18 @@ from tiled_torch.parallel import broadcast_data
 pytestmark = pytest.mark.ranks
 
 
-@pytest.fixture(scope="module")
-def four() -> Iterator[Ranks]:
-    with Ranks(world=4) as ranks:
-        yield ranks
+@pytest.fixture
+def four(pools: dict[int, Ranks]) -> Ranks:
+    return pools[4]
 
 
-@pytest.mark.parametrize("group", ["default", "mesh", "subset", "mesh dim"])
-def test_every_rank_gets_what_rank_0_of_its_group_has(four, group):
-    answers = [one for one in four.run("tests.on_torch.ranks_data:received", group=group) if one is not None]
-    assert len(answers) == (2 if group == "subset" else 4)
+@pytest.mark.parametrize(
+    ("world", "group"), [(2, "default"), (2, "mesh"), *((4, g) for g in ("default", "mesh", "subset", "mesh dim"))]
+)
+def test_every_rank_gets_what_rank_0_of_its_group_has(pools, world, group):
+    found = pools[world].run("tests.on_torch.ranks_data:received", group=group)
+    answers = [one for one in found if one is not None]
+    assert len(answers) == (2 if group == "subset" else world)
     for answer in answers:
         # int64, bool, float32 and bfloat16
         assert answer == {"same": True, "kinds": True, "order": True, "gradients": False, "broadcasts": 4}
@@ -53,12 +53,18 @@ REFUSED = {
 }
 
 
-def test_a_fault_on_one_rank_is_the_same_error_on_all(four):
-    answers = four.run("tests.on_torch.ranks_data:refused", kinds=list(REFUSED))
-    assert answers == answers[:1] * 4
+@pytest.mark.parametrize(("world", "group"), [(4, "default"), (2, "default"), (4, "subset")])
+def test_a_fault_on_one_rank_is_the_same_error_on_all(pools, world, group):
+    """The text says which rank of the group it is; the ranks outside hear nothing of it."""
+    found = pools[world].run("tests.on_torch.ranks_data:refused", kinds=list(REFUSED), group=group)
+    answers = [one for one in found if one is not None]
+    ranks = 2 if group == "subset" else world
+    assert answers == answers[:1] * ranks
     assert list(answers[0]) == list(REFUSED)
     for what, message in answers[0].items():
-        expected = f"broadcast_data: {REFUSED[what]}"
+        expected = f"broadcast_data: {REFUSED[what]}".replace("rank 3", f"rank {ranks - 1}").replace(
+            "of 4", f"of {ranks}"
+        )
         assert message.startswith(expected)
         assert message == expected or what == "device"  # there torch lists the kinds of devices
 

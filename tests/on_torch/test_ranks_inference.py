@@ -5,7 +5,6 @@ buffers that ranks map stood in for. What runs on the ranks is in ranks_inferenc
 """
 
 import inspect
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,12 +18,6 @@ from tiled_torch.parallel import symmetric
 from tiled_torch.parallel.groups import RankGroup
 
 pytestmark = pytest.mark.ranks
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[dict[int, Ranks]]:
-    with Ranks(world=2) as two, Ranks(world=4) as four:
-        yield {2: two, 4: four}
 
 
 def run(pools: dict[int, Ranks], world: int, function: str, **arguments: Any) -> list[Any]:
@@ -65,19 +58,21 @@ def test_groups_that_are_not_the_world(pools, group):
         assert max(error["ours"] for error in answer["errors"].values()) <= DISTRIBUTED_FLOAT64
 
 
-@pytest.mark.parametrize("symmetric_memory", [False, True])
-def test_bfloat16(pools, symmetric_memory):
-    """As exact as one process, whose layer adds what four ranks round."""
-    for answer in run(pools, 4, "layers", dtype="bfloat16", symmetric_memory=symmetric_memory):
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("world", [2, 4])
+def test_bfloat16(pools, world, name):
+    """As exact as one process, whose layer adds what the ranks round."""
+    for answer in run(pools, world, "layers", dtype="bfloat16", **CASES[name]):
         assert answer["dtypes"]
         for name, error in answer["errors"].items():
             assert error["ours"] <= limit(error["plain"], "bfloat16"), name
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("world", [2, 4])
-def test_both_paths_give_the_same_bits(pools, world, dtype):
-    assert run(pools, world, "both_paths", dtype=dtype) == [[True, True]] * world
+@pytest.mark.parametrize(("world", "group"), [(2, "default"), (4, "default"), (4, "subset")])
+def test_both_paths_give_the_same_bits(pools, world, group, dtype):
+    inside = [found for found in run(pools, world, "both_paths", dtype=dtype, group=group) if found is not None]
+    assert inside == [[True, True]] * (2 if group == "subset" else world)
 
 
 def test_which_path_and_why(pools):
@@ -90,6 +85,7 @@ def test_which_path_and_why(pools):
     ("changes", "reason"),
     [
         ({}, None),
+        ({"is_available": False}, "Symmetric memory is a path of CUDA devices, and PyTorch finds none."),
         (
             {"get_device_capability": (8, 0)},
             "Multicast needs a GPU of the Hopper class or newer, and this is some GPU.",
@@ -102,6 +98,7 @@ def test_which_path_and_why(pools):
 def test_why_a_machine_takes_the_collectives(changes, reason, monkeypatch):
     """Of a host with eight GPUs of the Hopper class under NCCL, and of others."""
     answers = {
+        "is_available": True,
         "get_device_capability": (9, 0),
         "get_device_name": "some GPU",
         "device_count": 8,

@@ -3,7 +3,6 @@
 What runs on the ranks is in ranks_layers.py.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,22 +16,23 @@ WORLDS = (2, 4)
 UNEVEN = {2: [3, 1], 4: [1, 3, 0, 2]}
 
 
-@pytest.fixture(scope="module")
-def pools() -> Iterator[dict[int, Ranks]]:
-    with Ranks(world=2) as two, Ranks(world=4) as four:
-        yield {2: two, 4: four}
-
-
 def run(pools: dict[int, Ranks], world: int, function: str, **arguments: Any) -> list[Any]:
     return pools[world].run(f"tests.on_torch.ranks_layers:{function}", **arguments)
 
 
-def assert_close(answers: list[Any], results: int = 4) -> None:
+def results(given: dict[str, Any]) -> int:
+    """y, and the gradients of what there is and needs one."""
+    return 4 - (given.get("bias") is False) - len(given.get("frozen", ()))
+
+
+def assert_close(name: str, answers: list[Any], given: dict[str, Any]) -> None:
+    """Every result, and as many calls left for later as backwards were made."""
     for rank, answer in enumerate(answers):
-        assert len(answer["errors"]) == results
-        assert not answer["view"]  # fully_shard warns of one
+        assert len(answer["errors"]) == results(given), name
+        assert not answer["view"], name  # fully_shard warns of one
         worst = max(error["ours"] for error in answer["errors"].values())
-        assert worst <= DISTRIBUTED_FLOAT64, f"rank {rank}: {answer['errors']}"
+        assert worst <= DISTRIBUTED_FLOAT64, f"{name}, rank {rank}: {answer['errors']}"
+        assert answer["deferred"] == (given.get("backwards", 1) if given.get("defer_weight_grad") else 0), name
 
 
 SEQUENCE: dict[str, dict[str, Any]] = {
@@ -70,53 +70,65 @@ ROW: dict[str, dict[str, Any]] = {
     **SEQUENCE,
 }
 # 8 inputs in 4 ranks x 2 fused parts are single features: enough.
+FROZEN: dict[str, dict[str, Any]] = {
+    "plain": {"frozen": ["weight"]},
+    "no bias": {"frozen": ["weight"], "bias": False},
+    "fused": {"frozen": ["weight"], "stride": 2},
+    "unreduced": {"frozen": ["weight"], "disable_grad_reduce": True},
+    **{name: {"frozen": ["weight"], **given} for name, given in SEQUENCE.items()},
+}
+KINDS = {"column": COLUMN, "row": ROW, "frozen": FROZEN}
 
 
 def settings(given: dict[str, Any], world: int) -> dict[str, Any]:
     return {name: value[world] if name == "sizes" else value for name, value in given.items()}
 
 
-def scaled(answers: list[Any], given: dict[str, Any]) -> None:
-    """Gradients of several backwards add up, in x and the bias too."""
-    count = given.get("backwards", 1)
-    for answer in answers:
-        assert answer["deferred"] == (count if given.get("defer_weight_grad") else 0)
-
-
-@pytest.mark.parametrize("name", COLUMN)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("world", WORLDS)
-def test_column(pools, world, name):
-    answers = run(pools, world, "linear", kind="column", **settings(COLUMN[name], world))
-    assert_close(answers, 4 - (COLUMN[name].get("bias") is False))
-    scaled(answers, COLUMN[name])
+def test_every_option(pools, world, kind):
+    """With a frozen weight nothing else is kept: 24 / R x 8 elements."""
+    cases = {name: settings(given, world) for name, given in KINDS[kind].items()}
+    found = run(pools, world, "linears", kind=kind, cases=cases)
+    for name, given in cases.items():
+        answers = [answer[name] for answer in found]
+        assert_close(name, answers, given)
+        assert kind != "frozen" or all(answer["kept"] == [24 // world * 8] for answer in answers), name
 
 
-@pytest.mark.parametrize("name", ROW)
-@pytest.mark.parametrize("world", WORLDS)
-def test_row(pools, world, name):
-    answers = run(pools, world, "linear", kind="row", **settings(ROW[name], world))
-    assert_close(answers, 4 - (ROW[name].get("bias") is False))
-    scaled(answers, ROW[name])
-
-
-@pytest.mark.parametrize("kind", ["column", "row"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("group", ["subset", "mesh dim"])
 def test_groups_that_are_not_the_world(pools, kind, group):
-    given = {"sequence_parallel": True, "sizes": [1, 4]}
-    inside = [one for one in run(pools, 4, "linear", kind=kind, group=group, **given) if one is not None]
+    """Two of four ranks, with every option: the others are not waited for, and two groups side by side do not mix."""
+    cases = {name: settings(given, 2) | {"group": group} for name, given in KINDS[kind].items()}
+    cases["more on the second"] = cases["uneven"] | {"sizes": [1, 4]}
+    inside = [found for found in run(pools, 4, "linears", kind=kind, cases=cases) if found is not None]
     assert len(inside) == (2 if group == "subset" else 4)
-    assert_close(inside)
+    for name, given in cases.items():
+        assert_close(name, [found[name] for found in inside], given)
 
 
-@pytest.mark.parametrize("sequence", ["whole", *SEQUENCE])
-@pytest.mark.parametrize("kind", ["column", "row"])
-def test_bfloat16(pools, kind, sequence):
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("world", WORLDS)
+def test_bfloat16(pools, world, kind):
     """As exact as nn.Linear in bfloat16 on one process, although parts are rounded before they are added over the ranks."""
-    given = settings(SEQUENCE.get(sequence, {}), 4)
-    for answer in run(pools, 4, "linear", kind=kind, dtype="bfloat16", **given):
-        assert answer["dtypes"] == ["torch.bfloat16"]
-        for name, error in answer["errors"].items():
-            assert error["ours"] <= limit(error["untiled"], "bfloat16"), name
+    cases = {name: settings(given, world) | {"dtype": "bfloat16"} for name, given in KINDS[kind].items()}
+    for answers in run(pools, world, "linears", kind=kind, cases=cases):
+        assert set(answers) == set(cases)
+        for case, answer in answers.items():
+            assert answer["dtypes"] == ["torch.bfloat16"]
+            assert len(answer["errors"]) == results(cases[case])
+            for name, error in answer["errors"].items():
+                assert error["ours"] <= limit(error["untiled"], "bfloat16"), (case, name)
+
+
+def test_deferred_gradients_are_summed_in_float32(pools):
+    """Over 64 calls and rounded once; autograd, which adds bfloat16 ones, is past the limit."""
+    given = {"dtype": "bfloat16", "backwards": 64}
+    cases = {"deferred": given | {"defer_weight_grad": True}, "at once": given}
+    for answers in run(pools, 2, "linears", kind="column", cases=cases):
+        deferred, at_once = (answers[name]["errors"]["dweight"] for name in cases)
+        assert deferred["ours"] <= limit(deferred["untiled"], "bfloat16") < at_once["ours"]
 
 
 def test_bfloat16_gradients_accumulate_in_float32(pools):
@@ -133,15 +145,6 @@ def test_autocast(pools):
         for name in ("y", "dweight"):
             ours, theirs = answer[name]
             assert ours <= limit(theirs, "bfloat16"), name
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_frozen_weight_keeps_no_input(pools, sequence_parallel):
-    """Only the weight, of 24 / 2 x 8 elements; x has its gradient and the bias too."""
-    given = {"kind": "frozen", "frozen": ["weight"], "sequence_parallel": sequence_parallel}
-    answers = run(pools, 2, "linear", **given)
-    assert_close(answers, 3)
-    assert all(answer["kept"] == [96] for answer in answers)
 
 
 def test_what_is_kept(pools):
@@ -185,6 +188,14 @@ def test_collectives_of_a_column(pools, given, forward, backward):
 def test_collectives_of_a_row(pools, given, forward, backward):
     for answer in run(pools, 2, "linear", kind="row", **given):
         assert answer["collectives"][:2] == [forward, backward]
+
+
+@pytest.mark.parametrize("group", ["subset", "mesh dim"])
+def test_two_layers_in_groups_that_are_not_the_world(pools, group):
+    given = {"sizes": UNEVEN[2], "skip_bias_add": True, "checkpointed": True}
+    inside = [found for found in run(pools, 4, "mlp", group=group, **given) if found is not None]
+    assert len(inside) == (2 if group == "subset" else 4)
+    assert max(max(found.values()) for found in inside) <= DISTRIBUTED_FLOAT64
 
 
 def test_deferred_gradients_are_left_out_of_backward(pools):

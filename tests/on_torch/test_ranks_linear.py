@@ -47,6 +47,16 @@ def test_four_ranks(four):
         assert answer["gathers"] == 0
 
 
+@pytest.mark.parametrize("group", ["subset", "mesh dim"])
+def test_groups_that_are_not_the_world(four, group):
+    """Sharded over two of four ranks: the others are not waited for, and two groups side by side do not mix."""
+    answers = [one for one in run(four, "fsdp", grid=[3, 5], group=group, return_bias=True) if one is not None]
+    assert len(answers) == (2 if group == "subset" else 4)
+    for answer in answers:
+        assert max(answer["errors"]) <= DISTRIBUTED_FLOAT64
+        assert answer["fired"]
+
+
 @pytest.mark.parametrize("grid", [[2, 4], [4, 1], [1, 8], [4, 8]], ids=str)
 def test_two_tiles_are_gathered_at_once_and_never_the_layer(ranks, grid):
     """One computing, one prefetched. While FSDP2 copies one out of its buffer that one takes its bytes twice."""
@@ -63,9 +73,10 @@ def test_the_meter_sees_the_whole_layer_where_it_is_gathered(ranks):
         assert answer["buffers"] == 2 * answer["layer"]
 
 
-def test_mixed_precision(ranks):
+@pytest.mark.parametrize("world", [2, 4])
+def test_mixed_precision(pools, world):
     """bfloat16 under a policy: gradients about as exact as those of the untiled layer under the same policy."""
-    for answer in run(ranks, "mixed_precision", grid=[4, 4]):
+    for answer in run(pools[world], "mixed_precision", grid=[3, 5]):
         for tiled, untiled in zip(answer["tiled"], answer["untiled"], strict=True):
             assert tiled <= limit(untiled, "bfloat16")
 

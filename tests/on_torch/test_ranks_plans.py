@@ -95,6 +95,14 @@ def test_meta_device(two, four):
                 assert result["other"] > 0
 
 
+def check_split_ends(found):
+    """Embedding, norm and head of a split model are each a graph: nothing breaks them, and nothing else is in them."""
+    (embedding,) = (set(functions) for functions in found["functions"] if "embedding" in functions)
+    assert embedding <= {"embedding", "from_local", "ge", "lt", "mul", "or_", "sub"}
+    assert ["add", "mul", "rsqrt"] in found["functions"]
+    assert ["linear"] in found["functions"]
+
+
 def test_compiled_blocks(two):
     """Through dynamo and AOT autograd; one graph serves the equal layers where nothing breaks it."""
     names = ["fsdp", "fsdp, always", "fsdp, products", "ddp", "sp", "sp, full"]
@@ -104,6 +112,24 @@ def test_compiled_blocks(two):
         assert found["fsdp"]["graphs"] == 4  # a layer, embedding, norm and head
         assert found["fsdp, always"]["graphs"] == 4
         assert all(errors["graphs"] > 0 for errors in found.values())
+        check_split_ends(found["sp"])
+        check_split_ends(found["sp, full"])
+
+
+@pytest.mark.slow
+def test_compiled_ends_that_are_split():
+    """Without sequence parallelism, with gathered logits, tied, beside data parallelism; by ranks of their own, as below."""
+    with Ranks(2) as fresh:
+        check(answers := fresh.run(_HERE + "compiled", names=["tp", "sp, gathered logits"], backend="aot_eager"))
+        for found in answers:
+            check_split_ends(found["tp"])
+            check_split_ends(found["sp, gathered logits"])
+    with Ranks(2) as fresh:
+        check(fresh.run(_HERE + "compiled", names=["sp", "tp"], backend="aot_eager", kind="gemma"))
+    with Ranks(2) as fresh:
+        check(fresh.run(_HERE + "compiled", names=["sp"], backend="inductor"))
+    with Ranks(4) as fresh:
+        check(fresh.run(_HERE + "compiled", names=["fsdp x sp"], backend="aot_eager"))
 
 
 def test_compiled_tiled_blocks(two):
@@ -116,10 +142,11 @@ def test_compiled_tiled_blocks(two):
 
 
 @pytest.mark.slow
-def test_compiled_tiled_blocks_that_are_split():
+@pytest.mark.parametrize("name", ["sp", "sp, full"])
+def test_compiled_tiled_blocks_that_are_split(name):
     """By ranks of their own: frames that were compiled remember the process groups of calls before."""
     with Ranks(2) as fresh:
-        answers = fresh.run(_HERE + "compiled", names=["sp", "sp, full"], backend="aot_eager", tiled=True)
+        answers = fresh.run(_HERE + "compiled", names=[name], backend="aot_eager", tiled=True)
     check(answers)
     assert all(errors["graphs"] > 0 for found in answers for errors in found.values())
 
@@ -183,6 +210,20 @@ def test_other_heads(two):
         assert max(found.values()) <= DISTRIBUTED_FLOAT64, found
 
 
+def test_embeddings(four):
+    """A rank's gradient is of the rows that it holds, for which it needs the gradients of all tokens and nothing else."""
+    vocab = 5
+    for rank, found in enumerate(four.run(_TILED + "embeddings", vocab=vocab)):
+        assert found.pop("outside") == f"Embedding: ids must be in [0, {vocab}), got {vocab}."
+        whole, split = found.values()
+        for one in (whole, split):
+            assert one["rows"] == [[2, 2, 1, 0][rank], HIDDEN]
+            assert max(one["y"], one["dw"]) <= DISTRIBUTED_FLOAT64
+        assert whole["collectives"] == {}
+        sent = {name: count for name, count in split["collectives"].items() if not name.startswith(("wait", "_wrap"))}
+        assert sent == {"all_gather_into_tensor": 1}
+
+
 def test_weights_are_tied_as_they_were(two):
     for found in two.run(_TILED + "ties"):
         assert found == {"tied by hand": True, "untied by hand": False}
@@ -208,7 +249,6 @@ REFUSALS = {
     "heads": ("SpecError", "num_attention_heads must be a multiple of the 2 ranks of the mesh axis 'tp', got 1"),
     "kv heads": ("SpecError", "num_key_value_heads must be a multiple of the 2 ranks of the mesh axis 'tp', got 1"),
     "intermediate": ("SpecError", "intermediate_size must be a multiple of the 2 ranks of the mesh axis 'tp', got 25"),
-    "ends split": ("UnsupportedError", "config.compile.ends must be False with config.tensor, got True"),
     "products compiled": (
         "UnsupportedError",
         'config.checkpointing.mode must be "full" or "layers" with config.tensor',

@@ -14,7 +14,7 @@ from shared_specs.bad_inputs import (
 )
 from shared_specs.bad_loss_inputs import BAD_LOSS_CASES, GOOD_LOSS_SHAPES
 from shared_specs.config import NAMES, Half, LossOptions
-from shared_specs.errors import UnsupportedError
+from shared_specs.errors import SpecError, UnsupportedError
 from shared_specs.rounding import DTYPES
 from tests.adapters import ADAPTERS
 
@@ -74,6 +74,45 @@ def test_bad_loss_input(case: BadCase, half: Half) -> None:
         function(*operands, **({"bias": arrays["bias"]} if "bias" in arrays else {}), **arguments)
     assert type(caught.value) is case.error
     assert str(caught.value) == case.text(NAMES[half])
+
+
+MODULES = [
+    ("TiledMLP", {"gated": None}, "gated must be True or False, got NoneType."),
+    ("TiledMLP", {"bias": "no"}, "bias must be True or False, got str."),
+    ("TiledMLP", {"fused_gate_up": 1}, "fused_gate_up must be True or False, got int."),
+    ("TiledMLP", {"intermediate_size": "4"}, "intermediate_size must be an integer, got str."),
+    ("TiledLinearCrossEntropy", {"bias": "no"}, "bias must be True or False, got str."),
+    ("TiledLinearCrossEntropy", {"vocab_size": None}, "vocab_size must be an integer, got None."),
+]
+
+
+def rngs(half: Half) -> dict[str, Any]:
+    if half == "torch":
+        return {}
+    from flax import nnx
+
+    return {"rngs": nnx.Rngs(0)}
+
+
+@pytest.mark.parametrize("half", ["torch", "jax"])
+@pytest.mark.parametrize(("name", "arguments", "rule"), MODULES)
+def test_bad_module(name: str, arguments: dict[str, Any], rule: str, half: Half) -> None:
+    sizes = ("intermediate_size",) if name == "TiledMLP" else ("vocab_size",)
+    good = dict.fromkeys(("hidden_size", *sizes), 8)
+    with pytest.raises(TypeError) as caught:
+        getattr(import_module(NAMES[half].package), name)(**{**good, **arguments}, **rngs(half))
+    assert str(caught.value) == f"{name}: {rule}"
+
+
+@pytest.mark.parametrize("half", ["torch", "jax"])
+def test_a_module_is_not_given_integers(half: Half) -> None:
+    module = import_module(NAMES[half].package).TiledMLP(8, 8, **rngs(half))
+    with pytest.raises(
+        SpecError, match=r"^tiled_mlp: x must be of dtype float32, bfloat16, float16, float64, got int32."
+    ):
+        module(ADAPTERS[half].from_numpy(np.ones((2, 8), np.int32)))
+    with pytest.raises(TypeError, match=r"^tiled_mlp: x must be an array, got list\."):
+        module([1.0])
 
 
 @pytest.mark.parametrize(("half", "backend"), [("torch", "triton"), ("jax", "pallas")])

@@ -12,6 +12,7 @@ from shared_specs.app.loop import MODEL_NAME, finetune
 from shared_specs.app.weights import read_model
 from shared_specs.cli import FinetuneOptions
 from shared_specs.tolerances import DEMO_LOSS_RTOL
+from tests.on_jax.compiling import compiled_once
 from tests.tiny_model import write_text, write_tiny_folder
 from tiled_jax import __main__ as jax_main
 from tiled_jax.commands.finetune import JaxTrainer
@@ -19,6 +20,13 @@ from tiled_torch import __main__ as torch_main
 from tiled_torch.commands.finetune import TorchTrainer
 
 STEPS = 6
+TILED = {"num_shards": 5, "keep": 0.5}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _same_programs_are_compiled_once(tmp_path_factory):
+    with compiled_once(tmp_path_factory.mktemp("compiled")):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +42,10 @@ def run(trainer, inputs, out, model="model", **changes):
     base = {"model": str(inputs / model), "text": str(inputs / "text"), "tokens": 48, "steps": STEPS, "batch": 2}
     options = FinetuneOptions(**base | {"lr": 1e-3, "out": str(out), "device": "cpu"} | changes)
     assert finetune(trainer(), options, Console(file=io.StringIO())) == 0
+    return losses(out)
+
+
+def losses(out):
     return [record["loss"] for record in step_records(read_log(Path(out)))]
 
 
@@ -43,37 +55,45 @@ def test_commands_have_the_same_words_and_options():
     assert commands[0]["finetune"][1] is FinetuneOptions
 
 
+@pytest.fixture(scope="module")
+def torch_run(inputs, tmp_path_factory):
+    """The folder of PyTorch's tiled run without changes."""
+    out = tmp_path_factory.mktemp("torch") / "run"
+    run(TorchTrainer, inputs, out, **TILED)
+    return out
+
+
 @pytest.mark.parametrize(
     "changes",
     [
         {},
         pytest.param({"model": "untied"}, marks=pytest.mark.slow),
-        {"rope_scale": 2.0, "tokens": 100, "batch": 1},
-        {"checkpointing": True},
+        {"rope_scale": 2.0, "tokens": 100, "batch": 1, "checkpointing": True},
     ],
     ids=str,
 )
-def test_same_losses_and_weights(inputs, tmp_path, changes):
+def test_same_losses_and_weights(inputs, torch_run, tmp_path, changes):
     plain = run(TorchTrainer, inputs, tmp_path / "plain", plain=True, **changes)
-    torch = run(TorchTrainer, inputs, tmp_path / "torch", num_shards=5, keep=0.5, **changes)
-    jax = run(JaxTrainer, inputs, tmp_path / "jax", num_shards=5, keep=0.5, **changes)
+    if changes:
+        torch_run = tmp_path / "torch"
+        run(TorchTrainer, inputs, torch_run, **TILED, **changes)
     assert plain[-1] < plain[0]
-    assert torch == pytest.approx(plain, rel=DEMO_LOSS_RTOL)
+    assert losses(torch_run) == pytest.approx(plain, rel=DEMO_LOSS_RTOL)
+    jax = run(JaxTrainer, inputs, tmp_path / "jax", **TILED, **changes)
     assert jax == pytest.approx(plain, rel=DEMO_LOSS_RTOL)
-    weights = [read_model(tmp_path / half / MODEL_NAME).tensors for half in ("torch", "jax")]
+    weights = [read_model(folder / MODEL_NAME).tensors for folder in (torch_run, tmp_path / "jax")]
     assert weights[0].keys() == weights[1].keys()
     for name, weight in weights[0].items():
         assert np.linalg.norm(weights[1][name] - weight) <= DEMO_LOSS_RTOL * np.linalg.norm(weight), name
 
 
-@pytest.mark.parametrize(
-    ("first", "second"), [(TorchTrainer, JaxTrainer), pytest.param(JaxTrainer, TorchTrainer, marks=pytest.mark.slow)]
-)
-def test_one_half_resumes_the_other(inputs, tmp_path, first, second):
-    whole = run(first, inputs, tmp_path / "whole")
-    begun = run(first, inputs, tmp_path / "run", steps=3)
-    resumed = run(second, inputs, tmp_path / "run", resume=True)
-    assert resumed[:3] == begun == whole[:3]
-    assert resumed[3:] == pytest.approx(whole[3:], rel=DEMO_LOSS_RTOL)
-    # Without the moments of the first three steps the fourth update would be another one.
-    assert len(resumed) == STEPS
+def test_each_half_resumes_the_other(inputs, torch_run, tmp_path):
+    """Without the moments of the steps before, the first update of whoever continues would be another one."""
+    whole, out = losses(torch_run), tmp_path / "run"
+    begun = run(TorchTrainer, inputs, out, **TILED, steps=2)
+    passed = run(JaxTrainer, inputs, out, **TILED, steps=4, resume=True)
+    ended = run(TorchTrainer, inputs, out, **TILED, resume=True)
+    assert ended[:2] == begun == whole[:2]
+    assert ended[:4] == passed
+    assert ended == pytest.approx(whole, rel=DEMO_LOSS_RTOL)
+    assert len(ended) == STEPS

@@ -1,7 +1,7 @@
 """The fused layers of inference: gloo ranks, virtual devices and the oracle in float64, and the same words for what is wrong.
 
-Neither half has gradients to compare: PyTorch's refuses them (tests/on_torch/test_ranks_inference.py), and those that JAX
-makes are checked against one device (tests/on_jax/test_inference.py).
+PyTorch's have no gradients and refuse them (tests/on_torch/test_ranks_inference.py): those of JAX's are compared with those of
+PyTorch's layers and collectives that make the same.
 """
 
 from collections.abc import Iterator
@@ -20,6 +20,7 @@ from shared_specs.config import JAX, TORCH
 from shared_specs.oracle import inference as oracle
 from shared_specs.tolerances import DISTRIBUTED_FLOAT64
 from tests.asserting import assert_within
+from tests.on_jax.parallel_models import quickly
 from tests.ranks import Ranks
 from tiled_jax import parallel
 
@@ -105,22 +106,30 @@ def mapped(function: str, mesh: jax.sharding.Mesh, dims: Dims, outputs: Any, **a
     return jax.shard_map(lambda operands: fn(**operands), mesh=mesh, in_specs=(specs,), out_specs=outputs)
 
 
-def on_devices(ranks: int) -> dict[str, list[Array]]:
-    """The results of every case, whole, in one program."""
+def upstream(case: Case) -> list[Array]:
+    """Gradients of the whole results."""
+    return [np.cos(truth * (1 + place)) for place, truth in enumerate(case.expected)]
+
+
+def on_devices(ranks: int) -> dict[str, tuple[list[Array], dict[str, Array]]]:
+    """Results and gradients of every case, whole, in one program."""
     mesh = mesh_of(ranks)
 
     @jax.jit
-    def run(operands: dict[str, Any]) -> Any:
+    def run(operands: dict[str, Any], dy: dict[str, Any]) -> Any:
         found = {}
         for name, case in CASES.items():
             specs = tuple(spec(dim) for dim in case.outputs)
             outputs = specs if case.function == ROW else specs[0]
-            found[name] = mapped(case.function, mesh, case.dims, outputs, eps=EPS, **case.arguments)(operands[name])
+            fn = mapped(case.function, mesh, case.dims, outputs, eps=EPS, **case.arguments)
+            results, pull = jax.vjp(fn, operands[name])
+            found[name] = jax.tree.leaves(results), pull(jax.tree.unflatten(jax.tree.structure(results), dy[name]))[0]
         return found
 
     with jax.enable_x64(True):
-        found = run({name: jax.tree.map(jnp.asarray, case.operands) for name, case in CASES.items()})
-        return {name: [np.asarray(a) for a in jax.tree.leaves(results)] for name, results in found.items()}
+        operands = {name: jax.tree.map(jnp.asarray, case.operands) for name, case in CASES.items()}
+        dy = {name: [jnp.asarray(d) for d in upstream(case)] for name, case in CASES.items()}
+        return jax.tree.map(np.asarray, quickly(run, operands, dy))
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -128,15 +137,30 @@ def test_ranks_devices_and_oracle(pools: Any, ranks: int) -> None:
     answers = pools[ranks].run(
         "tests.on_torch.ranks_parity_inference:layers", cases=[for_torch(case) for case in CASES.values()]
     )
+    slopes = [
+        for_torch(case) | {"dy": [d.tolist() for d in upstream(case)], "outputs": case.outputs}
+        for case in CASES.values()
+    ]
+    gradients = pools[ranks].run("tests.on_torch.ranks_parity_inference:gradients", cases=slopes)
     ours = on_devices(ranks)
     for at, (name, case) in enumerate(CASES.items()):
-        assert len(ours[name]) == len(case.outputs) == len(case.expected)
-        for output, (dim, whole, truth) in enumerate(zip(case.outputs, ours[name], case.expected, strict=True)):
+        results, d_operands = ours[name]
+        assert len(results) == len(case.outputs) == len(case.expected)
+        for output, (dim, whole, truth) in enumerate(zip(case.outputs, results, case.expected, strict=True)):
             assert_within(whole, truth, DISTRIBUTED_FLOAT64, f"{name}: output {output} of JAX")
-            parts = [whole] * ranks if dim is None else np.split(whole, ranks, dim)
-            for rank, part in enumerate(parts):
+            for rank, part in enumerate(parts_of(whole, dim, ranks)):
                 theirs = np.asarray(answers[rank][at][output])
                 assert_within(theirs, part, DISTRIBUTED_FLOAT64, f"{name}: output {output} of rank {rank}")
+        assert d_operands.keys() == case.dims.keys()
+        for operand, whole in d_operands.items():
+            for rank, part in enumerate(parts_of(whole, case.dims[operand], ranks)):
+                theirs = np.asarray(gradients[rank][at][operand])
+                theirs = theirs.T if operand == "weight" else theirs
+                assert_within(theirs, part, DISTRIBUTED_FLOAT64, f"{name}: d{operand} of rank {rank}")
+
+
+def parts_of(whole: Array, dim: int | None, ranks: int) -> list[Array]:
+    return [whole] * ranks if dim is None else np.split(whole, ranks, dim)
 
 
 # What two ranks hold, weights as JAX has them, and how a call of that goes wrong: (changed operands, changed arguments).

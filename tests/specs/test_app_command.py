@@ -82,6 +82,8 @@ def test_help_names_every_option(capsys, monkeypatch):
         ("--fsdp 2", "finetune: --batch must be a multiple of 2, got 1"),
         ("--dp 2 --fsdp 2 --batch 6", "--batch must be a multiple of 4, got 6"),
         ("--tp 0", "--tp must be >= 1"),
+        ("--cp 0", "--cp must be >= 1"),
+        ("--cp 3", "finetune: --tokens must be a multiple of 3, got 1024. Every one of the 3 ranks of --cp takes"),
         ("--group-timeout 0", "--group-timeout must be >= 1"),
         ("--tokens many", "--tokens"),
         ("--dtype float8", "--dtype"),

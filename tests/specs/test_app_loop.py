@@ -18,6 +18,7 @@ from shared_specs.app.checkpoint import load_checkpoint
 from shared_specs.app.log import LOG_NAME, read_log, step_records
 from shared_specs.app.loop import MODEL_NAME, PLOT_NAME, finetune
 from shared_specs.app.memory import machine_bytes
+from shared_specs.app.team import Alone
 from shared_specs.app.weights import read_model
 from shared_specs.cli import FinetuneOptions, InputError
 from tests.fake_trainer import FakeTrainer
@@ -222,6 +223,17 @@ def test_bad_input_writes_nothing(options, tmp_path):
         with pytest.raises(InputError):
             run(options(**changes))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_bad_input_is_no_lost_process(options):
+    """Whatever words it has: a path may be called after what connects processes."""
+
+    class Suspicious(Alone):
+        def lost(self, error):
+            return str(error)
+
+    with pytest.raises(InputError, match=r"--text must be a text file, got igloo"):
+        run(options(text="igloo"), join=lambda _: Suspicious())
 
 
 def test_context_beyond_the_positions_needs_scaling(options):

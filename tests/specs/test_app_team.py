@@ -1,15 +1,21 @@
 """Several processes of one run, here threads: who speaks about bad input, and who writes which part of a checkpoint."""
 
+import io
 import json
 import threading
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from shared_specs.app import team
 from shared_specs.app.checkpoint import load_checkpoint, save_sharded_checkpoint
-from shared_specs.app.team import SaidElsewhere, agreed, check_layout, let_first_speak
+from shared_specs.app.loop import finetune
+from shared_specs.app.team import SaidElsewhere, agreed, check_layout, end_alone, let_first_speak
 from shared_specs.cli import FinetuneOptions, InputError
+from shared_specs.errors import UnsupportedError
+from tests.fake_trainer import FakeTrainer
+from tests.tiny_model import write_text, write_tiny_folder
 
 
 class Threads:
@@ -85,6 +91,60 @@ def test_one_process_of_torchrun_speaks_first(monkeypatch):
     assert waited == [10]
 
 
+class Ended(BaseException):
+    """os._exit, where a test looks on."""
+
+
+@pytest.mark.parametrize(
+    ("error", "lost", "code"),
+    [
+        (None, False, None),
+        (InputError("mend it"), False, None),
+        (UnsupportedError("not here"), False, None),
+        (None, True, 1),
+        (KeyError("my own fault"), False, 1),
+        (KeyboardInterrupt(), False, 130),
+    ],
+    ids=str,
+)
+def test_who_fails_alone_says_why_and_ends_at_once(error, lost, code, monkeypatch, capsys):
+    ended = []
+    monkeypatch.setattr(team.os, "_exit", ended.append)
+    try:
+        if error is not None:
+            raise error
+    except BaseException:
+        end_alone(lost)
+    else:
+        end_alone(lost)
+    assert ended == ([] if code is None else [code])
+    shown = capsys.readouterr().err
+    assert ("KeyError: 'my own fault'" in shown) == (code == 1 and not lost)
+    assert bool(shown) == (code == 1 and not lost)
+
+
+def test_weights_that_one_process_cannot_read_are_told_by_the_first(tmp_path):
+    """Of two processes with folders of their own the second has no weights; nobody is left waiting."""
+    write_text(tmp_path / "text")
+    for rank in range(2):
+        write_tiny_folder(tmp_path / f"{rank}")
+    (tmp_path / "1" / "model.safetensors").unlink()
+
+    def work(team):
+        trainer = FakeTrainer()
+        trainer.join = lambda options: team
+        given = {"model": str(tmp_path / f"{team.rank}"), "text": str(tmp_path / "text"), "out": str(tmp_path / "run")}
+        return finetune(trainer, FinetuneOptions(**given, tokens=8), Console(file=io.StringIO()))
+
+    first, second = together(work)
+    assert type(second) is SaidElsewhere
+    assert (
+        str(first)
+        == f"finetune: --model {tmp_path / '1'} has no model.safetensors. Only safetensors are read. (process 1 of 2)"
+    )
+    assert not (tmp_path / "run").exists()
+
+
 def test_sharded_checkpoint_has_every_part_or_does_not_exist(tmp_path):
     def save(step):
         def work(team):
@@ -108,11 +168,17 @@ def test_sharded_checkpoint_has_every_part_or_does_not_exist(tmp_path):
     with pytest.raises(InputError, match=r"damaged checkpoint, .*shards/1.part is not what was written"):
         load_checkpoint(tmp_path)
     (checkpoint.shards / "1.part").write_text("3")
+    record = (checkpoint.folder / "run.json").read_text()
+    (checkpoint.folder / "run.json").write_text("{")
+    for error in together(lambda team: load_checkpoint(tmp_path, team)):
+        assert type(error) is InputError, "by who verifies and by who only reads"
+        assert "damaged checkpoint" in str(error)
+    (checkpoint.folder / "run.json").write_text(record)
     save(5)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000005"]
 
 
 def test_layout():
-    check_layout(FinetuneOptions(dp=2, fsdp=2, tp=2, batch=4), 8, "processes", "")
-    with pytest.raises(InputError, match=r"must be 4, the processes of this run, got 2 x 1 x 1 = 2\. More\.$"):
+    check_layout(FinetuneOptions(dp=2, fsdp=2, cp=2, tp=2, batch=4), 16, "processes", "")
+    with pytest.raises(InputError, match=r"must be 4, the processes of this run, got 2 x 1 x 1 x 1 = 2\. More\.$"):
         check_layout(FinetuneOptions(dp=2, batch=2), 4, "processes", "More.")

@@ -53,6 +53,16 @@ def test_gguf(tmp_path, tied):
     assert files.tokenizer.backend.decode(files.tokenizer.encode(TEXT), skip_special_tokens=False) == TEXT
 
 
+def test_what_is_null_is_not_there():
+    """Hugging Face folders say so of what they leave to the default."""
+    nothing = dict.fromkeys(
+        ("num_key_value_heads", "head_dim", "rope_scaling", "max_position_embeddings", "rms_norm_eps")
+    )
+    config = complete_config(CONFIG | nothing, "here")
+    assert (config["num_key_value_heads"], config["head_dim"]) == (4, 8)
+    assert (config["max_position_embeddings"], config["rope_parameters"]["rope_type"]) == (2048, "default")
+
+
 def test_rotary_rows_go_back():
     rows = np.array([0, 2, 1, 3, 4, 6, 5, 7])  # two heads of four, the halves of each interleaved
     np.testing.assert_array_equal(unpermute_rotary(rows, 2), np.arange(8))
@@ -125,6 +135,17 @@ REFUSED = {
     "has no config.json": lambda folder: (folder / "config.json").unlink(),
     "config.json cannot be read": lambda folder: (folder / "config.json").write_text("{"),
     "no usable hidden_size": edit_config(hidden_size=None),
+    "configuration must be a dictionary, got list": lambda folder: (folder / "config.json").write_text("[]"),
+    "hidden_size must be a multiple of num_attention_heads, 4, got 34": edit_config(hidden_size=34),
+    "num_attention_heads must be a multiple of num_key_value_heads, 3, got 4": edit_config(num_key_value_heads=3),
+    "num_key_value_heads must be a whole number >= 1, got 0": edit_config(num_key_value_heads=0),
+    "num_attention_heads must be a whole number >= 1, got 0": edit_config(num_attention_heads=0),
+    "head_dim must be a multiple of .*, 2, got 7": edit_config(head_dim=7),
+    "max_position_embeddings must be a whole number >= 1, got '64'": edit_config(max_position_embeddings="64"),
+    "rms_norm_eps must be a number, got '1e-5'": edit_config(rms_norm_eps="1e-5"),
+    "attention_bias must be true or false, got 'no'": edit_config(attention_bias="no"),
+    "rope_scaling must be a dictionary, got 'linear'": edit_config(rope_scaling="linear"),
+    "factor of its rotary positions must be a number > 0, got None": edit_config(rope_scaling={"type": "linear"}),
     "must be a Llama-style .* got gpt2": edit_config(model_type="gpt2"),
     "must be a Llama-style .* got LlamaForTokenClassification": edit_config(
         architectures=["LlamaForTokenClassification"]

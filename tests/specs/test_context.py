@@ -72,8 +72,10 @@ def test_tokens_and_models_that_cannot_be_cut():
     message = r"^f: input_ids must be of a multiple of 4 tokens, .*, got 11 \(input_ids is \[2, 11\]\)\. Pad"
     with pytest.raises(SpecError, match=message):
         check_context_tokens("f", "input_ids", 11, 4, (2, 11))
-    with pytest.raises(UnsupportedError, match=r"^f: config\.data\.context_axis must be None for a model .* Stack"):
-        refuse_context("f", "Stack")
+    with pytest.raises(
+        UnsupportedError, match=r"^f: config\.data\.context_axis must be None for a model .*'cp'\. Stack"
+    ):
+        refuse_context("f", "Stack", "cp")
 
 
 def test_a_stage_of_a_pipeline_is_not_given_tokens():

@@ -11,6 +11,7 @@ BOTH = {"dp_shard": 2, "tp": 2}
 REFUSED = [
     (ParallelConfig(), {"tp": 2}, "mesh must be of axes that config names, got tp"),
     (ParallelConfig(tensor=TENSOR), {"x": 2}, "config.tensor.axis must be an axis of the mesh, one of x, got 'tp'"),
+    (ParallelConfig(tensor=TENSOR), {}, "mesh must be one with the axis 'tp' of config.tensor.axis, got no axes"),
     (ParallelConfig(tensor=TENSOR), BOTH, "mesh must be of axes that config names (tp), got dp_shard, tp"),
     (ParallelConfig(data=DDP, tensor=TENSOR), BOTH, 'mesh must be of one axis with engine="ddp", got dp_shard, tp'),
     (

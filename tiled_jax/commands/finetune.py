@@ -78,7 +78,10 @@ class JaxTrainer:
         self._optimizer = self._initialised()
 
     def _initialised(self) -> optax.OptState:
-        places = None if self._plan is None else self._plan.shardings.optimizer
+        # Said for one device too: an array that nobody placed is another input than the placed one of the second step,
+        # for which the step would be compiled again.
+        one = jax.sharding.SingleDeviceSharding(self._device)
+        places = one if self._plan is None else self._plan.shardings.optimizer
         return jax.jit(self._adamw.init, out_shardings=places)(self._parameters)
 
     def _traced_update(

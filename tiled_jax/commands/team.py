@@ -2,8 +2,6 @@
 
 import json
 import os
-import sys
-import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,12 +9,13 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from shared_specs.app.team import ALONE, Team, check_layout
+from shared_specs.app.team import ALONE, Team, check_layout, end_alone
 from shared_specs.cli import FinetuneOptions, InputError
 from shared_specs.config import Checkpointing, DataParallel, ParallelConfig, TensorParallel
-from shared_specs.errors import SpecError, UnsupportedError
+from shared_specs.errors import UnsupportedError
 
 _ADDRESS = "JAX_COORDINATOR_ADDRESS"
+_AXES = ("dp", "fsdp", "cp", "tp")
 _NUMBERS = ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 # The number of processes, where a launcher started them: Slurm's srun, Open MPI, and what has PMI.
 _TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
@@ -121,14 +120,7 @@ def leave() -> None:
     """
     if not jax.distributed.is_initialized():
         return
-    error = sys.exception()
-    alone = error is not None and not isinstance(error, InputError | SpecError | UnsupportedError)
-    if alone:
-        traceback.print_exception(error)
-    if alone or Processes.some_lost:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
+    end_alone(Processes.some_lost)
     jax.distributed.shutdown()
 
 
@@ -144,19 +136,20 @@ def devices_of(name: str) -> list[jax.Device]:
 
 
 def mesh_and_config(options: FinetuneOptions) -> tuple[jax.sharding.Mesh, ParallelConfig]:
-    """The devices as dp x fsdp x tp, and what is done along each; axes of one device are left out."""
-    sizes = {name: getattr(options, name) for name in ("dp", "fsdp", "tp") if getattr(options, name) > 1}
-    if "dp" in sizes and "tp" in sizes:
-        sizes = {"dp": options.dp, "fsdp": options.fsdp, "tp": options.tp}  # the engine of replicas beside other axes
-    sizes = sizes or {"dp": 1}
+    """The devices as dp x fsdp x cp x tp, and what is done along each; axes of one device are left out."""
+    used = {name for name in _AXES if getattr(options, name) > 1} or {"dp"}
+    if "cp" in used or {"dp", "tp"} <= used:
+        used.add("fsdp")  # its engine also makes replicas beside other axes
+    sizes = {name: getattr(options, name) for name in _AXES if name in used}
     devices = np.asarray(devices_of(options.device)[: options.ranks]).reshape(tuple(sizes.values()))
     mesh = jax.sharding.Mesh(devices, tuple(sizes), axis_types=(jax.sharding.AxisType.Auto,) * len(sizes))
     data = None
     if "fsdp" in sizes:
-        data = DataParallel(shard_axis="fsdp", replicate_axis="dp" if "dp" in sizes else None)
+        replicas, context = (name if name in sizes else None for name in ("dp", "cp"))
+        data = DataParallel(shard_axis="fsdp", replicate_axis=replicas, context_axis=context)
     elif "dp" in sizes:
         data = DataParallel(engine="ddp", shard_axis="dp")
-    rows = options.batch // (options.dp * options.fsdp) * options.tokens
+    rows = options.batch // (options.dp * options.fsdp) * (options.tokens // options.cp)
     # Tokens that the devices do not divide stay whole between the layers.
     tensor = TensorParallel(sequence_parallel=rows % options.tp == 0) if options.tp > 1 else None
     checkpointing = Checkpointing() if options.checkpointing else None

@@ -13,7 +13,7 @@ from tiled_jax.functional.loops import vary_over, varying_of
 from tiled_jax.functional.loss_math import Labels, Part, Rules, Slopes, Statistics
 from tiled_jax.functional.loss_steps import XLA, LossSteps
 from tiled_jax.kernels import cross_entropy
-from tiled_jax.kernels.common import interpreter
+from tiled_jax.kernels.common import interpreter, takes_ref
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,9 @@ class KernelLossSteps(LossSteps):
     def columns(self, entries: int) -> int:
         multiple = cross_entropy.COLUMN_MULTIPLE
         return -(-entries // multiple) * multiple
+
+    def in_place(self, *operands: jax.Array) -> bool:
+        return takes_ref(self._interpreter(), *operands)
 
     def statistics(self, rules: Rules, logits: jax.Array, part: Part, labels: Labels) -> Statistics:
         part, entries = _without_weight(part), _entries(part, logits)
@@ -88,7 +91,10 @@ class KernelLossSteps(LossSteps):
     def _run(self, launch: Callable[..., Any], rules: Rules, logits: jax.Array, *operands: Any) -> Any:
         """One launch; under `shard_map` the logits, which become a result, vary wherever a result does."""
         logits = vary_over(logits, varying_of(jax.tree.leaves(operands)))
-        return launch(logits, *operands, options=rules.options, interpret=interpreter() if self.interpret else None)
+        return launch(logits, *operands, options=rules.options, interpret=self._interpreter())
+
+    def _interpreter(self) -> Any:
+        return interpreter() if self.interpret else None
 
 
 def _differentiated_as(formula: Callable[..., Any], kernel: Callable[..., Any]) -> Any:

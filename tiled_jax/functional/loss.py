@@ -1,21 +1,24 @@
 """`tiled_linear_cross_entropy`: the loss of a language-model head, exact, without its logits: checks, plan, one call."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.sharding import PartitionSpec as P
 
 from shared_specs import checks, config, costs
 from shared_specs.config import LossOptions, LossResult, Tiling
 from shared_specs.errors import fail_type
 from shared_specs.partitions import SequencePlan
 from shared_specs.sequence_checks import sequence_tokens
-from shared_specs.sequence_costs import compiled_sequence_loss_peak_bytes, plan_sequence_loss
+from shared_specs.sequence_costs import compiled_sequence_loss_peak_bytes, gathered_plan, plan_sequence_loss
 from shared_specs.shards import ShardPlan
 from tiled_jax import backends
+from tiled_jax.functional.explicit import through_auto_axes
 from tiled_jax.functional.gathering import TokenAxis
 from tiled_jax.functional.loss_math import Rules
 from tiled_jax.functional.loss_steps import LossSteps, choose_steps
@@ -57,9 +60,11 @@ def tiled_linear_cross_entropy(
     Numerics: logits and their gradient are rounded to the dtype of x; what lies between and every sum is float32.
         Gradients of the logits are stored before the upstream gradient and 1 / num_valid multiply the products.
     Memory: one shard of logits (shared_specs.costs.compiled_loss_peak_bytes), with "pallas" also a padded copy of a weight
-        whose V is no multiple of 128. With reduction "mean" or "sum" and one vocabulary shard the gradients are computed in
-        forward, 6 THV FLOP, and kept; else x, the weight and two numbers per token are, and backward computes the logits
-        again, 8 THV. Without gradients 2 THV.
+        whose V is no multiple of 128 and, on jax 0.11 inside a `jax.shard_map` with check_vma=True, the gradient of float32
+        logits beside them: there no kernel may write over what differs between devices. A memory_budget counts both.
+        With reduction "mean" or "sum" and one vocabulary shard the gradients are computed in forward, 6 THV FLOP, and kept;
+        else x, the weight and two numbers per token are, and backward computes the logits again, 8 THV. Without gradients
+        2 THV.
     Raises:
         SpecError: shapes, dtypes or numbers out of range, or a target that is neither an entry nor ignored. Under `jit`
         a target cannot be read: there its token's loss and gradients are NaN. TypeError: a wrong kind of value.
@@ -103,7 +108,7 @@ def linear_cross_entropy(
     options = checks.resolve_tiling(function, num_shards, 0.0, tiling, x=x.shape, unused=("keep", "deterministic"))
     checks.check_loss_options(function, loss)
     fixed = {"targets": targets} | _arrays(function, loss)
-    checks.check_backend(function, backend, config.JAX, backends.usable_backends())
+    steps = choose_steps(function, backend, x.dtype)
     operands = {name: operand(value) for name, value in fixed.items()}
     checks.check_linear_cross_entropy(
         function,
@@ -125,8 +130,9 @@ def linear_cross_entropy(
     sizes = sequence_tokens(
         function, sequence_parallel, split_sizes, tokens=rows, ranks=ranks, rank=None, x=tuple(x.shape)
     )
-    steps = choose_steps(function, backend, x.dtype)
-    plan = _plan(function, x, w["weight"], loss, options, steps, 0 if sizes is None else ranks)
+    indices = () if axis is None else (jax.lax.axis_index(axis),)
+    in_place = steps.in_place(x, *w.values(), *fixed.values(), *indices)
+    plan = _plan(function, x, w["weight"], loss, options, steps, 0 if sizes is None else ranks, in_place)
     if loss.num_valid is not None:
         fixed["num_valid"] = jnp.asarray(fixed.get("num_valid", loss.num_valid), wide(x.dtype))
     call = Call(
@@ -143,7 +149,8 @@ def linear_cross_entropy(
     )
     x, fixed["targets"] = x.reshape(rows, x.shape[-1]), targets.reshape(rows)
     if sizes is None or axis is None:
-        return _result(run(call, x, w, fixed), loss, targets.shape)
+        found = through_auto_axes(partial(run, call), x, w, fixed, specs=partial(_specs, loss))
+        return _result(found, loss, targets.shape)
     tokens = is_token(sizes, rows, axis)
     fixed["targets"] = without_padding(fixed["targets"], tokens, loss.ignore_index)
     found = run(call, without_padding(x, tokens), w, fixed)
@@ -182,31 +189,43 @@ def _plan(
     options: Tiling,
     steps: LossSteps,
     token_ranks: int,
+    in_place: bool,
 ) -> ShardPlan:
     """The plan of the tokens that are here; `token_ranks`: of devices that split them, 0 where none do."""
+    parts, entries = options.vocab_shards or 1, weight.shape[1]
+    longest = -(-entries // parts)
     shape = costs.LossShape(
         tokens=checks.flat_tokens(x.shape),
         hidden=x.shape[-1],
-        vocab=weight.shape[1],
-        vocab_shards=options.vocab_shards or 1,
+        vocab=entries + parts * (steps.columns(longest) - longest),  # and the padding behind every part
+        vocab_shards=parts,
         itemsize=x.dtype.itemsize,
         weight_itemsize=weight.dtype.itemsize,
         bends=loss.logit_softcap is not None or loss.logit_scale != 1 or "entropy" in loss.outputs,
     )
     device = backends.device_kind()
     cut = {name: getattr(options, name) for name in ("num_shards", "shard_tokens", "memory_budget")}
-    padded = _padded_weight_bytes(shape, steps)
+
+    def beside(shard: int) -> int:
+        """Bytes that the formulas do not count, for shards of so many tokens."""
+        # Parts of the vocabulary are copies anyway, and so is a weight in another dtype.
+        padded = shape.vocab > entries and parts == 1 and not shape.cast_bytes
+        # The formulas count 16-bit dlogits beside the logits, wider ones in their place.
+        copied = not in_place and shape.itemsize >= 4
+        return (shape.hidden * shape.vocab * padded + shard * shape.vocab_shard * copied) * shape.itemsize
+
     if token_ranks:
 
         def gathered_peak(shape: costs.LossShape, plan: SequencePlan) -> int:
-            return compiled_sequence_loss_peak_bytes(shape, plan, device=device) + padded
+            found = compiled_sequence_loss_peak_bytes(shape, plan, device=device)
+            return found + beside(gathered_plan(plan).longest)
 
         ranks = (shape.tokens,) * token_ranks
         plan = plan_sequence_loss(function, shape, ranks, **cut, device=device, peak=gathered_peak)
         return ShardPlan(shape.tokens, plan.shard_tokens)
 
     def peak(plan: ShardPlan) -> int:
-        return costs.compiled_loss_peak_bytes(shape, plan, device=device) + padded
+        return costs.compiled_loss_peak_bytes(shape, plan, device=device) + beside(plan.longest)
 
     budget = cut.pop("memory_budget")
     if budget is not None:
@@ -214,15 +233,10 @@ def _plan(
     return costs.plan_loss(function, shape, **cut, device=device)
 
 
-def _padded_weight_bytes(shape: costs.LossShape, steps: LossSteps) -> int:
-    """Bytes of the weight's copy that has the columns which the steps ask for, where it is not its copy in x's dtype.
-
-    Parts of the vocabulary are copies anyway.
-    """
-    columns = steps.columns(shape.vocab)
-    if shape.vocab_shards > 1 or columns == shape.vocab or shape.weight_itemsize != shape.itemsize:
-        return 0
-    return shape.hidden * columns * shape.itemsize
+def _specs(loss: LossOptions, tokens: Any) -> dict[str, P]:
+    """How the results of a call are split, from how its tokens are."""
+    whole = () if loss.reduction == "none" else ("loss", "accuracy")
+    return {name: P() if name in whole else P(tokens) for name in ("loss", *loss.outputs)}
 
 
 def _result(found: dict[str, jax.Array], loss: LossOptions, lead: tuple[int, ...]) -> Any:

@@ -26,6 +26,10 @@ class LossSteps:
         """How many columns the logits of a part of the vocabulary have, padding among them."""
         return entries
 
+    def in_place(self, *operands: jax.Array) -> bool:
+        """Whether dlogits are written over the logits of a loss of these operands."""
+        return True
+
     def statistics(self, rules: Rules, logits: jax.Array, part: Part, labels: Labels) -> Statistics:
         """Statistics of the part, of every row."""
         return loss_math.statistics(rules, logits, part, labels.target)
@@ -59,11 +63,14 @@ XLA = LossSteps()
 
 def choose_steps(function: str, backend: str, dtype: Any) -> LossSteps:
     """The steps for this argument and logits of this dtype; UnsupportedError for a backend named that cannot run them."""
-    if backend == "xla" or backends.usable_backends()["pallas"] is not None:
-        backends.choose(function, backend)
-        return XLA
-    from tiled_jax.functional.kernel_loss_steps import KernelLossSteps  # where no kernel can run, Mosaic is not loaded
-    from tiled_jax.kernels.cross_entropy import logits_reason
 
-    chosen = backends.choose(function, backend, no_kernel=logits_reason(jnp.dtype(dtype)))
-    return KernelLossSteps(interpret=backends.interpreting()) if chosen == "pallas" else XLA
+    def no_kernel() -> str | None:
+        from tiled_jax.kernels.cross_entropy import logits_reason
+
+        return logits_reason(jnp.dtype(dtype))
+
+    if backends.choose(function, backend, no_kernel=no_kernel) == "xla":
+        return XLA
+    from tiled_jax.functional.kernel_loss_steps import KernelLossSteps  # where no kernel runs, Mosaic is not loaded
+
+    return KernelLossSteps(interpret=backends.interpreting())

@@ -94,6 +94,7 @@ class Given(NamedTuple):
     b: dict[str, jax.Array]
     activation: str
     options: Tiling
+    usable: Mapping[str, str | None]  # what `usable_backends` says
 
     @property
     def shape(self) -> costs.MLPShape:
@@ -111,9 +112,9 @@ class Given(NamedTuple):
 
     def with_kernels(self, backend: str, make_plan: Callable[[int], Plan]) -> tuple[Plan, Kernels | None]:
         """The plan, make_plan(tokens that shards are multiples of), and the kernels where the backend that runs has them."""
-        if backend != "xla" and backends.usable_backends()["pallas"] is None:
-            if backends.choose(self.function, backend, no_kernel=self._no_kernel()) == "pallas":
-                return make_plan(KERNEL_MULTIPLE), self._kernels()
+        chosen = backends.choose(self.function, backend, no_kernel=self._no_kernel, usable=self.usable)
+        if chosen == "pallas":
+            return make_plan(KERNEL_MULTIPLE), self._kernels()
         checks.check_deterministic(self.function, self.options, _ORDER)
         return make_plan(1), None
 
@@ -128,7 +129,7 @@ class Given(NamedTuple):
 
     def _no_kernel(self) -> str | None:
         """Why the kernels cannot run this call's shards; None where they can."""
-        from tiled_jax.kernels.common import mlp_reason  # where no kernel can run, Mosaic is not loaded
+        from tiled_jax.kernels.common import mlp_reason
 
         return mlp_reason(
             self.x.dtype,
@@ -165,7 +166,8 @@ def check_operands(
     b = {name: array(function, f"biases[{name!r}]", bias) for name, bias in _biases(function, biases).items()}
     options = checks.resolve_tiling(function, num_shards, keep, tiling, x=x.shape)
     checks.check_deterministic(function, options, _SUMS if several else None)
-    checks.check_backend(function, backend, config.JAX, backends.usable_backends())
+    usable = backends.usable_backends()
+    checks.check_backend(function, backend, config.JAX, usable)
     checks.check_mlp(
         function,
         x=operand(x),
@@ -175,7 +177,7 @@ def check_operands(
         names=config.JAX,
         master_weights=True,
     )
-    return Given(function, x, w, b, activation, options)
+    return Given(function, x, w, b, activation, options, usable)
 
 
 def tokenwise(given: Given, w: dict[str, jax.Array], backend: str) -> jax.Array:

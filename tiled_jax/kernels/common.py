@@ -7,7 +7,7 @@ environment, read at each call by `tiled_jax.backends`, makes the public functio
 backend="auto" never chooses the interpreter. It is for tests, and for nothing that has to be fast.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +26,8 @@ GRID_AXIS = "sm"
 # The largest swizzle is 128 bytes: 64 columns of 16 bits, which is also what one store to global memory takes at a time.
 PIECE = 64
 
+# Of a thread that only issues copies. Few, so that those that compute have 240 each, and their numbers stay in them.
+_COPYING_REGISTERS = 32
 _HOPPER_SMS = 132
 # More would only cost time: the interpreter runs the blocks of the grid one after the other.
 _INTERPRETED_SMS = 2
@@ -56,21 +58,47 @@ def supports_transposed_reads(interpret: Any) -> bool:
     return interpret is None or hasattr(plgpu, "InterpretGPUParams")
 
 
-def takes_ref(array: jax.Array, interpret: Any) -> bool:
-    """Whether a kernel may work in place of this array, on a ref that `pl.run_state` makes of it.
+def takes_ref(interpret: Any, *operands: jax.Array) -> bool:
+    """Whether a kernel may work in place of an operand, on a ref that `pl.run_state` makes of it.
 
-    Not in the interpreter of jax 0.10, and from jax 0.11 on not where the array's type varies along mesh axes.
+    Not in the interpreter of jax 0.10, and from jax 0.11 on not where what it is given varies along mesh axes.
     """
     if hasattr(plgpu, "InterpretGPUParams"):
-        return not jax.typeof(array).manual_axis_type.varying
+        return not _varying(operands)
     return interpret is None
 
 
-def persistent_grid(steps: int, interpret: Any) -> dict[str, int]:
-    """A grid of one program per multiprocessor, each looping over its share of the steps."""
+def _varying(operands: Sequence[jax.Array]) -> frozenset[str]:
+    return frozenset().union(*(jax.typeof(a).manual_axis_type.varying for a in operands))
+
+
+def persistent_grid(count: int, interpret: Any) -> dict[str, int]:
+    """A grid of one program per multiprocessor, each looping over its share of so many blocks (`for_each_block`)."""
     if interpret is not None:
-        return {GRID_AXIS: min(steps, _INTERPRETED_SMS)}
-    return {GRID_AXIS: min(steps, getattr(jax.devices()[0], "core_count", None) or _HOPPER_SMS)}
+        return {GRID_AXIS: min(count, _INTERPRETED_SMS)}
+    return {GRID_AXIS: min(count, getattr(jax.devices()[0], "core_count", None) or _HOPPER_SMS)}
+
+
+def for_each_block(counts: tuple[int, int], blocks: Blocks, work: Callable[[Any, Any], None]) -> None:
+    """work(block row, block column) for a program's share of a result of so many blocks, in the order of `blocks.group`."""
+
+    @plgpu.nd_loop((counts[0] * counts[1],), collective_axes=GRID_AXIS)
+    def _each(loop: Any) -> None:
+        work(*plgpu.planar_snake(loop.index[0], counts, 0, blocks.group))
+
+
+def pipeline(step: Any, in_specs: Sequence[Any], *, steps: int, blocks: Blocks, compute: Any) -> Any:
+    """`step` on every block of the summed dim: one warpgroup copies operands, and the others `compute(run_steps)`."""
+    return plgpu.emit_pipeline_warp_specialized(
+        step,
+        grid=(steps,),
+        in_specs=list(in_specs),
+        wg_axis=WARPGROUP_AXIS,
+        num_compute_wgs=blocks.warps // 4,
+        memory_registers=_COPYING_REGISTERS,
+        max_concurrent_steps=blocks.stages,
+        compute_context=compute,
+    )
 
 
 def launch(
@@ -88,6 +116,28 @@ def launch(
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         **({} if interpret is None else {"interpret": interpret}),
     )
+
+
+def launch_persistent(
+    body: Any,
+    operands: Sequence[jax.Array],
+    shapes: Sequence[tuple[int, ...]],
+    dtype: Any,
+    *,
+    name: str,
+    count: int,
+    blocks: Blocks,
+    interpret: Any,
+) -> Any:
+    """Results of these shapes, of a kernel that goes through `count` blocks by `for_each_block`, from its operands."""
+    return launch(
+        body,
+        [shaped_like(shape, dtype, *operands) for shape in shapes],
+        name=name,
+        grid=persistent_grid(count, interpret),
+        warpgroups=blocks.warps // 4 + 1,
+        interpret=interpret,
+    )(*operands)
 
 
 def launch_in_place(
@@ -110,7 +160,7 @@ def launch_in_place(
 
 def shaped_like(shape: tuple[int, ...], dtype: Any, *operands: jax.Array) -> jax.ShapeDtypeStruct:
     """A result that, inside `shard_map`, varies along every mesh axis along which an operand does."""
-    axes = frozenset().union(*(jax.typeof(a).manual_axis_type.varying for a in operands))
+    axes = _varying(operands)
     kind: dict[str, Any] = {"manual_axis_type": jax.sharding.ManualAxisType(varying=axes)} if axes else {}
     return jax.ShapeDtypeStruct(shape, dtype, **kind)
 

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 
 from shared_specs.blocks import Blocks
 from shared_specs.config import LossOptions
-from tiled_jax.kernels.common import default_blocks, launch_in_place, shaped_like, zeros
+from tiled_jax.kernels.common import default_blocks, launch_in_place, shaped_like, takes_ref, zeros
 
 LOGIT_DTYPES = ("bfloat16", "float16", "float32")
 # Columns come in multiples of the threads of a program.
@@ -171,7 +171,7 @@ def _launch(
     structure = jax.tree.structure((columns, slopes, known))
     count = 0 if known is not None else 3 + smooth + entropy
     number = shaped_like((rows,), jnp.float32, logits, *given)
-    in_place = _takes_refs(number, interpret)
+    in_place = takes_ref(interpret, logits, *given)
 
     def kernel(logits_gmem: Any, *refs: Any) -> None:
         columns_gmem, slopes_gmem, known_gmem = jax.tree.unflatten(structure, refs[: len(given)])
@@ -261,15 +261,6 @@ def _launch(
     best, total, target, *rest = numbers
     weighted = rest.pop(0) if smooth else None
     return RowStatistics(best, total, target, weighted, rest.pop(0) if entropy else None), dlogits
-
-
-def _takes_refs(result: jax.ShapeDtypeStruct, interpret: Any) -> bool:
-    """Whether a kernel with such results may be given the logits as a ref of `run_state`, to write over them.
-
-    That of jax 0.11 takes none whose type says that it differs between the devices of a mesh axis, the interpreter of jax
-    0.10 none at all.
-    """
-    return result.manual_axis_type is None if jax.__version_info__ >= (0, 11) else interpret is None
 
 
 def _scores(options: LossOptions) -> Callable[[jax.Array], tuple[jax.Array, jax.Array | float]]:

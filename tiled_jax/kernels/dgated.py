@@ -17,14 +17,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from shared_specs.blocks import Blocks
 from tiled_jax.kernels.activations import activate
 from tiled_jax.kernels.common import (
-    GRID_AXIS,
     PIECE,
     WARPGROUP_AXIS,
     block_spec,
     default_blocks,
-    launch,
-    persistent_grid,
-    shaped_like,
+    for_each_block,
+    launch_persistent,
+    pipeline,
     supports_transposed_reads,
     swizzled,
 )
@@ -82,23 +81,13 @@ def dgated(
             plgpu.wgmma_wait(0)  # the copying warpgroup may overwrite these blocks after this step
             return acc
 
-        def pipeline(compute: Any) -> Any:
+        def run_pipeline(compute: Any) -> Any:
             w_block = ((columns, depth), lambda k: (0, k)) if as_stored else ((depth, columns), lambda k: (k, 0))
-            return plgpu.emit_pipeline_warp_specialized(
-                step,
-                grid=(H // depth,),
-                in_specs=[block_spec((rows, depth), lambda k: (0, k), dtype), block_spec(*w_block, dtype)],
-                wg_axis=WARPGROUP_AXIS,
-                num_compute_wgs=warpgroups,
-                memory_registers=40,
-                max_concurrent_steps=blocks.stages,
-                compute_context=compute,
-            )
+            specs = [block_spec((rows, depth), lambda k: (0, k), dtype), block_spec(*w_block, dtype)]
+            return pipeline(step, specs, steps=H // depth, blocks=blocks, compute=compute)
 
         def persistent(allocations: Any, gate_smem: Any, up_smem: Any, h_smem: Any, arrived: Any) -> None:
-            @plgpu.nd_loop((block_rows * block_columns,), collective_axes=GRID_AXIS)
-            def _each_block(loop: Any) -> None:
-                row, column = plgpu.planar_snake(loop.index[0], (block_rows, block_columns), 0, blocks.group)
+            def one_block(row: Any, column: Any) -> None:
                 token_span, column_span = pl.ds(row * rows, rows), pl.ds(column * columns, columns)
 
                 def of_piece(gmem: Any, piece: int) -> Any:
@@ -131,27 +120,28 @@ def dgated(
                         plgpu.copy_smem_to_gmem(source.at[warpgroup, piece], of_piece(target, piece))
 
                 weight_block = w_gmem.at[column_span, :] if as_stored else w_gmem.at[:, column_span]
-                pipeline(compute)(dy_gmem.at[token_span, :], weight_block, allocations=allocations)
+                run_pipeline(compute)(dy_gmem.at[token_span, :], weight_block, allocations=allocations)
 
+            for_each_block((block_rows, block_columns), blocks, one_block)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         block = plgpu.SMEM((warpgroups, pieces, own, PIECE), dtype, transforms=swizzled(PIECE, dtype))
         pl.run_scoped(
             persistent,
-            pipeline(lambda run_steps: None).get_allocations(dy_gmem, w_gmem),
+            run_pipeline(lambda run_steps: None).get_allocations(dy_gmem, w_gmem),
             *(block, block, block),
             plgpu.Barrier(num_arrivals=2 * pieces, num_barriers=warpgroups),
             collective_axes=WARPGROUP_AXIS,
         )
 
-    operands = (dy, weight, gate, up)
-    out = [shaped_like((block_rows * rows, I), dtype, *operands) for _ in range(3)]
-    dgate, dup, h = launch(
+    dgate, dup, h = launch_persistent(
         kernel,
-        out,
+        (dy, weight, gate, up),
+        [(block_rows * rows, I)] * 3,
+        dtype,
         name="dgated",
-        grid=persistent_grid(block_rows * block_columns, interpret),
-        warpgroups=warpgroups + 1,
+        count=block_rows * block_columns,
+        blocks=blocks,
         interpret=interpret,
-    )(*operands)
+    )
     return dgate[:t], dup[:t], h[:t]

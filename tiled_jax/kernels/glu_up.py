@@ -18,14 +18,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from shared_specs.blocks import Blocks
 from tiled_jax.kernels.activations import activate
 from tiled_jax.kernels.common import (
-    GRID_AXIS,
     PIECE,
     WARPGROUP_AXIS,
     block_spec,
     default_blocks,
-    launch,
-    persistent_grid,
-    shaped_like,
+    for_each_block,
+    launch_persistent,
+    pipeline,
     swizzled,
 )
 
@@ -118,26 +117,13 @@ def _launch(
             plgpu.wgmma_wait(0)  # the copying warpgroup may overwrite these blocks after this step
             return accs
 
-        def pipeline(compute: Any) -> Any:
-            return plgpu.emit_pipeline_warp_specialized(
-                step,
-                grid=(H // depth,),
-                in_specs=[
-                    block_spec((rows, depth), lambda k: (0, k), dtype),
-                    block_spec((depth, columns), lambda k: (k, 0), dtype),
-                    block_spec((depth, columns), lambda k: (k, 0), dtype),
-                ],
-                wg_axis=WARPGROUP_AXIS,
-                num_compute_wgs=warpgroups,
-                memory_registers=40,
-                max_concurrent_steps=blocks.stages,
-                compute_context=compute,
-            )
+        def run_pipeline(compute: Any) -> Any:
+            w_specs = [block_spec((depth, columns), lambda k: (k, 0), dtype) for _ in range(2)]
+            specs = [block_spec((rows, depth), lambda k: (0, k), dtype), *w_specs]
+            return pipeline(step, specs, steps=H // depth, blocks=blocks, compute=compute)
 
         def persistent(allocations: Any, out_smem: Any, **bias_refs: Any) -> None:
-            @plgpu.nd_loop((block_rows * block_columns,), collective_axes=GRID_AXIS)
-            def _each_block(loop: Any) -> None:
-                row, column = plgpu.planar_snake(loop.index[0], (block_rows, block_columns), 0, blocks.group)
+            def one_block(row: Any, column: Any) -> None:
                 token_span, column_span = pl.ds(row * rows, rows), pl.ds(column * columns, columns)
 
                 def load_biases() -> None:
@@ -169,6 +155,8 @@ def _launch(
                     for piece in range(pieces):
                         span = slice(piece * PIECE, (piece + 1) * PIECE)
                         part = {name: rounded(value, name, span) for name, value in accumulated.items()}
+                        # Rounded before h is made of them: with their sums alive beside them registers would not do.
+                        part = lax.optimization_barrier(part)
                         if activation is not None:
                             gate, up = part["gate"].astype(jnp.float32), part["up"].astype(jnp.float32)
                             part["h"] = (activate(activation, gate)[0] * up).astype(dtype)
@@ -181,13 +169,14 @@ def _launch(
                             plgpu.copy_smem_to_gmem(slot, out_gmem[name].at[token_span, target].at[own_rows])
                             count += 1
 
-                pipeline(compute)(
+                run_pipeline(compute)(
                     x_gmem.at[token_span, :],
                     w_gate_gmem.at[:, column_span],
                     w_up_gmem.at[:, column_span],
                     allocations=allocations,
                 )
 
+            for_each_block((block_rows, block_columns), blocks, one_block)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         scratch: dict[str, Any] = {}
@@ -196,20 +185,20 @@ def _launch(
             scratch["bias_barrier"] = plgpu.Barrier(num_arrivals=len(biases), num_barriers=warpgroups)
         pl.run_scoped(
             persistent,
-            pipeline(lambda run_steps: None).get_allocations(x_gmem, w_gate_gmem, w_up_gmem),
+            run_pipeline(lambda run_steps: None).get_allocations(x_gmem, w_gate_gmem, w_up_gmem),
             plgpu.SMEM((warpgroups, slots, own, PIECE), dtype, transforms=swizzled(PIECE, dtype)),
             collective_axes=WARPGROUP_AXIS,
             **scratch,
         )
 
-    operands = (x, w_gate, w_up, *biases.values())
-    out = [shaped_like((block_rows * rows, I), dtype, *operands) for _ in names]
-    results = launch(
+    results = launch_persistent(
         kernel,
-        out,
+        (x, w_gate, w_up, *biases.values()),
+        [(block_rows * rows, I)] * len(names),
+        dtype,
         name="glu_up",
-        grid=persistent_grid(block_rows * block_columns, interpret),
-        warpgroups=warpgroups + 1,
+        count=block_rows * block_columns,
+        blocks=blocks,
         interpret=interpret,
-    )(*operands)
+    )
     return tuple(result[:t] for result in results)

@@ -15,15 +15,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from shared_specs.blocks import Blocks
 from tiled_jax.kernels.common import (
-    GRID_AXIS,
     PIECE,
     WARPGROUP_AXIS,
     block_spec,
     default_blocks,
-    launch,
+    for_each_block,
+    launch_persistent,
     narrowed,
-    persistent_grid,
-    shaped_like,
+    pipeline,
     supports_transposed_reads,
     swizzled,
 )
@@ -111,24 +110,14 @@ def _launch(
             plgpu.wgmma_wait(0)  # the copying warpgroup may overwrite these blocks after this step
             return acc
 
-        def pipeline(compute: Any) -> Any:
+        def run_pipeline(compute: Any) -> Any:
             w_block = ((columns, depth), lambda k: (0, k)) if as_stored else ((depth, columns), lambda k: (k, 0))
             a_specs = [block_spec((rows, depth), lambda k: (0, k), dtype) for _ in range(pairs)]
-            return plgpu.emit_pipeline_warp_specialized(
-                step,
-                grid=(K // depth,),
-                in_specs=[*a_specs, *(block_spec(*w_block, dtype) for _ in range(pairs))],
-                wg_axis=WARPGROUP_AXIS,
-                num_compute_wgs=warpgroups,
-                memory_registers=40,
-                max_concurrent_steps=blocks.stages,
-                compute_context=compute,
-            )
+            w_specs = [block_spec(*w_block, dtype) for _ in range(pairs)]
+            return pipeline(step, [*a_specs, *w_specs], steps=K // depth, blocks=blocks, compute=compute)
 
         def persistent(allocations: Any, out_smem: Any, **bias_refs: Any) -> None:
-            @plgpu.nd_loop((block_rows * block_columns,), collective_axes=GRID_AXIS)
-            def _each_block(loop: Any) -> None:
-                row, column = plgpu.planar_snake(loop.index[0], (block_rows, block_columns), 0, blocks.group)
+            def one_block(row: Any, column: Any) -> None:
                 token_span, column_span = pl.ds(row * rows, rows), pl.ds(column * columns, columns)
 
                 def compute(run_steps: Any) -> None:
@@ -159,8 +148,9 @@ def _launch(
 
                 a_blocks = (ref.at[token_span, :] for ref in a_gmem)
                 w_blocks = (ref.at[column_span, :] if as_stored else ref.at[:, column_span] for ref in w_gmem)
-                pipeline(compute)(*a_blocks, *w_blocks, allocations=allocations)
+                run_pipeline(compute)(*a_blocks, *w_blocks, allocations=allocations)
 
+            for_each_block((block_rows, block_columns), blocks, one_block)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         scratch: dict[str, Any] = {}
@@ -169,19 +159,20 @@ def _launch(
             scratch["bias_barrier"] = plgpu.Barrier(num_barriers=warpgroups)
         pl.run_scoped(
             persistent,
-            pipeline(lambda run_steps: None).get_allocations(*a_gmem, *w_gmem),
+            run_pipeline(lambda run_steps: None).get_allocations(*a_gmem, *w_gmem),
             plgpu.SMEM((warpgroups, slots, own, PIECE), dtype, transforms=swizzled(PIECE, dtype)),
             collective_axes=WARPGROUP_AXIS,
             **scratch,
         )
 
-    operands = (*padded, *weights, *biases)
-    (result,) = launch(
+    (result,) = launch_persistent(
         kernel,
-        [shaped_like((block_rows * rows, N), dtype, *operands)],
+        (*padded, *weights, *biases),
+        [(block_rows * rows, N)],
+        dtype,
         name=op,
-        grid=persistent_grid(block_rows * block_columns, interpret),
-        warpgroups=warpgroups + 1,
+        count=block_rows * block_columns,
+        blocks=blocks,
         interpret=interpret,
-    )(*operands)
+    )
     return result[:t]

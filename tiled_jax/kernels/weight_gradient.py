@@ -17,16 +17,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from shared_specs.blocks import Blocks
 from tiled_jax.kernels.common import (
-    GRID_AXIS,
     PIECE,
     WARPGROUP_AXIS,
     block_spec,
     default_blocks,
-    launch,
+    for_each_block,
     launch_in_place,
+    launch_persistent,
     narrowed,
     persistent_grid,
-    shaped_like,
+    pipeline,
     supports_transposed_reads,
     swizzled,
     takes_ref,
@@ -77,23 +77,13 @@ def weight_gradient(
 
             return total + pl.run_scoped(product, plgpu.WGMMAAccumulatorRef((own, columns), jnp.float32))
 
-        def pipeline(compute: Any) -> Any:
+        def run_pipeline(compute: Any) -> Any:
             a_block = ((depth, rows), lambda k: (k, 0)) if as_stored else ((rows, depth), lambda k: (0, k))
-            return plgpu.emit_pipeline_warp_specialized(
-                step,
-                grid=(steps,),
-                in_specs=[block_spec(*a_block, dtype), block_spec((depth, columns), lambda k: (k, 0), dtype)],
-                wg_axis=WARPGROUP_AXIS,
-                num_compute_wgs=warpgroups,
-                memory_registers=40,
-                max_concurrent_steps=blocks.stages,
-                compute_context=compute,
-            )
+            specs = [block_spec(*a_block, dtype), block_spec((depth, columns), lambda k: (k, 0), dtype)]
+            return pipeline(step, specs, steps=steps, blocks=blocks, compute=compute)
 
         def persistent(allocations: Any, total_smem: Any, arrived: Any) -> None:
-            @plgpu.nd_loop((block_rows * block_columns,), collective_axes=GRID_AXIS)
-            def _each_block(loop: Any) -> None:
-                row, column = plgpu.planar_snake(loop.index[0], (block_rows, block_columns), 0, blocks.group)
+            def one_block(row: Any, column: Any) -> None:
                 row_span, column_span = pl.ds(row * rows, rows), pl.ds(column * columns, columns)
                 own_acc, own_sum = (ref.at[row_span, column_span].at[own_rows] for ref in (acc_gmem, sum_gmem))
                 own_total = total_smem.at[warpgroup]
@@ -107,28 +97,26 @@ def weight_gradient(
                     plgpu.copy_smem_to_gmem(own_total, own_sum)
 
                 a_block = a_gmem.at[:, row_span] if as_stored else a_gmem.at[row_span, :]
-                pipeline(compute)(a_block, b_gmem.at[:, column_span], allocations=allocations)
+                run_pipeline(compute)(a_block, b_gmem.at[:, column_span], allocations=allocations)
 
+            for_each_block((block_rows, block_columns), blocks, one_block)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         pl.run_scoped(
             persistent,
-            pipeline(lambda run_steps: None).get_allocations(a_gmem, b_gmem),
+            run_pipeline(lambda run_steps: None).get_allocations(a_gmem, b_gmem),
             plgpu.SMEM((warpgroups, own, columns), jnp.float32, transforms=swizzled(columns, jnp.float32)),
             plgpu.Barrier(num_barriers=warpgroups),
             collective_axes=WARPGROUP_AXIS,
         )
 
-    options: dict[str, Any] = {
-        "name": "weight_gradient",
-        "grid": persistent_grid(block_rows * block_columns, interpret),
-        "warpgroups": warpgroups + 1,
-        "interpret": interpret,
-    }
-    if not takes_ref(acc, interpret):
-        (total,) = launch(kernel, [shaped_like((M, N), jnp.float32, acc, a, b)], **options)(acc, a, b)
-        return total
-    call = launch_in_place(kernel, (), **options)
+    count = block_rows * block_columns
+    options: dict[str, Any] = {"name": "weight_gradient", "interpret": interpret}
+    if not takes_ref(interpret, acc, a, b):
+        found = launch_persistent(kernel, (acc, a, b), [(M, N)], jnp.float32, count=count, blocks=blocks, **options)
+        return found[0]
+    grid = persistent_grid(count, interpret)
+    call = launch_in_place(kernel, (), grid=grid, warpgroups=warpgroups + 1, **options)
 
     @jax.custom_batching.sequential_vmap
     def in_place(acc: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:

@@ -78,7 +78,7 @@ class TiledLinear(nnx.Module):
     ) -> None:
         name = type(self).__name__
         forms = input_is_already_split, combine_out_splits
-        config = make_linear_config(name, in_features, out_features, in_splits, out_splits, *forms, sharding)
+        config = make_linear_config(name, in_features, out_features, in_splits, out_splits, *forms, sharding, bias=bias)
         inits = initialisers(name, linear_cls, linear_args, _init)
         plain = None if init_linear is None else plain_params(name, "init_linear", init_linear)
         if plain is not None:

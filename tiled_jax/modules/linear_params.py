@@ -78,9 +78,12 @@ def make_linear_config(
     input_is_already_split: bool,
     combine_out_splits: bool,
     sharding: Sharding | None,
+    *,
+    bias: bool,
 ) -> LinearConfig:
     """The options of a module, checked when it is made and not when it is first called."""
-    linear_checks.check_tiled_linear(function, in_features, out_features, in_splits, out_splits)
+    flags = {"input_is_already_split": input_is_already_split, "combine_out_splits": combine_out_splits, "bias": bias}
+    linear_checks.check_tiled_linear(function, in_features, out_features, in_splits, out_splits, **flags)
     if sharding is not None and (not isinstance(sharding, tuple) or len(sharding) != 2):
         fail_type(function, "sharding", "(axis of in, axis of out) or None", type(sharding).__name__)
     return LinearConfig(

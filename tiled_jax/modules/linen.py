@@ -130,7 +130,7 @@ class TiledLinear(nn.Module):
     def _config(self) -> LinearConfig:
         sizes = self.in_features, self.out_features, self.in_splits, self.out_splits
         forms = self.input_is_already_split, self.combine_out_splits
-        return make_linear_config(type(self).__name__, *sizes, *forms, self.sharding)
+        return make_linear_config(type(self).__name__, *sizes, *forms, self.sharding, bias=self.bias)
 
     def _params(self, config: LinearConfig) -> dict[str, jax.Array]:
         default = {"weight": _init_weight, "bias": _init_bias}

@@ -12,6 +12,7 @@ from shared_specs.config import JAX, Tiling
 from shared_specs.errors import fail, fail_type
 from tiled_jax import backends
 from tiled_jax.functional import tiled_mlp
+from tiled_jax.functional.operands import array
 
 # Names of the mesh axes of (hidden dim, intermediate dim); None leaves a dim whole.
 Sharding = tuple[str | None, str | None]
@@ -32,6 +33,8 @@ class MLPConfig:
 
         float32 parameters beside a 16-bit dtype are handed over as they are, so that their gradients stay float32.
         """
+        x = array("tiled_mlp", "x", x)
+        checks.check_float("tiled_mlp", "x", str(x.dtype))
         dtype = compute_dtype(x, params, dtype)
         params = as_operands(params, dtype)
         if self.fused_gate_up:
@@ -56,25 +59,34 @@ def make_config(
     keep: float,
     tiling: Tiling | None,
     backend: str,
+    *,
+    function: str = "TiledMLP",
 ) -> MLPConfig:
-    """The options of a module, checked when it is made and not when it is first called."""
-    checks.check_activation("TiledMLP", activation)
-    checks.check_fused("TiledMLP", gated, fused_gate_up)
-    checks.check_backend("TiledMLP", backend, JAX, backends.usable_backends())
+    """The options of a module, checked when it is made and not when it is first called. function: the module, in messages."""
+    checks.check_activation(function, activation)
+    checks.check_fused(function, gated, fused_gate_up)
+    checks.check_backend(function, backend, JAX, backends.usable_backends())
     return MLPConfig(
         activation=activation,
         gated=gated,
         fused_gate_up=fused_gate_up,
-        tiling=checks.resolve_tiling("TiledMLP", num_shards, keep, tiling),
+        tiling=checks.resolve_tiling(function, num_shards, keep, tiling),
         backend=backend,
     )
 
 
 def param_shapes(
-    hidden_size: int, intermediate_size: int, *, gated: bool, bias: bool, fused_gate_up: bool
+    hidden_size: int,
+    intermediate_size: int,
+    *,
+    gated: bool,
+    bias: bool,
+    fused_gate_up: bool,
+    function: str = "TiledMLP",
 ) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every parameter, weights [in, out]."""
-    checks.check_sizes("TiledMLP", {"hidden_size": hidden_size, "intermediate_size": intermediate_size})
+    """Name -> shape of every parameter, weights [in, out]. function: the module, in messages."""
+    checks.check_sizes(function, {"hidden_size": hidden_size, "intermediate_size": intermediate_size})
+    checks.check_flags(function, gated=gated, bias=bias, fused_gate_up=fused_gate_up)
     H, I = hidden_size, intermediate_size  # noqa: E741
     ups = {"gate_up": (H, 2 * I)} if fused_gate_up else {"gate": (H, I), "up": (H, I)} if gated else {"up": (H, I)}
     weights = {**ups, "down": (I, H)}

@@ -63,7 +63,8 @@ def scan_layers(layer: Layer, x: Any, parameters: Any, checkpointing: Checkpoint
     """x = layer(x, parameters of one layer) for all of them, in one rolled loop under a checkpointing policy.
 
     Mode "layers" rolls groups of `every` layers and compiles each of a group; layers beyond the last whole group, which
-    keep all, are a loop of their own and cost a copy of the parameters.
+    keep all, are a loop of their own and cost a copy of the parameters. With every > 1 it has a rule of its own for backward,
+    and JAX refuses forward-mode derivatives of it (TypeError).
 
     Args:
         layer: as for `checkpointed`. x: array or pytree of arrays, the type of which no layer changes.
@@ -110,6 +111,7 @@ def checkpoint_without_output(fn: Layer, consumer: Callable[[Any], Any]) -> Laye
         fn: of arrays and pytrees of them. consumer: of the result of fn alone. Both may close over arrays, of integers
             and keys too, and gradients reach those.
     Memory: the arguments of fn, and the consumer's residuals but for the arrays that fn returned.
+    Raises: TypeError of JAX for forward-mode derivatives: it has a rule of its own for backward.
     Source: the role of Megatron-LM's CheckpointWithoutOutput, which frees storage by a hook where JAX has none.
     Example:
         >>> normed_product = checkpoint_without_output(jax.nn.standardize, lambda y: y @ jax.numpy.ones((4, 3)))

@@ -18,22 +18,20 @@ from tiled_jax.parallel.mapped import Mapped
 
 def entered(x: jax.Array, mapped: Mapped) -> jax.Array:
     """All rows, as the operand of products with this device's columns."""
-    axis = mapped.axes.tensor
-    if axis is None:
-        return x
-    if mapped.sequence_parallel:
-        return gather_from_sequence_parallel_region(x, axis_name=axis)
-    return copy_to_tensor_parallel_region(x, axis_name=axis)
+    enter = gather_from_sequence_parallel_region if mapped.sequence_parallel else copy_to_tensor_parallel_region
+    return _over_tensor_axis(enter, x, mapped)
 
 
 def reduced(y: jax.Array, mapped: Mapped) -> jax.Array:
     """The sum over the tensor axis of what each device computed from its own rows of a weight; its own tokens of it."""
+    split = mapped.sequence_parallel
+    reduce = reduce_scatter_to_sequence_parallel_region if split else reduce_from_tensor_parallel_region
+    return _over_tensor_axis(reduce, y, mapped)
+
+
+def _over_tensor_axis(collective: Callable[..., jax.Array], a: jax.Array, mapped: Mapped) -> jax.Array:
     axis = mapped.axes.tensor
-    if axis is None:
-        return y
-    if mapped.sequence_parallel:
-        return reduce_scatter_to_sequence_parallel_region(y, axis_name=axis)
-    return reduce_from_tensor_parallel_region(y, axis_name=axis)
+    return a if axis is None else collective(a, axis_name=axis)
 
 
 def own_rows(a: jax.Array, axis: str) -> jax.Array:

@@ -170,8 +170,10 @@ class TensorParallelTiledMLP(nnx.Module):
         rngs: nnx.Rngs,
     ) -> None:
         name = type(self).__name__
-        shapes = param_shapes(hidden_size, intermediate_size, gated=gated, bias=bias, fused_gate_up=False)
-        self.config = make_config(activation, gated, False, num_shards, keep, tiling, backend)
+        shapes = param_shapes(
+            hidden_size, intermediate_size, gated=gated, bias=bias, fused_gate_up=False, function=name
+        )
+        self.config = make_config(activation, gated, False, num_shards, keep, tiling, backend, function=name)
         even_range(name, "intermediate_size", intermediate_size, check_mesh(name, mesh, axis_name), 0)
         sequence_tokens(name, sequence_parallel, None, tokens=0, ranks=1, rank=None, x=())
         self.sequence_parallel, self.mesh, self.axis_name, self.dtype = sequence_parallel, mesh, axis_name, dtype

@@ -1,5 +1,6 @@
 """What `parallelize` requires in JAX beside the checks that both halves share; all of it is known before compiling."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -8,12 +9,18 @@ from jax.sharding import AxisType
 
 from shared_specs.config import ParallelConfig
 from shared_specs.errors import UnsupportedError, error_text, fail, fail_type, show_shape
-from shared_specs.parallel_checks import check_context_heads, check_divides, check_parallel_config
+from shared_specs.parallel_checks import (
+    check_context_heads,
+    check_context_tokens,
+    check_divides,
+    check_parallel_config,
+    refuse_context,
+)
 from tiled_jax.parallel.checkpoint import offload_refused
-from tiled_jax.parallel.rules import MeshAxes, ModelRules
+from tiled_jax.parallel.rules import MeshAxes, ModelRules, Placement
 
 HERE = "parallelize"
-_NO_HOST_MEMORY = "Parameters in host memory are not written for tiled_jax; donate the state and shard it further."
+_NO_HOST_MEMORY = "A compiled step reads its parameters from the memory of the devices: shard them over more devices."
 
 
 def checked_axes(config: ParallelConfig, mesh: jax.sharding.Mesh) -> MeshAxes:
@@ -39,21 +46,8 @@ def check_model(
     model: nnx.Module, mesh: jax.sharding.Mesh, config: ParallelConfig, axes: MeshAxes, rules: ModelRules | None
 ) -> None:
     """The model can be split as asked; `rules`: of a model whose loss is written for shard_map, else None."""
-    tensor, data = config.tensor, config.data
     if rules is None:
-        advice = "Leave it out, or register rules with a loss for the model's class."
-        kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-        if tensor is not None and kinds[tensor.axis] is not AxisType.Auto:
-            rule = "of axis type Auto for a model without a loss of its own"
-            _unsupported(
-                f"the mesh axis '{tensor.axis}'", rule, kinds[tensor.axis], "XLA splits its products by itself."
-            )
-        for name in ("sequence_parallel", "loss_parallel"):
-            if tensor is not None and getattr(tensor, name):
-                _unsupported(f"config.tensor.{name}", "False for a model without a loss of its own", True, advice)
-        if data is not None and data.context_axis is not None:
-            rule = "None for a model without a loss of its own"
-            _unsupported("config.data.context_axis", rule, repr(data.context_axis), advice)
+        _check_own_loss(mesh, config)
         return
     if rules.sizes is None:
         return
@@ -65,6 +59,47 @@ def check_model(
         heads = sizes.even.get("num_attention_heads")
         if heads is not None:
             check_context_heads(HERE, heads, {axis: axes.size[axis] for axis in both})
+
+
+def _check_own_loss(mesh: jax.sharding.Mesh, config: ParallelConfig) -> None:
+    """What a loss_fn that is written for one device leaves to do."""
+    tensor, data = config.tensor, config.data
+    if data is not None and data.context_axis is not None:
+        refuse_context(HERE, "loss_fn", data.context_axis)
+    if tensor is None:
+        return
+    kind = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))[tensor.axis]
+    if kind is not AxisType.Auto:
+        advice = "XLA splits the products of such a model by itself."
+        _unsupported(f"the mesh axis '{tensor.axis}'", "of axis type Auto with loss_fn", kind, advice)
+    for name in ("sequence_parallel", "loss_parallel"):
+        if getattr(tensor, name):
+            advice = "Leave loss_fn out where the rules of the model's class have a loss, or register such rules."
+            _unsupported(f"config.tensor.{name}", "False with loss_fn, which is written for one device", True, advice)
+
+
+def check_split(
+    mesh: jax.sharding.Mesh, config: ParallelConfig, placements: Iterable[Placement], dtypes: Iterable[Any], own: bool
+) -> None:
+    """Tensor parallelism has something to split, and XLA can compute the sums beside it.
+
+    Args:
+        placements, dtypes: of the parameters. own: the loss is written for shard_map, else XLA splits the products.
+    """
+    tensor, data = config.tensor, config.data
+    if tensor is None:
+        return
+    if all(placement.tensor_dim is None for placement in placements):
+        advice = "Register rules for the model's class (register_rules), or give its parameters sharding metadata."
+        fail(HERE, "config.tensor", "None for a model of which no parameter is split", repr(tensor.axis), advice=advice)
+    if own or data is None or mesh.devices.flat[0].platform != "cpu":
+        return
+    summed = {data.reduce_dtype} if data.reduce_dtype is not None else {data.param_dtype, *map(str, dtypes)}
+    if summed & {"bfloat16", "float16"}:
+        # XLA's pass that widens such sums (AllReducePromotion) ends the process.
+        advice = "XLA cannot sum 16 bits there over some axes of a mesh while it splits others itself."
+        rule = "float32 on a CPU with loss_fn and config.tensor"
+        _unsupported("config.data.reduce_dtype", rule, repr(data.reduce_dtype), advice)
 
 
 def _unsupported(argument: str, rule: str, got: object, advice: str) -> None:
@@ -81,6 +116,7 @@ def check_batch(batch: Any, axes: MeshAxes) -> None:
         if not shape or shape[0] % ranks:
             rule = f"of a multiple of {ranks} sequences, for the devices of the mesh axes {', '.join(axes.batch)}"
             fail(HERE, "batch", rule, show_shape(shape))
-        if axes.context is not None and (len(shape) < 2 or (shape[1] - 1) % axes.size[axes.context]):
-            rule = f"[sequences, tokens + 1] with a multiple of {axes.size[axes.context]} tokens"
-            fail(HERE, "batch", rule, show_shape(shape))
+        if axes.context is not None:
+            if len(shape) < 2:
+                fail(HERE, "batch", "[sequences, tokens + 1]", show_shape(shape))
+            check_context_tokens(HERE, "batch", shape[1] - 1, axes.size[axes.context], shape)

@@ -17,10 +17,11 @@ from jax.sharding import PartitionSpec as P
 from shared_specs.config import ParallelConfig
 from shared_specs.errors import fail, fail_type
 from tiled_jax.functional.loops import vary_over, varying
+from tiled_jax.functional.shard_math import wide
 from tiled_jax.parallel import decoder as decoder  # registers its rules
 from tiled_jax.parallel.generic import generic_loss
 from tiled_jax.parallel.mapped import Mapped
-from tiled_jax.parallel.plan_checks import check_batch, check_model, checked_axes
+from tiled_jax.parallel.plan_checks import check_batch, check_model, check_split, checked_axes
 from tiled_jax.parallel.rules import Path, place, rules_of
 from tiled_jax.parallel.variables import agreed, of_rank, same_keys, split
 
@@ -98,15 +99,17 @@ def parallelize(
             floating-point statistics that differ between devices afterwards are averaged.
         mesh: all of whose axes the configuration names.
         config: see shared_specs.config.ParallelConfig. param_dtype is the dtype in which parameters are gathered and
-            modules with a `dtype` compute; the parameters of the state, and the optimizer, keep their own. `reshard`:
-            "default" is "always" here, because all layers are one loop.
+            modules with a `dtype` compute, and in which loss_fn is given the floating-point arrays of a batch; the
+            parameters of the state, and the optimizer, keep their own. `reshard`: "default" is "always" here, because all
+            layers are one loop. cpu_offload is refused: a compiled step reads its parameters from the devices' memory.
         loss_fn: loss_fn(model, batch) -> the mean over the sequences of a batch that it is given, or (sum, count), where
             they do not count alike; batch: a pytree of arrays whose dim 0 is the sequence. None: that of the rules
             (`next_token_loss` of [sequences, tokens + 1] for Llama).
         optimizer: an optax transformation; None: the result has `gradients` and no `step`.
     Returns:
         `Parallelized`.
-    Numerics: gradients are summed over devices in reduce_dtype and returned in the dtype of the parameters.
+    Numerics: gradients are summed over devices in reduce_dtype and returned in the dtype of the parameters. Losses of
+        devices are summed, and returned, in float32 (float64 for float64).
     Memory: for each device its part of parameters, gradients and optimizer state, and, of gathered parameters, one layer's.
         Llama's table is never gathered without tensor parallelism, nor its head where the devices have few tokens: 2 R T
         <= V (1 + r), of R devices of one shard axis with T tokens each, r the bytes of reduce_dtype over those of
@@ -144,6 +147,7 @@ def parallelize(
         path: place(HERE, path, leaf.get_value().shape, _metadata(leaf), rules, axes)
         for path, leaf in nnx.to_flat_state(parameters)
     }
+    check_split(mesh, config, placements.values(), (a.dtype for a in jax.tree.leaves(parameters)), own=loss is not None)
     data = config.data
     mapped = Mapped(
         axes=axes,
@@ -288,6 +292,9 @@ class _Build:
         else:
             assert self.loss_fn is not None
             total, count, after = generic_loss(self.graph, parameters, variables, batch, self.loss_fn, self.mapped)
+        # A 16-bit loss_fn's sums and counts would be rounded to three digits between devices.
+        total = jnp.asarray(total)
+        total = total.astype(wide(total.dtype))
         count = jnp.asarray(count).astype(total.dtype)
         over = tuple(sorted(varying(total) | varying(count)))
         if not over:

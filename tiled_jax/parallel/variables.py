@@ -8,6 +8,7 @@ from jax import lax
 
 from shared_specs.errors import UnsupportedError, error_text
 from tiled_jax.functional.loops import varying
+from tiled_jax.functional.shard_math import wide
 
 HERE = "parallelize"
 
@@ -59,7 +60,7 @@ def agreed(given: nnx.State, after: nnx.State) -> nnx.State:
         if not jax.numpy.issubdtype(b.dtype, jax.numpy.floating):
             advice = "Only floating-point statistics are averaged. Compute it from what all devices have."
             _unsupported(f"the same on all devices, or floating-point ({b.dtype})", jax.tree_util.keystr(path), advice)
-        return lax.pmean(b, over)
+        return lax.pmean(b.astype(wide(b.dtype)), over).astype(b.dtype)
 
     return jax.tree.map_with_path(one, given, after)
 
@@ -70,4 +71,4 @@ def is_key(a: Any) -> bool:
 
 
 def _unsupported(rule: str, got: str, advice: str) -> None:
-    raise UnsupportedError(error_text(HERE, "the model's variables", f"{rule}", got, advice=advice))
+    raise UnsupportedError(error_text(HERE, "the model's variables", rule, got, advice=advice))

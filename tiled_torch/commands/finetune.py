@@ -41,8 +41,8 @@ class TorchTrainer:
         return self._team
 
     def leave(self) -> None:
-        if self.sharded:
-            dist.destroy_process_group()
+        if isinstance(self._team, team.TorchTeam):
+            self._team.leave()
         self._team = ALONE
 
     def versions(self) -> dict[str, str]:
@@ -105,14 +105,16 @@ class TorchTrainer:
         self._optimizer.zero_grad(set_to_none=True)
         mean = loss.detach()
         if self.sharded:
-            dist.all_reduce(mean)  # parts of the batch are equal; ranks that split layers have the same loss
+            # Parts of the batch are equal; ranks that split layers or sequences have the same loss.
+            dist.all_reduce(mean)
             mean = mean / self._team.count
         return mean.item()
 
     def _loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         with torch.autocast(self._device.type, self._dtype, enabled=self._dtype != torch.float32):
-            if self._tiling is not None or self._options.tp > 1:
-                # The model's own loss; the targets are shifted already, but without labels transformers has no loss.
+            if self._tiling is not None or self._options.tp > 1 or self._options.cp > 1:
+                # The model's own loss, of which ranks compute parts; targets are shifted already, but without labels
+                # transformers has no loss.
                 return self._model(input_ids=inputs, labels=targets, shift_labels=targets, use_cache=False).loss
             logits = self._model(input_ids=inputs, use_cache=False).logits
         log_probabilities = logits.flatten(0, 1).float().log_softmax(-1)
@@ -157,9 +159,18 @@ class TorchTrainer:
 
 
 def empty_model(config: dict[str, Any]) -> LlamaForCausalLM:
-    """A Llama on the meta device, its attention in blocks (SDPA)."""
-    with torch.device("meta"):
-        return LlamaForCausalLM._from_config(LlamaConfig(**config), attn_implementation="sdpa", dtype=torch.float32)
+    """A Llama on the meta device, its attention in blocks (SDPA).
+
+    Raises:
+        UnsupportedError: transformers cannot make one of this configuration.
+    """
+    try:
+        with torch.device("meta"):
+            return LlamaForCausalLM._from_config(LlamaConfig(**config), attn_implementation="sdpa", dtype=torch.float32)
+    except Exception as error:  # transformers says by all kinds of it what is wrong with a configuration
+        reason = f"{type(error).__name__}: {error}"
+        text = "finetune: --model must have a configuration that transformers makes a Llama of"
+        raise UnsupportedError(f"{text}, got one with {reason}") from error
 
 
 def build_model(
@@ -193,7 +204,11 @@ def _device(name: str) -> torch.device:
         raise UnsupportedError("finetune: --device must be cpu or auto here, got gpu. PyTorch sees no CUDA GPU.")
     gpu = name == "gpu" or (name == "auto" and torch.cuda.is_available())
     if gpu and "LOCAL_RANK" in os.environ:  # one GPU for each process of torchrun
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        place, count = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+        if place >= count:
+            text = f"finetune: torchrun's --nproc-per-node must be <= {count}, the GPUs that PyTorch sees here"
+            raise UnsupportedError(f"{text}, got a process {place}. Or pass --device cpu.")
+        torch.cuda.set_device(place)
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cuda" if gpu else "cpu")
 

@@ -8,13 +8,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shared_specs.app.team import ALONE, Team, check_layout
+from shared_specs.app.team import ALONE, Team, check_layout, end_alone
 from shared_specs.cli import FinetuneOptions
 from shared_specs.config import Checkpointing, DataParallel, ParallelConfig, TensorParallel
 
-# gloo reports what happened to another process in a plain RuntimeError.
+# gloo reports what happened to another process in a plain RuntimeError, as it does what a caller did wrong.
 _GLOO_WORDS = (
-    "gloo",
+    "gloo/transport",
+    "connectfullmesh",
     "connection closed by peer",
     "connection reset",
     "connection refused",
@@ -25,6 +26,8 @@ _GLOO_WORDS = (
 
 class TorchTeam:
     """See `shared_specs.app.team.Team`. What is gathered travels over gloo, whatever the model's collectives use."""
+
+    some_lost = False
 
     def __init__(self, options: FinetuneOptions, device: torch.device) -> None:
         timeout = timedelta(seconds=options.group_timeout)
@@ -38,11 +41,15 @@ class TorchTeam:
         return found
 
     def lost(self, error: BaseException) -> str | None:
-        if isinstance(error, dist.DistError):
-            return str(error)
         text = str(error)
         known = isinstance(error, RuntimeError) and any(word in text.lower() for word in _GLOO_WORDS)
-        return text if known else None
+        self.some_lost = known or isinstance(error, dist.DistError)
+        return text if self.some_lost else None
+
+    def leave(self) -> None:
+        """Give the other processes up; at once, without them, where one is lost or this one fails by itself."""
+        end_alone(self.some_lost)
+        dist.destroy_process_group()
 
 
 def join(options: FinetuneOptions, device: torch.device) -> Team:
@@ -59,19 +66,21 @@ def layout(options: FinetuneOptions, device: torch.device) -> tuple[DeviceMesh, 
     """The mesh of a run of several processes, and what `parallelize` does on it."""
     tensor = TensorParallel() if options.tp > 1 else None
     checkpointing = Checkpointing() if options.checkpointing else None
-    if options.dp > 1 and options.fsdp == options.tp == 1:
+    if options.dp > 1 and options.fsdp == options.cp == options.tp == 1:
         axes, data = {"dp_shard": options.dp}, DataParallel(engine="ddp")
     else:
         replicas = {"dp_replicate": options.dp} if options.dp > 1 else {}
-        shards = {"dp_shard": options.fsdp} if options.dp * options.fsdp > 1 else {}
-        axes = replicas | shards | ({"tp": options.tp} if tensor else {})
-        data = DataParallel(replicate_axis="dp_replicate" if replicas else None) if shards else None
+        context = {"cp": options.cp} if options.cp > 1 else {}
+        shards = {"dp_shard": options.fsdp} if options.dp * options.fsdp * options.cp > 1 else {}
+        axes = replicas | shards | context | ({"tp": options.tp} if tensor else {})
+        replicate, cut = next(iter(replicas), None), next(iter(context), None)
+        data = DataParallel(replicate_axis=replicate, context_axis=cut) if shards else None
     mesh = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
     return mesh, ParallelConfig(tensor=tensor, checkpointing=checkpointing, data=data)
 
 
 def rows(options: FinetuneOptions, rank: int) -> slice:
-    """This rank's sequences of the batch; ranks of one tensor-parallel axis, which come side by side, have the same."""
+    """This rank's sequences of the batch; the ranks that share a sequence or a layer come side by side and have the same."""
     size = options.batch // (options.dp * options.fsdp)
-    part = rank // options.tp
+    part = rank // (options.cp * options.tp)
     return slice(part * size, (part + 1) * size)

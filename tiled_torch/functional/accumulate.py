@@ -86,6 +86,6 @@ def returned_gradient(
     """
     if gradient is not None or not hasattr(owner, "grad_added_to_main_grad"):
         return gradient
-    owner.grad_added_to_main_grad = True
+    owner.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     zero = torch.zeros((), dtype=dtype or owner.dtype, device=owner.device)
     return zero.expand(owner.shape if shape is None else tuple(shape))

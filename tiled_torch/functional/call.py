@@ -101,8 +101,7 @@ class Call:
         since = leaves.now()
         with self._as_before(), leaves.in_place(self.captures, targets), leaves.tensor_hooks_off(targets):
             for shard, (start, stop) in enumerate(self.spans):
-                self.random.restore(shard)
-                with torch.enable_grad():
+                with self.random.again(shard), torch.enable_grad():
                     pieces = self._pieces(flat, start, stop)
                     results = self._results(pieces)
                 parts = self._differentiate(results, drows, pieces, targets, (start, stop), since)

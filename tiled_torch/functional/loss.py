@@ -193,7 +193,7 @@ class Given(NamedTuple):
             found = [None, None, None, right]
         else:
             value, *found = Recomputed.apply(*given, problem)
-        named = dict(zip(("log_probs", "lse", "entropy", "accuracy"), found, strict=True))
+        named: dict[str, Any] = dict(zip(("log_probs", "lse", "entropy", "accuracy"), found, strict=True))
         return LossResult(value, **{name: named[name] for name in options.outputs}) if options.outputs else value
 
     def _compiled(self, given: Operands, problem: Problem, needs: Needs) -> tuple[Tensor | None, ...]:

@@ -65,12 +65,15 @@ class SplitTokens(Protocol):
 
     def rows(self, x: Tensor) -> Rows:
         """This rank's x [T / R, H] as gathered shards."""
+        ...
 
     def everywhere(self, values: list[Tensor], fill: float = 0) -> list[Tensor]:
         """[T / R] of every rank as [T], in the order of the shards; `fill` in rows that stand for no token."""
+        ...
 
     def own(self, values: Tensor) -> Tensor:
         """This rank's tokens [T / R] of values [T] in the order of the shards."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
 from shared_specs import checks, costs
 from shared_specs.config import TORCH, Activation, Tiling
@@ -228,7 +227,7 @@ class Save(torch.autograd.Function):
             return anchor, *kept_up_projections(_rows(x), weights, plan, kept_start, dtype, taken)
 
     @staticmethod
-    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         x, *weights = inputs[:7]
         _, kept_gate, kept_up = output
         ctx.mark_non_differentiable(kept_gate, kept_up)
@@ -292,7 +291,7 @@ class Run(torch.autograd.Function):
         return _forward(x, weights, kept, anchor.dtype, activation, plan, steps)
 
     @staticmethod
-    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         pass
 
     @staticmethod

@@ -1,12 +1,33 @@
 """What a shard's recomputation must find as forward found it: random numbers, autocast, buffers, modes."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 RandomState = tuple[Tensor, ...]
+
+
+class Streams(Protocol):
+    """Streams of random numbers as they stood at one moment."""
+
+    def restored(self) -> AbstractContextManager[None]:
+        """Inside, they stand there again; afterwards as before."""
+        ...
+
+
+# () -> how they stand now, of every kind of streams that are kept apart from the generators; `parallel.random` adds its own.
+STREAMS: list[Callable[[], Streams]] = []
+
+
+@contextmanager
+def restored(moments: Iterable[Streams]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for moment in moments:
+            stack.enter_context(moment.restored())
+        yield
 
 
 def random_state(device: torch.device) -> RandomState:
@@ -28,26 +49,33 @@ def random_state_kept(device: torch.device) -> Iterator[None]:
     """What runs inside draws numbers that the program outside never misses."""
     state = random_state(device)
     try:
-        yield
+        with restored([take() for take in STREAMS]):
+            yield
     finally:
         set_random_state(device, state)
 
 
 class RandomStates:
-    """The generators' state at the start of every shard; one object where no shard draws a number."""
+    """The generators' state, and named streams, at the start of every shard; one object where no shard draws a number."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.states: list[RandomState] = []
+        self.streams: list[list[Streams]] = []
 
     def record(self) -> None:
         state = random_state(self.device)
         if self.states and all(map(torch.equal, state, self.states[-1])):
             state = self.states[-1]
         self.states.append(state)
+        self.streams.append([take() for take in STREAMS])
 
-    def restore(self, shard: int) -> None:
+    @contextmanager
+    def again(self, shard: int) -> Iterator[None]:
+        """What runs inside draws the numbers that the shard drew."""
         set_random_state(self.device, self.states[shard])
+        with restored(self.streams[shard]):
+            yield
 
 
 class Autocast:

@@ -8,7 +8,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -95,7 +95,7 @@ def _first_name(fn: Callable[..., Any]) -> str:
 _TO_LOCAL = "Convert it with to_local(), or let the parallel plan of fn's own layers do it."
 
 
-def is_dtensor(value: Any) -> bool:
+def is_dtensor(value: Any) -> TypeGuard[Any]:
     """Whether a value is a DTensor; does not load torch.distributed.tensor."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)

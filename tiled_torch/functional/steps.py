@@ -4,7 +4,7 @@
 Letters: t tokens of the shard, H hidden, I intermediate. Every method works on the rows of one shard.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +23,8 @@ class Weights(NamedTuple):
     b_down: Tensor | None = None
 
     def cast(self, dtype: torch.dtype) -> "Weights":
-        return Weights(*(None if w is None else w.to(dtype) for w in self))
+        cast: Any = (None if w is None else w.to(dtype) for w in self)
+        return Weights(*cast)
 
 
 class Steps:

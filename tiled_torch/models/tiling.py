@@ -14,7 +14,7 @@ from torch import nn
 
 from shared_specs import checks
 from shared_specs.config import TORCH, Tiling
-from shared_specs.errors import UnsupportedError, error_text
+from shared_specs.errors import UnsupportedError, error_text, fail_type
 from tiled_torch import backends
 from tiled_torch.functional.mlp import tiled_mlp
 from tiled_torch.functional.tile import tile
@@ -64,6 +64,8 @@ def tile_model(
     """
     options = checks.resolve_tiling("tile_model", num_shards, keep, tiling, unused=("vocab_shards", "deterministic"))
     checks.check_backend("tile_model", backend, TORCH, backends.usable_backends())
+    if not isinstance(model, nn.Module):
+        fail_type("tile_model", "model", "a torch.nn.Module", type(model).__name__)
     found = [(name, module, family_of(module)) for name, module in model.named_modules()]
     known = [(name, module, family) for name, module, family in found if family is not None]
     if not known:
@@ -80,11 +82,11 @@ def tile_model(
     for _, module, _ in known:
         if not isinstance(module, Tiled):
             module.__class__ = _tiled_class(type(module))
-        module._tiling, module._backend = options, backend
+        module._tiling, module._backend = options, backend  # type: ignore[assignment]
     for module in filter(is_causal_lm, model.modules()):
         if not isinstance(module, TiledCausalLM):
             module.__class__ = tiled_causal_lm(type(module))
-        module._tiling, module._backend = replace(options, keep=0.0), backend
+        module._tiling, module._backend = replace(options, keep=0.0), backend  # type: ignore[assignment]
     return model
 
 
@@ -100,6 +102,7 @@ def untile_model(model: nn.Module) -> nn.Module:
         >>> type(untile_model(tile_model(mlp))).__name__
         'LlamaMLP'
     """
+    module: Any
     for module in model.modules():
         if not isinstance(module, Tiled | TiledCausalLM):
             continue

@@ -72,9 +72,14 @@ class TiledLinear(nn.Module):
     ) -> None:
         super().__init__()
         name = type(self).__name__
-        sizes = linear_checks.check_tiled_linear(name, in_features, out_features, in_splits, out_splits)
+        flags = {
+            "input_is_already_split": input_is_already_split,
+            "combine_out_splits": combine_out_splits,
+            "bias": bias,
+        }
+        sizes = linear_checks.check_tiled_linear(name, in_features, out_features, in_splits, out_splits, **flags)
         linear_checks.check_linear_class(name, linear_cls, linear_args, _PASSED)
-        self.in_features, self.out_features, self.has_bias = in_features, out_features, bool(bias)
+        self.in_features, self.out_features, self.has_bias = in_features, out_features, bias
         self.in_sizes, self.out_sizes = sizes
         self.input_is_already_split, self.combine_out_splits = input_is_already_split, combine_out_splits
         if init_linear is not None:

@@ -51,6 +51,7 @@ class TiledLinearCrossEntropy(nn.Module):
     ) -> None:
         super().__init__()
         checks.check_sizes(_NAME, {"hidden_size": hidden_size, "vocab_size": vocab_size})
+        checks.check_flags(_NAME, bias=bias)
         self._set_options(loss, num_shards, tiling, backend)
         self.weight = nn.Parameter(torch.empty((vocab_size, hidden_size), device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(vocab_size, device=device, dtype=dtype)) if bias else None

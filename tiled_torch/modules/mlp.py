@@ -13,7 +13,27 @@ from tiled_torch import backends
 from tiled_torch.functional.mlp import tiled_mlp
 
 
-class TiledMLP(nn.Module):
+class MLPParameters:
+    """What the modules that own an MLP's parameters share: which of them are which operand."""
+
+    w_down: Any
+
+    def _pair(self, prefix: str) -> tuple[Tensor | None, Tensor | None]:
+        """Gate and up of weights or biases, as views of the fused parameter where there is one."""
+        fused = getattr(self, f"{prefix}_gate_up", None)
+        if fused is not None:
+            gate, up = fused.chunk(2)
+            return gate, up
+        return getattr(self, f"{prefix}_gate", None), getattr(self, f"{prefix}_up", None)
+
+    def _operands(self) -> tuple[Any, dict[str, Tensor]]:
+        """The weights of gate, up and down, and the biases there are."""
+        gate, up = self._pair("b")
+        biases = {"gate": gate, "up": up, "down": getattr(self, "b_down", None)}
+        return (*self._pair("w"), self.w_down), {name: bias for name, bias in biases.items() if bias is not None}
+
+
+class TiledMLP(MLPParameters, nn.Module):
     """A gated or plain MLP computed shard by shard: a drop-in for gate/up/down linear layers with an activation.
 
     Args:
@@ -53,6 +73,7 @@ class TiledMLP(nn.Module):
     ) -> None:
         super().__init__()
         checks.check_sizes("TiledMLP", {"hidden_size": hidden_size, "intermediate_size": intermediate_size})
+        checks.check_flags("TiledMLP", gated=gated, bias=bias, fused_gate_up=fused_gate_up)
         H, I = hidden_size, intermediate_size  # noqa: E741
         ups = {"gate_up": (2 * I, H)} if fused_gate_up else {"gate": (I, H), "up": (I, H)} if gated else {"up": (I, H)}
         self._set_options(activation, gated, fused_gate_up, num_shards, keep, tiling, backend)
@@ -133,25 +154,14 @@ class TiledMLP(nn.Module):
             inputs = getattr(self, "w" + name[1:]).shape[1]
             nn.init.uniform_(parameter, -1 / math.sqrt(inputs), 1 / math.sqrt(inputs))
 
-    def _pair(self, prefix: str) -> tuple[Tensor | None, Tensor | None]:
-        """Gate and up of weights or biases, as views of the fused parameter where there is one."""
-        fused = getattr(self, f"{prefix}_gate_up", None)
-        if fused is not None:
-            gate, up = fused.chunk(2)
-            return gate, up
-        return getattr(self, f"{prefix}_gate", None), getattr(self, f"{prefix}_up", None)
-
     def forward(self, x: Tensor) -> Tensor:
         """[..., H] -> [..., H]."""
-        (w_gate, w_up), (b_gate, b_up) = self._pair("w"), self._pair("b")
-        biases = {"gate": b_gate, "up": b_up, "down": getattr(self, "b_down", None)}
+        weights, biases = self._operands()
         return tiled_mlp(
             x,
-            w_gate,
-            w_up,  # type: ignore[arg-type]
-            self.w_down,
-            biases={name: bias for name, bias in biases.items() if bias is not None},
-            activation=self.activation,
+            *weights,
+            biases=biases,
+            activation=self.activation,  # type: ignore[arg-type]
             tiling=self.tiling,
             backend=self.backend,
         )

@@ -3,7 +3,8 @@
 A rank that cut its tokens in another way, or wants a gradient that the others do not, would send messages that nobody
 waits for: a hang or mixed shards. Every rank therefore sends one number, made from all that has to be alike, whenever it
 meets a combination for the first time in a group; a training loop does so in its first step. Ranks that meet one that
-others have met before and now leave are not found out: those others no longer compare.
+others have met before and now leave are not found out here: those others no longer compare. Where ranks then wait for each
+other, the errors say in what their calls differ (`failed_calls`).
 """
 
 import weakref
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from shared_specs.sequence_checks import check_alike
-from tiled_torch.parallel import transport
+from tiled_torch.parallel import failed_calls, transport
 from tiled_torch.parallel.groups import RankGroup, not_compiled
 
 _met: "weakref.WeakKeyDictionary[Any, set[Hashable]]" = weakref.WeakKeyDictionary()
@@ -43,6 +44,8 @@ def agree(over: RankGroup, device: torch.device, said: Mapping[str, Any]) -> Non
         SpecError: on every rank, with what each of them says of the first thing in which they differ.
     """
     words = tuple((name, repr(value)) for name, value in said.items())
+    if over.several:
+        failed_calls.remember(over, words)
     with first_time(over, (over.function, words)) as new:
         if not new:
             return
@@ -50,5 +53,6 @@ def agree(over: RankGroup, device: torch.device, said: Mapping[str, Any]) -> Non
         number = torch.tensor([int.from_bytes(digest, "big", signed=True)], device=device)
         if len(set(transport.all_gather(over, number, 0).wait().tolist())) > 1:
             found: list[Any] = [None] * over.size
-            dist.all_gather_object(found, {"the function": over.function, **dict(words)}, group=over.group)
+            mine = {"the function": over.function, **dict(words)}
+            transport.named(over, "all-gather", lambda: dist.all_gather_object(found, mine, group=over.group))
             check_alike(over.function, found)

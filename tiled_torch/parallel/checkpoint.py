@@ -16,7 +16,7 @@ from tiled_torch.functional import replay
 from tiled_torch.parallel import transport
 from tiled_torch.parallel.agreement import agree, first_time
 from tiled_torch.parallel.groups import RankGroup, not_compiled, rank_group
-from tiled_torch.parallel.random import Snapshot
+from tiled_torch.parallel.random import Snapshot, replay_contexts
 
 _NAME = "CheckpointWithoutOutput"
 _SAMPLES, _ALIKE = 64, 1 / 8  # numbers compared of each partitioned input; how far they may lie apart, of the largest
@@ -24,6 +24,7 @@ _SAMPLES, _ALIKE = 64, 1 / 8  # numbers compared of each partitioned input; how 
 _RECOMPUTING = (__name__, "torch.utils.checkpoint", "tiled_torch.functional.call")
 
 
+@not_compiled
 def checkpoint(
     fn: Callable[..., Any], *args: Any, partition_inputs: bool = False, group: Any = None, **kwargs: Any
 ) -> Any:
@@ -31,6 +32,7 @@ def checkpoint(
 
     `torch.utils.checkpoint` (non-reentrant) that also puts back the streams of every `RandomStates`, so that dropout
     inside `fork` is the same in recomputation, and that can keep 1/R of the inputs on each of R tensor-parallel ranks.
+    torch.compile leaves a call as it is, with all that fn does: compile fn itself, or let `parallelize` do both.
 
     Args:
         fn: a module or a function.
@@ -59,27 +61,7 @@ def checkpoint(
     if not partition_inputs and group is not None:
         fail("checkpoint", "group", "left out unless partition_inputs is True", type(group).__name__)
     with _parted("checkpoint", group, args) if partition_inputs else nullcontext():
-        return torch_checkpoint(fn, *args, use_reentrant=False, context_fn=_contexts, **kwargs)
-
-
-def _contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Around forward, which takes the streams as they are, and around recomputation."""
-    return nullcontext(), _Again(Snapshot())
-
-
-class _Again(AbstractContextManager[None]):
-    """The snapshot restored; entered anew by each recomputation."""
-
-    def __init__(self, snapshot: Snapshot) -> None:
-        self.snapshot, self.stacks = snapshot, list[ExitStack]()
-
-    def __enter__(self) -> None:
-        stack = ExitStack()
-        stack.enter_context(self.snapshot.restored())
-        self.stacks.append(stack)
-
-    def __exit__(self, *error: Any) -> None:
-        self.stacks.pop().__exit__(*error)
+        return torch_checkpoint(fn, *args, use_reentrant=False, context_fn=replay_contexts, **kwargs)
 
 
 def _parted(function: str, group: Any, args: Sequence[Any]) -> AbstractContextManager[Any]:
@@ -169,6 +151,7 @@ class CheckpointWithoutOutput:
         self._outputs: list[Tensor] = []
         self._inside = False
 
+    @not_compiled
     def checkpoint(self, fn: Callable[..., Any], *args: Any) -> Any:
         """fn(*args), whose activations are not kept. Results: a tensor, or any nested structure of tensors.
 
@@ -191,6 +174,7 @@ class CheckpointWithoutOutput:
             fail(f"{_NAME}.checkpoint", "the output", "memory of its own", "a view of an argument")
         return results
 
+    @not_compiled
     def discard_output_and_register_recompute(self, hook_tensor: Tensor) -> None:
         """Frees the output's storage; it is filled again when the gradient of `hook_tensor` is there.
 

@@ -1,7 +1,6 @@
 """Activation checkpointing of a finished model: every layer, every k-th layer, or all but every second matrix product."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import cache, partial
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from shared_specs.config import Checkpointing
 from shared_specs.errors import UnsupportedError, error_text
 from tiled_torch.parallel.plan_registry import Plan, plan_of
-from tiled_torch.parallel.random import Snapshot, living
+from tiled_torch.parallel.random import RandomStates, living, replay_contexts
 
 _PRODUCTS = frozenset({torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._scaled_mm.default})
 _PLAIN = (Tensor, nn.Parameter, DTensor)
@@ -51,11 +50,28 @@ class Checkpointed:
             return forward(*args, **kwargs)
         kwargs = _without_cache(self, kwargs)
         contexts = self._checkpoint_contexts
-        # The compiler takes the contexts of a selective checkpoint alone; nothing inside a graph draws from our streams.
         if not torch.compiler.is_compiling() and living():
-            contexts = partial(_with_streams, contexts)
+            contexts = partial(replay_contexts, contexts)
         options = {} if contexts is None else {"context_fn": contexts}
         return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """As nn.Module's, which leaves out what is compiled: it is this module's, and a copy would compute with its weights."""
+        state = super().__getstate__()  # type: ignore[misc]
+        state.pop("_compiled_inside", None)
+        return state
+
+    def compile(self, *args: Any, **options: Any) -> None:
+        """As nn.Module's. Inside the checkpoint where modules of the layer have named streams: the compiler takes the contexts
+        of a selective checkpoint alone, so that a replay inside compiled code would draw other numbers."""
+        if self._checkpoint_contexts is None and _has_streams(self):
+            self._compiled_inside = torch.compile(super().forward, *args, **options)  # type: ignore[misc]
+        else:
+            super().compile(*args, **options)  # type: ignore[misc]
+
+
+def _has_streams(layer: Any) -> bool:
+    return any(isinstance(value, RandomStates) for module in layer.modules() for value in vars(module).values())
 
 
 @cache
@@ -74,29 +90,6 @@ def _without_cache(layer: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
         )
         raise UnsupportedError(text)
     return kwargs | {"past_key_values": None}
-
-
-def _with_streams(
-    contexts: Callable[[], Any] | None,
-) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """The contexts of forward and of its replay, which draws from the named streams as they stand now."""
-    forward, again = (nullcontext(), nullcontext()) if contexts is None else contexts()
-    return forward, _Again(again, Snapshot())
-
-
-class _Again(AbstractContextManager[None]):
-    """A replay's context, and the streams put back; entered anew by each replay."""
-
-    def __init__(self, context: AbstractContextManager[Any], snapshot: Snapshot) -> None:
-        self.context, self.snapshot = context, snapshot
-
-    def __enter__(self) -> None:
-        self.stack = ExitStack()
-        self.stack.enter_context(self.snapshot.restored())
-        self.stack.enter_context(self.context)
-
-    def __exit__(self, *error: Any) -> None:
-        self.stack.__exit__(*error)
 
 
 def every_second_product() -> Any:

@@ -1,6 +1,7 @@
 """torch.compile of a finished model, block by block, so that equal blocks are compiled once."""
 
 from contextlib import AbstractContextManager, nullcontext
+from types import MethodType
 from typing import Any
 
 import torch
@@ -9,7 +10,6 @@ from torch import nn
 
 from shared_specs.config import Compile, ParallelConfig
 from shared_specs.errors import UnsupportedError, error_text
-from tiled_torch.backends import record_run
 from tiled_torch.parallel.checkpoint_policies import Checkpointed
 from tiled_torch.parallel.plan_registry import Plan
 
@@ -22,8 +22,6 @@ def apply_compile(model: nn.Module, options: Compile, plan: Plan, *, split: bool
             PyTorch 2.13 cannot trace a checkpoint whose region redistributes DTensors. So is one whose MLP goes through
             `tile`, which breaks the graph.
     """
-    # A note in a dict, which the compiler refuses inside a checkpoint: all of a tiled block would run uncompiled.
-    torch.compiler.assume_constant_result(record_run)
     for block in plan.blocks_of(model):
         if isinstance(block, Checkpointed) and (split or breaks_graph(block)):
             block._compiled_inside = torch.compile(super(Checkpointed, block).forward)  # type: ignore[misc]
@@ -49,24 +47,17 @@ def breaks_graph(block: nn.Module) -> bool:
 def _compile_end(module: Any) -> None:
     """Compile the forward alone. module.compile() would leave modules of torch.nn as they are: the compiler looks at no frame
     of PyTorch's own, and once the hooks of a sharding engine break the graph there is no other."""
-    plain = module.forward
+    plain = type(module).forward
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return plain(*args, **kwargs)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return plain(self, *args, **kwargs)
 
-    module.forward = torch.compile(forward)
+    module.forward = MethodType(torch.compile(forward), module)  # bound, so that a copy of the module calls its own
 
 
 def check_compile(function: str, config: ParallelConfig, model: nn.Module) -> None:
     """Raise for what PyTorch cannot compile where layers are split, or go through `tile`."""
-    if config.compile is None:
-        return
-    if config.compile.ends and config.tensor is not None:
-        advice = "PyTorch cannot compile an embedding that is split by vocabulary."
-        raise UnsupportedError(
-            error_text(function, "config.compile.ends", "False with config.tensor", True, advice=advice)
-        )
-    if config.checkpointing is None or config.checkpointing.mode != "products":
+    if config.compile is None or config.checkpointing is None or config.checkpointing.mode != "products":
         return
     kept = "and operations inside compiled code cannot be kept."
     if config.tensor is not None:

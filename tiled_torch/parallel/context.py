@@ -59,8 +59,8 @@ def context_slice(batch: Mapping[str, Any], *, ignore_index: int = -100, group: 
     check_context_tokens(over.function, f"batch[{name!r}]", shape[1], over.size, shape)
     start, stop = even_range(over.function, "tokens", shape[1], over.size, over.rank)
     given = dict(batch)
-    if given.get("labels") is not None:
-        given.setdefault("shift_labels", F.pad(given["labels"][:, 1:], (0, 1), value=ignore_index))
+    if given.get("labels") is not None and given.get("shift_labels") is None:
+        given["shift_labels"] = F.pad(given["labels"][:, 1:], (0, 1), value=ignore_index)
     found = {key: None if value is None else value[:, start:stop].contiguous() for key, value in given.items()}
     if found.get("position_ids") is None:
         found["position_ids"] = torch.arange(start, stop, device=given[name].device)[None]

@@ -10,6 +10,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from shared_specs.config import DataParallel
+from tiled_torch.modules.linear import TiledLinear
 from tiled_torch.parallel.plan_registry import Plan
 
 
@@ -24,6 +25,8 @@ def apply_data_parallel(model: nn.Module, mesh: DeviceMesh, data: DataParallel, 
         if data.cpu_offload
         else OffloadPolicy(),
     }
+    for tile in _tiles_of(model):  # units of their own, so that no layer in tiles is gathered whole
+        fully_shard(tile, reshard_after_forward=data.reshard != "never" and not data.pipeline, **options)
     blocks = [block for block in plan.blocks_of(model) if block is not model]
     for block, reshard in zip(blocks, reshard_after_forward(data, len(blocks)), strict=True):
         fully_shard(block, reshard_after_forward=reshard, **options)
@@ -32,7 +35,13 @@ def apply_data_parallel(model: nn.Module, mesh: DeviceMesh, data: DataParallel, 
         fully_shard(ends[0], reshard_after_forward=data.reshard != "never" and not data.pipeline, **options)
     if ends[1:]:  # used last: backward would gather them again at once
         fully_shard(ends[1:], reshard_after_forward=data.reshard == "always", **options)
-    return fully_shard(model, reshard_after_forward=data.reshard == "always", **options)
+    fully_shard(model, reshard_after_forward=data.reshard == "always", **options)
+    return model
+
+
+def _tiles_of(model: nn.Module) -> list[nn.Module]:
+    layers = [module for module in model.modules() if isinstance(module, TiledLinear)]
+    return [layer.linears[out_id][in_id] for layer in layers for out_id, in_id, *_ in layer.grid()]  # type: ignore[index]
 
 
 def reshard_after_forward(data: DataParallel, blocks: int) -> list[bool]:

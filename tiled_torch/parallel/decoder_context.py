@@ -11,10 +11,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shared_specs.errors import UnsupportedError, error_text, fail
-from shared_specs.parallel_checks import check_context_heads
+from shared_specs.parallel_checks import check_context_heads, refuse_context
 from tiled_torch.parallel.context import context_attention, context_slice
 from tiled_torch.parallel.groups import rank_group
 from tiled_torch.parallel.movements import Sum, move
+from tiled_torch.parallel.transport import named
 
 _NAME = "parallelize"
 _FORWARD = "forward with context parallelism"
@@ -25,19 +26,36 @@ _REFUSED = {
     "past_key_values": "Generate with a model that was not parallelized.",
     "use_cache": "Generate with a model that was not parallelized.",
     "logits_to_keep": "Logits are those of this rank's tokens.",
+    "output_attentions": "Weights of attention are nowhere written out.",
 }
 _KNOWN = (*_CUT, *_REFUSED, "attention_mask", "labels", "shift_labels", "num_items_in_batch")
 
 
 def check_context(model: Any, ranks: Mapping[str, int]) -> None:
-    """Raise where the model's attention or its heads cannot be dealt out. `ranks`: of the axes that divide the heads."""
+    """Raise where the model's attention, its heads or its positions cannot be dealt out.
+
+    ranks: of the axes that divide the heads, the context's last.
+    """
     from tiled_torch.models.attention import reason_not_routed
 
+    if model.base_model is not model and not hasattr(model, "lm_head"):
+        # A head that reads a sequence's last token, or labels that are not shifted.
+        refuse_context(_NAME, type(model).__name__, [*ranks][-1])
     reason = reason_not_routed(model)
     if reason is not None:
         rule = "one whose attention is torch's scaled_dot_product_attention with config.data.context_axis"
         raise UnsupportedError(error_text(_NAME, "model", rule, f"{type(model).__name__}: {reason}"))
+    for kind in _rope_types(model.config) & {"dynamic", "longrope"}:
+        rule = "one that does not depend on the length of the sequence, with config.data.context_axis"
+        advice = "Each rank would take the length for that of its own tokens."
+        raise UnsupportedError(error_text(_NAME, "rope_type", rule, repr(kind), advice=advice))
     check_context_heads(_NAME, model.config.num_attention_heads, ranks)
+
+
+def _rope_types(config: Any) -> set[Any]:
+    """Kinds of rotary positions, of all layers or by kind of layer."""
+    given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    return {one.get("rope_type", one.get("type")) for one in (given, *given.values()) if isinstance(one, dict)}
 
 
 def apply_context(model: Any, mesh: DeviceMesh) -> None:
@@ -47,8 +65,7 @@ def apply_context(model: Any, mesh: DeviceMesh) -> None:
     def route(q: Tensor, k: Tensor, v: Tensor, attend: Any) -> Tensor:
         return context_attention(q, k, v, attend, group=mesh)
 
-    decoder = model.model if hasattr(model, "lm_head") else model
-    route_attention(model, [layer.self_attn for layer in decoder.layers], route)
+    route_attention(model, [layer.self_attn for layer in model.base_model.layers], route)
     model.register_forward_pre_hook(_Cut(mesh), with_kwargs=True)
     model.register_forward_hook(_Summed(mesh))
 
@@ -66,7 +83,9 @@ class _Cut:
         given = _named(model, args, kwargs)
         _check_given(given)
         ignore_index = given.get("ignore_index", -100)
-        whole = {name: given.get(name) for name in (*_CUT, "labels", "shift_labels") if given.get(name) is not None}
+        whole = {name: given[name] for name in (*_CUT, "labels", "shift_labels") if given.get(name) is not None}
+        if not whole.keys().isdisjoint(("labels", "shift_labels")):
+            _check_loss(model)
         if not self.compared:  # who hands out batches wrongly does so in the first step
             _check_alike(whole, self.mesh)
             self.compared = True
@@ -74,7 +93,6 @@ class _Cut:
         given |= mine | {"attention_mask": None, "use_cache": False}
         targets = given.pop("shift_labels", None)
         if targets is not None:
-            _check_loss(model)
             given |= {"labels": targets, "shift_labels": targets}
             if given.get("num_items_in_batch") is None:
                 given["num_items_in_batch"] = _valid(whole, ignore_index)
@@ -128,9 +146,10 @@ def _check_given(given: Mapping[str, Any]) -> None:
 
 def _check_alike(whole: Mapping[str, Tensor], mesh: DeviceMesh) -> None:
     """All ranks were given the same batch; an error on every one of them otherwise."""
+    over = rank_group(_FORWARD, mesh)
     mine = {name: [list(x.shape), _digest(x)] for name, x in whole.items()}
-    ranks: list[Any] = [None] * mesh.size()
-    dist.all_gather_object(ranks, mine, group=mesh.get_group())
+    ranks: list[Any] = [None] * over.size
+    named(over, "all-gather", lambda: dist.all_gather_object(ranks, mine, group=over.group))
     for rank, found in enumerate(ranks):
         if found != ranks[0]:
             advice = "Each takes its own tokens of it."

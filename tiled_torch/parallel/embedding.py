@@ -3,17 +3,16 @@
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from shared_specs import checks, collective_checks, layer_checks
 from shared_specs.errors import fail, fail_type
-from shared_specs.partitions import VocabPartition, vocab_partition
+from shared_specs.partitions import vocab_partition
 from tiled_torch.functional.casting import operand
 from tiled_torch.functional.rows import refuse_dtensor
 from tiled_torch.parallel.groups import not_compiled, rank_group
 from tiled_torch.parallel.movements import Join, Keep, Sum, SumSplit, move
+from tiled_torch.parallel.vocab_rows import own_rows
 
 _NAME = "vocab_parallel_embedding"
 
@@ -72,7 +71,7 @@ def vocab_parallel_embedding(
         name, given = ("split_sizes", split_sizes) if split_sizes is not None else ("sequence_dim", sequence_dim)
         fail(_NAME, name, "left out without reduce_scatter_embeddings", given)
     part = vocab_partition(_NAME, vocab_size, weight.shape[0], over.size, over.rank)
-    y = _own_rows(ids, weight, part, deterministic)
+    y = own_rows(_NAME, ids, weight, part, deterministic=deterministic)
     if not over.several:
         return y
     return (
@@ -80,19 +79,3 @@ def vocab_parallel_embedding(
         if reduce_scatter_embeddings
         else move(y, over, Sum(), Keep())
     )
-
-
-def _own_rows(ids: Tensor, weight: Tensor, part: VocabPartition, deterministic: bool) -> Tensor:
-    """The rows of the entries that this rank holds; zero for the others'."""
-    missing = (ids < 0) | (ids >= part.vocab)
-    on_cpu = ids.device.type == "cpu"
-    if on_cpu and bool(missing.any()):
-        fail(_NAME, "ids", f"in [0, {part.vocab})", int(ids[missing][0]))
-    others = (ids < part.start) | (ids >= part.start + part.size)
-    local = (ids - part.start).masked_fill(others, 0)
-    if part.size == 0:  # a rank without entries: zeros that still lead to its weight
-        y = weight.new_zeros((*ids.shape, weight.shape[1])) + weight[:0].sum()
-    else:
-        y = weight[local] if deterministic else F.embedding(local, weight)
-        y = y.masked_fill(others.unsqueeze(-1), 0)
-    return y if on_cpu else y.masked_fill(missing.unsqueeze(-1), torch.nan)  # reading them would stall the device

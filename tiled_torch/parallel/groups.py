@@ -9,7 +9,8 @@ import torch
 
 from shared_specs.errors import UnsupportedError, error_text, fail, fail_type
 
-P, T = ParamSpec("P"), TypeVar("T")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def process_group(function: str, group: Any) -> Any:
     outside = group is torch.distributed.GroupMember.NON_GROUP_MEMBER  # what new_group gives the ranks it leaves out
     if group is not None and not outside and not isinstance(group, torch.distributed.ProcessGroup):
         fail_type(function, "group", "a process group, a DeviceMesh or None", type(group).__name__)
-    if outside or (group is not None and torch.distributed.get_rank(group) < 0):
+    if outside or (group is not None and torch.distributed.get_rank(group) < 0):  # type: ignore[arg-type]
         fail(function, "group", "one that this rank is in", "one it is not in")
     return group
 
@@ -65,7 +66,8 @@ def not_compiled(function: Callable[P, T]) -> Callable[P, T]:
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         if torch.compiler.is_compiling():
-            return torch.compiler.disable(function)(*args, **kwargs)
+            outside: Any = torch.compiler.disable(function)
+            return outside(*args, **kwargs)
         return function(*args, **kwargs)
 
     return call

@@ -129,7 +129,7 @@ def deferred_weight_grad(weight: Tensor) -> int:
         UnsupportedError: a DTensor. What fully_shard gathers for a call it frees after backward, with what was kept there.
     """
     refuse_dtensor("deferred_weight_grad", "weight", weight, "Leave out options.defer_weight_grad under fully_shard.")
-    kept = weight.__dict__.pop(_KEPT, [])
+    kept = weight.__dict__.pop(_KEPT, [])  # type: ignore[attr-defined]
     if not kept:
         return 0
     count = len(kept)

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
 from shared_specs import checks
 from shared_specs.config import LossOptions, LossResult, Tiling
@@ -104,7 +103,7 @@ def vocab_parallel_linear_cross_entropy(
         refuse_dtensor(_HEAD, name, tensor, "Convert it with to_local() or full_tensor().")
     split_by_mesh, owners = is_dtensor(weight), (weight, bias)
     if split_by_mesh:
-        whole = weight
+        whole: Any = weight
         weight, group, part = _local(_HEAD, "weight", whole, 0, vocab_size, group)
         if bias is not None:
             if not is_dtensor(bias) or (bias.placements, bias.device_mesh) != (whole.placements, whole.device_mesh):
@@ -231,7 +230,7 @@ class _OfLogits(torch.autograd.Function):
         return loss_math.token_losses(found, labels, options, part.vocab).view(target.shape), found.lse
 
     @staticmethod
-    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
         logits, target, options, part, _ = inputs
         ctx.mark_non_differentiable(output[1])
         ctx.save_for_backward(logits, target, output[1])  # the gradient is exp(logits - lse), minus 1 at the target

@@ -86,7 +86,8 @@ def _initialise(model: nn.Module, path: str, module: nn.Module, seed: int, *, dr
         name: nn.Parameter(_unset(torch.empty(p.shape, dtype=p.dtype)), requires_grad=False) for name, p in own.items()
     }
     for buffer in module._buffers.values():
-        _unset(buffer)
+        if buffer is not None:
+            _unset(buffer)
     module._parameters.update(whole)
     try:
         with torch.random.fork_rng(devices=[]):
@@ -102,8 +103,8 @@ def _initialise(model: nn.Module, path: str, module: nn.Module, seed: int, *, dr
         fill_local(parameter, whole[name])
 
 
-def _unset(tensor: Tensor | None) -> Tensor | None:
-    return tensor.fill_(torch.nan) if tensor is not None and tensor.is_floating_point() else tensor
+def _unset(tensor: Tensor) -> Tensor:
+    return tensor.fill_(torch.nan) if tensor.is_floating_point() else tensor
 
 
 def _initialiser(model: nn.Module, path: str, module: nn.Module) -> Callable[[], Any]:

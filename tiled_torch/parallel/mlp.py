@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
 from shared_specs import checks
 from shared_specs.config import Activation, Tiling
@@ -121,7 +120,7 @@ def tensor_parallel_mlp(
     owners = tuple(local.owners.get(name) for name in _NAMES)
     steps = "deterministic" if tiling.deterministic else chosen
     call = _Call(over, plan, activation, dtype, plan.kept_start(tiling.keep), steps, owners)
-    run = torch.compiler.disable(_run) if torch.compiler.is_compiling() else _run
+    run: Any = torch.compiler.disable(_run) if torch.compiler.is_compiling() else _run
     return run(x, operands, call)
 
 
@@ -274,7 +273,7 @@ class _Save(torch.autograd.Function):
             return anchor, *call.kept(x, weights)
 
     @staticmethod
-    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         x, *weights = inputs[:7]
         ctx.mark_non_differentiable(*output[1:])
         ctx.set_materialize_grads(False)
@@ -319,7 +318,7 @@ class _Run(torch.autograd.Function):
         return args[6].forward(x, Weights(*args[:6]), kept)
 
     @staticmethod
-    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         pass
 
     @staticmethod

@@ -12,6 +12,7 @@ from shared_specs.config import TORCH, Activation, Tiling
 from shared_specs.partitions import even_range
 from shared_specs.sequence_checks import check_sequence_parallel
 from tiled_torch import backends
+from tiled_torch.modules.mlp import MLPParameters
 from tiled_torch.parallel.groups import rank_group
 from tiled_torch.parallel.initialise import fill, own_slice
 from tiled_torch.parallel.mlp import tensor_parallel_mlp
@@ -20,7 +21,7 @@ from tiled_torch.parallel.parallel_layer import ParallelLayer, Partition
 _NAME = "TensorParallelTiledMLP"
 
 
-class TensorParallelTiledMLP(ParallelLayer):
+class TensorParallelTiledMLP(MLPParameters, ParallelLayer):
     """`TiledMLP` with gate and up split by column and down by row over the ranks of a group, computed shard by shard.
 
     Args:
@@ -62,6 +63,7 @@ class TensorParallelTiledMLP(ParallelLayer):
     ) -> None:
         super().__init__()
         checks.check_sizes(_NAME, {"hidden_size": hidden_size, "intermediate_size": intermediate_size})
+        checks.check_flags(_NAME, bias=bias)
         checks.check_activation(_NAME, activation)
         checks.check_fused(_NAME, gated, fused_gate_up)
         check_sequence_parallel(_NAME, sequence_parallel)
@@ -103,29 +105,18 @@ class TensorParallelTiledMLP(ParallelLayer):
 
     def forward(self, x: Tensor, *, split_sizes: Sequence[int] | None = None) -> Tensor:
         """[..., H] -> [..., H]. split_sizes: as in `tensor_parallel_mlp`."""
-        (w_gate, w_up), (b_gate, b_up) = self._pair("w"), self._pair("b")
-        biases = {"gate": b_gate, "up": b_up, "down": getattr(self, "b_down", None)}
+        weights, biases = self._operands()
         return tensor_parallel_mlp(
             x,
-            w_gate,
-            w_up,  # type: ignore[arg-type]
-            self.w_down,  # type: ignore[arg-type]
-            biases={name: bias for name, bias in biases.items() if bias is not None},
-            activation=self.activation,
+            *weights,
+            biases=biases,
+            activation=self.activation,  # type: ignore[arg-type]
             sequence_parallel=self.sequence_parallel,
             split_sizes=split_sizes,
             tiling=self.tiling,
             backend=self.backend,
             group=self.group,
         )
-
-    def _pair(self, prefix: str) -> tuple[Tensor | None, Tensor | None]:
-        """Gate and up of weights or biases, as views of the fused parameter where there is one."""
-        fused = getattr(self, f"{prefix}_gate_up", None)
-        if fused is not None:
-            gate, up = fused.chunk(2)
-            return gate, up
-        return getattr(self, f"{prefix}_gate", None), getattr(self, f"{prefix}_up", None)
 
     def extra_repr(self) -> str:
         kind = "gated" if self.gated else "plain"

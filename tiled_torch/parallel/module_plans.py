@@ -5,6 +5,7 @@ from typing import Any
 from shared_specs.config import TensorParallel
 from shared_specs.errors import fail
 from shared_specs.parallel_checks import TensorSizes, check_divides
+from tiled_torch.modules.linear import TiledLinear
 from tiled_torch.modules.loss import TiledLinearCrossEntropy
 from tiled_torch.modules.mlp import TiledMLP
 from tiled_torch.parallel.plan_registry import Plan, register_plan
@@ -18,7 +19,8 @@ def check_mlp(module: TiledMLP, tensor: TensorParallel, ranks: int) -> None:
     if module.fused_gate_up:
         advice = "Rows of gate and up would land on different ranks."
         fail(_NAME, "fused_gate_up", "False with config.tensor", True, advice=advice)
-    sizes = TensorSizes(even={"intermediate_size": module.w_down.shape[1]})
+    w_down: Any = module.w_down
+    sizes = TensorSizes(even={"intermediate_size": w_down.shape[1]})
     check_divides(_NAME, sizes, tensor.axis, ranks)
 
 
@@ -33,5 +35,6 @@ def _mlp_styles(_: Any, tensor: TensorParallel) -> dict[str, Any]:
     return {"": TiledMLPStyle(sequence_parallel=tensor.sequence_parallel)}
 
 
+register_plan(TiledLinear, Plan(blocks=""))
 register_plan(TiledMLP, Plan(blocks="", check=check_mlp, styles=_mlp_styles))
 register_plan(TiledLinearCrossEntropy, Plan(blocks="", check=check_loss, styles=lambda *_: {"": TiledLossStyle()}))

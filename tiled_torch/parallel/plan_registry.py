@@ -34,7 +34,7 @@ class Plan:
         finish: (model, mesh, tensor) -> None, after the styles were applied: weights to tie again, a loss to exchange.
         context: (model, mesh of one axis) -> None; lets the model, called with whole sequences, compute with this rank's
             tokens of them; None where there is no context parallelism. See `context_slice` and `context_attention`.
-        check_context: (model, ranks of the axes that divide heads by name, context's among them) -> None; as `check`.
+        check_context: (model, ranks of the axes that divide heads by name, context's last) -> None; as `check`.
     """
 
     blocks: str

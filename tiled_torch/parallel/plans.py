@@ -8,7 +8,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from shared_specs.config import ParallelConfig
+from shared_specs.config import DataParallel, ParallelConfig
 from shared_specs.errors import fail, fail_type
 from shared_specs.parallel_checks import check_axis_order, check_parallel_config, refuse_context
 from tiled_torch.parallel.checkpoint_policies import apply_checkpointing
@@ -39,7 +39,8 @@ def parallelize(model: nn.Module, mesh: DeviceMesh | None, config: ParallelConfi
         config: see `shared_specs.config.ParallelConfig`.
     Returns:
         The model itself; inside DistributedDataParallel with engine="ddp".
-    Numerics: sums over ranks are made in the dtype of what is summed, or in `config.data.reduce_dtype`.
+    Numerics: sums of gradients over data ranks are made in `config.data.reduce_dtype`, or in their own dtype. Those over
+        tensor-parallel ranks are made by a tiled MLP and a tiled loss in float32 and by DTensor in the dtype of what is summed.
     Raises:
         SpecError, TypeError: the configuration cannot work on this mesh, or the model's sizes do not divide, or it was
             parallelized before.
@@ -59,18 +60,29 @@ def parallelize(model: nn.Module, mesh: DeviceMesh | None, config: ParallelConfi
         use_float8(model, plan)
     if config.tensor is not None:
         apply_tensor_parallel(model, submesh[config.tensor.axis], config.tensor, plan)
-    context = None if config.data is None else config.data.context_axis
-    if context is not None and submesh[context].size() > 1:
-        assert plan.context is not None
-        plan.context(model, submesh[context])
+    cutting = _apply_context(model, submesh, config.data, plan)
     if config.checkpointing is not None:
         apply_checkpointing(model, config.checkpointing, plan)
     if config.compile is not None:
         apply_compile(model, config.compile, plan, split=config.tensor is not None)
     if config.data is not None:
         model = apply_data_parallel(model, submesh, config.data, plan)
+    for hook in reversed(
+        cutting
+    ):  # in front of what fully_shard has put there: what it refuses, nothing was gathered for
+        model._forward_pre_hooks.move_to_end(hook, last=False)  # type: ignore[attr-defined]
     setattr(model, _MARK, config)
     return model
+
+
+def _apply_context(model: nn.Module, mesh: Any, data: DataParallel | None, plan: Plan) -> list[int]:
+    """Which hooks in front of the model's forward context parallelism has put there."""
+    if data is None or data.context_axis is None or mesh[data.context_axis].size() == 1:
+        return []
+    assert plan.context is not None
+    before = set(model._forward_pre_hooks)
+    plan.context(model, mesh[data.context_axis])
+    return [hook for hook in model._forward_pre_hooks if hook not in before]
 
 
 def _checked(model: Any, mesh: Any, config: Any) -> Plan:
@@ -97,7 +109,7 @@ def _checked(model: Any, mesh: Any, config: Any) -> Plan:
         plan.check(model, config.tensor, axes[config.tensor.axis])
     if config.data is not None and config.data.context_axis is not None:
         if plan.context is None:
-            refuse_context(_NAME, type(model).__name__)
+            refuse_context(_NAME, type(model).__name__, config.data.context_axis)
         dividing = (*(() if config.tensor is None else (config.tensor.axis,)), config.data.context_axis)
         plan.check_context(model, {axis: axes[axis] for axis in dividing})
     return plan

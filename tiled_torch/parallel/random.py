@@ -5,19 +5,23 @@ that nn.Dropout and torch.rand draw from it without knowing.
 """
 
 import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._autograd import _top_saved_tensors_default_hooks as _top_hooks  # torch has no public name for it
 
 from shared_specs.errors import UnsupportedError, error_text, fail, fail_type
 from shared_specs.partitions import RANDOM_STREAMS, derived_seed, stream_coordinates
+from tiled_torch.functional import replay
 
 _DEFAULT = "tensor-parallel"
 State = dict[str, Tensor]  # the state of a generator for each kind of device
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]  # of a forward, and of its replay
 _living: "weakref.WeakSet[RandomStates]" = weakref.WeakSet()
+_replayed: dict[object, Any] = {}  # what packs saved tensors in the checkpoints under way that put streams back
 
 
 def seed_parallel(seed: int, *, data: int = 0, tensor: int = 0, expert: int = 0) -> "RandomStates":
@@ -26,7 +30,9 @@ def seed_parallel(seed: int, *, data: int = 0, tensor: int = 0, expert: int = 0)
     "data-parallel" differs from data rank to data rank and agrees over tensor and expert ranks: for activations that
     tensor ranks hold whole. "tensor-parallel" differs over tensor ranks as well: for activations that are split.
     "expert-parallel" differs over all (shared_specs.partitions.RANDOM_STREAMS). The default generators, from which
-    whatever runs outside `fork` draws, are seeded too: they agree where "data-parallel" does, with other numbers.
+    whatever runs outside `fork` draws, are seeded too: they agree where "data-parallel" does, with other numbers. Build the
+    model before, under torch.manual_seed of one seed for all ranks: one that is built afterwards has other weights on every
+    data rank, of which `fully_shard` would make one model's parts (DistributedDataParallel takes those of its first rank).
 
     Args:
         seed: an integer >= 0, the same on all ranks.
@@ -58,9 +64,9 @@ def seed_parallel(seed: int, *, data: int = 0, tensor: int = 0, expert: int = 0)
 class RandomStates:
     """Random streams by name, for the CPU and, where there is one, the current CUDA device.
 
-    `tiled_torch.parallel.checkpoint` finds every RandomStates by itself and computes again from the numbers that forward
-    drew. On CUDA a stream is a generator state of its own that `fork` swaps in without reading or copying it, which a
-    CUDA graph can capture: `register` the graph before.
+    `tiled_torch.parallel.checkpoint`, `parallelize` and `tile` find every RandomStates by themselves and compute again from
+    the numbers that forward drew. On CUDA a stream is a generator state of its own that `fork` swaps in without reading or
+    copying it, which a CUDA graph can capture: `register` the graph before.
 
     Args:
         device: the CUDA device; None is the current one where CUDA is available. "cpu": the CPU alone.
@@ -100,12 +106,14 @@ class RandomStates:
         """Inside, the default generators draw from the stream, which goes on from there next time.
 
         Raises:
-            SpecError: there is no such stream, or it is forked already (it would give the same numbers again).
+            SpecError: there is no such stream, or it is forked already (it would give the same numbers again), or the call is
+                inside a non-reentrant `torch.utils.checkpoint`, which would compute again from other numbers.
         """
         if name not in self._cpu:
             fail("RandomStates.fork", "name", f"one of {', '.join(self._cpu) or 'no streams'}", repr(name))
         if name in self._forked:
             fail("RandomStates.fork", "name", "a stream that is not forked already", repr(name))
+        _refuse_other_replays()
         cpu, cuda = torch.get_rng_state(), self._swap_cuda(self._on_cuda.get(name))
         torch.set_rng_state(self._cpu[name])
         self._forked.append(name)
@@ -206,6 +214,10 @@ class Snapshot:
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Inside, all streams stand where they stood and none is forked; afterwards they are as they were."""
+        with known():
+            yield from self._restored()
+
+    def _restored(self) -> Iterator[None]:
         before = []
         for reference, cpu, cuda in self.taken:
             states = reference()
@@ -218,6 +230,61 @@ class Snapshot:
         finally:
             for states, cpu, on_cuda, forked in before:
                 states._cpu, states._on_cuda, states._forked = cpu, on_cuda, forked
+
+
+replay.STREAMS.append(Snapshot)
+
+
+@contextmanager
+def known() -> Iterator[None]:
+    """Inside the innermost hooks on saved tensors streams may be forked: what is computed again there finds them restored."""
+    this = object()
+    _replayed[this] = _packing()
+    try:
+        yield
+    finally:
+        del _replayed[this]
+
+
+def _packing() -> Any:
+    """What packs the tensors that autograd saves here, the first of the innermost hooks; None without any."""
+    hooks = _top_hooks(True)  # type: ignore[call-arg]
+    return None if hooks is None else hooks[0]
+
+
+def replay_contexts(contexts: Callable[[], Contexts] | None = None) -> Contexts:
+    """Of one `torch.utils.checkpoint` whose replay draws from the named streams as they stand now. contexts: others inside."""
+    forward, again = (nullcontext(), nullcontext()) if contexts is None else contexts()
+    snapshot = Snapshot()
+    return _Entered(lambda: (known(), forward)), _Entered(lambda: (snapshot.restored(), again))
+
+
+class _Entered(AbstractContextManager[None]):
+    """Several contexts as one, which may be entered again, also inside itself: a replay may be."""
+
+    def __init__(self, make: Callable[[], tuple[AbstractContextManager[Any], ...]]) -> None:
+        self.make, self.stacks = make, list[ExitStack]()
+
+    def __enter__(self) -> None:
+        with ExitStack() as stack:
+            for context in self.make():
+                stack.enter_context(context)
+            self.stacks.append(stack.pop_all())
+
+    def __exit__(self, *error: Any) -> None:
+        self.stacks.pop().__exit__(*error)
+
+
+def _refuse_other_replays() -> None:
+    packing = _packing()
+    if getattr(packing, "__module__", None) != "torch.utils.checkpoint":
+        return
+    if not any(one is packing for one in tuple(_replayed.values())):
+        advice = (
+            "It would compute again from other numbers. Use tiled_torch.parallel.checkpoint, or `parallelize`; with "
+            "torch.compile keep the streams as an attribute of a module of the layer, and no selective checkpoint."
+        )
+        fail("RandomStates.fork", "a call", "outside torch.utils.checkpoint", "one inside", advice=advice)
 
 
 def _unpickled(states: dict[str, State], seeds: dict[str, int]) -> RandomStates:

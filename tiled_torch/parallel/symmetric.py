@@ -39,6 +39,8 @@ def why_not(over: RankGroup, device: torch.device, dtype: torch.dtype) -> str | 
         return f"Symmetric memory is a path of CUDA devices, and the tensors are on {device.type}."
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"It adds bfloat16, float16 and float32, not {str(dtype).removeprefix('torch.')}."
+    if not torch.cuda.is_available():
+        return "Symmetric memory is a path of CUDA devices, and PyTorch finds none."
     if torch.cuda.get_device_capability(device) < _HOPPER:
         return f"Multicast needs a GPU of the Hopper class or newer, and this is {torch.cuda.get_device_name(device)}."
     if "nccl" not in torch.distributed.get_backend(over.group):
@@ -115,4 +117,5 @@ def _buffer(over: RankGroup, use: str, elements: int, dtype: torch.dtype, device
 
 
 def _name(over: RankGroup) -> Any:
-    return (over.group or torch.distributed.group.WORLD).group_name
+    group: Any = over.group or torch.distributed.group.WORLD
+    return group.group_name

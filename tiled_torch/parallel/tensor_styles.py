@@ -1,4 +1,4 @@
-"""Parallel styles that torch.distributed.tensor.parallel lacks: for norms, tiled MLPs and tiled losses."""
+"""Parallel styles that torch.distributed.tensor.parallel lacks: for norms, embeddings, tiled MLPs and tiled losses."""
 
 from dataclasses import replace
 from functools import cache, partial
@@ -7,14 +7,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle
 
 from shared_specs.config import LossOptions
+from shared_specs.errors import UnsupportedError, error_text
+from shared_specs.partitions import VocabPartition
 from tiled_torch.modules.loss import TiledLinearCrossEntropy
 from tiled_torch.modules.mlp import TiledMLP
 from tiled_torch.parallel.loss import vocab_parallel_linear_cross_entropy
 from tiled_torch.parallel.mlp import tensor_parallel_mlp
+from tiled_torch.parallel.vocab_rows import own_rows
 
 
 def distribute(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
@@ -110,11 +113,50 @@ class Head(ColwiseParallel):
         return module
 
 
-class Embedding(RowwiseParallel):
-    """An embedding split by vocabulary whose result is a DTensor in `layout`."""
+class Embedding(ParallelStyle):
+    """An `nn.Embedding` split by vocabulary whose result is a DTensor in `layout`; ids are the same on every rank.
+
+    A rank looks up the rows that it holds, and the parts are added. Under torch's RowwiseParallel every rank makes and keeps
+    the whole [V, H] gradient, and the layer cannot be compiled: its mask travels in a placement.
+    """
 
     def __init__(self, layout: Placement) -> None:
-        super().__init__(input_layouts=Replicate(), output_layouts=layout, use_local_output=False)
+        super().__init__()
+        self.layout = layout
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, nn.Embedding)
+        for name, default in (("max_norm", None), ("scale_grad_by_freq", False), ("sparse", False)):
+            if getattr(module, name) != default:
+                text = error_text("Embedding", name, f"{default} where the vocabulary is split", getattr(module, name))
+                raise UnsupportedError(text)
+        distribute(module, "weight", device_mesh, Shard(0))
+        split: Any = module
+        split.__class__ = _embedding_class(type(module))  # keeps parameters, hooks and state_dict keys
+        split._layout, split._tensor_mesh = self.layout, device_mesh
+        return split
+
+
+class _SplitEmbedding(nn.Embedding):
+    """Forward of an embedding whose weight is a DTensor."""
+
+    def forward(self: Any, ids: Tensor) -> Tensor:
+        mesh: DeviceMesh = self._tensor_mesh
+        vocab = self.weight.shape[0]
+        chunk = -(-vocab // mesh.size())
+        start = min(mesh.get_local_rank() * chunk, vocab)
+        weight = self.weight.to_local()
+        part = VocabPartition(start, weight.shape[0], vocab)
+        rows = own_rows("Embedding", gathered(ids), weight, part, padding_idx=self.padding_idx)
+        whole = DTensor.from_local(rows, mesh, [Partial()], run_check=False)
+        return whole.redistribute(placements=[self._layout])
+
+
+@cache
+def _embedding_class(plain: type[nn.Module]) -> type[nn.Module]:
+    """A subclass of nn.Embedding may do more to what its base class looks up."""
+    bases = (_SplitEmbedding,) if plain is nn.Embedding else (plain, _SplitEmbedding)
+    return type(plain.__name__, bases, {"__module__": plain.__module__})
 
 
 class TiledMLPStyle(ParallelStyle):
@@ -142,8 +184,7 @@ class _SplitMLP:
 
     def forward(self: Any, x: Tensor) -> Tensor:
         options = {"activation": self.activation, "tiling": self.tiling, "backend": self.backend}
-        biases = {"gate": self._pair("b")[0], "up": self._pair("b")[1], "down": getattr(self, "b_down", None)}
-        weights = (*self._pair("w"), self.w_down)
+        weights, biases = self._operands()
         return run_mlp(x, weights, biases, options, self._tensor_mesh, sequence_parallel=self._sequence_parallel)
 
 

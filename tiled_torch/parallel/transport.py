@@ -15,8 +15,9 @@ where this is off by one at any number. (Two ranks add once: the backend's sum i
   sums that they may round: nothing lets a caller ask for float32 there. Unmeasured.)
 * An all-reduce of fewer travels as float32, where the number of collectives costs more than their bytes.
 
-A rank that waits in vain raises an error with its rank and the call after the group's timeout, where the backend raises
-in the waiting thread: gloo does, NCCL under TORCH_NCCL_BLOCKING_WAIT=1. NCCL's watchdog ends the process otherwise.
+A rank that waits in vain raises an error with its rank and the call after the group's timeout, and with what the other
+ranks wait in (`failed_calls`), where the backend raises in the waiting thread: gloo does, NCCL under
+TORCH_NCCL_BLOCKING_WAIT=1. NCCL's watchdog ends the process otherwise.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tiled_torch.functional.activations import wide_dtype
+from tiled_torch.parallel import failed_calls
 from tiled_torch.parallel.groups import RankGroup
 
 Sizes = Sequence[int] | None  # of every rank along the dim; None: equal
@@ -38,14 +40,16 @@ _reduce_scatter_equal = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 
 class Pending:
-    """A collective under way. It keeps its buffers alive; `wait()` once, for the result."""
+    """A collective of `keep` under way, which it keeps alive; `wait()` once, for the result."""
 
-    def __init__(self, over: RankGroup, name: str, work: Any, finish: Callable[[], Tensor], keep: Any = None) -> None:
+    def __init__(
+        self, over: RankGroup, name: str, work: Any, finish: Callable[[], Tensor], keep: Tensor | None = None
+    ) -> None:
         self.over, self.name, self.work, self.finish, self.keep = over, name, work, finish, keep
 
     def wait(self) -> Tensor:
         if self.work is not None:
-            named(self.over, self.name, self.work.wait)
+            named(self.over, self.name, self.work.wait, self.keep)
         self.work = self.keep = None
         return self.finish()
 
@@ -54,8 +58,10 @@ def _done(over: RankGroup, result: Tensor) -> Pending:
     return Pending(over, "", None, lambda: result)
 
 
-def named(over: RankGroup, name: str, call: Callable[[], Any]) -> Any:
-    """The call; where it fails or times out, its error says which rank waited in which collective of which call."""
+def named(over: RankGroup, name: str, call: Callable[[], Any], x: Tensor | None = None) -> Any:
+    """The call, a collective of x; where it fails or times out, its error says which rank waited in which collective of
+    which function, and where the other ranks are."""
+    failed_calls.withdraw()
     try:
         return call()
     except torch.OutOfMemoryError:
@@ -64,9 +70,12 @@ def named(over: RankGroup, name: str, call: Callable[[], Any]) -> Any:
         members = ""
         if over.group is not None:
             members = f" (ranks {', '.join(map(str, dist.get_process_group_ranks(over.group)))} of all)"
-        raise RuntimeError(
+        found = failed_calls.others_in(over, name, x)
+        kind = type(error) if isinstance(error, dist.DistError) else RuntimeError
+        raise kind(
             f"{over.function}: {name} failed on rank {over.rank} of {over.size}. Every rank of the group{members} has to "
-            f"make this call with fitting shapes; one that raised an error of its own, ended or is late does not. {error}"
+            f"make this call with fitting shapes; one that raised an error of its own, ended or is late does not. "
+            f"{found + ' ' if found else ''}{error}"
         ) from error
 
 
@@ -83,8 +92,8 @@ def all_reduce_(over: RankGroup, x: Tensor, op: Any = dist.ReduceOp.SUM) -> Pend
         return _done(over, x)
     if op == dist.ReduceOp.SUM and _rounds(over, x):
         return _all_reduce_wide(over, x)
-    work = named(over, "all-reduce", lambda: dist.all_reduce(x, op=op, group=over.group, async_op=True))
-    return Pending(over, "all-reduce", work, lambda: x)
+    work = named(over, "all-reduce", lambda: dist.all_reduce(x, op=op, group=over.group, async_op=True), x)
+    return Pending(over, "all-reduce", work, lambda: x, x)
 
 
 def all_gather(over: RankGroup, x: Tensor, dim: int, sizes: Sizes = None) -> Pending:
@@ -95,7 +104,7 @@ def all_gather(over: RankGroup, x: Tensor, dim: int, sizes: Sizes = None) -> Pen
     longest = x.shape[dim] if sizes is None else max(sizes)
     part = _padded(x, dim, longest)
     flat = x.new_empty((over.size * part.shape[0], *part.shape[1:]))
-    work = named(over, "all-gather", lambda: _gather_equal(flat, part, group=over.group, async_op=True))
+    work = named(over, "all-gather", lambda: _gather_equal(flat, part, group=over.group, async_op=True), part)
 
     def finish() -> Tensor:
         if dim == 0 and _equal(sizes):
@@ -171,7 +180,7 @@ def _reduced_part(over: RankGroup, given: Tensor, name: str) -> Pending:
         work = _exchange(over, name, found, given)
         return Pending(over, name, work, lambda: wide_sum(found.view(over.size, *shape)), given)
     mine = given.new_empty(shape)
-    work = named(over, name, lambda: _reduce_scatter_equal(mine, given, group=over.group, async_op=True))
+    work = named(over, name, lambda: _reduce_scatter_equal(mine, given, group=over.group, async_op=True), given)
     return Pending(over, name, work, lambda: mine, given)
 
 
@@ -180,8 +189,8 @@ def _all_reduce_wide(over: RankGroup, x: Tensor) -> Pending:
     name = "all-reduce"
     if x.numel() <= FEW:
         wide = x.float()
-        work = named(over, name, lambda: dist.all_reduce(wide, group=over.group, async_op=True))
-        return Pending(over, name, work, lambda: x.copy_(wide))
+        work = named(over, name, lambda: dist.all_reduce(wide, group=over.group, async_op=True), wide)
+        return Pending(over, name, work, lambda: x.copy_(wide), wide)
     flat = x.view(-1)
     even = _padded(flat, 0, -(-x.numel() // over.size) * over.size)
     pending = _reduced_part(over, even, name)
@@ -189,7 +198,7 @@ def _all_reduce_wide(over: RankGroup, x: Tensor) -> Pending:
 
     def finish() -> Tensor:
         mine = part()
-        named(over, name, lambda: _gather_equal(even, mine, group=over.group, async_op=True).wait())
+        named(over, name, lambda: _gather_equal(even, mine, group=over.group, async_op=True).wait(), mine)
         if even.numel() > flat.numel():
             flat.copy_(even[: x.numel()])
         return x
@@ -199,7 +208,7 @@ def _all_reduce_wide(over: RankGroup, x: Tensor) -> Pending:
 
 
 def _exchange(over: RankGroup, name: str, out: Tensor, given: Tensor, *sizes: Any) -> Any:
-    return named(over, name, lambda: dist.all_to_all_single(out, given, *sizes, group=over.group, async_op=True))
+    return named(over, name, lambda: dist.all_to_all_single(out, given, *sizes, group=over.group, async_op=True), given)
 
 
 def _equal(sizes: Sizes) -> bool:

@@ -1,0 +1,221 @@
+"""The public face of `parallel` in both halves: names, arguments, order and defaults."""
+
+from shared_specs.arguments import JAX, REQUIRED, TILING, TORCH, Argument, keyword
+from shared_specs.config import Half, ParallelLinearOptions
+
+_GROUP = (keyword("group", None, TORCH), keyword("axis_name", REQUIRED, JAX))
+_ON_MESH = (  # of a module: where its weights live
+    keyword("group", None, TORCH),
+    keyword("mesh", REQUIRED, JAX),
+    keyword("axis_name", "tp", JAX),
+)
+_PARAMETERS = (
+    keyword("device", None, TORCH),
+    keyword("dtype", None),
+    keyword("param_dtype", REQUIRED, JAX),  # jax.numpy.float32
+    keyword("rngs", REQUIRED, JAX),
+)
+_TENSOR_PARALLEL = (keyword("sequence_parallel", False), keyword("split_sizes", None))
+
+
+def _collective(*more: Argument) -> tuple[Argument, ...]:
+    return (Argument("x"), *more, *_GROUP)
+
+
+_DIM, _SIZES = keyword("dim", 0), keyword("split_sizes", None)
+
+# path inside the package's `parallel` -> arguments in order.
+PARALLEL_SIGNATURES: dict[str, tuple[Argument, ...]] = {
+    "copy_to_tensor_parallel_region": _collective(),
+    "reduce_from_tensor_parallel_region": _collective(),
+    "scatter_to_tensor_parallel_region": _collective(),
+    "gather_from_tensor_parallel_region": _collective(),
+    "scatter_to_sequence_parallel_region": _collective(_DIM, _SIZES),
+    "gather_from_sequence_parallel_region": _collective(_DIM, _SIZES, keyword("tensor_parallel_output_grad", True)),
+    "reduce_scatter_to_sequence_parallel_region": _collective(_DIM, _SIZES),
+    "all_gather_last_dim_from_tensor_parallel_region": _collective(),
+    "reduce_scatter_last_dim_to_tensor_parallel_region": _collective(),
+    "all_to_all": _collective(keyword("output_split_sizes", None), keyword("input_split_sizes", None)),
+    "all_to_all_sequence_to_hidden": _collective(),
+    "all_to_all_hidden_to_sequence": _collective(),
+    "column_parallel_linear": (
+        Argument("x"),
+        Argument("weight"),
+        Argument("bias", None),
+        keyword("gather_output", False),
+        keyword("sequence_parallel", False),
+        keyword("split_sizes", None, TORCH),
+        keyword("options", ParallelLinearOptions()),
+        *_GROUP,
+    ),
+    "row_parallel_linear": (
+        Argument("x"),
+        Argument("weight"),
+        Argument("bias", None),
+        keyword("input_is_parallel", False),
+        keyword("sequence_parallel", False),
+        keyword("split_sizes", None, TORCH),
+        keyword("options", ParallelLinearOptions()),
+        *_GROUP,
+    ),
+    "linear_with_frozen_weight": (
+        Argument("x"),
+        Argument("weight"),
+        Argument("bias", None),
+        keyword("sequence_parallel", False),
+        keyword("split_sizes", None, TORCH),
+        keyword("options", ParallelLinearOptions()),
+        *_GROUP,
+    ),
+    "vocab_parallel_embedding": (
+        Argument("ids"),
+        Argument("weight"),
+        keyword("vocab_size", None),
+        keyword("reduce_scatter_embeddings", False),
+        keyword("sequence_dim", 0),
+        keyword("split_sizes", None, TORCH),
+        keyword("deterministic", False),
+        *_GROUP,
+    ),
+    "ColumnParallelLinear": (
+        Argument("in_features"),
+        Argument("out_features"),
+        keyword("bias", True),
+        keyword("gather_output", False),
+        keyword("sequence_parallel", False),
+        keyword("skip_bias_add", False),
+        keyword("allocate_weight", True),
+        keyword("init_method", None),
+        keyword("options", ParallelLinearOptions()),
+        *_ON_MESH,
+        *_PARAMETERS,
+    ),
+    "RowParallelLinear": (
+        Argument("in_features"),
+        Argument("out_features"),
+        keyword("bias", True),
+        keyword("input_is_parallel", False),
+        keyword("sequence_parallel", False),
+        keyword("skip_bias_add", False),
+        keyword("init_method", None),
+        keyword("options", ParallelLinearOptions()),
+        *_ON_MESH,
+        *_PARAMETERS,
+    ),
+    "VocabParallelEmbedding": (
+        Argument("num_embeddings"),
+        Argument("embedding_dim"),
+        keyword("reduce_scatter_embeddings", False),
+        keyword("sequence_dim", 0),
+        keyword("deterministic", False),
+        keyword("init_method", None),
+        *_ON_MESH,
+        *_PARAMETERS,
+    ),
+    "tensor_parallel_mlp": (
+        Argument("x"),
+        Argument("w_gate"),
+        Argument("w_up"),
+        Argument("w_down"),
+        keyword("biases", None),
+        keyword("activation", "silu"),
+        *_TENSOR_PARALLEL,
+        *TILING,
+        *_GROUP,
+    ),
+    "TensorParallelTiledMLP": (
+        Argument("hidden_size"),
+        Argument("intermediate_size"),
+        keyword("activation", "silu"),
+        keyword("gated", True),
+        keyword("bias", False),
+        keyword("fused_gate_up", False, TORCH),
+        keyword("sequence_parallel", False),
+        *TILING,
+        *_ON_MESH,
+        *_PARAMETERS,
+    ),
+    "norm_column_parallel_linear": (
+        Argument("x"),
+        Argument("norm_weight"),
+        Argument("weight"),
+        Argument("bias", None),
+        keyword("eps", 1e-6),
+        keyword("sequence_parallel", False),
+        *_GROUP,
+    ),
+    "row_parallel_linear_residual_norm": (
+        Argument("x"),
+        Argument("weight"),
+        Argument("residual"),
+        Argument("norm_weight"),
+        Argument("bias", None),
+        keyword("eps", 1e-6),
+        keyword("gather", True),
+        keyword("path", "auto"),
+        *_GROUP,
+    ),
+    "context_attention": (Argument("q"), Argument("k"), Argument("v"), Argument("attend", None), *_GROUP),
+    "context_slice": (Argument("batch"), keyword("ignore_index", -100), *_GROUP),
+    "RandomStates": (keyword("device", None, TORCH),),
+    "broadcast_data": (  # an entry whose every argument is one half's exists in that half only
+        Argument("keys", halves=TORCH),
+        Argument("data", halves=TORCH),
+        Argument("dtype", None, halves=TORCH),
+        keyword("device", None, TORCH),
+        keyword("group", None, TORCH),
+    ),
+    "deferred_weight_grad": (Argument("weight", halves=TORCH),),
+    "sharded_state_dict": (Argument("module", halves=TORCH), Argument("tensors", None, halves=TORCH)),
+    "inference_path": (
+        Argument("device", halves=TORCH),
+        Argument("dtype", None, halves=TORCH),
+        keyword("group", None, TORCH),
+    ),
+    "seed_parallel": (
+        Argument("seed"),
+        keyword("data", 0),
+        keyword("tensor", 0),
+        keyword("expert", 0),
+    ),
+    "parallelize": (
+        Argument("model"),
+        Argument("mesh"),
+        Argument("config"),
+        keyword("loss_fn", None, JAX),
+        keyword("optimizer", None, JAX),
+    ),
+}
+
+# Public names of `parallel` that PARALLEL_SIGNATURES leaves out: those whose form is a framework's own.
+PARALLEL_ONLY: dict[Half, tuple[str, ...]] = {
+    "torch": (
+        "CheckpointWithoutOutput",
+        "InferencePath",
+        "Plan",
+        "apply_checkpointing",
+        "backward_context",
+        "checkpoint",
+        "materialize",
+        "plan_of",
+        "register_plan",
+        "whole_state_dict",
+    ),
+    "jax": (
+        "ModelRules",
+        "Parallelized",
+        "RandomStates",  # without an argument there
+        "TrainState",
+        "checkpoint_without_output",
+        "checkpointed",
+        "mesh_coordinates",
+        "register_rules",
+        "scan_layers",
+    ),
+}
+
+
+def exists_in(half: Half, path: str) -> bool:
+    """Whether a half has a name of PARALLEL_SIGNATURES: one whose every argument is the other's is the other's alone."""
+    arguments = PARALLEL_SIGNATURES[path]
+    return not arguments or any(half in argument.halves for argument in arguments)

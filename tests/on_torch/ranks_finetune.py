@@ -1,0 +1,41 @@
+"""What the ranks run of `finetune`: whole runs, in processes that have their imports behind them. See tests/ranks.py."""
+
+import io
+import warnings
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+from rich.console import Console
+
+from shared_specs.app.loop import finetune
+from shared_specs.app.team import USER_ERRORS
+from shared_specs.cli import FinetuneOptions
+from tiled_torch.commands.finetune import TorchTrainer
+
+
+def runs(rank: int, world: int, options: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of each run, one after another, as in the processes of torchrun: the exit code, or the error, and what was shown."""
+    store, init = dist.distributed_c10d._get_default_store(), dist.init_process_group
+    dist.destroy_process_group()  # the one of this call: the command makes its own
+    found = []
+    try:
+        for number, given in enumerate(options):
+            met = {"store": dist.PrefixStore(f"run{number}", store), "rank": rank, "world_size": world}
+            with mock.patch.object(dist, "init_process_group", partial(init, **met)), warnings.catch_warnings():
+                warnings.simplefilter("default")  # as the command has them
+                found.append(_run(FinetuneOptions(**given), world))
+    finally:
+        init("gloo", store=dist.PrefixStore("after", store), rank=rank, world_size=world)
+    return found
+
+
+def _run(options: FinetuneOptions, world: int) -> dict[str, Any]:
+    shown = io.StringIO()
+    with mock.patch.dict("os.environ", {"WORLD_SIZE": str(world)}):
+        try:
+            code = finetune(TorchTrainer(), options, Console(file=shown, width=200))
+        except USER_ERRORS as error:
+            return {"error": [type(error).__name__, str(error)], "shown": shown.getvalue()}
+    return {"code": code, "shown": shown.getvalue()}
