@@ -19,7 +19,9 @@ EXPECTED = {
 }
 
 
-@pytest.mark.parametrize("op", ["kernels", pytest.param("mlp", marks=pytest.mark.slow), "loss"])
+@pytest.mark.parametrize(
+    "op", [pytest.param("kernels", marks=pytest.mark.slow), pytest.param("mlp", marks=pytest.mark.slow), "loss"]
+)
 def test_every_part_writes_records(op: str, tmp_path: Path) -> None:
     options = BenchOptions(op=op, device="gpu", repeats=1, out=str(tmp_path))
     sizes = {"widths": {"tiny": (16, 32)}, "tokens": (40, 48), "shards": (8, 16, 32), "vocab": 50}

@@ -96,7 +96,7 @@ def test_statistics_and_gradient(name: str, dtype: str, monkeypatch: pytest.Monk
         np.testing.assert_array_equal(mine, other)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("dtype", [pytest.param("float16", marks=pytest.mark.slow), "float32"])
 def test_parts_of_the_vocabulary(dtype: str) -> None:
     """As two devices with 160 entries each have them, of which the last 20 are padding, for every upstream gradient."""
     vocab, local = 300, 160
@@ -191,9 +191,9 @@ CASES = tuple(case for case in LOSS_CASES if case.dtype != "float64")
 
 
 def is_fast(case: LossCase) -> bool:
-    """One case of every way through the loops; the others take a minute together."""
+    """One case of every way through the loops, in 16 bits alone before jax 0.11; the others take a minute together."""
     first = next(other for other in CASES if way_of(other) == way_of(case))
-    return case is first and (case.dtype == "bfloat16" or bool(case.outputs))
+    return case is first and (case.dtype == "bfloat16" or (FINDS_RACES and bool(case.outputs)))
 
 
 def way_of(case: LossCase) -> tuple[Any, ...]:

@@ -145,7 +145,7 @@ def test_on_a_mesh_of_both_kinds(kinds: tuple[AxisType, AxisType], rows: int) ->
     ("ranks", "kind", "sequence"),
     [
         (2, AxisType.Auto, True),
-        (4, AxisType.Explicit, False),
+        pytest.param(4, AxisType.Explicit, False, marks=pytest.mark.slow),
         pytest.param(8, AxisType.Auto, False, marks=pytest.mark.slow),
     ],
     ids=str,

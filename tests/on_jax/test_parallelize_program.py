@@ -45,7 +45,9 @@ def counted(program: Any, kind: str) -> Counter[tuple[int, ...]]:
     return Counter(tuple(map(int, re.findall(r"\[([\d,]*)\]", shape)[0].split(","))) for shape in found)
 
 
-@pytest.mark.parametrize("checkpointing", [None, RECOMPUTED], ids=["kept", "recomputed"])
+@pytest.mark.parametrize(
+    "checkpointing", [pytest.param(None, id="kept", marks=pytest.mark.slow), pytest.param(RECOMPUTED, id="recomputed")]
+)
 def test_fsdp_gathers_one_layer_in_forward_and_again_in_backward(checkpointing: Any) -> None:
     """No activation is gathered: 4 x 520 tokens of 128 would be [2080, 128], one device's own [520, 128].
 

@@ -40,6 +40,7 @@ def test_every_part_writes_records(op: str, tmp_path: Path) -> None:
     assert all(record["gpu"] == {"name": "cpu"} and record["shape"]["hidden"] == 16 for record in records)
 
 
+@pytest.mark.slow
 def test_tune_writes_what_the_kernels_then_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = tmp_path / "blocks.json"
     table.write_text("[]")

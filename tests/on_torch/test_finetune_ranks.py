@@ -234,7 +234,7 @@ def workers(process):
     return found
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
 def test_a_lost_rank_ends_the_run_and_keeps_the_last_checkpoint(inputs, tmp_path, how):
     """A rank that is killed, and one that only stops: the others say so and end, within the timeout plus 30 s."""
     out, timeout = tmp_path / "run", 10 if how == signal.SIGSTOP else GROUP_TIMEOUT

@@ -22,6 +22,7 @@ def test_llama_on_two_ranks(pools):
     check(pools[2].run(_HERE + "models", names=["cp 2", "cp 2, full", "cp 2, products"]))
 
 
+@pytest.mark.slow
 def test_llama_beside_other_axes(pools):
     """Grouped queries: the two key heads are repeated for four ranks."""
     names = ["cp 4", "fsdp 2 x cp 2", "fsdp 2 x cp 2, full", "replicas 2 x cp 2", "cp 2 x sp 2", "cp 2 x tp 2"]

@@ -132,6 +132,7 @@ def test_compiled_ends_that_are_split():
         check(fresh.run(_HERE + "compiled", names=["fsdp x sp"], backend="aot_eager"))
 
 
+@pytest.mark.slow
 def test_compiled_tiled_blocks(two):
     """A layer, embedding and norm; recomputed layers too."""
     names = ["fsdp", "fsdp, always", "fsdp, products"]

@@ -131,7 +131,7 @@ def test_no_collective_is_left_out() -> None:
     assert len(expected) == 12
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_ranks_and_devices(pools: Any, ranks: int) -> None:
     """Results and gradients of every rank, with JAX's types of what varies and without them."""
     cases = cases_of(ranks)

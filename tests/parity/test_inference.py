@@ -132,7 +132,7 @@ def on_devices(ranks: int) -> dict[str, tuple[list[Array], dict[str, Array]]]:
         return jax.tree.map(np.asarray, quickly(run, operands, dy))
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_ranks_devices_and_oracle(pools: Any, ranks: int) -> None:
     answers = pools[ranks].run(
         "tests.on_torch.ranks_parity_inference:layers", cases=[for_torch(case) for case in CASES.values()]
