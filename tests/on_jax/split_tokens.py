@@ -9,9 +9,20 @@ import jax
 import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from tests.on_jax.counting import jaxprs_in
 from tiled_jax.functional.gathering import TokenAxis
+
+Operands = dict[str, jax.Array]  # of an MLP: x, weights, and biases by their names alone
+SPECS = {  # columns of gate and up, rows of down
+    "w_gate": P(None, "tp"),
+    "w_up": P(None, "tp"),
+    "w_down": P("tp", None),
+    "gate": P("tp"),
+    "up": P("tp"),
+    "down": P(None),
+}
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "ppermute", "psum", "pmax")
 
@@ -28,6 +39,12 @@ def place(mesh: Mesh, arrays: Any, specs: Any) -> Any:
 
 def abstract(mesh: Mesh, shape: tuple[int, ...], spec: Any, dtype: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+
+def called(fn: Any, given: Operands, **options: Any) -> jax.Array:
+    """The MLP `fn` of these operands."""
+    biases = {name: given[name] for name in ("gate", "up", "down") if name in given}
+    return fn(given["x"], given.get("w_gate"), given["w_up"], given["w_down"], biases=biases, **options)
 
 
 def use_rings(monkeypatch: Any, ring: bool = True) -> None:

@@ -12,32 +12,18 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from shared_specs.config import Tiling
-from shared_specs.costs import MLPShape, saved_bytes
-from shared_specs.partitions import SequencePlan
 from shared_specs.rounding import relative_error
-from shared_specs.sequence_costs import compiled_sequence_peak_bytes, gathered_plan, in_flight_bytes
-from shared_specs.tolerances import COST_BYTES, DISTRIBUTED_FLOAT64, limit
+from shared_specs.tolerances import DISTRIBUTED_FLOAT64, limit
 from tests.asserting import assert_within
-from tests.on_jax.counting import temp_bytes
 from tests.on_jax.parallel_models import quickly
-from tests.on_jax.split_tokens import abstract, count_collectives, largest_arrays, mesh_of, place, use_rings
+from tests.on_jax.split_tokens import SPECS, Operands, called, count_collectives, mesh_of, place, use_rings
 from tests.on_jax.untiled import ACTIVATIONS, operands
 from tiled_jax import SpecError, UnsupportedError, tiled_mlp
-from tiled_jax.functional.gathering import TokenAxis
 from tiled_jax.parallel import tensor_parallel_mlp
 
 pytestmark = pytest.mark.ranks
 
 H, I = 8, 16  # noqa: E741
-Operands = dict[str, jax.Array]
-SPECS = {
-    "w_gate": P(None, "tp"),
-    "w_up": P(None, "tp"),
-    "w_down": P("tp", None),
-    "gate": P("tp"),
-    "up": P("tp"),
-    "down": P(None),
-}
 
 
 def make(tokens: int, *, gated: bool = True, bias: bool = True, dtype: Any = None) -> Operands:
@@ -57,11 +43,6 @@ def untiled(given: Operands, activation: str = "silu") -> jax.Array:
 
     act, up = ACTIVATIONS[activation], linear(given["x"], "up")
     return linear(act(linear(given["x"], "gate")) * up if "w_gate" in given else act(up), "down")
-
-
-def called(fn: Any, given: Operands, **options: Any) -> jax.Array:
-    biases = {name: given[name] for name in ("gate", "up", "down") if name in given}
-    return fn(given["x"], given.get("w_gate"), given["w_up"], given["w_down"], biases=biases, **options)
 
 
 def split(
@@ -217,69 +198,6 @@ def test_bfloat16(ranks: int, sequence_parallel: bool, ring: bool, monkeypatch: 
         assert_within(np.asarray(found[name]), np.asarray(value), allowed, name)
 
 
-def program(mesh: jax.sharding.Mesh, local: int, t: int, *, gradients: bool, keep: float = 0.0) -> tuple[Any, Any]:
-    """y, perhaps with gradients, of `local` tokens on every device, H = 64; and its arguments."""
-    tokens, hidden, intermediate = local * mesh.size, 64, 64
-    x = abstract(mesh, (tokens, hidden), P("tp", None), jnp.float32)
-    shapes = {"w_gate": (hidden, intermediate), "w_up": (hidden, intermediate), "w_down": (intermediate, hidden)}
-    given = {"x": x} | {name: abstract(mesh, shape, SPECS[name], jnp.float32) for name, shape in shapes.items()}
-    on_device = partial(
-        called, tensor_parallel_mlp, sequence_parallel=True, tiling=Tiling(shard_tokens=t, keep=keep), axis_name="tp"
-    )
-    specs = {name: SPECS.get(name, P("tp", None)) for name in given}
-    fn = jax.shard_map(on_device, mesh=mesh, in_specs=(specs,), out_specs=P("tp", None))
-
-    def run(dy: jax.Array, given: Operands) -> Any:
-        if not gradients:
-            return fn(given)
-        y, pull = jax.vjp(fn, given)
-        return y, pull(dy)
-
-    return run, (x, given)
-
-
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_no_device_holds_the_full_sequence(kind: AxisType) -> None:
-    """Of 4096 tokens over four devices, 64 of each at a time: nothing of [T, H] in the program, and no gather beyond R t."""
-    mesh = mesh_of(4, 1, kind)
-    with jax.set_mesh(mesh):
-        run, arguments = program(mesh, 1024, 64, gradients=True)
-        found = largest_arrays(jax.jit(run).lower(*arguments).compile().as_text())
-    assert found["gathered"] == 4 * 64 * 64
-    assert found["any"] == 1024 * 64  # x, y and their gradients of a device's own tokens
-
-
-def test_gathering_everything_shows_that_the_meter_sees_it() -> None:
-    mesh = mesh_of(4)
-    run, arguments = program(mesh, 1024, 1024, gradients=True)
-    assert largest_arrays(jax.jit(run).lower(*arguments).compile().as_text())["gathered"] == 4 * 1024 * 64
-
-
-@pytest.mark.parametrize("ring", [True, False])
-def test_two_gathered_shards_are_alive(ring: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Temporary bytes of forward: x of two gathered shards, 2 R t H elements, and h; without a ring the partial sums of y,
-    for which h has room."""
-    use_rings(monkeypatch, ring)
-    run, arguments = program(mesh_of(4), 1024, 64, gradients=False)
-    rows = 4 * 64
-    expected = 4 * (2 * rows * 64 + (rows * 16 if ring else rows * 64))
-    assert abs(temp_bytes(run, *arguments) - expected) <= COST_BYTES * expected
-
-
-@pytest.mark.parametrize(("keep", "ring"), [(0.0, True), (0.5, False)])
-def test_temp_bytes_do_not_grow_with_tokens(keep: float, ring: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_rings(monkeypatch, ring)
-    found = []
-    for local in (512, 1024):
-        run, arguments = program(mesh_of(4), local, 64, gradients=True, keep=keep)
-        shape = MLPShape(tokens=4 * local, hidden=64, intermediate=16)
-        plan = SequencePlan((local,) * 4, 64)
-        found.append(temp_bytes(run, *arguments) - saved_bytes(shape, gathered_plan(plan), keep=keep))
-        assert found[-1] <= compiled_sequence_peak_bytes(shape, plan)
-    assert found[0] == found[1]
-    assert in_flight_bytes(shape, plan, upstream=64) < compiled_sequence_peak_bytes(shape, plan)
-
-
 @pytest.mark.parametrize("ring", [True, False])
 def test_collectives(ring: bool, monkeypatch: pytest.MonkeyPatch, x64: None) -> None:
     """Four shards: the last straight-line, beside it the gather of the first, and one loop each way that gathers ahead.
@@ -376,32 +294,3 @@ def test_whole_weights_are_refused() -> None:
         jax.eval_shape(mapped, given)
     with pytest.raises(SpecError, match=rf"^{NAME}: axis_name must be an axis of the surrounding jax.shard_map"):
         called(tensor_parallel_mlp, given, axis_name="tp")
-
-
-@pytest.mark.parametrize(("backend", "rows", "ring"), [("tpu", 512, True), ("tpu", 511, False), ("gpu", 512, False)])
-def test_where_a_ring_is_taken(backend: str, rows: int, ring: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jax, "default_backend", lambda: backend)
-    found = []
-
-    def on_device() -> None:
-        found.append(TokenAxis.of("tp", rows).ring)
-
-    jax.eval_shape(jax.shard_map(on_device, mesh=mesh_of(2), in_specs=(), out_specs=None))
-    assert found == [ring]
-
-
-@pytest.mark.parametrize(("backend", "ring"), [("tpu", True), ("gpu", False)])
-def test_programs_with_and_without_rings(backend: str, ring: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lowered for either: two loop bodies' sums of y over four devices, as three steps each beside four products or as one."""
-    monkeypatch.setattr(jax, "default_backend", lambda: backend)
-    mesh, specs = mesh_of(4), (P("tp", None), SPECS["w_gate"], SPECS["w_up"], SPECS["w_down"])
-    fn = partial(
-        tensor_parallel_mlp, sequence_parallel=True, tiling=Tiling(shard_tokens=512), backend="xla", axis_name="tp"
-    )
-    shapes = ((4096, 16), (16, 32), (16, 32), (32, 16))
-    given = [abstract(mesh, shape, spec, jnp.bfloat16) for shape, spec in zip(shapes, specs, strict=True)]
-    program = jax.jit(jax.shard_map(fn, mesh=mesh, in_specs=specs, out_specs=specs[0])).trace(*given)
-    text = program.lower(lowering_platforms=("tpu" if ring else "cuda",)).as_text()
-    counts = [text.count(f"stablehlo.{name}") for name in ("collective_permute", "dot_general")]
-    assert counts == ([2 * 3, 2 * (2 + 4)] if ring else [0, 2 * 3])
-    assert ("stablehlo.reduce_scatter" in text) != ring

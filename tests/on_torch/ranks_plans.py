@@ -308,6 +308,7 @@ REFUSED: dict[str, tuple[tuple[str, ...], ParallelConfig, dict[str, Any]]] = {
     "float8": (("dp_shard",), ParallelConfig(data=SHARDED, float8=True), {}),
     "tiled loss gathered": (("tp",), ParallelConfig(tensor=GATHERED_LOGITS), {"tiled": True}),
     "adapter": (("tp",), ParallelConfig(tensor=TENSOR), {"adapter": True}),
+    "embedding": (("tp",), ParallelConfig(tensor=TENSOR), {"max_norm": 1.0}),
     "fused": (("tp",), ParallelConfig(tensor=TENSOR), {"kind": "phi3"}),
     "no plan": (("dp_shard",), ParallelConfig(data=SHARDED), {"unknown": True}),
     "meta ddp": (("dp_shard",), ParallelConfig(data=DataParallel(engine="ddp")), {"meta": True}),
@@ -348,13 +349,15 @@ def refusals(rank: int, world: int) -> dict[str, Any]:
     found = {}
     for name, (axes, config, changes) in REFUSED.items():
         changes = dict(changes)
-        flags = {flag: changes.pop(flag, False) for flag in ("tiled", "adapter", "unknown", "meta")}
+        flags = {flag: changes.pop(flag, False) for flag in ("tiled", "adapter", "unknown", "meta", "max_norm")}
         with torch.device("meta" if flags["meta"] else "cpu"):
             model: Any = Unknown() if flags["unknown"] else decoder(**changes)
         if flags["tiled"]:
             tile_model(model)
         if flags["adapter"]:
             model.model.layers[1].mlp.up_proj = Adapted(16, 24, bias=False)
+        if flags["max_norm"]:
+            model.model.embed_tokens.max_norm = flags["max_norm"]
         found[name] = _refusal(model, mesh_of(axes, world) if axes else None, config)
     again = parallelize(decoder(), mesh_of(("dp_shard",), world), ParallelConfig(data=SHARDED))
     found["again"] = _refusal(again, mesh_of(("dp_shard",), world), ParallelConfig(data=SHARDED))

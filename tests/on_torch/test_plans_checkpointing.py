@@ -252,3 +252,15 @@ def test_ends_of_a_model_without_any_are_refused() -> None:
         SpecError, match=r"config\.compile\.ends must be False for a model whose plan has no ends, got True"
     ):
         parallelize(TiledMLP(8, 12), None, ParallelConfig(compile=Compile(ends=True)))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_copy_of_compiled_ends_computes_with_its_own_weights() -> None:
+    model = parallelize(decoder(num_hidden_layers=1), None, ParallelConfig(compile=Compile(ends=True)))
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        copied.lm_head.weight.zero_()
+        with torch.compiler.set_stance("force_eager"):
+            hidden = torch.ones(1, HIDDEN, dtype=copied.lm_head.weight.dtype)
+            assert not copied.lm_head(hidden).any()
+            assert model.lm_head(hidden).any()

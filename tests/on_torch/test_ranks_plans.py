@@ -260,6 +260,7 @@ REFUSALS = {
         "UnsupportedError",
         "config.tensor must be None where projections are fused, got TensorParallel for Phi3ForCausalLM",
     ),
+    "embedding": ("UnsupportedError", "max_norm must be None where the vocabulary is split, got 1.0"),
     "adapter": ("UnsupportedError", "layers.1.mlp.up_proj must be nn.Linear, got Adapted"),
     "no plan": ("UnsupportedError", "model must be of a kind that has a plan: "),
     "meta ddp": ("SpecError", 'model must be on a device with engine="ddp", got one on the meta device'),

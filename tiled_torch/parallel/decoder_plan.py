@@ -25,7 +25,7 @@ from shared_specs.parallel_checks import TensorSizes, check_divides
 from tiled_torch.parallel.decoder_context import apply_context, check_context
 from tiled_torch.parallel.loss import vocab_parallel_cross_entropy
 from tiled_torch.parallel.plan_registry import Plan, register_plan
-from tiled_torch.parallel.tensor_styles import Embedding, Head, Norm, Whole, run_mlp, split_loss
+from tiled_torch.parallel.tensor_styles import Embedding, Head, Norm, Whole, check_embedding, run_mlp, split_loss
 
 _NAME = "parallelize"
 _ATTENTION, _MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
@@ -80,6 +80,7 @@ def _check(model: Any, tensor: TensorParallel, ranks: int) -> None:
     config = model.config
     even = {name: getattr(config, name) for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size")}
     check_divides(_NAME, TensorSizes(even=even, vocab=config.vocab_size), tensor.axis, ranks)
+    check_embedding(_NAME, model.base_model.embed_tokens)
     for number, layer in enumerate(model.base_model.layers):
         for name in (*(f"self_attn.{name}" for name in _ATTENTION), *(f"mlp.{name}" for name in _MLP)):
             kind = type(layer.get_submodule(name))

@@ -67,9 +67,8 @@ def parallelize(model: nn.Module, mesh: DeviceMesh | None, config: ParallelConfi
         apply_compile(model, config.compile, plan, split=config.tensor is not None)
     if config.data is not None:
         model = apply_data_parallel(model, submesh, config.data, plan)
-    for hook in reversed(
-        cutting
-    ):  # in front of what fully_shard has put there: what it refuses, nothing was gathered for
+    # In front of what fully_shard has put there: for what they refuse, nothing was gathered.
+    for hook in reversed(cutting):
         model._forward_pre_hooks.move_to_end(hook, last=False)  # type: ignore[attr-defined]
     setattr(model, _MARK, config)
     return model

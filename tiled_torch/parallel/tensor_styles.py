@@ -113,6 +113,14 @@ class Head(ColwiseParallel):
         return module
 
 
+def check_embedding(function: str, module: nn.Module) -> None:
+    """Raise for what an embedding that is split by vocabulary does not do."""
+    for name, default in (("max_norm", None), ("scale_grad_by_freq", False), ("sparse", False)):
+        given = getattr(module, name, default)
+        if given != default:
+            raise UnsupportedError(error_text(function, name, f"{default} where the vocabulary is split", given))
+
+
 class Embedding(ParallelStyle):
     """An `nn.Embedding` split by vocabulary whose result is a DTensor in `layout`; ids are the same on every rank.
 
@@ -126,10 +134,7 @@ class Embedding(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, nn.Embedding)
-        for name, default in (("max_norm", None), ("scale_grad_by_freq", False), ("sparse", False)):
-            if getattr(module, name) != default:
-                text = error_text("Embedding", name, f"{default} where the vocabulary is split", getattr(module, name))
-                raise UnsupportedError(text)
+        check_embedding("Embedding", module)
         distribute(module, "weight", device_mesh, Shard(0))
         split: Any = module
         split.__class__ = _embedding_class(type(module))  # keeps parameters, hooks and state_dict keys
