@@ -14,6 +14,7 @@ ENV := .venv/.installed
 BENCH_ENV := .venv/.installed-bench
 NEW_JAX_ENV := .venv-new-jax/.installed
 AOT_ENV := .venv-aot/.installed
+FLOAT8_ENV := .venv-float8/.installed
 # The project goes in with the setuptools of the lock, and pip resolves nothing for it.
 INSTALL_PROJECT := -m pip install --quiet --no-deps --no-build-isolation --editable .
 # Without the one test that asks an index, so that this needs no network.
@@ -21,7 +22,7 @@ FAST := tests/specs tests/meta --deselect tests/meta/test_lock.py::test_the_lock
 NEW_JAX := tests/specs tests/on_jax tests/meta/test_lock.py tests/meta/test_examples.py
 
 SIDE_BY_SIDE = -n $(JOBS) --dist loadfile
-test test-new-jax: export OMP_NUM_THREADS := 1
+test float8 test-new-jax: export OMP_NUM_THREADS := 1
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 gpu: export JAX_PLATFORMS := cuda,cpu
@@ -33,7 +34,7 @@ gpu: export XLA_PYTHON_CLIENT_PREALLOCATE := false
 help: ## this list
 	@awk 'BEGIN {FS = ":.*## "} \
 	  /^##@/ {printf "\n%s\n", substr($$0, 5)} \
-	  /^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
+	  /^[a-z0-9-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
 
 .PHONY: env
 env: $(ENV) ## create .venv from the locks (once, and again when a lock changes)
@@ -74,6 +75,10 @@ aot: ## the JAX half compiled for an H200 without a GPU: registers, spills, byte
 	@python=$$(.ci/find-python 3.12) || { echo "make aot: no working Python 3.12 on PATH, in pyenv or in uv" >&2; exit 1; }; \
 	$(MAKE) --no-print-directory $(AOT_ENV) NEW_JAX_PYTHON="$$python"
 	TILED_AOT=1 TILED_REQUIRE=jax .venv-aot/bin/python -m pytest tests/aot $(ARGS)
+
+.PHONY: float8
+float8: $(FLOAT8_ENV) ## the float8 option of parallelize with torchao itself, its products emulated
+	TILED_FLOAT8=1 TILED_REQUIRE=torch PYTHONPATH=$(CURDIR)/.venv-float8 $(BIN)/python -m pytest tests/float8 $(ARGS)
 
 ##@ Changing the code
 
@@ -138,7 +143,7 @@ clean: ## remove caches and build outputs, keep the environments
 
 .PHONY: clean-env
 clean-env: ## remove the environments
-	rm -rf .venv .venv-new-jax .venv-aot
+	rm -rf .venv .venv-new-jax .venv-aot .venv-float8
 
 $(ENV): requirements/main.txt requirements/no-deps.txt
 	@python=$$(.ci/find-python 3.11 "$(PYTHON)") || \
@@ -168,4 +173,8 @@ $(AOT_ENV): requirements/new-jax.txt requirements/aot.txt
 	.venv-aot/bin/python -m pip install --quiet -r requirements/new-jax.txt
 	.venv-aot/bin/python -m pip install --quiet --no-deps -r requirements/aot.txt
 	.venv-aot/bin/python $(INSTALL_PROJECT)
+	@touch $@
+
+$(FLOAT8_ENV): requirements/float8.txt $(ENV)
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target .venv-float8 -r requirements/float8.txt
 	@touch $@

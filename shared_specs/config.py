@@ -237,7 +237,8 @@ class ParallelConfig:
     """What `parallelize` does to a finished model, in this order; None leaves a step out.
 
     Args:
-        float8: matrix products of the layers in float8, where their sizes are multiples of 16 (tiled_torch with torchao).
+        float8: matrix products of the layers in float8, where their sizes are multiples of 16 (tiled_torch with torchao; a
+            tiled model not with `tensor`). Scales are torchao's, of whole tensors; in a tiled model of a shard's.
         donate: the train step writes over its input state (tiled_jax).
     """
 

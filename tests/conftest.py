@@ -33,8 +33,8 @@ def has(framework: str) -> bool:
     return found
 
 
-# tests/aot needs JAX's CUDA plugin and settings of its own: `make aot` names the folder, nothing else collects it.
-collect_ignore = [] if os.environ.get("TILED_AOT") else ["aot"]
+# What needs packages that .venv does not have: `make aot` and `make float8` name these folders, nothing else collects them.
+collect_ignore = [folder for folder in ("aot", "float8") if not os.environ.get(f"TILED_{folder.upper()}")]
 collect_ignore += [
     folder
     for folder, needs in (("on_torch", ["torch"]), ("on_jax", ["jax"]), ("parity", ["torch", "jax"]))

@@ -108,7 +108,7 @@ def test_what_the_makefile_and_ci_start_is_executable(path):
 
 def test_ci_runs_the_whole_suite_and_needs_both_frameworks():
     steps = re.findall(r"^step (\S+)$", read(".ci/run"), re.MULTILINE)
-    assert steps == ["lint", "test", "test-new-jax"]
+    assert steps == ["lint", "test", "float8", "test-new-jax"]
     assert "TILED_REQUIRE=torch,jax" in read(".ci/run")
 
 

@@ -184,17 +184,23 @@ def same_everywhere(rank: int, world: int) -> list[float]:
     return [float(result.loss), float(result.accuracy)]
 
 
-def bfloat16_head(rank: int, world: int, reduction: Any) -> dict[str, list[float]]:
+def bfloat16_head(
+    rank: int, world: int, reduction: Any = "mean", group: str = "default", sizes: tuple[int, ...] | None = None
+) -> dict[str, list[float]] | None:
     """Errors of the fused head and of the untiled one, both in bfloat16 against float64."""
-    vocab, total = 203, 64
+    over, rank, ranks = group_of(group, rank, world)
+    if rank < 0:
+        return None
+    vocab, counts = 203, sizes or (64 // ranks,) * ranks
+    total, start = sum(counts), sum(counts[:rank])
     arrays = [draw(total, 16, seed=0), draw(vocab, 16, seed=1) / 4, draw(vocab, seed=2)]
     stored = [a.bfloat16().requires_grad_() for a in arrays]
     wide = [a.detach().double().requires_grad_() for a in stored]
     targets = labels(vocab, total)
     truth = torch.autograd.grad(F.cross_entropy(F.linear(*wide), targets, reduction=reduction).sum(), wide)
     plain = torch.autograd.grad(F.cross_entropy(F.linear(*stored), targets, reduction=reduction).sum(), stored)
-    entries = slice(*vocab_range(vocab, world, rank))
-    rows = slice(rank * total // world, (rank + 1) * total // world)
+    entries = slice(*vocab_range(vocab, ranks, rank))
+    rows = slice(start, start + counts[rank])
     parts = [rows, entries, entries]
     x, weight, bias = (a.detach()[at].requires_grad_() for a, at in zip(stored, parts, strict=True))
     value: Any = vocab_parallel_linear_cross_entropy(
@@ -206,6 +212,8 @@ def bfloat16_head(rank: int, world: int, reduction: Any) -> dict[str, list[float
         num_shards=4,
         vocab_size=vocab,
         sequence_parallel=True,
+        group=over,
+        split_sizes=sizes,
     )
     found = torch.autograd.grad(value.sum(), [x, weight, bias])
     every = zip(("dx", "dweight", "dbias"), found, plain, truth, parts, strict=True)

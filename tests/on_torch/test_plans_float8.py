@@ -1,14 +1,12 @@
 """The float8 option of `parallelize`: which layers torchao is asked to convert, what is refused and why.
 
-torchao is no requirement and its kernels need a GPU: here a stand-in for its one function records the call, and where the
-package is installed its own function runs, its products emulated.
+torchao is no requirement and its kernels need a GPU: here a stand-in for its one function records the call. `make float8`
+runs torchao itself, its products emulated (tests/float8).
 """
 
 import importlib.machinery
 import sys
 import types
-import warnings
-from functools import partial
 from typing import Any
 
 import pytest
@@ -17,8 +15,7 @@ from torch import nn
 
 from shared_specs.config import Checkpointing, ParallelConfig, TensorParallel
 from shared_specs.errors import SpecError, UnsupportedError
-from tests.on_torch.counting import LiveBytes
-from tests.on_torch.decoders import batch, decoder, loss_of
+from tests.on_torch.decoders import decoder
 from tiled_torch import TiledMLP
 from tiled_torch.models import tile_model, tiling_paths
 from tiled_torch.parallel import float8_plan, parallelize, plans
@@ -110,34 +107,9 @@ def test_refused_before_the_model_is_touched(build: Any, config: ParallelConfig,
 
 
 @pytest.mark.usefixtures("usable")
-def test_not_with_tensor_parallelism() -> None:
-    plan = plans.plan_of(model := decoder(**SIZES))
+def test_not_in_a_tiled_model_that_is_split() -> None:
+    plan = plans.plan_of(model := tile_model(decoder(**SIZES)))
     config = ParallelConfig(float8=True, tensor=TensorParallel())
-    with pytest.raises(SpecError, match=r"config.float8 must be False with config.tensor, got True"):
+    words = "config.float8 must be False with config.tensor where the model is tiled, got True"
+    with pytest.raises(UnsupportedError, match=words):
         float8_plan.check_float8("parallelize", config, model, plan)
-
-
-@pytest.mark.parametrize("mode", ["full", "products"])
-def test_torchao_itself(monkeypatch: pytest.MonkeyPatch, mode: Any) -> None:
-    """What torchao makes of the same model is what parallelize makes of it, recomputed or not; "products" keeps some."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # escapes in its docstrings, which Python finds when it compiles them
-        torchao: Any = pytest.importorskip("torchao.float8", reason="torchao is not installed")
-    emulated = partial(torchao.convert_to_float8_training, config=torchao.Float8LinearConfig(emulate=True))
-    monkeypatch.setattr(torchao, "convert_to_float8_training", emulated)
-    monkeypatch.setattr(plans, "reason_no_float8", lambda: None)
-    theirs = decoder(**SIZES).float()
-    emulated(theirs.model.layers)
-    ours: Any = parallelize(
-        decoder(**SIZES).float(), None, ParallelConfig(float8=True, checkpointing=Checkpointing(mode=mode))
-    )
-    kept, gradients = [], []
-    for model in (theirs, ours):
-        with LiveBytes() as live:
-            loss = loss_of(model, *batch(), inside=True, cache=False)
-            kept.append(live.now)
-        loss.backward()
-        gradients.append([p.grad for p in model.parameters()])
-    assert sum(type(module).__name__ == "Float8Linear" for module in ours.modules()) == 14
-    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
-    assert kept[1] < kept[0]

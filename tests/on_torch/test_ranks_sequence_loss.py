@@ -154,10 +154,22 @@ def test_every_rank_holds_the_same_scalars(pools, world):
     assert others == [first] * (world - 1)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("world", WORLDS)
-def test_bfloat16(pools, world, reduction):
-    for answer in run(pools, world, "bfloat16_head", reduction=reduction):
+BFLOAT16: dict[str, tuple[int, dict[str, Any]]] = {
+    "2": (2, {}),
+    "4": (4, {}),
+    "2, none": (2, {"reduction": "none"}),
+    "4, none": (4, {"reduction": "none"}),
+    "2, uneven": (2, {"sizes": (21, 43)}),
+    "4, uneven": (4, {"sizes": (9, 0, 13, 42)}),
+    "subset": (4, {"group": "subset"}),
+}
+
+
+@pytest.mark.parametrize(("world", "options"), BFLOAT16.values(), ids=BFLOAT16)
+def test_bfloat16(pools, world, options):
+    answers = [found for found in run(pools, world, "bfloat16_head", **options) if found is not None]
+    assert len(answers) == (2 if "group" in options else world)
+    for answer in answers:
         for name, (ours, theirs) in answer.items():
             assert ours <= limit(theirs, "bfloat16"), name
 

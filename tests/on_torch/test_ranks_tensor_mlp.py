@@ -190,11 +190,24 @@ def test_peak_bytes(pools, world, dtype, gated):
         assert answer["largest"] < 512 * world * 64
 
 
-@pytest.mark.parametrize("sequence_parallel", [True, False])
-@pytest.mark.parametrize("world", WORLDS)
-def test_bfloat16(pools, world, sequence_parallel):
+BFLOAT16: dict[str, tuple[int, dict[str, Any]]] = {
+    "2": (2, {}),
+    "4": (4, {}),
+    "2, tensor": (2, {"sequence_parallel": False}),
+    "4, tensor": (4, {"sequence_parallel": False}),
+    "2, uneven": (2, {"sizes": (21, 8), "num_shards": 3, "keep": 0.4}),
+    "4, uneven": (4, {"sizes": (9, 0, 13, 4), "num_shards": 3}),
+    "subset": (4, {"group": "subset"}),
+    "subset, tensor": (4, {"group": "subset", "sequence_parallel": False}),
+}
+
+
+@pytest.mark.parametrize(("world", "options"), BFLOAT16.values(), ids=BFLOAT16)
+def test_bfloat16(pools, world, options):
     """As exact as the untiled MLP on one process, although sums over ranks are rounded."""
-    for answer in run(pools, world, "mlp", compute="bfloat16", sequence_parallel=sequence_parallel):
+    answers = [found for found in run(pools, world, "mlp", compute="bfloat16", **options) if found is not None]
+    assert len(answers) == (2 if "group" in options else world)
+    for answer in answers:
         for name, error in answer["errors"].items():
             assert error <= limit(answer["baseline"][name], "bfloat16"), name
 

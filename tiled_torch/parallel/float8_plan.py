@@ -21,14 +21,16 @@ def reason_no_float8() -> str | None:
 
 def check_float8(function: str, config: ParallelConfig, model: nn.Module, plan: Plan) -> None:
     """Raise where nothing of a model can be converted, or not with what else is asked for."""
-    if config.tensor is not None:
-        advice = "Splits of float8 layers are not there yet."
-        fail(function, "config.float8", "False with config.tensor", True, advice=advice)
+    tiled = any(hasattr(module, "_tiling") for module in model.modules())
+    if config.tensor is not None and tiled:
+        advice = "A tiled MLP that is split computes with the weights of its layers, in their own precision."
+        rule = "False with config.tensor where the model is tiled"
+        raise UnsupportedError(error_text(function, "config.float8", rule, True, advice=advice))
     if not _float8_layers(model, plan):
         advice = "Float8 products have sizes that are multiples of 16."
         fail(function, "config.float8", "False where no linear layer of a block can be converted", True, advice=advice)
     by_products = config.checkpointing is not None and config.checkpointing.mode == "products"
-    if by_products and any(hasattr(module, "_tiling") for module in model.modules()):
+    if by_products and tiled:
         advice = "Products inside a tiled MLP of float8 layers cannot be told from the others, and would be kept."
         rule = '"full" or "layers" with config.float8 where the model is tiled'
         raise UnsupportedError(error_text(function, "config.checkpointing.mode", rule, "'products'", advice=advice))
