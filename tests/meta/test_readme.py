@@ -41,6 +41,6 @@ def test_local_links_exist(link: str) -> None:
     assert (ROOT / link).exists()
 
 
-@pytest.mark.parametrize("target", sorted(set(re.findall(r"`make ([a-z-]+)", TEXT))))
+@pytest.mark.parametrize("target", sorted(set(re.findall(r"`make ([a-z0-9-]+)", TEXT))))
 def test_make_targets_exist(target: str) -> None:
     assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.M)

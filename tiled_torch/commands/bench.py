@@ -15,7 +15,7 @@ from shared_specs.rounding import relative_error
 from shared_specs.tolerances import BENCH_GRADIENTS
 from shared_specs.workloads import MLPWorkload
 from tiled_torch.commands.bench_loss import bench_loss
-from tiled_torch.commands.peers import PlainMLP, own_variants, peer_variants
+from tiled_torch.commands.peers import PlainMLP, own_variants, peer_variants, products_alone
 
 PACKAGES = ("torch", "liger-kernel", "deepspeed", "numpy")
 PEER_NOTE = (
@@ -57,6 +57,8 @@ def measure(workload: MLPWorkload, repeats: int) -> list[dict[str, Any]]:
         print(f"{name}: left out: {reason}", file=sys.stderr)
     runs = {name: _step(forward, mlp, x, dy) for name, forward in (own_variants(mlp) | peers).items()}
     check_gradients(runs, mlp, x)
+    for name, recomputed in (("products-18", False), ("products-22", True)):
+        runs[name] = products_alone(mlp, x[0], dy[0], plan.shard_tokens, recomputed=recomputed)
     summary = summarise(interleave(runs, repeats), "plain")
     title = (
         f"{workload.name}: T, H, I = {workload.tokens}, {workload.hidden}, {workload.intermediate}, {workload.dtype}"
