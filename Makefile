@@ -65,7 +65,7 @@ test-fast: $(ENV) ## the specification and the repository's own rules
 test-new-jax: ## shared_specs and the JAX half on Python 3.12 with the newest supported JAX
 	@if python=$$(.ci/find-python 3.12); then \
 	  $(MAKE) --no-print-directory $(NEW_JAX_ENV) NEW_JAX_PYTHON="$$python" && \
-	  TILED_REQUIRE=jax .venv-new-jax/bin/python -m pytest $(SIDE_BY_SIDE) $(NEW_JAX) $(ARGS); \
+	  TILED_OPTIMIZE=1 TILED_REQUIRE=jax .venv-new-jax/bin/python -m pytest $(SIDE_BY_SIDE) $(NEW_JAX) $(ARGS); \
 	else \
 	  echo "test-new-jax: skipped: no working Python 3.12 on PATH, in pyenv or in uv"; \
 	fi

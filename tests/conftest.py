@@ -16,8 +16,14 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Triton decides when a kernel is defined whether a GPU or its interpreter runs it; torch may import it at any time.
 if not os.path.exists("/dev/nvidiactl"):
     os.environ.setdefault("TRITON_INTERPRET", "1")
-if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+# Compiling is most of the time of JAX's tests. TILED_OPTIMIZE=1, as in make test-new-jax, does it as for users; without it
+# LLVM optimizes nothing, while buffers, collectives and the order of operations stay what XLA's own passes make them.
+XLA_FLAGS = {"xla_force_host_platform_device_count": "8"}
+if not any(map(os.environ.get, ("TILED_OPTIMIZE", "TILED_AOT"))) and not os.path.exists("/dev/nvidiactl"):
+    XLA_FLAGS |= {"xla_backend_optimization_level": "0", "xla_llvm_disable_expensive_passes": "true"}
+for _flag, _value in XLA_FLAGS.items():
+    if _flag not in os.environ.get("XLA_FLAGS", ""):
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --{_flag}={_value}".strip()
 
 FRAMEWORKS = ("torch", "jax")
 REQUIRED = tuple(name for name in os.environ.get("TILED_REQUIRE", "").split(",") if name)

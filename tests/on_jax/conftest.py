@@ -9,6 +9,7 @@ import pytest
 
 from shared_specs.tolerances import FLOOR
 from tests.asserting import assert_within
+from tests.on_jax.compiling import _compiled_once_a_session  # noqa: F401  (fixture)
 from tiled_jax import backends
 
 

@@ -1,17 +1,27 @@
 """What the ranks run for calls that are not alike on all ranks, each with an argument of its own. See tests/ranks.py."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from shared_specs import LossOptions, SpecError
+from shared_specs.config import Checkpointing, DataParallel, ParallelConfig, TensorParallel
 from tests.on_torch.ranks_engines import Collectives
 from tests.on_torch.ranks_loss import HIDDEN, draw, group_of, labels
 from tests.on_torch.ranks_tensor_mlp import call, operands, part_of
-from tiled_torch.parallel import checkpoint, vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
+from tiled_torch import TiledLinearCrossEntropy, TiledMLP
+from tiled_torch.parallel import (
+    checkpoint,
+    parallelize,
+    vocab_parallel_cross_entropy,
+    vocab_parallel_linear_cross_entropy,
+)
 from tiled_torch.parallel.agreement import agree
 from tiled_torch.parallel.groups import rank_group
 
@@ -19,7 +29,7 @@ from tiled_torch.parallel.groups import rank_group
 def message_of(run: Callable[[], Any]) -> str:
     try:
         run()
-    except SpecError as error:
+    except (SpecError, TypeError) as error:
         return str(error)
     return "accepted"
 
@@ -108,3 +118,29 @@ def partitioned(rank: int, world: int, what: str) -> str:
             x = torch.complex(x, x + rank)
     x.requires_grad_()
     return message_of(lambda: checkpoint(lambda x, *others: x * others[0], x, scale, places, partition_inputs=True))
+
+
+def parallelized(rank: int, world: int, what: str) -> list[Any]:
+    """The message that this rank gets where the last one is wrong, and whether its model is as it was; then a right call."""
+    wrong = rank == world - 1
+    shape, axes = ((world,), ("tp",)) if world == 2 else ((2, 2), ("dp_shard", "tp"))
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=axes)
+    config = ParallelConfig(tensor=TensorParallel(), data=DataParallel(reduce_dtype=None) if world > 2 else None)
+    model, asked = TiledMLP(4, 8), config
+    match what:
+        case "configuration" if wrong:
+            asked = replace(config, checkpointing=Checkpointing())
+        case "kind of model" if wrong:
+            model = TiledLinearCrossEntropy(4, 8)
+        case "sizes" if wrong:
+            model = TiledMLP(4, 12)
+        case "frozen" if wrong:
+            model.w_up.requires_grad_(False)
+        case "refused" if wrong:
+            model = TiledMLP(4, 9)
+        case "model" if wrong:
+            model = None
+    message = message_of(lambda: parallelize(model, mesh, asked))
+    untouched = model is None or not any(isinstance(p, DTensor) for p in model.parameters())
+    parallelize(TiledMLP(4, 8), mesh, config)
+    return [message, untouched]

@@ -81,3 +81,33 @@ def test_inputs_to_be_partitioned(pools, world, what, refused):
     if what == "shapes":
         start = f"checkpoint: the shapes of partitioned inputs must be the same on all {world} ranks, got (((4, 4), "
     assert messages[0].startswith(start)
+
+
+REFUSED = {
+    "configuration": "config must be the same on all {world} ranks, got ParallelConfig(",
+    "kind of model": "the class of model must be the same on all {world} ranks, got TiledMLP, ",
+    "sizes": "the parameters of model must be the same on all {world} ranks, got 3 of 96 elements, digest ",
+    "frozen": "the parameters of model must be the same on all {world} ranks, got 3 of 96 elements, digest ",
+}
+OWN = {
+    "refused": "intermediate_size must be a multiple of the 2 ranks of the mesh axis 'tp', got 9.",
+    "model": "model must be an nn.Module, got NoneType.",
+}
+
+
+@pytest.mark.parametrize("what", [*REFUSED, *OWN])
+@pytest.mark.parametrize("world", [2, 4])
+def test_models_and_configurations(pools, world, what):
+    """Of parallelize, on one rank of a mesh: no rank changes its model, and all of them can call again."""
+    answers = run(pools, world, "parallelized", what=what)
+    assert all(untouched for _, untouched in answers)
+    *others, last = [message.removeprefix("parallelize: ") for message, _ in answers]
+    if what in REFUSED:
+        assert {*others, last} == {last}
+        assert last.startswith(REFUSED[what].format(world=world)), last
+        return
+    assert last.startswith(OWN[what])
+    elsewhere = (
+        f"the call must be possible on every rank of the mesh, got a refusal on rank {world - 1}. There: parallelize: "
+    )
+    assert all(message == elsewhere + last for message in others), others

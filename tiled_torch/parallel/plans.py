@@ -1,5 +1,6 @@
 """`parallelize`: one configuration applied to a finished model, in a fixed order, after everything was checked."""
 
+from hashlib import blake2b
 from typing import Any
 
 from torch import nn
@@ -11,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shared_specs.config import DataParallel, ParallelConfig
 from shared_specs.errors import fail, fail_type
 from shared_specs.parallel_checks import check_axis_order, check_parallel_config, refuse_context
+from tiled_torch.parallel.agreement import check_everywhere
 from tiled_torch.parallel.checkpoint_policies import apply_checkpointing
 from tiled_torch.parallel.compile_plan import apply_compile, check_compile
 from tiled_torch.parallel.data_plan import apply_data_parallel
@@ -45,7 +47,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh | None, config: ParallelConfi
         SpecError, TypeError: the configuration cannot work on this mesh, or the model's sizes do not divide, or it was
             parallelized before.
         UnsupportedError: a model without a plan, or an option that this machine cannot do. Nothing was changed in any
-            of these cases.
+            of these cases, on any rank: what one of them refuses, or is given otherwise, is an error on all.
     Source: the order is torchtitan's, arXiv 2410.06511.
     Example:
         >>> from shared_specs.config import Checkpointing
@@ -54,7 +56,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh | None, config: ParallelConfi
         >>> type(parallelize(TiledMLP(8, 12), None, config)).__name__
         'TiledMLP'
     """
-    plan = _checked(model, mesh, config)
+    plan = check_everywhere(_NAME, mesh, lambda: _checked(model, mesh, config), lambda: _said(model, mesh, config))
     submesh: Any = mesh
     if config.float8:
         use_float8(model, plan)
@@ -112,6 +114,19 @@ def _checked(model: Any, mesh: Any, config: Any) -> Plan:
         dividing = (*(() if config.tensor is None else (config.tensor.axis,)), config.data.context_axis)
         plan.check_context(model, {axis: axes[axis] for axis in dividing})
     return plan
+
+
+def _said(model: nn.Module, mesh: Any, config: ParallelConfig) -> dict[str, Any]:
+    """What has to be alike on all ranks of a mesh."""
+    parameters = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in model.named_parameters()]
+    digest = blake2b(repr(parameters).encode(), digest_size=4).hexdigest()
+    elements = sum(p.numel() for p in model.parameters())
+    return {
+        "the axes of mesh": mesh_sizes(mesh),
+        "config": config,
+        "the class of model": type(model).__name__,
+        "the parameters of model": f"{len(parameters)} of {elements} elements, digest {digest}",
+    }
 
 
 def _check_paths(model: nn.Module, plan: Plan, config: ParallelConfig) -> None:
