@@ -9,7 +9,7 @@ other, the errors say in what their calls differ (`failed_calls`).
 
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from hashlib import blake2b
 from typing import Any, TypeVar
@@ -76,7 +76,8 @@ def check_everywhere(function: str, mesh: Any, check: Callable[[], T], said: Cal
     try:
         found = check()
     except Exception as error:
-        _notes(function, mesh, {"refused": str(error).partition("\n")[0] or type(error).__name__})
+        with suppress(RuntimeError):  # nobody there to be told
+            _notes(function, mesh, {"refused": str(error).partition("\n")[0] or type(error).__name__})
         raise
     notes = _notes(function, mesh, {"said": {name: str(value) for name, value in said().items()}})
     for note in notes:
