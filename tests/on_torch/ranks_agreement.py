@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from shared_specs import LossOptions, SpecError
@@ -144,3 +144,10 @@ def parallelized(rank: int, world: int, what: str) -> list[Any]:
     untouched = model is None or not any(isinstance(p, DTensor) for p in model.parameters())
     parallelize(TiledMLP(4, 8), mesh, config)
     return [message, untouched]
+
+
+def outside(rank: int, world: int) -> str:
+    """A mesh without the last rank: what that one is told, and whether the others go on."""
+    mesh = DeviceMesh("cpu", list(range(world - 1)), mesh_dim_names=("dp_shard",))
+    config = ParallelConfig(data=DataParallel(reduce_dtype=None))
+    return message_of(lambda: parallelize(TiledMLP(4, 8), mesh, config))

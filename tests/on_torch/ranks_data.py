@@ -102,6 +102,8 @@ def _refusal(group: Any, rank: int, world: int, what: str) -> str:
             keys = ["a", "a"]
         case "kind of tensor" if rank == 0:
             data["a"] = [1.0, 2.0]
+        case "none" if rank == 0:
+            data["a"] = None
         case "kind of dtype" if last:
             dtype = "float32"
         case "device" if last:

@@ -111,3 +111,9 @@ def test_models_and_configurations(pools, world, what):
         f"the call must be possible on every rank of the mesh, got a refusal on rank {world - 1}. There: parallelize: "
     )
     assert all(message == elsewhere + last for message in others), others
+
+
+def test_a_rank_outside_the_mesh(pools):
+    """Is refused, and the others do not wait for it."""
+    text = "parallelize: mesh must be one that this rank is in, got one it is not in."
+    assert run(pools, 4, "outside") == ["accepted"] * 3 + [text]

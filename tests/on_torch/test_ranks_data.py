@@ -48,6 +48,7 @@ REFUSED = {
     "kind of keys": "keys must be a sequence of strings, got 'ab'. This is rank 3 of 4.",
     "twice": "keys must be different from each other, got ['a', 'a']. This is rank 3 of 4.",
     "kind of tensor": "data['a'] must be a plain tensor, got list. This is rank 0 of 4.",
+    "none": "data['a'] must be a plain tensor, got NoneType. This is rank 0 of 4.",
     "kind of dtype": "dtype must be a torch.dtype or None, got str. This is rank 3 of 4.",
     "device": "device must be one that this rank can use, or None, got 'gpu'. Expected one of cpu, ",
 }

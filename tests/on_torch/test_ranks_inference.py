@@ -90,7 +90,7 @@ def test_which_path_and_why(pools):
             {"get_device_capability": (8, 0)},
             "Multicast needs a GPU of the Hopper class or newer, and this is some GPU.",
         ),
-        ({"get_backend": "gloo"}, "The group's backend is gloo; it has to be nccl."),
+        ({"cuda_backend": "gloo"}, "The group's backend for CUDA tensors is gloo; it has to be nccl."),
         ({"device_count": 1}, "The group has 2 ranks and this host 1 GPUs; they have to share NVLink."),
         ({"get_process_group_ranks": [7, 8]}, "The group's ranks, 7, 8, are on several hosts of 8 ranks."),
     ],
@@ -102,11 +102,11 @@ def test_why_a_machine_takes_the_collectives(changes, reason, monkeypatch):
         "get_device_capability": (9, 0),
         "get_device_name": "some GPU",
         "device_count": 8,
-        "get_backend": "nccl",
+        "cuda_backend": "nccl",
         "get_process_group_ranks": [2, 3],
     } | changes
     for name, answer in answers.items():
-        where = torch.cuda if hasattr(torch.cuda, name) else torch.distributed
+        where = next(each for each in (symmetric, torch.cuda, torch.distributed) if hasattr(each, name))
         monkeypatch.setattr(where, name, lambda *_, answer=answer: answer)
     monkeypatch.setattr(symmetric, "_missing", lambda _: None)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)

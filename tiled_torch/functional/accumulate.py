@@ -1,14 +1,17 @@
 """The gradient of one parameter, summed over shards in float32 and cast once at the end."""
 
 from collections.abc import Sequence
-from typing import Self
+from typing import Any, Never, Self
 
 import torch
 from torch import Tensor
 
+from shared_specs.errors import UnsupportedError
 from tiled_torch.functional.activations import wide_dtype
 from tiled_torch.functional.rows import is_dtensor
 from tiled_torch.functional.steps import EAGER, Steps
+
+_ADDED = "grad_added_to_main_grad"  # on a parameter: Megatron asks to be told
 
 
 class GradientSum:
@@ -64,6 +67,30 @@ def main_grad_of(parameter: Tensor | None) -> Tensor | None:
     return None if parameter is None else getattr(parameter, "main_grad", None)
 
 
+def fused_halves(fused: Tensor) -> tuple[Tensor, Tensor]:
+    """Gate and up of one [2I, ...] parameter, as views of it; where it has a `main_grad`, each with its half of that."""
+    gate, up = fused.chunk(2)
+    main: Any = main_grad_of(fused)
+    if main is None:
+        return gate, up
+    if torch.compiler.is_compiling():
+        refuse_compiled_main_grad()
+    for view, half in zip((gate, up), main.view(fused.shape).chunk(2), strict=True):
+        part: Any = view
+        part.main_grad, part.main_grad_owner = half, fused
+        if hasattr(fused, _ADDED):
+            part.grad_added_to_main_grad = False
+    return gate, up
+
+
+def refuse_compiled_main_grad() -> Never:
+    """A traced backward has no buffers beside its results."""
+    raise UnsupportedError(
+        "tiled_mlp: main_grad must be None under torch.compile, got a buffer. A compiled backward returns gradients; compile "
+        "around the MLP, or let the optimizer read .grad."
+    )
+
+
 def local_main_grad(owner: Tensor | None, shape: Sequence[int]) -> Tensor | None:
     """Where the gradient of an operand goes that is this rank's part of `owner`, which may be a DTensor.
 
@@ -84,8 +111,8 @@ def returned_gradient(
     Where the parameter carries `grad_added_to_main_grad` the flag is set and a placeholder is returned, so that
     gradient hooks still fire; its values are never read. shape, dtype: of the operand, where it is a part of the owner.
     """
-    if gradient is not None or not hasattr(owner, "grad_added_to_main_grad"):
+    if gradient is not None or not hasattr(owner, _ADDED):
         return gradient
-    owner.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    setattr(getattr(owner, "main_grad_owner", owner), _ADDED, True)
     zero = torch.zeros((), dtype=dtype or owner.dtype, device=owner.device)
     return zero.expand(owner.shape if shape is None else tuple(shape))

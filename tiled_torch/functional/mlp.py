@@ -18,7 +18,7 @@ from shared_specs.errors import UnsupportedError, fail_type
 from shared_specs.shards import KERNEL_MULTIPLE, ShardPlan
 from tiled_torch import backends
 from tiled_torch.functional import ops
-from tiled_torch.functional.accumulate import main_grad_of, returned_gradient
+from tiled_torch.functional.accumulate import main_grad_of, refuse_compiled_main_grad, returned_gradient
 from tiled_torch.functional.casting import after_autocast, autocast_dtype, operand, without_autocast
 from tiled_torch.functional.mlp_shards import kept_up_projections, mlp_backward, mlp_forward, steps_named
 from tiled_torch.functional.steps import Weights
@@ -217,10 +217,7 @@ class Save(torch.autograd.Function):
         plan = ShardPlan(checks.flat_tokens(x.shape), shard_tokens)
         if torch.compiler.is_compiling():
             if any(main_grad_of(w) is not None for w in weights):
-                raise UnsupportedError(
-                    "tiled_mlp: main_grad must be None under torch.compile, got a buffer. A compiled backward returns "
-                    "gradients; compile around the MLP, or let the optimizer read .grad."
-                )
+                refuse_compiled_main_grad()
             return anchor, *ops.kept(x, *weights, dtype, shard_tokens, steps, kept_start)
         with without_autocast(x):
             taken = steps_named(steps, x, weights, dtype)

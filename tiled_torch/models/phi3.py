@@ -2,13 +2,14 @@
 
 from typing import Any
 
+from tiled_torch.functional.accumulate import fused_halves
 from tiled_torch.models.family import Family, Operands, present_biases
 
 
 def _operands(mlp: Any) -> Operands:
-    gate, up = mlp.gate_up_proj.weight.chunk(2)
+    gate, up = fused_halves(mlp.gate_up_proj.weight)
     both = mlp.gate_up_proj.bias
-    b_gate, b_up = (None, None) if both is None else both.chunk(2)
+    b_gate, b_up = (None, None) if both is None else fused_halves(both)
     biases = present_biases(gate=b_gate, up=b_up, down=mlp.down_proj.bias)
     return Operands(gate, up, mlp.down_proj.weight, biases)
 

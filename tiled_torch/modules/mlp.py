@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from shared_specs import checks
 from shared_specs.config import TORCH, Activation, Tiling
 from tiled_torch import backends
+from tiled_torch.functional.accumulate import fused_halves
 from tiled_torch.functional.mlp import tiled_mlp
 
 
@@ -22,8 +23,7 @@ class MLPParameters:
         """Gate and up of weights or biases, as views of the fused parameter where there is one."""
         fused = getattr(self, f"{prefix}_gate_up", None)
         if fused is not None:
-            gate, up = fused.chunk(2)
-            return gate, up
+            return fused_halves(fused)
         return getattr(self, f"{prefix}_gate", None), getattr(self, f"{prefix}_up", None)
 
     def _operands(self) -> tuple[Any, dict[str, Tensor]]:

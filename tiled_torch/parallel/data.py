@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shared_specs.errors import SpecError, error_text
 from tiled_torch.functional.rows import is_dtensor
-from tiled_torch.parallel.groups import RankGroup, not_compiled, rank_group
+from tiled_torch.parallel.groups import RankGroup, cuda_backend, not_compiled, rank_group
 from tiled_torch.parallel.transport import named
 
 _NAME = "broadcast_data"
@@ -89,7 +89,7 @@ def _kind_fault(keys: Any, data: Any, dtype: Any, first: bool) -> str | None:
         return error_text(_NAME, "data", rule, type(data).__name__)
     for key in keys:
         value = (data or {}).get(key)
-        if value is not None and (not isinstance(value, Tensor) or is_dtensor(value)):
+        if key in (data or {}) and (not isinstance(value, Tensor) or is_dtensor(value)):
             return error_text(_NAME, f"data[{key!r}]", "a plain tensor", type(value).__name__)
     return None
 
@@ -140,7 +140,7 @@ def _tensor_faults(key: str, rank: int, found: tuple[list[int], str] | None, fir
 
 
 def _device_of(over: RankGroup) -> torch.device:
-    if "nccl" in dist.get_backend(over.group):
+    if cuda_backend(over) == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 

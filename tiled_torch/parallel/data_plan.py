@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+import torch.distributed._functional_collectives as functional
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -75,10 +76,19 @@ def _replicated(model: nn.Module, mesh: DeviceMesh, data: DataParallel) -> nn.Mo
 
 
 def _reduce_in(state: Any, bucket: torch.distributed.GradBucket) -> Future[Tensor]:
-    """The mean of a bucket of gradients over the replicas, computed in another dtype than theirs."""
+    """The mean of a bucket of gradients over the replicas, computed in another dtype than theirs.
+
+    Once a model of this process was parallelized with compiled autograd, DDP gives (gradient, parameter) instead, one by
+    one, and looks at no result.
+    """
     group, dtype = state
+    replicas = torch.distributed.get_world_size(group)
+    if isinstance(bucket, tuple):
+        gradient, _ = bucket
+        gradient.copy_(functional.all_reduce(gradient.to(dtype) / replicas, "sum", group))
+        return None  # type: ignore[return-value]
     gradients = bucket.buffer()
-    wide = gradients.to(dtype).div_(torch.distributed.get_world_size(group))
+    wide = gradients.to(dtype).div_(replicas)
     work: Any = torch.distributed.all_reduce(wide, group=group, async_op=True)
     return work.get_future().then(lambda done: gradients.copy_(done.value()[0]))
 

@@ -60,6 +60,18 @@ def process_group(function: str, group: Any) -> Any:
     return group
 
 
+def cuda_backend(over: RankGroup) -> str:
+    """What moves CUDA tensors in a group: "nccl", another backend's name, or "none".
+
+    Asked of the device: a group that was made without naming a backend has one for each kind of device.
+    """
+    group: Any = over.group or torch.distributed.group.WORLD
+    try:
+        return group._get_backend(torch.device("cuda")).name()
+    except RuntimeError:
+        return "none"
+
+
 def not_compiled(function: Callable[P, T]) -> Callable[P, T]:
     """`function`, which torch.compile leaves as it is: a break in the graph, with the same results and gradients."""
 

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from shared_specs.config import DataParallel, ParallelConfig
-from shared_specs.errors import fail, fail_type
+from shared_specs.errors import UnsupportedError, error_text, fail, fail_type
 from shared_specs.parallel_checks import check_axis_order, check_parallel_config, refuse_context
 from tiled_torch.parallel.agreement import check_everywhere
 from tiled_torch.parallel.checkpoint_policies import apply_checkpointing
@@ -99,6 +99,7 @@ def _checked(model: Any, mesh: Any, config: Any) -> Plan:
     if config.data is not None and config.data.engine == "ddp" and any(p.is_meta for p in model.parameters()):
         advice = 'Materialize it first, or use engine="fsdp".'
         fail(_NAME, "model", 'on a device with engine="ddp"', "one on the meta device", advice=advice)
+    _check_reductions(model, config)
     plan = plan_of(model)
     _check_paths(model, plan, config)
     if config.float8:
@@ -114,6 +115,19 @@ def _checked(model: Any, mesh: Any, config: Any) -> Plan:
         dividing = (*(() if config.tensor is None else (config.tensor.axis,)), config.data.context_axis)
         plan.check_context(model, {axis: axes[axis] for axis in dividing})
     return plan
+
+
+def _check_reductions(model: nn.Module, config: ParallelConfig) -> None:
+    """A reduction in another dtype is a hook of DDP's, which compiled autograd does not trace."""
+    data, compiled = config.data, config.compile
+    if data is None or data.reduce_dtype is None or compiled is None or not compiled.compiled_autograd:
+        return
+    for name, parameter in model.named_parameters():
+        dtype = str(parameter.dtype).removeprefix("torch.")
+        if parameter.requires_grad and dtype != data.reduce_dtype:
+            rule = "None, or the dtype of all parameters, with config.compile.compiled_autograd"
+            got = f"{data.reduce_dtype!r} ({name} is {dtype})"
+            raise UnsupportedError(error_text(_NAME, "config.data.reduce_dtype", rule, got))
 
 
 def _said(model: nn.Module, mesh: Any, config: ParallelConfig) -> dict[str, Any]:
@@ -150,6 +164,8 @@ def mesh_sizes(mesh: Any) -> dict[str, int]:
     if mesh.mesh_dim_names is None:
         advice = "Pass mesh_dim_names to init_device_mesh."
         fail(_NAME, "mesh", "a DeviceMesh with names for its axes", "one without", advice=advice)
+    if mesh.get_coordinate() is None:
+        fail(_NAME, "mesh", "one that this rank is in", "one it is not in")
     return dict(zip(mesh.mesh_dim_names, mesh.mesh.shape, strict=True))
 
 

@@ -7,12 +7,13 @@ Unmeasured: it needs several GPUs of the Hopper class in one NVLink domain, and 
 
 import os
 import warnings
+import weakref
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tiled_torch.parallel.groups import RankGroup
+from tiled_torch.parallel.groups import RankGroup, cuda_backend
 from tiled_torch.parallel.transport import wide_sum
 
 _HOPPER = (9, 0)
@@ -28,7 +29,10 @@ class _Buffer(NamedTuple):
     handle: Any
 
 
-_buffers: dict[tuple[str, torch.dtype, torch.device, str], _Buffer] = {}
+# By group, not by its name, which a group made after this one was destroyed may have again.
+_buffers: "weakref.WeakKeyDictionary[Any, dict[tuple[torch.dtype, torch.device, str], _Buffer]]" = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def why_not(over: RankGroup, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -43,8 +47,8 @@ def why_not(over: RankGroup, device: torch.device, dtype: torch.dtype) -> str | 
         return "Symmetric memory is a path of CUDA devices, and PyTorch finds none."
     if torch.cuda.get_device_capability(device) < _HOPPER:
         return f"Multicast needs a GPU of the Hopper class or newer, and this is {torch.cuda.get_device_name(device)}."
-    if "nccl" not in torch.distributed.get_backend(over.group):
-        return f"The group's backend is {torch.distributed.get_backend(over.group)}; it has to be nccl."
+    if (backend := cuda_backend(over)) != "nccl":
+        return f"The group's backend for CUDA tensors is {backend}; it has to be nccl."
     if over.size > torch.cuda.device_count():
         return f"The group has {over.size} ranks and this host {torch.cuda.device_count()} GPUs; they have to share NVLink."
     local = int(
@@ -107,13 +111,13 @@ def _buffer(over: RankGroup, use: str, elements: int, dtype: torch.dtype, device
     """A buffer of that many elements or more, mapped once; it grows at the same calls on every rank."""
     import torch.distributed._symmetric_memory as symmetric_memory
 
-    key = (_name(over), dtype, device, use)
-    if key not in _buffers or _buffers[key].memory.numel() < elements:
+    mapped, key = _buffers.setdefault(over.group or torch.distributed.group.WORLD, {}), (dtype, device, use)
+    if key not in mapped or mapped[key].memory.numel() < elements:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch marks the interface as one that may change
             memory = symmetric_memory.empty(elements, dtype=dtype, device=device)
-            _buffers[key] = _Buffer(memory, symmetric_memory.rendezvous(memory, _name(over)))
-    return _buffers[key]
+            mapped[key] = _Buffer(memory, symmetric_memory.rendezvous(memory, _name(over)))
+    return mapped[key]
 
 
 def _name(over: RankGroup) -> Any:
