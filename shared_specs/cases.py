@@ -61,7 +61,7 @@ def _mlp_cases() -> tuple[MLPCase, ...]:
     base = MLPCase(dims=(3, 11), num_shards=4, reason="the ordinary case: 33 tokens, 4 shards, the last one shorter")
     every_bias = ("gate", "up", "down")
     cases = [replace(base, dtype=dtype) for dtype in ("float64", "float32", "bfloat16", "float16")]
-    for dtype in ("float64", "float32", "bfloat16"):
+    for dtype in ("float64", "float32", "bfloat16", "float16"):
         for activation in ("gelu", "gelu_tanh", "relu", "relu_squared"):
             cases.append(replace(base, activation=activation, dtype=dtype, reason="every gated activation"))
         for activation in ("silu", "gelu", "gelu_tanh", "relu", "relu_squared"):

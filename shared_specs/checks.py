@@ -64,12 +64,16 @@ def check_fused_biases(function: str, biases: Sequence[str]) -> None:
         fail(function, "biases", "given for both gate and up, or neither, with fused_gate_up", ", ".join(biases))
 
 
-def check_count(function: str, argument: str, count: object, *, shapes: str = "", advice: str = "") -> None:
+def check_count(
+    function: str, argument: str, count: object, *, x: tuple[int, ...] | None = None, advice: str = ""
+) -> None:
+    """x: the shape to name. It becomes text only where it is needed: a traced length cannot."""
     if count is None:
         return
     if isinstance(count, bool) or not isinstance(count, int):
         fail_type(function, argument, "an integer or None", type(count).__name__)
     if count < 1:
+        shapes = f"x is {show_shape(x)}" if x is not None else ""
         fail(function, argument, ">= 1", count, shapes=shapes, advice=advice)
 
 
@@ -86,7 +90,6 @@ def resolve_tiling(
 
     `unused` names the fields that the function has no use for: they must be left at their defaults.
     """
-    shapes = f"x is {show_shape(x)}" if x is not None else ""
     if tiling is not None:
         if not isinstance(tiling, Tiling):
             fail_type(function, "tiling", "a Tiling or None", type(tiling).__name__)
@@ -96,11 +99,11 @@ def resolve_tiling(
     else:
         tiling = Tiling(num_shards=num_shards, keep=keep)
     advice = "Pass num_shards=None to let the plan choose."
-    check_count(function, "num_shards", tiling.num_shards, shapes=shapes, advice=advice)
-    check_count(function, "shard_tokens", tiling.shard_tokens, shapes=shapes)
-    check_count(function, "memory_budget", tiling.memory_budget, shapes=shapes, advice="It is a number of bytes.")
+    check_count(function, "num_shards", tiling.num_shards, x=x, advice=advice)
+    check_count(function, "shard_tokens", tiling.shard_tokens, x=x)
+    check_count(function, "memory_budget", tiling.memory_budget, x=x, advice="It is a number of bytes.")
     check_keep(function, tiling.keep)
-    check_count(function, "vocab_shards", tiling.vocab_shards, shapes=shapes)
+    check_count(function, "vocab_shards", tiling.vocab_shards, x=x)
     for name in unused:
         if getattr(tiling, name):
             fail(function, name, "left out", getattr(tiling, name), advice="This function has no use for it.")

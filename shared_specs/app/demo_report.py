@@ -23,7 +23,7 @@ from shared_specs.tolerances import DEMO_LOSS_RTOL
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One process of the demo; `flags` are those of `finetune`, `long` marks the step that plain training cannot do."""
+    """One process of the demo; `flags` are those of `finetune`, `long` marks the step at a context made for tiling."""
 
     label: str
     package: str
@@ -151,7 +151,8 @@ def record(kind: str, results: Sequence[Result], seconds: float) -> dict[str, An
 
 
 def verdict(results: Sequence[Result], console: Console, peak_bytes: int | None = None) -> int:
-    """Say whether runs of the same steps have the same losses, and whether all stayed below `peak_bytes`; the exit code."""
+    """Say whether runs of the same steps have the same losses, whether the long step would fit plainly, and whether all
+    stayed below `peak_bytes`; the exit code, which does not depend on what would fit."""
     code = 0
     for tokens in dict.fromkeys(result.tokens for result in results):
         same = [result for result in results if result.tokens == tokens]
@@ -164,6 +165,14 @@ def verdict(results: Sequence[Result], console: Console, peak_bytes: int | None 
                 f"The losses of the {len(same)} runs on {tokens} tokens differ by at most {difference:.1e} of their value, "
                 f"{'within' if agree else 'MORE THAN'} the tolerance of {DEMO_LOSS_RTOL:.0e}.",
             )
+    for long in [result for result in results if result.run.long][:1]:
+        fits = long.plain_peak_bytes <= machine_bytes()
+        _say(
+            console,
+            f"One step on {long.tokens} tokens without tiling would take more than {show_bytes(long.plain_peak_bytes)}; "
+            f"this machine has {show_bytes(machine_bytes())}, "
+            f"{'large enough for plain training too' if fits else 'too little for plain training'}.",
+        )
     if peak_bytes is not None:
         most = max(result.peak_bytes for result in results)
         code |= most > peak_bytes

@@ -1,5 +1,6 @@
 """A fine-tuning run before it starts: everything read and checked, nothing written."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,7 @@ def prepare(options: FinetuneOptions, shard_format: str = "", team: Team = ALONE
 
 
 def _resumed(options: FinetuneOptions, out: Path, team: Team) -> Checkpoint | None:
+    _check_can_be_made(out)
     if options.resume:
         read_log(out)  # refuses a folder that holds no run
         return load_checkpoint(out, team)
@@ -77,6 +79,27 @@ def _resumed(options: FinetuneOptions, out: Path, team: Team) -> Checkpoint | No
             "Pass another one, or --resume to continue the run in it."
         )
     return None
+
+
+def _check_can_be_made(out: Path) -> None:
+    """Refuse a folder that could not be made or written to now, not once a model has been loaded; nothing is tried out."""
+    for there in (out, *out.absolute().parents):
+        try:
+            there.lstat()  # not exists(): a link to nothing is in the way too
+        except (FileNotFoundError, NotADirectoryError):
+            continue  # to be made, or below a file
+        except OSError as error:
+            reason = f"{there} cannot be looked at ({error.strerror})"
+        else:
+            if not there.is_dir():
+                if there == out and out.exists():
+                    return  # refused as one that is not empty
+                reason = f"{there} is no folder"
+            elif os.access(there, os.W_OK | os.X_OK):
+                return
+            else:
+                reason = f"{there} may not be written to"
+        raise InputError(f"finetune: --out must be a folder that can be made, got {out}: {reason}. Pass another one.")
 
 
 def _check_same_run(job: Job, record: dict[str, Any]) -> None:

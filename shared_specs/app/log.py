@@ -42,19 +42,28 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
     """All whole records of a run's log, in the order they were written.
 
     Raises:
-        InputError: there is no log in the folder.
+        InputError: there is no log in the folder, or what is there was not written as one.
     """
     try:
         lines = (folder / LOG_NAME).read_text(encoding="utf-8").splitlines()
     except OSError:
         raise InputError(f"finetune: --out {folder} holds no run ({LOG_NAME} is missing).") from None
+    except UnicodeDecodeError:
+        raise _damaged(folder, "it is not UTF-8 text") from None
     records = []
-    for line in lines:
+    for number, line in enumerate(lines, 1):
         try:
-            records.append(json.loads(line))
+            record = json.loads(line)
         except ValueError:
             continue  # torn by a kill; the step was not counted either
+        if not isinstance(record, dict) or "event" not in record:  # no part of a record is JSON by itself
+            raise _damaged(folder, f"line {number} is no record")
+        records.append(record)
     return records
+
+
+def _damaged(folder: Path, reason: str) -> InputError:
+    return InputError(f"finetune: --out {folder} holds a damaged {LOG_NAME}: {reason}. Start again in a new --out.")
 
 
 def step_records(records: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -40,6 +40,10 @@ def errors(rank: int, world: int, device: torch.device, name: str) -> tuple[floa
     ids, labels = (a[rows].to(device) for a in batch())
     loss = model(input_ids=ids, labels=labels, use_cache=False).loss
     loss.backward()
+    stored = {(p.device.type, p.grad.device.type) for p in model.parameters() if p.grad is not None}
+    offloaded = config.data is not None and config.data.cpu_offload
+    place = "cpu" if offloaded else device.type
+    assert stored == {(place, place)}, f"parameters and their gradients are on {stored}"
     found = {key.removeprefix("module."): full(p.grad) for key, p in model.named_parameters()}
     mean = loss.detach().double()
     dist.all_reduce(mean)

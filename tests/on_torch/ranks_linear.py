@@ -30,13 +30,18 @@ class Gathered(TorchDispatchMode):
     """Which units are gathered, and in how many bytes: their parameters, and the buffers that all-gathers write into.
 
     `peak` counts each gathered unit once; `buffers` counts every byte: for the time of a copy FSDP2 holds a unit twice.
+    Rows that the ranks cannot share evenly are followed by others up to where they can, which `sizes` include.
     Units are gathered in order in forward and in reverse in backward.
     """
 
     def __init__(self, units: list[nn.Module]) -> None:
         super().__init__()
         self.units, self.order = units, [*range(len(units)), *reversed(range(len(units)))]
-        self.sizes = [sum(p.numel() * p.element_size() for p in unit.parameters()) for unit in units]
+        ranks = dist.get_world_size()
+        self.sizes = [
+            sum(-(-p.shape[0] // ranks) * ranks * p.shape[1:].numel() * p.element_size() for p in unit.parameters())
+            for unit in units
+        ]
         self.flat: Counter[int] = Counter()
         self.gathers = self.peak = self.buffers = 0
 
@@ -176,6 +181,7 @@ def gathered(grid: list[int] | None, rank: int, world: int) -> dict[str, int]:
         "buffers": meter.buffers,
         "gathers": meter.gathers,
         "units": len(units),
+        "one": max(meter.sizes),
         "two": sum(sorted(meter.sizes)[-2:]),
         "copying": sum(sorted(meter.sizes)[-2:]) + max(meter.sizes),
         "layer": 8 * (HIDDEN * OUT + OUT),

@@ -9,11 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from examples.gated_linear_attention import GatedLinearModel
 from shared_specs.config import Checkpointing, Compile, DataParallel, ParallelConfig, TensorParallel
 from tests.on_torch.decoders import BATCH, batch, decoder, loss_of, truth
-from tests.on_torch.gla import GatedLinearModel
 from tiled_torch import TiledLinearCrossEntropy, TiledMLP
 from tiled_torch.models import tile_model, tiling_paths
 from tiled_torch.parallel import Plan, backward_context, materialize, parallelize, register_plan
@@ -104,8 +106,9 @@ def compare(mesh: DeviceMesh, config: ParallelConfig, tiled: bool, kind: str, le
     loss.backward()
     found = {name.removeprefix("module."): full(p.grad) for name, p in model.named_parameters()}
     mean = loss.detach().clone()
-    dist.all_reduce(mean)
-    mean /= dist.get_world_size()
+    for group in mesh.get_all_groups():
+        dist.all_reduce(mean, group=group)
+    mean /= mesh.size()
     return {
         "loss": abs(mean.item() - expected_loss) / expected_loss,
         "gradients": error_between(found, expected),
@@ -122,6 +125,21 @@ def models(
     for name in names:
         axes, config = CONFIGS[name]
         found[name] = compare(mesh_of(axes, world), config, tiled, kind, length, **changes)
+    return found
+
+
+def on_a_subset(rank: int, world: int, names: list[str], tiled: bool = False) -> dict[str, Any] | None:
+    """`compare` over a mesh of ranks 1 and 3; the others help to make the meshes, get None and never hear of the model.
+
+    Both meshes at once, for the reason that `mesh_of` gives.
+    """
+    meshes = {axis: DeviceMesh("cpu", [1, 3], mesh_dim_names=(axis,)) for axis in ("dp_shard", "tp")}
+    if rank not in (1, 3):
+        return None
+    found = {}
+    for name in names:
+        (axis,), config = CONFIGS[name]
+        found[name] = compare(meshes[axis], config, tiled, "llama", 10)
     return found
 
 
@@ -252,6 +270,30 @@ def reshard(rank: int, world: int) -> dict[str, list[bool]]:
     return found
 
 
+def offloaded(rank: int, world: int) -> dict[str, list[str]]:
+    """The policies that the units of a model were sharded with: embedding, layers, and norm with head."""
+    found = {}
+    for name, data in {"offload": DataParallel(cpu_offload=True), "default": DataParallel()}.items():
+        model: Any = parallelize(decoder(), mesh_of(("dp_shard",), world), ParallelConfig(data=data))
+        states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
+        groups = dict.fromkeys(group for state in states for group in state._fsdp_param_groups)
+        found[name] = [type(group.offload_policy).__name__ for group in groups]
+    return found
+
+
+class Reduced(TorchDispatchMode):
+    """dtypes of what reduce-scatters are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__.startswith("_reduce_scatter_base_"):
+            self.dtypes.append(str(args[1].dtype))
+        return func(*args, **(kwargs or {}))
+
+
 def mixed_precision(rank: int, world: int) -> dict[str, Any]:
     """bfloat16 computation of float32 weights, with gradients reduced in float32; and one process in bfloat16."""
     _, expected = truth("llama")
@@ -265,10 +307,12 @@ def mixed_precision(rank: int, world: int) -> dict[str, Any]:
     layer.register_forward_hook(lambda module, _, y: seen.append(f"{module.weight.dtype} {y.dtype}"))
     rows = rows_of(mesh, config)
     ids, labels = batch()
-    loss_of(model, ids[rows], labels[rows], inside=False).backward()
+    with Reduced() as reduced:
+        loss_of(model, ids[rows], labels[rows], inside=False).backward()
     grads = {name: full(p.grad) for name, p in model.named_parameters()}
     return {
         "seen": seen,
+        "reduced": reduced.dtypes,
         "kept": sorted({f"{p.dtype} {p.grad.dtype}" for p in model.parameters()}),
         "error": error_between({name: g.double() for name, g in grads.items()}, expected),
         "baseline": error_between({name: p.grad.double() for name, p in baseline.named_parameters()}, expected),
@@ -306,6 +350,11 @@ REFUSED: dict[str, tuple[tuple[str, ...], ParallelConfig, dict[str, Any]]] = {
         {},
     ),
     "float8": (("dp_shard",), ParallelConfig(data=SHARDED, float8=True), {}),
+    "compiled reductions": (
+        ("dp_shard",),
+        ParallelConfig(data=DataParallel(engine="ddp"), compile=Compile(compiled_autograd=True)),
+        {},
+    ),
     "tiled loss gathered": (("tp",), ParallelConfig(tensor=GATHERED_LOGITS), {"tiled": True}),
     "adapter": (("tp",), ParallelConfig(tensor=TENSOR), {"adapter": True}),
     "embedding": (("tp",), ParallelConfig(tensor=TENSOR), {"max_norm": 1.0}),

@@ -20,7 +20,7 @@ from shared_specs.sequence_costs import sequence_loss_peak_bytes
 from tests.on_torch.counting import GemmFlop, LiveBytes
 from tests.on_torch.ranks_engines import Collectives
 from tests.on_torch.ranks_loss import HIDDEN, distance, draw, group_of, labels, message_of, named
-from tests.on_torch.ranks_tensor_mlp import LiveGathered
+from tests.on_torch.ranks_tensor_mlp import LiveGathered, UnderWay
 from tiled_torch import tiled_linear_cross_entropy
 from tiled_torch.parallel import vocab_parallel_linear_cross_entropy
 
@@ -164,6 +164,26 @@ def peaks(rank: int, world: int, hidden: int = 64, tokens: int = 128, shard_toke
         "formula": sequence_loss_peak_bytes(shape, SequencePlan((tokens,) * world, shard_tokens)),
         "gathered": [gathered.peak_pieces, gathered.peak_elements],
     }
+
+
+def under_way(rank: int, world: int) -> dict[str, list[list[int]]]:
+    """What is under way during the products of three shards: of the mean with its gradients, and of losses per token."""
+    x, weight = draw(12, HIDDEN, seed=rank).requires_grad_(), draw(20, HIDDEN, seed=world + rank).requires_grad_()
+    found = {}
+    for reduction in ("mean", "none"):
+        with UnderWay() as forward:
+            value: Any = vocab_parallel_linear_cross_entropy(
+                x,
+                weight,
+                labels(20 * world, 12),
+                loss=LossOptions(reduction=reduction),  # type: ignore[arg-type]
+                num_shards=3,
+                sequence_parallel=True,
+            )
+        with UnderWay() as backward:
+            value.sum().backward()
+        found |= {reduction: forward.products, f"{reduction} backward": backward.products}
+    return found
 
 
 def same_everywhere(rank: int, world: int) -> list[float]:

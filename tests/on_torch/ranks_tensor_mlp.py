@@ -22,7 +22,7 @@ from shared_specs import Tiling
 from shared_specs.costs import MLPShape
 from shared_specs.partitions import SequencePlan, plan_sequence
 from shared_specs.sequence_costs import sequence_peak_bytes
-from tests.on_torch.counting import GemmFlop, LiveBytes
+from tests.on_torch.counting import FACTORS, GemmFlop, LiveBytes
 from tests.on_torch.ranks_engines import Collectives, full
 from tests.on_torch.ranks_loss import distance, draw, group_of
 from tiled_torch import tiled_mlp
@@ -83,6 +83,41 @@ def _wait_until_released(pending: Pending) -> Tensor:
             break
         time.sleep(0.0005)
     return found
+
+
+class UnderWay(TorchDispatchMode):
+    """What is under way while matrix products are computed: how many gathers of floats had arrived, how many had started
+    and had not been waited for, and how many reduce-scatters; once for all products of which that is the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.arrived = 0
+        self.started = {"all-gather": 0, "reduce-scatter": 0}
+        self.products: list[list[int]] = []
+
+    def __enter__(self) -> Self:
+        self.wait = wait = Pending.wait
+
+        def noted(pending: Pending) -> Tensor:
+            if pending.name in self.started and pending.keep is not None and pending.keep.is_floating_point():
+                self.started[pending.name] -= 1
+                self.arrived += pending.name == "all-gather"
+            return wait(pending)
+
+        Pending.wait = noted  # type: ignore[method-assign]
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        Pending.wait = self.wait  # type: ignore[method-assign]
+        super().__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, now = func.__name__.split(".")[0], [self.arrived, *self.started.values()]
+        if name in ("_allgather_base_", "_reduce_scatter_base_") and args[0].is_floating_point():
+            self.started["all-gather" if "gather" in name else "reduce-scatter"] += 1
+        if name in FACTORS and now not in self.products[-1:]:
+            self.products.append(now)
+        return func(*args, **(kwargs or {}))
 
 
 def operands(tokens: int, *, gated: bool, bias: bool, features: int = FEATURES) -> dict[str, Tensor]:
@@ -289,6 +324,19 @@ def held(rank: int, world: int) -> list[int]:
                     arrived.clear()
         found.append(live.peak_pieces)
     return found
+
+
+def under_way(rank: int, world: int) -> dict[str, list[list[int]]]:
+    """What is under way during the products of three shards, forward and backward."""
+    given = operands(32, gated=True, bias=False)
+    rows = slice(rank * 32 // world, (rank + 1) * 32 // world)
+    mine = {name: a[rows] if name == "x" else part_of(name, a, rank, world) for name, a in given.items()}
+    mine = {name: a.clone().requires_grad_() for name, a in mine.items()}
+    with UnderWay() as forward:
+        y = call(mine, sequence_parallel=True, num_shards=3)
+    with UnderWay() as backward:
+        y.backward(torch.ones_like(y))
+    return {"forward": forward.products, "backward": backward.products}
 
 
 def one_rank(rank: int, world: int) -> dict[str, Any]:

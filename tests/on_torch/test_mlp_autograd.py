@@ -1,5 +1,7 @@
 """The autograd contract of the PyTorch MLP: gradcheck, autocast, compile, checkpointing, main_grad, misuse."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -60,8 +62,12 @@ def test_gradients_are_bit_stable() -> None:
 
 def test_create_graph_is_refused() -> None:
     x, weights = operands(8)
-    with pytest.raises(UnsupportedError, match="create_graph must be False in backward, got True"):
+    with pytest.raises(UnsupportedError) as caught:
         torch.autograd.grad(tiled_mlp(x, *weights).sum(), [x], create_graph=True)
+    assert str(caught.value) == (
+        "tiled_mlp: create_graph must be False in backward, got True. The hand-written backward has no second "
+        "derivative; differentiate the untiled MLP, or use tiled_jax."
+    )
 
 
 def test_in_place_change_is_noticed() -> None:
@@ -110,6 +116,13 @@ def test_autocast_leaves_float64_alone() -> None:
         assert tiled_mlp(x, *weights).dtype == torch.float64
 
 
+def test_autocast_does_not_mend_float64_beside_float32() -> None:
+    x, weights = operands(8)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(SpecError) as caught:
+        tiled_mlp(x.double(), *weights)
+    assert str(caught.value) == "tiled_mlp: w_gate must be of x's dtype float64, got float32. Cast one of them."
+
+
 # Raised inside torch's own tracer and compiler.
 tracing = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -124,12 +137,24 @@ def test_compile_fullgraph(backend: str, keep: float) -> None:
         return x + tiled_mlp(torch.sin(x), *weights, num_shards=4, keep=keep)
 
     torch.compiler.reset()
-    compiled = torch.compile(block, fullgraph=True, backend=backend)
-    ours, eager = compiled(x, *weights), block(x, *weights)
-    assert error(ours, eager) <= DISTRIBUTED_FLOAT64
-    grads = torch.autograd.grad(ours.square().sum(), [x, *weights])
-    expected = torch.autograd.grad(eager.square().sum(), [x, *weights])
-    assert all(error(a, b) <= DISTRIBUTED_FLOAT64 for a, b in zip(grads, expected, strict=True))
+    compiled = torch.compile(block, fullgraph=True, backend=backend, dynamic=False)
+    longer = torch.randn(40, x.shape[-1], dtype=torch.float64, requires_grad=True)
+    for each in (x, longer):  # a second length is compiled again: the first one's plan must not be taken for it
+        ours, eager = compiled(each, *weights), block(each, *weights)
+        assert error(ours, eager) <= DISTRIBUTED_FLOAT64
+        grads = torch.autograd.grad(ours.square().sum(), [each, *weights])
+        expected = torch.autograd.grad(eager.square().sum(), [each, *weights])
+        assert all(error(a, b) <= DISTRIBUTED_FLOAT64 for a, b in zip(grads, expected, strict=True))
+
+
+@tracing
+def test_compile_fullgraph_with_a_length_that_became_dynamic() -> None:
+    """As torch.compile does by itself from the second length on."""
+    x, weights = operands(33, torch.float64)
+    torch.compiler.reset()
+    compiled = torch.compile(tiled_mlp, fullgraph=True, backend="aot_eager")
+    for each in (x, torch.randn(40, x.shape[-1], dtype=torch.float64)):
+        assert error(compiled(each, *weights), plain(each, *weights)) <= DISTRIBUTED_FLOAT64
 
 
 @tracing
@@ -224,18 +249,69 @@ def test_main_grad_takes_the_gradient(dtype: torch.dtype, flagged: bool) -> None
             assert w.grad is None
 
 
-def test_nan_and_infinity_pass_through() -> None:
-    x, weights = operands(16)
-    for value in (float("nan"), float("inf")):
-        with torch.no_grad():
-            x[3, 2] = value
-        y = tiled_mlp(x, *weights, num_shards=4)
-        expected = plain(x, *weights)
-        assert torch.equal(torch.isfinite(y), torch.isfinite(expected))
-        grads = torch.autograd.grad(y.sum(), [x, *weights])
-        theirs = torch.autograd.grad(expected.sum(), [x, *weights])
-        for ours, reference in zip(grads, theirs, strict=True):
-            assert torch.equal(torch.isnan(ours), torch.isnan(reference))
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("flagged", [True, False])
+def test_main_grad_of_a_fused_parameter(flagged: bool, bias: bool) -> None:
+    """Both halves are added to theirs of its main_grad, and its own flag is set."""
+    mlp, x = TiledMLP(6, 10, fused_gate_up=True, bias=bias, num_shards=4).double(), torch.randn(33, 6).double()
+    expected = torch.autograd.grad(mlp(x).sum(), list(mlp.parameters()))
+    for parameter in mlp.parameters():
+        parameter.main_grad = torch.ones(parameter.shape, dtype=torch.float64)
+        if flagged:
+            parameter.grad_added_to_main_grad = False
+    for _ in range(2):
+        mlp(x).sum().backward()
+    for parameter, grad in zip(mlp.parameters(), expected, strict=True):
+        assert error(parameter.main_grad - 1, 2 * grad) <= DISTRIBUTED_FLOAT64
+        assert getattr(parameter, "grad_added_to_main_grad", None) is (True if flagged else None)
+        assert (parameter.grad is not None) == flagged
+
+
+@tracing
+@pytest.mark.parametrize("fused", [False, True])
+def test_main_grad_is_refused_in_a_whole_graph(fused: bool) -> None:
+    mlp, x = TiledMLP(6, 10, fused_gate_up=fused, num_shards=4), torch.randn(33, 6)
+    for parameter in mlp.parameters():
+        parameter.main_grad = torch.ones(parameter.shape)
+    with pytest.raises(torch._dynamo.exc.TorchDynamoException, match=r"main_grad must be None under torch\.compile"):
+        torch.compile(mlp, backend="eager", fullgraph=True)(x)
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+    "relu_squared": lambda a: F.relu(a).square(),
+}
+
+
+@pytest.mark.parametrize("keep", [0.0, 1.0])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_nan_and_infinity_pass_through(activation: Any, value: float, keep: float) -> None:
+    """Where the plain MLP has NaN or an infinity, and nowhere else; every other value is the plain one's."""
+    x, (gate, up, down) = operands(16, torch.float64)
+    with torch.no_grad():
+        x[3, 2] = value
+    leaves = [x, gate, up, down]
+    y = tiled_mlp(*leaves, activation=activation, num_shards=4, keep=keep)
+    expected = F.linear(ACTIVATIONS[activation](F.linear(x, gate)) * F.linear(x, up), down)
+    assert not expected.isfinite().all()
+    ours = [y, *torch.autograd.grad(y.sum(), leaves)]
+    theirs = [expected, *torch.autograd.grad(expected.sum(), leaves)]
+    exact = {"rtol": DISTRIBUTED_FLOAT64, "atol": DISTRIBUTED_FLOAT64, "equal_nan": True}
+    for name, a, b in zip(("y", "x", "w_gate", "w_up", "w_down"), ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, **exact, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_a_hook_changes_the_gradient_of_its_weight_alone() -> None:
+    x, weights = operands(64)
+    expected = torch.autograd.grad(tiled_mlp(x, *weights, num_shards=8).sum(), weights)
+    weights[0].register_hook(lambda grad: 0.5 * grad)
+    tiled_mlp(x, *weights, num_shards=8).sum().backward()
+    for weight, grad, factor in zip(weights, expected, (0.5, 1.0, 1.0), strict=True):
+        assert torch.equal(weight.grad, factor * grad)
 
 
 def test_devices_must_agree() -> None:

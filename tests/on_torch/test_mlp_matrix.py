@@ -38,10 +38,11 @@ def run(mlp: Any, leaf: Tensor, view: Any, params: list[Tensor], dy: Tensor, tim
     return [y.detach(), *(t.grad for t in (leaf, *params) if t.requires_grad)]
 
 
+@pytest.mark.parametrize("keep", [0.0, 0.5])
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
 @pytest.mark.parametrize("num_shards", [1, 4, 8, 64])
 @pytest.mark.parametrize("S", [1, 9, 32, 33])
-def test_matrix(S: int, num_shards: int, bias: bool) -> None:
+def test_matrix(S: int, num_shards: int, bias: bool, keep: float) -> None:
     torch.manual_seed(S)
     shapes = [(INTERMEDIATE, HIDDEN)] * 2 + [(HIDDEN, INTERMEDIATE)]
     shapes += [(INTERMEDIATE,), (INTERMEDIATE,), (HIDDEN,)] if bias else []
@@ -53,7 +54,7 @@ def test_matrix(S: int, num_shards: int, bias: bool) -> None:
 
     def tiled(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, *b: Tensor) -> Tensor:
         biases = dict(zip(("gate", "up", "down"), b, strict=True)) if b else None
-        return tiled_mlp(x, gate, up, down, biases=biases, num_shards=num_shards, keep=0.5)
+        return tiled_mlp(x, gate, up, down, biases=biases, num_shards=num_shards, keep=keep)
 
     combinations = itertools.product([(S,), (1, S), (3, S)], LAYOUTS, LAYOUTS, [True, False], [1, 2])
     for dims, x_layout, dy_layout, x_grad, times in combinations:

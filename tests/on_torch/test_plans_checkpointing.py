@@ -77,6 +77,27 @@ def test_layers_is_full_for_every_second_one(tiled: str) -> None:
         assert 2 * value == full + nothing
 
 
+@pytest.mark.parametrize(("every", "full"), [(1, [0, 1, 2, 3]), (2, [1, 3]), (3, [2]), (4, [3]), (5, [])], ids=str)
+def test_which_layers_keep_only_their_input(every: int, full: list[int]) -> None:
+    """The last of every so many; the others keep more, and the gradients are the same."""
+    plain = llama(4, "")
+    loss_of(plain, *batch(), inside=True, cache=False).backward()
+    config = ParallelConfig(checkpointing=Checkpointing(mode="layers", every=every))
+    model: Any = parallelize(llama(4, ""), None, config)
+    with LiveBytes() as live:
+        before: list[int] = []
+        kept: list[int] = []
+        for layer in model.model.layers:  # its result, which is the input of the next one, counts as its own
+            layer.register_forward_pre_hook(lambda *_: before.append(live.now))
+            layer.register_forward_hook(lambda *_: kept.append(live.now - before[-1]))
+        loss = loss_of(model, *batch(), inside=True, cache=False)
+        assert [number for number, bytes_ in enumerate(kept) if bytes_ == ROW] == full
+        assert len(kept) == 4
+        loss.backward()
+    found, expected = ({name: p.grad for name, p in m.named_parameters()} for m in (model, plain))
+    assert error_between(found, expected) <= DISTRIBUTED_FLOAT64
+
+
 @pytest.mark.parametrize("tiled", ["", "tiled_mlp"])
 @pytest.mark.parametrize("mode", MODES)
 def test_peak_bytes(mode: str, tiled: str) -> None:

@@ -57,13 +57,14 @@ def test_groups_that_are_not_the_world(four, group):
         assert answer["fired"]
 
 
-@pytest.mark.parametrize("grid", [[2, 4], [4, 1], [1, 8], [4, 8]], ids=str)
+@pytest.mark.parametrize("grid", [[2, 4], [4, 1], [1, 8], [4, 8], [3, 5]], ids=str)
 def test_two_tiles_are_gathered_at_once_and_never_the_layer(ranks, grid):
-    """One computing, one prefetched. While FSDP2 copies one out of its buffer that one takes its bytes twice."""
+    """One computing, one prefetched, of uneven sizes too. While FSDP2 copies one out of its buffer that one takes its bytes
+    twice."""
     for answer in run(ranks, "gathered", grid=grid):
         assert answer["gathers"] == 2 * answer["units"]
         assert answer["peak"] <= answer["two"]
-        assert answer["peak"] > answer["two"] // 2, "a prefetched tile was not seen"
+        assert answer["peak"] > answer["one"], "a prefetched tile was not seen"
         assert answer["buffers"] <= answer["copying"]
 
 

@@ -13,6 +13,7 @@ _HERE = "tests.on_torch.ranks_plans:"
 _TILED = "tests.on_torch.ranks_plans_tiled:"
 ONE_AXIS = ["tp", "sp", "sp, gathered logits", "sp, full", "sp, products", "fsdp", "fsdp, layers", "fsdp, always"]
 ONE_AXIS += ["fsdp, pipeline", "fsdp, offload", "fsdp, products", "ddp"]
+UNITS = 5  # of a sharded model: its embedding, three layers, and its norm with its head
 TWO_AXES = ["hsdp", "fsdp x sp", "fsdp x sp, gathered logits", "fsdp x tp"]
 
 
@@ -51,6 +52,14 @@ def test_llama_on_two_axes_and_uneven_tokens(four, tiled):
     """Ten tokens over four ranks are 3, 3, 3 and 1."""
     names = [name for name in ["tp", "sp", *TWO_AXES] if not (tiled and "gathered" in name)]
     check(four.run(_HERE + "models", names=names, tiled=tiled))
+
+
+@pytest.mark.parametrize("tiled", [False, True])
+def test_llama_on_two_ranks_of_four(four, tiled):
+    """Neither the first rank nor the default group has a part in it."""
+    answers = four.run(_HERE + "on_a_subset", names=["tp", "sp", "sp, full", "fsdp", "ddp"], tiled=tiled)
+    assert [found is None for found in answers] == [True, False, True, False]
+    check(found for found in answers if found is not None)
 
 
 @pytest.mark.parametrize("kind", ["mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3"])
@@ -172,10 +181,16 @@ def test_reshard_policies(two):
         }
 
 
+def test_cpu_offload_is_asked_of_every_unit(two):
+    for found in two.run(_HERE + "offloaded"):
+        assert found == {"offload": ["CPUOffloadPolicy"] * UNITS, "default": ["OffloadPolicy"] * UNITS}
+
+
 def test_mixed_precision(two):
     for found in two.run(_HERE + "mixed_precision"):
         assert found["seen"] == ["torch.bfloat16 torch.bfloat16"]
         assert found["kept"] == ["torch.float32 torch.float32"]
+        assert found["reduced"] == ["torch.float32"] * UNITS
         assert found["error"] <= limit(found["baseline"], "bfloat16")
 
 
@@ -255,6 +270,10 @@ REFUSALS = {
         'config.checkpointing.mode must be "full" or "layers" with config.tensor',
     ),
     "float8": ("UnsupportedError", "config.float8 must be False here, got True"),
+    "compiled reductions": (
+        "UnsupportedError",
+        "config.data.reduce_dtype must be None, or the dtype of all parameters, with config.compile.compiled_autograd",
+    ),
     "tiled loss gathered": ("SpecError", "config.tensor.loss_parallel must be True where the loss is tiled"),
     "fused": (
         "UnsupportedError",

@@ -135,6 +135,23 @@ def test_two_gathered_shards_at_a_time(pools, world):
         assert answer["largest"] < 128 * HIDDEN
 
 
+def test_the_next_shard_is_gathered_and_the_one_before_is_scattered_under_products(pools):
+    """Of three shards: gathers that had arrived, gathers and reduce-scatters under way, product after product.
+
+    dx of a shard is under way while dweight and the logits of the next are computed. Losses per token come first and make
+    no dx; their backward gathers the upstream gradients, and every shard again.
+    """
+    shards = [[[1, 1, 0], [1, 1, 1]], [[2, 1, 1], [2, 1, 0], [2, 1, 1]], [[3, 0, 1], [3, 0, 0], [3, 0, 1]]]
+    both = [numbers for shard in shards for numbers in shard]
+    for answer in run(pools, 2, "under_way"):
+        assert answer == {
+            "mean": both,
+            "mean backward": [],
+            "none": [[1, 1, 0], [2, 1, 0], [3, 0, 0]],
+            "none backward": [[1 + arrived, *under_way] for arrived, *under_way in both],
+        }
+
+
 @pytest.mark.parametrize("world", WORLDS)
 def test_peak_bytes(pools, world):
     for answer in run(pools, world, "peaks"):

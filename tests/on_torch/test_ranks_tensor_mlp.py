@@ -170,6 +170,22 @@ def test_two_gathered_shards_of_padded_parts(pools, sizes):
         assert answer["live"] == [4, 2 * 2 * 3 * (HIDDEN + OUT), 0]
 
 
+def test_the_next_shard_is_gathered_and_the_one_before_is_scattered_under_products(pools):
+    """Of three shards: gathers that had arrived, gathers and reduce-scatters under way, product after product.
+
+    While y of a shard is computed, that of the one before is under way until its own last product needs the memory; in
+    backward x and dy are gathered together, and dx is under way from the weight gradients on.
+    """
+    for answer in run(pools, 2, "under_way"):
+        assert answer["forward"] == [[1, 1, 0], [2, 1, 1], [2, 1, 0], [3, 0, 1], [3, 0, 0]]
+        first, middle, last = (
+            [[2, 2, 0], [2, 2, 1]],
+            [[4, 2, 1], [4, 2, 0], [4, 2, 1]],
+            [[6, 0, 1], [6, 0, 0], [6, 0, 1]],
+        )
+        assert answer["backward"] == first + middle + last
+
+
 @pytest.mark.parametrize("keep", [0.0, 0.5])
 def test_without_gradients(pools, keep):
     """Nothing is kept: every shard is gathered once."""

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from shared_specs.app import demo
+from shared_specs.app import demo, demo_report
 from shared_specs.app.demo_report import Result, Run, largest_difference, picture, record, table, verdict
 from shared_specs.app.log import RunLog
 from shared_specs.app.predict import plain_step
+from shared_specs.app.progress import show_bytes
 from shared_specs.tolerances import DEMO_LOSS_RTOL
 from tests.tiny_model import tiny_config
 
@@ -56,6 +57,21 @@ def test_verdict_on_long_runs():
     assert verdict(runs, console, peak_bytes=GIB - 1) == 1
     assert verdict([runs[0], result("b", [2.1], tokens=128, long=True)], console, peak_bytes=2 * GIB) == 1
     assert "MORE THAN the 1 GB allowed" in console.file.getvalue()
+
+
+def test_verdict_says_whether_the_long_step_would_fit_plainly(monkeypatch):
+    long = result("a", [2.0], tokens=128, long=True)
+    for short_of, said, unsaid in ((0, "large enough", "too little"), (1, "too little", "large enough")):
+        monkeypatch.setattr(demo_report, "machine_bytes", lambda short_of=short_of: long.plain_peak_bytes - short_of)
+        console = Console(file=io.StringIO(), width=160)
+        assert verdict([result("b", [2.0]), long], console) == 0
+        text = console.file.getvalue()
+        assert f"One step on 128 tokens without tiling would take more than {show_bytes(long.plain_peak_bytes)}" in text
+        assert f"{said} for plain training" in text
+        assert unsaid not in text
+    console = Console(file=io.StringIO(), width=160)
+    verdict([result("b", [2.0])], console)
+    assert "plain training" not in console.file.getvalue()
 
 
 def test_table_has_every_run_and_the_prediction():

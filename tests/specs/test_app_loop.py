@@ -207,6 +207,26 @@ def test_output_that_exists_is_left_alone(options, tmp_path, kind):
     assert contents(tmp_path) == before
 
 
+@pytest.mark.parametrize("kind", ["below a file", "a link to nothing", "may not be written", "name too long"])
+def test_output_that_cannot_be_made_is_refused_before_the_model(options, tmp_path, monkeypatch, kind):
+    out, words = {
+        "below a file": (tmp_path / "file" / "runs" / "run", "file is no folder"),
+        "a link to nothing": (tmp_path / "link", "link is no folder"),
+        "may not be written": (tmp_path / "locked" / "runs" / "run", "locked may not be written to"),
+        "name too long": (tmp_path / ("x" * 300), "File name too long"),
+    }[kind]
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    (tmp_path / "locked").mkdir(mode=0o500)
+    # To the superuser nothing is locked.
+    monkeypatch.setattr("shared_specs.app.job.os.access", lambda path, mode: Path(path).name != "locked")
+    before = contents(tmp_path)
+    for resume in (False, True):
+        with pytest.raises(InputError, match=rf"^finetune: --out must be a folder that can be made, .*{words}"):
+            run(options(out=str(out), model="nowhere", resume=resume))
+    assert contents(tmp_path) == before
+
+
 def test_empty_output_folder_is_taken(options, tmp_path):
     (tmp_path / "run").mkdir()
     assert run(options())[0] == 0
@@ -259,6 +279,27 @@ def test_torn_log_line_is_survived(options, tmp_path):
     run(options(resume=True))
     assert len(losses(tmp_path / "run")) == STEPS
     assert read_log(tmp_path / "run")[-1]["event"] == "end"
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"\xff\xfe\n", "it is not UTF-8 text"),
+        (b"[1]\n", "line {line} is no record"),
+        (b"7\n", "line {line} is no record"),
+        (b'{"step": 1}\n', "line {line} is no record"),
+    ],
+    ids=["not text", "a list", "a number", "no event"],
+)
+def test_damaged_log_is_refused(options, tmp_path, content, words):
+    run(options(steps=2))
+    log = tmp_path / "run" / LOG_NAME
+    words = words.format(line=log.read_text().count("\n") + 1)
+    log.write_bytes(log.read_bytes() + content)
+    before = contents(tmp_path)
+    with pytest.raises(InputError, match=rf"^finetune: --out .* holds a damaged {LOG_NAME}: {words}\. Start again"):
+        run(options(resume=True))
+    assert contents(tmp_path) == before
 
 
 def command(options):
@@ -344,10 +385,18 @@ def test_killed_while_saving_leaves_the_checkpoint_before(options, tmp_path, mon
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == [f"step-{STEPS:08d}"]
 
 
-def test_bad_input_on_the_command_line(options, tmp_path):
-    result = subprocess.run(command(options(text=str(tmp_path / "none"))), cwd=ROOT, text=True, capture_output=True)
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"text": "none"}, "finetune: --text must be a text file"),
+        ({"out": __file__ + "/run"}, "finetune: --out must be a folder that can be made"),
+    ],
+    ids=["text", "out"],
+)
+def test_bad_input_on_the_command_line(options, tmp_path, changes, words):
+    result = subprocess.run(command(options(**changes)), cwd=ROOT, text=True, capture_output=True)
     assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr.startswith("finetune: --text must be a text file")
+    assert result.stderr.startswith(words)
     assert result.stderr.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
 

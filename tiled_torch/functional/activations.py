@@ -70,7 +70,9 @@ def _activation_gradient(activation: str, dact: Tensor, value: Tensor, out: Tens
         case "relu":
             return aten.threshold_backward.grad_input(dact, value, 0, grad_input=out)
         case "relu_squared":
-            return torch.mul(dact, value.clamp(min=0).mul_(2), out=out)
+            slope = value.clamp(min=0).mul_(2)
+            # Nothing, not 0 times what comes from above, where value is negative: that may be infinite.
+            return aten.threshold_backward.grad_input(dact, value, 0, grad_input=out).mul_(slope)
     raise ValueError(f"unknown activation {activation!r}")
 
 

@@ -1,4 +1,8 @@
-"""A second kind of model beside the transformer: gated linear attention, a state instead of a softmax, and its plan."""
+"""A model of one's own for `parallelize`: gated linear attention, a state instead of a softmax, and its plan.
+
+The styles of `tiled_torch.parallel.tensor_styles` say how each layer is split; PyTorch's own ones fit where they exist.
+`tests/on_torch/test_ranks_plans.py` compares this model under every configuration with one process.
+"""
 
 from typing import Any
 
@@ -80,6 +84,7 @@ def _styles(_: Any, tensor: TensorParallel) -> dict[str, ParallelStyle]:
     }
 
 
+# From here on parallelize(GatedLinearModel(), mesh, config) knows what to do.
 register_plan(
     GatedLinearModel,
     Plan(blocks="blocks", ends=("embedding", "norm", "head"), check=_check, styles=_styles),
