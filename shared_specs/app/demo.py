@@ -1,8 +1,9 @@
 """`python -m shared_specs.app.demo [--long]`: the main job, plain against tiled, in PyTorch and in JAX.
 
 Four fine-tuning runs of the same model on the same text, one after another in processes of their own, have to show the
-same losses; then one tiled step at a context whose plain memory is more than this machine has. With --long, one step of
-twice the positions the model was made for, in both halves, each layer recomputed in backward, in little memory.
+same losses; then one tiled step at a context whose plain memory, predicted, stands beside that of this machine. With
+--long, one step of twice the positions the model was made for, in both halves, each layer recomputed in backward, in
+little memory.
 """
 
 import json
