@@ -9,16 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from examples.gated_linear_attention import GatedLinearModel
 from shared_specs.config import Checkpointing, Compile, DataParallel, ParallelConfig, TensorParallel
 from tests.on_torch.decoders import BATCH, batch, decoder, loss_of, truth
 from tiled_torch import TiledLinearCrossEntropy, TiledMLP
 from tiled_torch.models import tile_model, tiling_paths
-from tiled_torch.parallel import Plan, backward_context, materialize, parallelize, register_plan
+from tiled_torch.parallel import materialize, parallelize
 
 FULL = Checkpointing()
 EXACT: dict[str, Any] = {"reduce_dtype": None}
@@ -254,86 +252,6 @@ def compiled(
         warnings.simplefilter("error")
 
 
-def reshard(rank: int, world: int) -> dict[str, list[bool]]:
-    """Which blocks hold their own part only once forward is through."""
-    found = {}
-    for name, data in {
-        "default": SHARDED,
-        "always": DataParallel(reshard="always"),
-        "never": DataParallel(reshard="never"),
-        "pipeline": DataParallel(pipeline=True),
-    }.items():
-        model = parallelize(decoder(), mesh_of(("dp_shard",), world), ParallelConfig(data=data))
-        model(input_ids=batch()[0])
-        first = [next(module.parameters()) for module in (model.model.embed_tokens, *model.model.layers, model.lm_head)]
-        found[name] = [isinstance(parameter, DTensor) for parameter in first]
-    return found
-
-
-def offloaded(rank: int, world: int) -> dict[str, list[str]]:
-    """The policies that the units of a model were sharded with: embedding, layers, and norm with head."""
-    found = {}
-    for name, data in {"offload": DataParallel(cpu_offload=True), "default": DataParallel()}.items():
-        model: Any = parallelize(decoder(), mesh_of(("dp_shard",), world), ParallelConfig(data=data))
-        states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
-        groups = dict.fromkeys(group for state in states for group in state._fsdp_param_groups)
-        found[name] = [type(group.offload_policy).__name__ for group in groups]
-    return found
-
-
-class Reduced(TorchDispatchMode):
-    """dtypes of what reduce-scatters are given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dtypes: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.__name__.startswith("_reduce_scatter_base_"):
-            self.dtypes.append(str(args[1].dtype))
-        return func(*args, **(kwargs or {}))
-
-
-def mixed_precision(rank: int, world: int) -> dict[str, Any]:
-    """bfloat16 computation of float32 weights, with gradients reduced in float32; and one process in bfloat16."""
-    _, expected = truth("llama")
-    baseline = decoder().bfloat16()
-    loss_of(baseline, *batch(), inside=False).backward()
-    config = ParallelConfig(data=DataParallel(param_dtype="bfloat16"))
-    mesh = mesh_of(("dp_shard",), world)
-    model = parallelize(decoder().float(), mesh, config)
-    seen: list[str] = []
-    layer = model.model.layers[0].self_attn.q_proj
-    layer.register_forward_hook(lambda module, _, y: seen.append(f"{module.weight.dtype} {y.dtype}"))
-    rows = rows_of(mesh, config)
-    ids, labels = batch()
-    with Reduced() as reduced:
-        loss_of(model, ids[rows], labels[rows], inside=False).backward()
-    grads = {name: full(p.grad) for name, p in model.named_parameters()}
-    return {
-        "seen": seen,
-        "reduced": reduced.dtypes,
-        "kept": sorted({f"{p.dtype} {p.grad.dtype}" for p in model.parameters()}),
-        "error": error_between({name: g.double() for name, g in grads.items()}, expected),
-        "baseline": error_between({name: p.grad.double() for name, p in baseline.named_parameters()}, expected),
-    }
-
-
-def ddp_reduce_dtype(rank: int, world: int) -> dict[str, float]:
-    """bfloat16 gradients of replicas, reduced in float32: the mean rounded once, which a bfloat16 sum is not."""
-    found = {}
-    for dtype in ("float32", None):
-        model = torch.nn.Linear(64, 64, bias=False).bfloat16()
-        register_plan(torch.nn.Linear, Plan(blocks=""), replace=True)
-        config = ParallelConfig(data=DataParallel(engine="ddp", reduce_dtype=dtype))
-        model = parallelize(model, mesh_of(("dp_shard",), world), config)
-        draws = [torch.randn(64, generator=torch.Generator().manual_seed(r)).bfloat16() for r in range(world)]
-        model(draws[rank][None]).backward(torch.ones(1, 64, dtype=torch.bfloat16))
-        exact = torch.stack(draws).double().mean(0).expand(64, 64)
-        found[str(dtype)] = float((model.module.weight.grad.double() - exact).norm() / exact.norm())
-    return found
-
-
 REFUSED: dict[str, tuple[tuple[str, ...], ParallelConfig, dict[str, Any]]] = {
     "order of axes": (("dp_shard", "dp_replicate"), ParallelConfig(data=BOTH_AXES), {}),
     "missing axis": (("dp_shard",), ParallelConfig(tensor=TENSOR), {}),
@@ -421,26 +339,3 @@ def _refusal(model: Any, mesh: Any, config: ParallelConfig) -> list[Any]:
     except (ValueError, TypeError, NotImplementedError) as error:
         return [type(error).__name__, str(error), snapshot(model) == before]
     return ["nothing was refused", "", False]
-
-
-def compiled_autograd(rank: int, world: int, backend: str) -> dict[str, Any]:
-    """DDP whose reductions are part of a compiled backward."""
-    warnings.simplefilter("ignore")
-    options, whole = torch._dynamo.config.optimize_ddp, torch.compile
-    torch.compile = lambda *a, **options: whole(*a, **options | {"backend": backend})  # type: ignore[assignment]
-    try:
-        torch.compiler.reset()
-        _, expected = truth("llama")
-        config = ParallelConfig(data=DataParallel(engine="ddp", **EXACT), compile=Compile(compiled_autograd=True))
-        mesh = mesh_of(("dp_shard",), world)
-        model = parallelize(decoder(), mesh, config)
-        rows = rows_of(mesh, config)
-        ids, labels = batch()
-        with backward_context(config):
-            loss = loss_of(model, ids[rows], labels[rows], False, cache=False)
-            loss.backward()
-        found = {name.removeprefix("module."): p.grad for name, p in model.named_parameters()}
-        return {"gradients": error_between(found, expected)}
-    finally:
-        torch._dynamo.config.optimize_ddp, torch.compile = options, whole
-        warnings.simplefilter("error")

@@ -10,6 +10,7 @@ from tests.ranks import Ranks
 pytestmark = pytest.mark.ranks
 
 _HERE = "tests.on_torch.ranks_plans:"
+_DATA = "tests.on_torch.ranks_plans_data:"
 _TILED = "tests.on_torch.ranks_plans_tiled:"
 ONE_AXIS = ["tp", "sp", "sp, gathered logits", "sp, full", "sp, products", "fsdp", "fsdp, layers", "fsdp, always"]
 ONE_AXIS += ["fsdp, pipeline", "fsdp, offload", "fsdp, products", "ddp"]
@@ -166,13 +167,13 @@ def test_compiled_tiled_blocks_that_are_split(name):
 )
 def test_compiled_autograd(two, backend):
     """DDP's reductions as operations of a backward that is compiled whole."""
-    for found in two.run(_HERE + "compiled_autograd", backend=backend):
+    for found in two.run(_DATA + "compiled_autograd", backend=backend):
         assert found["gradients"] <= DISTRIBUTED_FLOAT64
 
 
 def test_reshard_policies(two):
     """Of embedding, three layers and head: whether they hold their own part only after forward."""
-    for found in two.run(_HERE + "reshard"):
+    for found in two.run(_DATA + "reshard"):
         assert found == {
             "default": [True, True, True, False, False],
             "always": [True] * 5,
@@ -182,12 +183,12 @@ def test_reshard_policies(two):
 
 
 def test_cpu_offload_is_asked_of_every_unit(two):
-    for found in two.run(_HERE + "offloaded"):
+    for found in two.run(_DATA + "offloaded"):
         assert found == {"offload": ["CPUOffloadPolicy"] * UNITS, "default": ["OffloadPolicy"] * UNITS}
 
 
 def test_mixed_precision(two):
-    for found in two.run(_HERE + "mixed_precision"):
+    for found in two.run(_DATA + "mixed_precision"):
         assert found["seen"] == ["torch.bfloat16 torch.bfloat16"]
         assert found["kept"] == ["torch.float32 torch.float32"]
         assert found["reduced"] == ["torch.float32"] * UNITS
@@ -245,9 +246,10 @@ def test_weights_are_tied_as_they_were(two):
         assert found == {"tied by hand": True, "untied by hand": False}
 
 
-def test_ddp_reduces_in_the_dtype_asked_for(four):
+@pytest.mark.parametrize("reducer", ["ddp_optimizer", "python_reducer"])
+def test_ddp_reduces_in_the_dtype_asked_for(four, reducer):
     """The mean of four bfloat16 gradients is rounded once in float32, at every addition without it."""
-    for found in four.run(_HERE + "ddp_reduce_dtype"):
+    for found in four.run(_DATA + "ddp_reduce_dtype", reducer=reducer):
         assert found["float32"] < found["None"]
         assert found["float32"] <= limit(0.0, "bfloat16") * 2
 
