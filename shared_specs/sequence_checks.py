@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from shared_specs.collective_checks import check_sizes
 from shared_specs.errors import fail, fail_type, show_shape
 
+MANY = 8  # ranks that a message names one by one
+
 
 def check_sequence_parallel(function: str, sequence_parallel: object) -> None:
     if not isinstance(sequence_parallel, bool):
@@ -13,10 +15,27 @@ def check_sequence_parallel(function: str, sequence_parallel: object) -> None:
 
 def check_alike(function: str, said: Sequence[Mapping[str, str]]) -> None:
     """What every rank, in rank order, says of its call, by name: SpecError for the first thing in which they differ."""
-    for name in said[0]:
-        words = [of_rank.get(name) for of_rank in said]
+    for name in dict.fromkeys(name for of_rank in said for name in of_rank):
+        words = [str(of_rank.get(name)) for of_rank in said]
         if len(set(words)) > 1:
-            fail(function, name, f"the same on all {len(said)} ranks", ", ".join(map(str, words)))
+            fail(function, name, f"the same on all {len(said)} ranks", _by_rank(words))
+
+
+def _by_rank(words: Sequence[str]) -> str:
+    """All of them in rank order; of more than MANY, each once with its ranks, the fewest first."""
+    if len(words) <= MANY:
+        return ", ".join(words)
+    ranks: dict[str, list[int]] = {}
+    for rank, word in enumerate(words):
+        ranks.setdefault(word, []).append(rank)
+    order = sorted(ranks.items(), key=lambda item: len(item[1]))
+    return ", ".join(f"{word} on {_of(numbers)}" for word, numbers in order)
+
+
+def _of(ranks: Sequence[int]) -> str:
+    if len(ranks) > MANY:
+        return f"{len(ranks)} ranks"
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def sequence_tokens(

@@ -20,22 +20,36 @@ from shared_specs.partitions import SequencePlan, plan_sequence
 from shared_specs.shards import ShardPlan
 
 
-def in_flight_bytes(
-    shape: MLPShape | LossShape, plan: SequencePlan, *, upstream: int = 0, exchanged: bool = False
-) -> int:
-    """Bytes of the gathered shards of a sequence that is split over R ranks, above what one shard's loop needs.
+def in_flight_bytes(shape: MLPShape | LossShape, plan: SequencePlan, *, upstream: int = 0) -> int:
+    """Bytes of the gathered shards of a compiled program over a sequence that is split over R ranks, above one shard's loop.
 
     x [R t, H] of the shard that is computed and of the next, which is under way (`upstream`: as many rows of an upstream
-    gradient of that width); partial sums [R t, H] of one shard, and the rank's own part of their sum, [t, H]; or, `exchanged`,
-    where ranks send each other 16-bit partial sums and add them up in float32, as many of theirs (more than two ranks).
+    gradient of that width); partial sums [R t, H] of one shard, and the rank's own part of their sum, [t, H].
     """
     if not len(plan):
         return 0
     rows, shards = plan.rows(0), min(2, len(plan))
-    gathered = shards * len(plan.tokens) * rows * (shape.hidden + upstream)
+    return (shards * len(plan.tokens) * rows * (shape.hidden + upstream)) * shape.itemsize + _partial_sums(shape, plan)
+
+
+def eager_in_flight_bytes(shape: MLPShape | LossShape, plan: SequencePlan, *, upstream: int = 0) -> int:
+    """As `in_flight_bytes`, of the eager loop: two gathered shards at a time, of x, or one of x and one of upstream gradients.
+
+    Where more than two ranks add up 16-bit partial sums in float32, they send each other as many of theirs.
+    """
+    if not len(plan):
+        return 0
+    one, other = shape.hidden, upstream
+    if len(plan) > 1:
+        other = max(shape.hidden, upstream)
+    rows, ranks = plan.rows(0), len(plan.tokens)
+    return ranks * rows * (one + other) * shape.itemsize + _partial_sums(shape, plan, exchanged=True)
+
+
+def _partial_sums(shape: MLPShape | LossShape, plan: SequencePlan, *, exchanged: bool = False) -> int:
     ranks = len(plan.tokens)
-    partial_sums = (ranks + (ranks if exchanged and shape.itemsize < 4 and ranks > 2 else 1)) * rows * shape.hidden
-    return (gathered + partial_sums) * shape.itemsize
+    parts = ranks + (ranks if exchanged and shape.itemsize < 4 and ranks > 2 else 1)
+    return parts * plan.rows(0) * shape.hidden * shape.itemsize
 
 
 def gathered_plan(plan: SequencePlan) -> ShardPlan:
@@ -51,7 +65,7 @@ def sequence_peak_bytes(shape: MLPShape, plan: SequencePlan, *, device: str = "c
     """
     out = shape.hidden if shape.out is None else shape.out
     loop = peak_bytes(shape, gathered_plan(plan), device=device, kernels=kernels)
-    return loop + in_flight_bytes(shape, plan, upstream=out, exchanged=True)
+    return loop + eager_in_flight_bytes(shape, plan, upstream=out)
 
 
 def plan_sequence_mlp(
@@ -99,7 +113,7 @@ def sequence_loss_peak_bytes(
 ) -> int:
     """Peak bytes of one eager loss whose tokens are split over ranks, above inputs, gradients and numbers per token."""
     loop = loss_peak_bytes(shape, gathered_plan(plan), device=device, kernels=kernels)
-    return loop + in_flight_bytes(shape, plan, exchanged=True)
+    return loop + eager_in_flight_bytes(shape, plan)
 
 
 def plan_sequence_loss(

@@ -15,7 +15,7 @@ from shared_specs.errors import SpecError, UnsupportedError
 # What the user can mend, told in one line; any other error is a fault, told by its traceback.
 USER_ERRORS = (InputError, SpecError, UnsupportedError)
 _T = TypeVar("_T")
-_PATIENCE_SECONDS = 10.0
+_PATIENCE_SECONDS = 30.0
 
 
 class Team(Protocol):

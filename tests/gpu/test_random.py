@@ -63,6 +63,18 @@ def test_a_graph_draws_on_from_its_stream_at_every_replay():
         assert draw() == numbers(1, 4)[3]
 
 
+def test_a_captured_recomputation_is_refused():
+    """Before anything of it is captured; the graph is thrown away."""
+    from tiled_torch import UnsupportedError, tile
+    from tiled_torch.parallel import checkpoint
+
+    x = torch.ones(4, 2, device="cuda", requires_grad=True)
+    for call in (lambda: checkpoint(torch.sin, x), lambda: tile(torch.sin, num_shards=2)(x)):
+        with pytest.raises(UnsupportedError, match="outside the capture of a CUDA graph"):
+            with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                call()
+
+
 def test_recomputation():
     from tiled_torch.parallel import CheckpointWithoutOutput, checkpoint
 

@@ -15,7 +15,7 @@ from shared_specs.config import Checkpointing, DataParallel, ParallelConfig, Ten
 from tests.on_torch.ranks_engines import Collectives
 from tests.on_torch.ranks_loss import HIDDEN, draw, group_of, labels
 from tests.on_torch.ranks_tensor_mlp import call, operands, part_of
-from tiled_torch import TiledLinearCrossEntropy, TiledMLP
+from tiled_torch import TiledLinearCrossEntropy, TiledMLP, parallel
 from tiled_torch.parallel import (
     checkpoint,
     parallelize,
@@ -81,6 +81,64 @@ def loss(rank: int, world: int, what: str) -> str:
     return message_of(lambda: vocab_parallel_linear_cross_entropy(x, weight, targets, **options))
 
 
+def other_sizes(what: str, odd: bool, group: Any, ranks: int) -> Any:
+    """One call of a public function; where `odd`, with sizes or a dtype that fit this rank's own arguments alone."""
+    over, rows, split = {"group": group}, 3 - odd, torch.float64 if odd else torch.float32
+    weight = torch.ones(2, 4)
+    match what:
+        case "gather":
+            return parallel.gather_from_sequence_parallel_region(torch.ones(rows, 2), **over)
+        case "gather of features":
+            return parallel.gather_from_tensor_parallel_region(torch.ones(2, rows), **over)
+        case "parts":
+            sizes = [3 + odd] * (ranks - 1) + [rows]
+            x = torch.ones(sizes[dist.get_rank(group)], 2)
+            return parallel.gather_from_sequence_parallel_region(x, split_sizes=sizes, **over)
+        case "dtype":
+            return parallel.gather_from_sequence_parallel_region(torch.ones(3, 2, dtype=split), **over)
+        case "sum":
+            return parallel.reduce_from_tensor_parallel_region(torch.ones(rows), **over)
+        case "scatter":
+            return parallel.reduce_scatter_to_sequence_parallel_region(torch.ones(rows * ranks), **over)
+        case "exchange":
+            gives = [rows] + [3] * (ranks - 1)
+            x = torch.ones(sum(gives), 2)
+            return parallel.all_to_all(x, output_split_sizes=[3] * ranks, input_split_sizes=gives, **over)
+        case "to hidden":
+            return parallel.all_to_all_sequence_to_hidden(torch.ones(rows, ranks), **over)
+        case "column":
+            return parallel.column_parallel_linear(torch.ones(rows, 4), weight, sequence_parallel=True, **over)
+        case "row":
+            return parallel.row_parallel_linear(torch.ones(rows, 4), weight, input_is_parallel=True, **over)
+        case "embedding":
+            return parallel.vocab_parallel_embedding(torch.zeros(rows, dtype=torch.long), weight, **over)
+        case "norm":
+            with torch.no_grad():
+                x = torch.ones(rows, 4)
+                return parallel.norm_column_parallel_linear(x, torch.ones(4), weight, sequence_parallel=True, **over)
+        case "residual norm":
+            with torch.no_grad():
+                x, residual = torch.ones(rows * ranks, 4), torch.ones(rows, 2)
+                return parallel.row_parallel_linear_residual_norm(x, weight, residual, torch.ones(2), **over)
+    raise ValueError(what)
+
+
+def sizes(rank: int, world: int, what: str, group: str) -> list[Any] | None:
+    """What a call comes to whose last rank is odd, and whether one that all make alike then does as before it."""
+    over, inside, ranks = group_of(group, rank, world)
+    if inside < 0:
+        return None
+    before = other_sizes(what, False, over, ranks)
+    message = message_of(lambda: other_sizes(what, inside == ranks - 1, over, ranks))
+    after = other_sizes(what, False, over, ranks)
+    alike = [torch.equal(a, b) for a, b in zip(flat(before), flat(after), strict=True)]
+    return [message, all(alike)]
+
+
+def flat(result: Any) -> list[Tensor]:
+    return [result] if isinstance(result, Tensor) else list(result)
+
+
 def functions(rank: int, world: int) -> str:
     """Ranks that are in different functions."""
     over = rank_group("one" if rank else "another")
@@ -94,7 +152,7 @@ def counts(rank: int, world: int, group: str) -> list[int] | None:
         return None
     found = []
     for place, what in ((over, 1), (over, 1), (over, 2), (over, 1), (dist.group.WORLD if group == "mesh" else over, 1)):
-        with Collectives() as collectives:
+        with Collectives(comparisons=True) as collectives:
             agree(rank_group("counts", place), torch.device("cpu"), {"a": what})
         found.append(sum(collectives.counts.values()))
     return found

@@ -142,16 +142,22 @@ def shard_fully(model: Model, wrapped: str, **options: Any) -> None:
 
 
 class Collectives(TorchDispatchMode):
-    """Counts collectives by name."""
+    """Counts collectives by name; the numbers by which ranks compare what they are about to send, only where asked to."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, comparisons: bool = False) -> None:
         super().__init__()
         self.counts: Counter[str] = Counter()
+        self.comparisons = comparisons
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional"):
+        if func.namespace in ("c10d", "_c10d_functional") and (self.comparisons or not compares(func, args)):
             self.counts[func.__name__.split(".")[0]] += 1
         return func(*args, **(kwargs or {}))
+
+
+def compares(func: Any, args: Any) -> bool:
+    """Whether a collective is one of `tiled_torch.parallel.agreement`: of one number a rank."""
+    return func.__name__.startswith("_allgather_base_") and args[1].dtype == torch.int64 and args[1].dim() == 1
 
 
 def full(tensor: Any) -> Tensor | None:

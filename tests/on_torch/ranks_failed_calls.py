@@ -9,13 +9,14 @@ import sys
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from tests.on_torch.ranks_tensor_mlp import call, operands, part_of
 from tiled_torch import parallel
-from tiled_torch.parallel import failed_calls
+from tiled_torch.parallel import agreement, failed_calls
 
 SECONDS = 1.0  # what a rank waits in a group before its call fails
 
@@ -78,23 +79,37 @@ def subgroups(rank: int, world: int) -> str:
     return message
 
 
-def functions(rank: int, world: int) -> str:
-    """Rank 0 makes one call, rank 1 another."""
+def backend(name: str) -> Any:
+    """As under this backend, whose calls are compared the first time only unless it is gloo."""
+    return mock.patch.object(agreement, "backend_of", return_value=name)
+
+
+def functions(rank: int, world: int, under: str) -> str:
+    """Two calls that both ranks have made before: rank 0 makes the one, rank 1 the other."""
     group = impatient(list(range(world)))
-    message = message_of(lambda: gather(group) if rank else scatter(group, world))
+    with backend(under):
+        gather(group)
+        scatter(group, world)
+        message = message_of(lambda: gather(group) if rank else scatter(group, world))
     dist.barrier()
     return message
 
 
-def known_calls(rank: int, world: int) -> str:
-    """Two calls that both ranks have made before: one rank now makes the one, the other the other."""
+def known_calls(rank: int, world: int, under: str) -> list[str]:
+    """Two calls of one function that both ranks have made before: one rank now makes the one, the other the other.
+
+    Then both make the first one, the second rank in shards that nobody has made before.
+    """
     group = impatient(list(range(world)))
     given = {n: part_of(n, a, rank, world) if n != "x" else a for n, a in operands(8, gated=True, bias=False).items()}
-    for split in (True, False):
-        call(given, sequence_parallel=split, group=group)
-    message = message_of(lambda: call(given, sequence_parallel=not rank, group=group))
+    with backend(under):
+        for split in (True, False):
+            call(given, sequence_parallel=split, group=group)
+        messages = [message_of(lambda: call(given, sequence_parallel=not rank, group=group))]
+        if under == "gloo":
+            messages.append(message_of(lambda: call(given, sequence_parallel=True, num_shards=1 + rank, group=group)))
     dist.barrier()
-    return message
+    return messages
 
 
 def main(rank: int, port: int) -> None:

@@ -15,12 +15,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from examples.sliced_mlp import SlicedMLP
 from tests.on_torch.counting import LiveBytes
 from tests.on_torch.ranks_engines import Collectives, full
 from tests.on_torch.ranks_loss import distance
-from tests.on_torch.test_linear import MLP
-from tiled_torch import TiledLinear, TiledLinearReturnBias, tile
-from tiled_torch.functional.linear import add_partial
+from tiled_torch import TiledLinear, TiledLinearReturnBias
 from tiled_torch.parallel import whole_state_dict
 
 HIDDEN, OUT, TOKENS = 16, 32, 6
@@ -306,60 +305,42 @@ def moment_of(model: Net, optimizer: torch.optim.Optimizer) -> Tensor:
     return whole
 
 
-class Slice(nn.Module):
-    """One run of the intermediate dim: a tile of gate, of up and of down."""
-
-    def __init__(self, mlp: MLP, part: int) -> None:
-        super().__init__()
-        self.gate, self.up = mlp.gate.linears[part][0], mlp.up.linears[part][0]  # type: ignore[index]
-        self.down = mlp.down.linears[0][part]  # type: ignore[index]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
-
-
-class SlicedMLP(nn.Module):
-    """The MLP a slice of the weights at a time, and each slice a shard of tokens at a time."""
-
-    def __init__(self, mlp: MLP, splits: int, num_shards: int) -> None:
-        super().__init__()
-        self.slices, self.num_shards = nn.ModuleList(Slice(mlp, part) for part in range(splits)), num_shards
-
-    def forward(self, x: Tensor) -> Tensor:
-        total: Any = None
-        for i, part in enumerate(self.slices):
-            total = add_partial(i, total, tile(part, num_shards=self.num_shards)(x))
-        return total
-
-
-def mlp(form: str, rank: int, world: int, splits: int = 4, num_shards: int = 12) -> dict[str, Any]:
-    """Sequence shards composed with weight tiles: tile(MLP of tiled linears), or tile(slice) for every slice."""
+def mlp(rank: int, world: int, slices: int = 4, num_shards: int = 12, dtype: str = "float64") -> dict[str, Any]:
+    """Sequence shards composed with weight tiles: every slice a unit of fully_shard, and tiled over the tokens."""
     torch.manual_seed(0)
-    intermediate, tokens = 128, 96
-    model = MLP(HIDDEN, intermediate, splits)
-    expected = copy.deepcopy(model)
-    expected_x = [batch(r, tokens=tokens).requires_grad_() for r in range(world)]
-    for x in expected_x:
-        (expected(x).square().sum() / world).backward()
+    intermediate, tokens, kind = 128, 96, getattr(torch, dtype)
+    model = SlicedMLP(HIDDEN, intermediate, slices=slices, num_shards=num_shards, dtype=kind)
+    truth, plain = copy.deepcopy(model).double(), copy.deepcopy(model)
+    found = []
+    for whole in (truth, plain):
+        inputs = [batch(r, kind, tokens).to(whole.slices[0].up.weight.dtype).requires_grad_() for r in range(world)]  # type: ignore[union-attr, arg-type]
+        for x in inputs:
+            (untiled(whole, x).square().sum() / world).backward()
+        found.append(inputs[rank].grad * world)  # type: ignore[operator]
     mesh = init_device_mesh("cpu", (world,))
-    run: nn.Module = model if form == "whole" else SlicedMLP(model, splits, num_shards)
-    units = [u for u in model.modules() if isinstance(u, nn.Linear)] if form == "whole" else list(run.slices)  # type: ignore[arg-type]
+    units = list(model.slices)
     for unit in units:
         fully_shard(unit, mesh=mesh)  # type: ignore[arg-type]
-    fully_shard(run, mesh=mesh)
-    x = batch(rank, tokens=tokens).requires_grad_()
-    call = tile(run, num_shards=num_shards) if form == "whole" else run
-    with Gathered(units) as meter, LiveBytes() as live:  # type: ignore[arg-type]
-        call(x).square().sum().backward()
-    pairs = dict(model.named_parameters())
-    errors = [distance(full(pairs[n].grad), p.grad) for n, p in expected.named_parameters()]  # type: ignore[arg-type]
-    errors.append(distance(x.grad / world, expected_x[rank].grad))  # type: ignore[operator, arg-type]
+    fully_shard(model, mesh=mesh)
+    x = batch(rank, kind, tokens).requires_grad_()
+    with Gathered(units) as meter, LiveBytes() as live:
+        model(x).square().sum().backward()
+    others = [dict(whole.named_parameters()) for whole in (truth, plain)]
+    pairs = [(full(p.grad), others[0][n].grad, others[1][n].grad) for n, p in model.named_parameters()]
+    pairs.append((x.grad, *found))
     return {
-        "errors": errors,
+        "errors": [distance(ours.double(), exact) for ours, exact, _ in pairs],  # type: ignore[union-attr, arg-type]
+        "plain": [distance(theirs.double(), exact) for _, exact, theirs in pairs],  # type: ignore[union-attr, arg-type]
         "peak": meter.peak,
-        "slice": 8 * 3 * HIDDEN * intermediate // splits,
-        "mlp": 8 * 3 * HIDDEN * intermediate,
+        "two": sum(sorted(meter.sizes)[-2:]),
         "largest": live.largest,
         "x": 8 * tokens * HIDDEN,
         "gathers": [meter.gathers, len(units)],
     }
+
+
+def untiled(mlp: SlicedMLP, x: Tensor) -> Tensor:
+    """One process with whole weights."""
+    gate, up = (torch.cat([getattr(part, name).weight for part in mlp.slices]) for name in ("gate", "up"))
+    down = torch.cat([part.down.weight for part in mlp.slices], 1)  # type: ignore[union-attr]
+    return (nn.functional.silu(x @ gate.T) * (x @ up.T)) @ down.T

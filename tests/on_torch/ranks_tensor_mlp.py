@@ -27,9 +27,10 @@ from tests.on_torch.ranks_engines import Collectives, full
 from tests.on_torch.ranks_loss import distance, draw, group_of
 from tiled_torch import tiled_mlp
 from tiled_torch.parallel import tensor_parallel_mlp
+from tiled_torch.parallel.failed_calls import named
 from tiled_torch.parallel.groups import rank_group
 from tiled_torch.parallel.sequence import gathered
-from tiled_torch.parallel.transport import Pending, named
+from tiled_torch.parallel.transport import Pending
 
 HIDDEN, FEATURES, OUT = 6, 16, 5
 PLACEMENTS = {"w_gate": 0, "w_up": 0, "w_down": 1, "b_gate": 0, "b_up": 0, "b_down": None}
@@ -319,21 +320,23 @@ def held(rank: int, world: int) -> list[int]:
     plan, found = plan_sequence("held", (8,) * world, num_shards=4), []
     for hold in (False, True):
         with LiveGathered() as live:
-            for _, arrived in gathered(rank_group("held"), plan, [draw(8, HIDDEN, seed=0)], torch.float64):
-                if not hold:
-                    arrived.clear()
+            x, shards = draw(8, HIDDEN, seed=0), range(len(plan))
+            for _, arrived in gathered(rank_group("held"), plan, x, torch.float64, shards):
+                last = arrived if hold else None
+                del arrived
+            del last
         found.append(live.peak_pieces)
     return found
 
 
-def under_way(rank: int, world: int) -> dict[str, list[list[int]]]:
+def under_way(rank: int, world: int, keep: float = 0.0) -> dict[str, list[list[int]]]:
     """What is under way during the products of three shards, forward and backward."""
     given = operands(32, gated=True, bias=False)
     rows = slice(rank * 32 // world, (rank + 1) * 32 // world)
     mine = {name: a[rows] if name == "x" else part_of(name, a, rank, world) for name, a in given.items()}
     mine = {name: a.clone().requires_grad_() for name, a in mine.items()}
     with UnderWay() as forward:
-        y = call(mine, sequence_parallel=True, num_shards=3)
+        y = call(mine, sequence_parallel=True, num_shards=3, keep=keep)
     with UnderWay() as backward:
         y.backward(torch.ones_like(y))
     return {"forward": forward.products, "backward": backward.products}

@@ -24,9 +24,18 @@ from tiled_torch.parallel import TensorParallelTiledMLP, sharded_state_dict, ten
 
 
 def module(
-    rank: int, world: int, gated: bool, bias: bool, sequence_parallel: bool, fused: bool = False
+    rank: int,
+    world: int,
+    gated: bool,
+    bias: bool,
+    sequence_parallel: bool,
+    fused: bool = False,
+    main_grad: bool = False,
 ) -> dict[str, Any]:
-    """The module's parameters are slices of `TiledMLP`'s from the same seed, and so are its results."""
+    """The module's parameters are slices of `TiledMLP`'s from the same seed, and so are its results.
+
+    main_grad: every parameter has one, of ones, that takes its gradient.
+    """
     torch.manual_seed(3)
     options: dict[str, Any] = {"gated": gated, "bias": bias, "fused_gate_up": fused, "dtype": torch.float64}
     whole = TiledMLP(HIDDEN, FEATURES, num_shards=3, **options)
@@ -36,16 +45,20 @@ def module(
     rows = slice(8 * rank, 8 * (rank + 1)) if sequence_parallel else slice(None)
     expected = whole(x)
     expected.backward(upstream)
+    for parameter in mine.parameters() if main_grad else ():
+        parameter.main_grad, parameter.grad_added_to_main_grad = torch.ones_like(parameter), False  # type: ignore[attr-defined]
     y = mine(x[:, rows])
     y.backward(upstream[:, rows])
+    taken = all(parameter.grad_added_to_main_grad for parameter in mine.parameters()) if main_grad else True  # type: ignore[attr-defined]
     errors = {"y": distance(y, expected[:, rows])}
     same = []
     for name, parameter in mine.named_parameters():
         theirs = whole.get_parameter(name)
         same.append(torch.equal(parameter, own_part(name, theirs, rank, world)))
-        errors[f"d{name}"] = distance(parameter.grad, own_part(name, theirs.grad, rank, world))
+        found = parameter.main_grad - 1 if main_grad else parameter.grad  # type: ignore[attr-defined]
+        errors[f"d{name}"] = distance(found, own_part(name, theirs.grad, rank, world))  # type: ignore[arg-type]
     dims = {name: parameter.partition_dim for name, parameter in mine.named_parameters()}  # type: ignore[attr-defined]
-    return {"errors": errors, "same": all(same), "dims": dims, "repr": mine.extra_repr()}
+    return {"errors": errors, "same": all(same) and taken, "dims": dims, "repr": mine.extra_repr()}
 
 
 def own_part(name: str, whole: Any, rank: int, world: int) -> Tensor:

@@ -14,6 +14,7 @@ from shared_specs import SpecError, UnsupportedError
 from shared_specs.rounding import relative_error
 from shared_specs.tolerances import DISTRIBUTED_FLOAT64
 from tiled_torch import tile
+from tiled_torch.functional import replay
 from tiled_torch.parallel import CheckpointWithoutOutput, checkpoint, seed_parallel
 
 TOKENS, HIDDEN, WIDE = 16, 8, 64
@@ -361,3 +362,17 @@ def test_recomputation_that_differs_is_an_error():
     call.discard_output_and_register_recompute(y)
     with pytest.raises(RuntimeError, match="what fn saves must be as before, 1 tensors, got 2 tensors"):
         y.sum().backward()
+
+
+@pytest.mark.parametrize("function", ["checkpoint", "recomputation"])
+def test_a_cuda_graph_that_captures_a_recomputation_is_refused(function, monkeypatch):
+    """A pretended capture: the generators' states, which `tile` and CheckpointWithoutOutput read too, cannot be read in one."""
+    calls = {
+        "checkpoint": lambda: checkpoint(torch.sin, torch.ones(4, 2, requires_grad=True)),
+        "recomputation": lambda: replay.random_state(torch.device("cuda")),
+    }
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    message = rf"^{function}: a call must be outside the capture of a CUDA graph, got one inside\. It reads the states"
+    with pytest.raises(UnsupportedError, match=message):
+        calls[function]()

@@ -72,6 +72,24 @@ def test_family(kind: str) -> None:
     assert list(model.state_dict()) == keys
 
 
+@pytest.mark.parametrize("kind", ["phi3", "glm4", "llama"])
+def test_main_grad_of_the_mlps(kind: str) -> None:
+    """Of fused gate and up as well: where every MLP weight has a main_grad, that takes its gradient."""
+    model = build(kind)
+    _, expected = loss_and_gradients(model)
+    tile_model(model, num_shards=3)
+    weights = {name: p for name, p in model.named_parameters() if ".mlp." in name}
+    for weight in weights.values():
+        weight.main_grad, weight.grad_added_to_main_grad = torch.ones_like(weight), False
+    _, found = loss_and_gradients(model)
+    assert len(weights) == (4 if kind != "llama" else 6)
+    for name, weight in weights.items():
+        assert weight.grad_added_to_main_grad
+        assert relative_error((weight.main_grad - 1).numpy(), expected[name].numpy()) <= DISTRIBUTED_FLOAT64
+    others = set(found) - set(weights)
+    assert all(relative_error(found[n].numpy(), expected[n].numpy()) <= DISTRIBUTED_FLOAT64 for n in others)
+
+
 def test_every_class_of_every_family_is_tested() -> None:
     seen = set()
     for kind in KINDS:

@@ -52,6 +52,55 @@ def test_calls_of_the_loss_of_logits(pools):
     assert run(pools, 2, "loss", what="logits") == [message] * 2
 
 
+REGION = "parallel_region"
+OF_SIZES = {  # the function, and what it sends: of all ranks but the last, then of that one
+    "gather": (f"gather_from_sequence_{REGION}", "all-gather of float32 [3, 2]", "all-gather of float32 [2, 2]"),
+    "gather of features": (
+        f"gather_from_tensor_{REGION}",
+        "all-gather of float32 [2, 3] along dim 1",
+        "all-gather of float32 [2, 2] along dim 1",
+    ),
+    "parts": (
+        f"gather_from_sequence_{REGION}",
+        "all-gather of float32 [3, 2]",
+        "all-gather of float32 [4, 2] in parts [",
+    ),
+    "dtype": (f"gather_from_sequence_{REGION}", "all-gather of float32 [3, 2]", "all-gather of float64 [3, 2]"),
+    "sum": (f"reduce_from_tensor_{REGION}", "all-reduce of float32 [3]", "all-reduce of float32 [2]"),
+    "scatter": (f"reduce_scatter_to_sequence_{REGION}", "reduce-scatter of float32 [", "reduce-scatter of float32 ["),
+    "column": ("column_parallel_linear", "all-gather of float32 [3, 4]", "all-gather of float32 [2, 4]"),
+    "row": ("row_parallel_linear", "all-reduce of float32 [3, 2]", "all-reduce of float32 [2, 2]"),
+    "embedding": ("vocab_parallel_embedding", "all-reduce of float32 [3, 4]", "all-reduce of float32 [2, 4]"),
+    "norm": ("norm_column_parallel_linear", "all-gather of float32 [3, 4]", "all-gather of float32 [2, 4]"),
+    "residual norm": (
+        "row_parallel_linear_residual_norm",
+        "reduce-scatter of float32 [",
+        "reduce-scatter of float32 [",
+    ),
+}
+EXCHANGES = {"to hidden": "all_to_all_sequence_to_hidden", "exchange": "all_to_all"}
+
+
+@pytest.mark.parametrize("what", [*OF_SIZES, *EXCHANGES])
+@pytest.mark.parametrize(("world", "group"), [(2, "default"), (4, "default"), (4, "subset")])
+def test_sizes_that_do_not_fit_each_other(pools, world, group, what):
+    """No rank can know it of its own arguments, and gloo would end the process: one error on all, and the group goes on."""
+    answers = [answer for answer in run(pools, world, "sizes", what=what, group=group) if answer is not None]
+    ranks = len(answers)
+    assert ranks == (2 if group == "subset" else world)
+    (message,) = {message for message, _ in answers}
+    assert all(alike for _, alike in answers)
+    if what in EXCHANGES:
+        rows = f"the rows that rank 0 takes from rank {ranks - 1} must be the 2 that it gives it, got 3."
+        assert message == f"{EXCHANGES[what]}: {rows}"
+        return
+    function, alike, odd = OF_SIZES[what]
+    start = f"{function}: the collective must be the same on all {ranks} ranks, got {alike}"
+    assert message.startswith(start)
+    assert message.count(alike) == ranks - (alike != odd)
+    assert odd in message.removeprefix(start)
+
+
 def test_ranks_in_different_functions(pools):
     rule = "the function must be the same on all 2 ranks, got another, one."
     assert run(pools, 2, "functions") == [f"another: {rule}", f"one: {rule}"]

@@ -42,10 +42,10 @@ def test_dropout_agrees_exactly_where_it_should(pools, world, axes):
 
 
 def assert_parted(answer: dict[str, Any]) -> None:
-    """The same gradients; three inputs in parts; one all-gather each, in backward only, but for the first comparison."""
+    """The same gradients; three inputs in parts; one all-gather each, in backward only, but for one of samples to compare."""
     assert max(answer["errors"]) == 0.0
     assert answer["whole"]["collectives"] == [0, 0]
-    assert answer["parted"]["collectives"] == [2, 3]
+    assert answer["parted"]["collectives"] == [1, 3]
     elements, size = answer["input"] // 8, answer["size"]
     saved = 3 * (answer["input"] - 8 * -(-elements // size))
     assert answer["whole"]["held"] - answer["parted"]["held"] == saved

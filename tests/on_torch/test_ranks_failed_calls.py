@@ -61,17 +61,27 @@ def test_a_wrong_call_on_one_rank_of_groups_that_are_not_the_world(pools):
 
 
 def test_a_rank_that_makes_another_call(pools):
-    first, second = run(pools, 2, "functions")
+    first, second = run(pools, 2, "functions", under="nccl")
     assert f"Rank 1 waited in another call, {GATHER} of float32 [3]." in first
     assert f"Rank 0 waited in another call, {SCATTER}: reduce-scatter of float32 [2, 2]." in second
 
 
 def test_calls_that_were_alike_before_and_no_longer_are(pools):
     """Nobody compares them any more; the error of the collective that then fails shows in what they differ."""
-    first, second = run(pools, 2, "known_calls")
+    (first,), (second,) = run(pools, 2, "known_calls", under="nccl")
     assert "Rank 1 waited in another call, tensor_parallel_mlp: all-reduce of float64 [8, 5], with " in first
     assert "sequence_parallel False (here True)" in first
     assert "sequence_parallel True (here False)" in second
+
+
+def test_under_gloo_they_are_compared_again(pools):
+    """Each rank is told at once, whatever was alike before."""
+    rule = f"the function must be the same on all 2 ranks, got {SCATTER}, {GATHER.partition(':')[0]}."
+    first, second = run(pools, 2, "functions", under="gloo")
+    assert (first, second) == (f"SpecError: {SCATTER}: {rule}", f"SpecError: {GATHER.partition(':')[0]}: {rule}")
+    expected = "SpecError: tensor_parallel_mlp: sequence_parallel must be the same on all 2 ranks, got True, False."
+    shards = "SpecError: tensor_parallel_mlp: shard_tokens must be the same on all 2 ranks, got 8, 4."
+    assert run(pools, 2, "known_calls", under="gloo") == [[expected, shards]] * 2
 
 
 def test_processes_that_ended():

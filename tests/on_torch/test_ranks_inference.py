@@ -24,6 +24,8 @@ def run(pools: dict[int, Ranks], world: int, function: str, **arguments: Any) ->
     return pools[world].run(f"tests.on_torch.ranks_inference:{function}", **arguments)
 
 
+UNEVEN = {2: [3, 1], 4: [1, 3, 0, 2]}
+ONE = {2: [1, 0], 4: [0, 0, 1, 0]}  # one token that is decoded
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "no bias": {"bias": False},
@@ -31,13 +33,21 @@ CASES: dict[str, dict[str, Any]] = {
     "mesh": {"group": "mesh", "sequence_parallel": True},
     "symmetric memory": {"symmetric_memory": True},
     "symmetric memory, own tokens": {"symmetric_memory": True, "gather": False, "bias": False},
+    "uneven": {"sizes": UNEVEN, "sequence_parallel": True},
+    "uneven, own tokens": {"sizes": UNEVEN, "sequence_parallel": True, "gather": False, "bias": False},
+    "one token": {"sizes": ONE, "sequence_parallel": True},
+    "sizes, symmetric memory": {"sizes": {2: [2, 2], 4: [2] * 4}, "symmetric_memory": True},
 }
+
+
+def settings(given: dict[str, Any], world: int) -> dict[str, Any]:
+    return {name: value[world] if name == "sizes" else value for name, value in given.items()}
 
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("world", [2, 4])
 def test_against_one_process(pools, world, name):
-    for answer in run(pools, world, "layers", **CASES[name]):
+    for answer in run(pools, world, "layers", **settings(CASES[name], world)):
         assert answer["dtypes"]
         assert max(error["ours"] for error in answer["errors"].values()) <= DISTRIBUTED_FLOAT64, answer["errors"]
         gathered = {"_allgather_base_": 1}
@@ -50,9 +60,11 @@ def test_against_one_process(pools, world, name):
         assert answer["collectives"] == [column, row]
 
 
+@pytest.mark.parametrize("sizes", [None, [1, 4], [0, 1]])
 @pytest.mark.parametrize("group", ["subset", "mesh dim"])
-def test_groups_that_are_not_the_world(pools, group):
-    inside = [one for one in run(pools, 4, "layers", group=group, sequence_parallel=True) if one is not None]
+def test_groups_that_are_not_the_world(pools, group, sizes):
+    answers = run(pools, 4, "layers", group=group, sizes=sizes, sequence_parallel=True)
+    inside = [one for one in answers if one is not None]
     assert len(inside) == (2 if group == "subset" else 4)
     for answer in inside:
         assert max(error["ours"] for error in answer["errors"].values()) <= DISTRIBUTED_FLOAT64
@@ -62,7 +74,7 @@ def test_groups_that_are_not_the_world(pools, group):
 @pytest.mark.parametrize("world", [2, 4])
 def test_bfloat16(pools, world, name):
     """As exact as one process, whose layer adds what the ranks round."""
-    for answer in run(pools, world, "layers", dtype="bfloat16", **CASES[name]):
+    for answer in run(pools, world, "layers", dtype="bfloat16", **settings(CASES[name], world)):
         assert answer["dtypes"]
         for name, error in answer["errors"].items():
             assert error["ours"] <= limit(error["plain"], "bfloat16"), name
@@ -73,6 +85,23 @@ def test_bfloat16(pools, world, name):
 def test_both_paths_give_the_same_bits(pools, world, group, dtype):
     inside = [found for found in run(pools, world, "both_paths", dtype=dtype, group=group) if found is not None]
     assert inside == [[True, True]] * (2 if group == "subset" else world)
+
+
+@pytest.mark.parametrize("sizes", [[3, 1], [0, 1]])
+def test_symmetric_memory_is_not_taken_by_unequally_many_tokens(pools, sizes):
+    """Where it could run: path="auto" sends what the collectives do."""
+    refused = (
+        f"UnsupportedError: {ROW}: path must be usable here, got 'symmetric_memory'. It exchanges equally many tokens of "
+        f'every rank, and split_sizes is {sizes}. Pass path="auto".'
+    )
+    sent = {"_reduce_scatter_base_": 1, "_allgather_base_": 1}
+    assert run(pools, 2, "path_of_sizes", sizes=sizes) == [{"auto": sent, "fused": refused}] * 2
+
+
+def test_symmetric_memory_is_taken_by_equally_many_tokens(pools):
+    """Its stand-in fetches what the others wrote."""
+    sent = {"_allgather_base_": 2}
+    assert run(pools, 2, "path_of_sizes", sizes=[2, 2]) == [{"auto": sent, "fused": "taken"}] * 2
 
 
 def test_which_path_and_why(pools):
@@ -90,7 +119,7 @@ def test_which_path_and_why(pools):
             {"get_device_capability": (8, 0)},
             "Multicast needs a GPU of the Hopper class or newer, and this is some GPU.",
         ),
-        ({"cuda_backend": "gloo"}, "The group's backend for CUDA tensors is gloo; it has to be nccl."),
+        ({"backend_of": "gloo"}, "The group's backend for CUDA tensors is gloo; it has to be nccl."),
         ({"device_count": 1}, "The group has 2 ranks and this host 1 GPUs; they have to share NVLink."),
         ({"get_process_group_ranks": [7, 8]}, "The group's ranks, 7, 8, are on several hosts of 8 ranks."),
     ],
@@ -102,7 +131,7 @@ def test_why_a_machine_takes_the_collectives(changes, reason, monkeypatch):
         "get_device_capability": (9, 0),
         "get_device_name": "some GPU",
         "device_count": 8,
-        "cuda_backend": "nccl",
+        "backend_of": "nccl",
         "get_process_group_ranks": [2, 3],
     } | changes
     for name, answer in answers.items():
@@ -122,7 +151,13 @@ REFUSED = {
     "residual": f"SpecError: {ROW}: residual must be [2, 3, 16], this rank's tokens, got [4, 3, 16] (x is [4, 3, 4]).",
     "dtype of residual": f"SpecError: {ROW}: residual must be of x's dtype float32, got float64.",
     "norm_weight": f"SpecError: {ROW}: norm_weight must be [16], got [3].",
-    "tokens": f"SpecError: {ROW}: dim 0 of x must be a multiple of the 2 ranks it is split over, got 3 (x is [3, 3, 4]).",
+    "tokens": f"SpecError: {ROW}: dim 0 of x must be a multiple of the 2 ranks it is split over, got 3 (x is [3, 3, 4]). "
+    "Pass split_sizes for parts of other sizes.",
+    "sum of sizes": f"SpecError: {ROW}: split_sizes must be of sum 4, the size of dim 0 of x, got [3, 2] of sum 5 (x is ",
+    "sizes of three": f"SpecError: {ROW}: split_sizes must be of one size for each of the 2 ranks, got [2, 1, 1].",
+    "size below 0": f"SpecError: {ROW}: split_sizes must be >= 0, got [5, -1].",
+    "sizes that are none": f"TypeError: {ROW}: split_sizes must be a sequence of integers or None, got int.",
+    "residual of sizes": f"SpecError: {ROW}: residual must be [3, 3, 16], this rank's tokens, got [2, 3, 16] (x is [4, 3, ",
     "eps": f"SpecError: {ROW}: eps must be >= 0, got -1.0.",
     "gather": f"TypeError: {ROW}: gather must be True or False, got int.",
     "weight": f"SpecError: {ROW}: weight must be [16, 4], got [16, 3] (x is [4, 3, 4]).",
@@ -130,6 +165,11 @@ REFUSED = {
     "it under torch.no_grad(); ",
     "column norm_weight": "SpecError: norm_column_parallel_linear: norm_weight must be [8], got [3].",
     "column gradient": "UnsupportedError: norm_column_parallel_linear: norm_weight must be without a gradient, got one ",
+    "column sizes": "SpecError: norm_column_parallel_linear: split_sizes must be left out without sequence_parallel, got "
+    "[4, 0]. It says how many tokens each rank holds.",
+    "column part": "SpecError: norm_column_parallel_linear: split_sizes must be 4 for rank 0, the size of dim 0 of x, got 3 "
+    "in [3, 1] (x is [4, 3, 8]).",
+    "column sizes of one": "SpecError: norm_column_parallel_linear: split_sizes must be of one size for each of the 2 ranks",
 }
 
 

@@ -17,7 +17,6 @@ pytestmark = pytest.mark.ranks
 
 WORLDS = (2, 4)
 OUTPUTS = ("log_probs", "lse", "entropy", "accuracy")
-AGREE = 1  # gathers by which the ranks of a group compare what they say of a call before the first one
 
 
 def run(pools: dict[int, Ranks], world: int, function: str, **arguments: Any) -> list[Any]:
@@ -91,7 +90,7 @@ def test_head_with_frozen_operands(pools, reduction, frozen):
     answers = run(pools, 2, "head", reduction=reduction, frozen=frozen)
     assert_close(answers, 3 - len(frozen))
     assert all(answer["untouched"] for answer in answers)
-    assert all(answer["collectives"] == 2 * 8 + ("x" not in frozen) + AGREE for answer in answers)
+    assert all(answer["collectives"] == 2 * 8 + ("x" not in frozen) for answer in answers)
 
 
 @pytest.mark.parametrize("vocab_shards", [None, 3])
@@ -100,7 +99,7 @@ def test_head_with_frozen_operands(pools, reduction, frozen):
 def test_two_collectives_per_shard_and_one_shard_of_logits(pools, world, reduction, vocab_shards):
     """And one collective for dx. No tensor holds more than [t, V / R] elements; logits of all tokens would be 8 times that."""
     for answer in run(pools, world, "head", reduction=reduction, vocab_shards=vocab_shards):
-        assert answer["collectives"] == 2 * 8 + 1 + AGREE
+        assert answer["collectives"] == 2 * 8 + 1
         width = -(-answer["entries"] // (vocab_shards or 1))
         assert answer["largest"] == max(64 // 8 * width, answer["entries"] * 4, 64 * 4)
 
@@ -111,13 +110,13 @@ def test_a_memory_budget_gives_every_rank_the_same_plan(pools, partition):
     budget = 2 * 8 * 10 * 21  # logits and their copies: 9 tokens with 22 entries, 10 with 21, 11 with 19
     answers = run(pools, 4, "head", vocab=85, partition=partition, num_shards=None, memory_budget=budget)
     assert_close(answers, 3)
-    assert {answer["collectives"] for answer in answers} == {2 * 8 + 1 + AGREE}
+    assert {answer["collectives"] for answer in answers} == {2 * 8 + 1}
 
 
 def test_a_second_backward_asks_again(pools):
     """What was computed with the loss is used up by the first backward."""
     for answer in run(pools, 2, "head", twice=True):
-        assert answer["collectives"] == 2 * (2 * 8 + 1) + AGREE
+        assert answer["collectives"] == 2 * (2 * 8 + 1)
 
 
 @pytest.mark.parametrize("group", ["subset", "mesh dim"])
@@ -174,7 +173,7 @@ def test_given_logits(pools, world, partition, vocab, label_smoothing):
     assert_close(answers, 1)
     for answer in answers:
         assert answer["unchanged"]
-        assert answer["collectives"] == [2 + AGREE, 0]
+        assert answer["collectives"] == [2, 0]
         assert answer["dtypes"] == ["torch.float64", "torch.float64"]
 
 

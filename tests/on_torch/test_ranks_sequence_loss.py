@@ -15,7 +15,6 @@ pytestmark = pytest.mark.ranks
 WORLDS = (2, 4)
 HIDDEN = 4
 OUTPUTS = ("log_probs", "lse", "entropy", "accuracy")
-AGREE = 1  # gathers by which the ranks of a group compare what they say of a call before the first one
 
 
 def run(pools: dict[int, Ranks], world: int, function: str, **arguments: Any) -> list[Any]:
@@ -110,14 +109,14 @@ def test_collectives(pools, world, vocab_shards):
     """Per shard: one gather of x, two reductions of numbers per token, one scatter of dx. Once: the targets."""
     for answer in run(pools, world, "head", vocab_shards=vocab_shards):
         assert answer["collectives"] == {
-            "_allgather_base_": 4 + 1 + AGREE,
+            "_allgather_base_": 4 + 1,
             "allreduce_": 2 * 4,
             "_reduce_scatter_base_": 4,
         }
     for answer in run(pools, world, "head", vocab_shards=vocab_shards, reduction="none"):
         backward = 4 + 2  # x again; targets; lse with the upstream gradients
         assert answer["collectives"] == {
-            "_allgather_base_": 4 + 1 + AGREE + backward,
+            "_allgather_base_": 4 + 1 + backward,
             "allreduce_": 2 * 4,
             "_reduce_scatter_base_": 4,
         }

@@ -40,6 +40,16 @@ def test_module(pools, world, kind, bias, sequence_parallel):
         assert f"of {FEATURES}" in answer["repr"]
 
 
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_main_grad_of_the_modules_parameters(pools, sequence_parallel, fused):
+    """Gate and up in one parameter too: its halves go to the halves of its main_grad, once."""
+    options = {"gated": True, "bias": True, "fused": fused, "main_grad": True}
+    for answer in run(pools, 2, "module", sequence_parallel=sequence_parallel, **options):
+        assert max(answer["errors"].values()) <= DISTRIBUTED_FLOAT64, answer["errors"]
+        assert answer["same"]
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("kind", ["gated", "plain", "fused"])
 @pytest.mark.parametrize(("saved", "loaded"), [(2, 4), (4, 2)])

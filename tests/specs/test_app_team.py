@@ -88,7 +88,7 @@ def test_one_process_of_torchrun_speaks_first(monkeypatch):
     assert not waited
     monkeypatch.setenv("RANK", "1")
     let_first_speak()
-    assert waited == [10]
+    assert waited == [30]
 
 
 class Ended(BaseException):

@@ -12,6 +12,7 @@ from shared_specs.errors import SpecError
 from shared_specs.partitions import SequencePlan, plan_sequence
 from shared_specs.sequence_checks import sequence_tokens
 from shared_specs.sequence_costs import (
+    eager_in_flight_bytes,
     gathered_plan,
     in_flight_bytes,
     plan_sequence_loss,
@@ -76,21 +77,35 @@ def test_in_flight_bytes_by_hand() -> None:
     assert in_flight_bytes(SHAPE, plan, upstream=7) == (2 * 4 * 50 * 17 + 5 * 50 * 10) * 4
     assert in_flight_bytes(SHAPE, SequencePlan((50,) * 4, 50)) == (4 * 50 * 10 + 5 * 50 * 10) * 4
     assert in_flight_bytes(SHAPE, SequencePlan((0,) * 4, 50)) == 0
+
+
+def test_eager_in_flight_bytes_by_hand() -> None:
+    """Two gathered shards at a time, x and dy together."""
+    plan, one = SequencePlan((1000,) * 4, 50), SequencePlan((50,) * 4, 50)
+    assert eager_in_flight_bytes(SHAPE, plan) == in_flight_bytes(SHAPE, plan)
+    assert eager_in_flight_bytes(SHAPE, plan, upstream=7) == (2 * 4 * 50 * 10 + 5 * 50 * 10) * 4
+    assert eager_in_flight_bytes(SHAPE, plan, upstream=12) == (4 * 50 * (10 + 12) + 5 * 50 * 10) * 4
+    assert eager_in_flight_bytes(SHAPE, one) == in_flight_bytes(SHAPE, one)
+    assert eager_in_flight_bytes(SHAPE, one, upstream=7) == (4 * 50 * (10 + 7) + 5 * 50 * 10) * 4
+    assert eager_in_flight_bytes(SHAPE, SequencePlan((0,) * 4, 50)) == 0
     half = replace(SHAPE, itemsize=2)
-    assert in_flight_bytes(SHAPE, plan, exchanged=True) == in_flight_bytes(SHAPE, plan)
-    assert in_flight_bytes(half, plan, exchanged=True) == (2 * 4 * 50 * 10 + 8 * 50 * 10) * 2
+    assert eager_in_flight_bytes(half, plan) == (2 * 4 * 50 * 10 + 8 * 50 * 10) * 2
     two = SequencePlan((1000,) * 2, 50)
-    assert in_flight_bytes(half, two, exchanged=True) == in_flight_bytes(half, two)
+    assert eager_in_flight_bytes(half, two) == in_flight_bytes(half, two)
 
 
 def test_peaks_are_those_of_the_loop_and_what_is_under_way() -> None:
     plan = SequencePlan((1000,) * 4, 50)
     loop = ShardPlan(4000, 200)
-    assert sequence_peak_bytes(SHAPE, plan) == costs.peak_bytes(SHAPE, loop) + in_flight_bytes(SHAPE, plan, upstream=10)
+    assert sequence_peak_bytes(SHAPE, plan) == costs.peak_bytes(SHAPE, loop) + eager_in_flight_bytes(
+        SHAPE, plan, upstream=10
+    )
     split = replace(LOSS, copied=True)
     rows_again = 200 * 301 * 4
     assert costs.loss_peak_bytes(split, loop) == costs.loss_peak_bytes(LOSS, loop) + rows_again
-    assert sequence_loss_peak_bytes(split, plan) == costs.loss_peak_bytes(split, loop) + in_flight_bytes(split, plan)
+    assert sequence_loss_peak_bytes(split, plan) == costs.loss_peak_bytes(split, loop) + eager_in_flight_bytes(
+        split, plan
+    )
 
 
 @pytest.mark.parametrize("multiple_of", [1, 128])

@@ -100,9 +100,10 @@ def mlp_backward(
         else:
             steps.up_projections(x_shard, w, gate, up)
         dgate, h, dup = steps.hidden_gradients(activation, dy_shard, w, gate, up, scratch)
+        add_down_gradients(sums, dy_shard, h)
         if dx is not None:
             steps.dx(dgate, dup, w, dx[start:stop])
-        add_weight_gradients(sums, x_shard, dy_shard, dgate, dup, h)
+        add_up_gradients(sums, x_shard, dgate, dup)
     return [dx, *(None if total is None else total.result() for total in sums)]
 
 
@@ -123,14 +124,21 @@ def gradient_sums(
     ]
 
 
-def add_weight_gradients(
-    sums: Sequence[GradientSum | None], x: Tensor, dy: Tensor, dgate: Tensor | None, dup: Tensor, h: Tensor
-) -> None:
-    """One shard's part of every sum."""
-    w_gate, w_up, w_down, b_gate, b_up, b_down = sums
-    for total, rows, columns in ((w_gate, dgate, x), (w_up, dup, x), (w_down, dy, h)):
+def add_down_gradients(sums: Sequence[GradientSum | None], dy: Tensor, h: Tensor) -> None:
+    """One shard's part of the sums of w_down and b_down. Nothing of the shard needs dy or h afterwards."""
+    _, _, w_down, _, _, b_down = sums
+    if w_down is not None:
+        w_down.add_product(dy, h)
+    if b_down is not None:
+        b_down.add_rows(dy)
+
+
+def add_up_gradients(sums: Sequence[GradientSum | None], x: Tensor, dgate: Tensor | None, dup: Tensor) -> None:
+    """One shard's part of the sums of gate and up."""
+    w_gate, w_up, _, b_gate, b_up, _ = sums
+    for total, rows in ((w_gate, dgate), (w_up, dup)):
         if total is not None and rows is not None:
-            total.add_product(rows, columns)
-    for total, rows in ((b_gate, dgate), (b_up, dup), (b_down, dy)):
+            total.add_product(rows, x)
+    for total, rows in ((b_gate, dgate), (b_up, dup)):
         if total is not None and rows is not None:
             total.add_rows(rows)

@@ -7,6 +7,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from shared_specs.errors import UnsupportedError, error_text
+
 RandomState = tuple[Tensor, ...]
 
 
@@ -35,7 +37,19 @@ def random_state(device: torch.device) -> RandomState:
     cpu = torch.get_rng_state()
     if device.type in ("cpu", "meta"):
         return (cpu,)
+    refuse_capture("recomputation")
     return cpu, torch.get_device_module(device).get_rng_state(device)
+
+
+def refuse_capture(function: str) -> None:
+    """UnsupportedError while a CUDA graph is captured: the generators' states, which a recomputation needs, cannot be read."""
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        advice = (
+            "It reads the states of the generators, which a capture does not allow: capture what it calls, or neither."
+        )
+        raise UnsupportedError(
+            error_text(function, "a call", "outside the capture of a CUDA graph", "one inside", advice=advice)
+        )
 
 
 def set_random_state(device: torch.device, state: RandomState) -> None:

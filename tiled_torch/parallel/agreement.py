@@ -1,14 +1,19 @@
-"""What the ranks of a group have to say alike of a call, compared before the first such call sends anything else.
+"""What the ranks of a group have to say alike of a call, compared before they send each other anything else.
 
 A rank that cut its tokens in another way, or wants a gradient that the others do not, would send messages that nobody
-waits for: a hang or mixed shards. Every rank therefore sends one number, made from all that has to be alike, whenever it
-meets a combination for the first time in a group; a training loop does so in its first step. Ranks that meet one that
-others have met before and now leave are not found out here: those others no longer compare. Where ranks then wait for each
-other, the errors say in what their calls differ (`failed_calls`).
+waits for: a hang, mixed shards, or under gloo the end of the process. Two comparisons, each of one number a rank, made from
+all that has to be alike:
+
+* `agree`, of a call: whenever a group meets a combination for the first time, in a training loop's first step.
+* `same_collective`, of every collective of this library: each time under gloo, where it takes less time than the calls
+  around it; under other backends the first time too, since it makes the host wait for the device.
+
+Under these backends a rank that meets a combination which others have met before is not found out here: those others no
+longer compare. Where ranks then wait for each other, the errors say in what their calls differ (`failed_calls`).
 """
 
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from hashlib import blake2b
@@ -16,14 +21,17 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shared_specs.errors import fail
 from shared_specs.sequence_checks import check_alike
-from tiled_torch.parallel import failed_calls, transport
-from tiled_torch.parallel.groups import RankGroup, not_compiled, rank_group
+from tiled_torch.parallel import failed_calls
+from tiled_torch.parallel.failed_calls import named
+from tiled_torch.parallel.groups import RankGroup, backend_of, not_compiled, rank_group
 
 T = TypeVar("T")
+gather_equal = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.12
 _met: "weakref.WeakKeyDictionary[Any, set[Hashable]]" = weakref.WeakKeyDictionary()
 
 
@@ -47,19 +55,70 @@ def agree(over: RankGroup, device: torch.device, said: Mapping[str, Any]) -> Non
     Raises:
         SpecError: on every rank, with what each of them says of the first thing in which they differ.
     """
+    if not over.several:
+        return
     words = tuple((name, repr(value)) for name, value in said.items())
-    if over.several:
-        failed_calls.remember(over, words)
+    failed_calls.remember(over, words)
     with first_time(over, (over.function, words)) as new:
-        if not new:
-            return
-        digest = blake2b(repr((over.function, words)).encode(), digest_size=8).digest()
-        number = torch.tensor([int.from_bytes(digest, "big", signed=True)], device=device)
-        if len(set(transport.all_gather(over, number, 0).wait().tolist())) > 1:
-            found: list[Any] = [None] * over.size
-            mine = {"the function": over.function, **dict(words)}
-            transport.named(over, "all-gather", lambda: dist.all_gather_object(found, mine, group=over.group))
-            check_alike(over.function, found)
+        if new:
+            _compare(over, "comparison of calls", words, device)
+
+
+@not_compiled
+def same_collective(over: RankGroup, name: str, x: Tensor, shape: Sequence[object], extra: str = "") -> None:
+    """Compares what the ranks are about to send each other, in `name`: x's dtype, what of its shape has to be alike, `extra`.
+
+    Every time under gloo, whose process ends where sizes differ; the first time under other backends.
+    """
+    words = (("the collective", f"{name} of {x.dtype} [{', '.join(map(str, shape))}]{extra}".replace("torch.", "")),)
+    if backend_of(over, x.device.type) == "gloo":
+        _compare(over, name, words, x.device, x)
+        return
+    with first_time(over, (over.function, words)) as new:
+        if new:
+            _compare(over, name, words, x.device, x)
+
+
+@not_compiled
+def same_exchange(over: RankGroup, name: str, x: Tensor, takes: Sequence[int], gives: Sequence[int]) -> None:
+    """Under gloo, compares what each rank takes from every rank with what that one gives: SpecError on all of them."""
+    if backend_of(over, x.device.type) != "gloo":
+        return
+    mine = torch.tensor([*takes, *gives], device=x.device)
+    found = _everywhere(over, name, mine, x)
+    for taker, row in enumerate(found):
+        for giver, size in enumerate(row[: over.size]):
+            given = found[giver][over.size + taker]
+            if size != given:
+                rows = f"the rows that rank {taker} takes from rank {giver}"
+                fail(over.function, rows, f"the {given} that it gives it", size)
+
+
+def _compare(
+    over: RankGroup, name: str, words: failed_calls.Words, device: torch.device, x: Tensor | None = None
+) -> None:
+    """One number from each rank, of one size whatever is compared with what; where they differ, what each rank says."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return  # nothing can be read there; the runs before the capture were compared
+    digest = blake2b(repr((over.function, words)).encode(), digest_size=8).digest()
+    number = torch.tensor([int.from_bytes(digest, "big", signed=True)], device=device)
+    if len({said for (said,) in _everywhere(over, name, number, x)}) > 1:
+        found: list[Any] = [None] * over.size
+        mine = {
+            "the function": over.function,
+            **dict(failed_calls.remembered(over)),
+            "the collective": name,
+            **dict(words),
+        }
+        named(over, name, lambda: dist.all_gather_object(found, mine, group=over.group))
+        check_alike(over.function, found)
+
+
+def _everywhere(over: RankGroup, name: str, numbers: Tensor, x: Tensor | None) -> list[list[int]]:
+    """The numbers of every rank, on their way to the collective `name` of x."""
+    found = numbers.new_empty(over.size * numbers.numel())
+    named(over, name, lambda: gather_equal(found, numbers, group=over.group), x)
+    return found.view(over.size, -1).tolist()
 
 
 def check_everywhere(function: str, mesh: Any, check: Callable[[], T], said: Callable[[], Mapping[str, Any]]) -> T:
@@ -97,6 +156,6 @@ def _notes(function: str, mesh: Any, mine: dict[str, Any]) -> list[dict[str, Any
         over = rank_group(function, mesh.get_group(dim))
         if over.several:
             found: list[Any] = [None] * over.size
-            transport.named(over, "all-gather", partial(dist.all_gather_object, found, notes, group=over.group))
+            named(over, "all-gather", partial(dist.all_gather_object, found, notes, group=over.group))
             notes = [note for part in found for note in part]
     return sorted(notes, key=lambda note: note["rank"])

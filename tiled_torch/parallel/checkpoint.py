@@ -48,7 +48,8 @@ def checkpoint(
     Numerics: bit for bit those of fn without checkpointing, as long as fn is deterministic.
     Memory: the tensor arguments; with partition_inputs 1/R of their bytes (rounded up) between forward and backward.
     Raises:
-        TypeError: fn cannot be called. SpecError, UnsupportedError: group is given but not used, or cannot be used.
+        TypeError: fn cannot be called. SpecError, UnsupportedError: group is given but not used, or cannot be used;
+            UnsupportedError while a CUDA graph is captured.
             SpecError on every rank: inputs to be partitioned are not the same on all ranks.
     Source: sublinear memory: Chen et al., arXiv 1604.06174; partitioned inputs: Megatron-LM, arXiv 2104.04473.
     Example:
@@ -58,6 +59,7 @@ def checkpoint(
     """
     if not callable(fn):
         fail_type("checkpoint", "fn", "a module or a function", type(fn).__name__)
+    replay.refuse_capture("checkpoint")
     if not partition_inputs and group is not None:
         fail("checkpoint", "group", "left out unless partition_inputs is True", type(group).__name__)
     with _parted("checkpoint", group, args) if partition_inputs else nullcontext():

@@ -1,8 +1,9 @@
 """Collectives with gradients: the conjugate pairs that carry activations in and out of regions split over ranks.
 
 Letters: R ranks of the group, T tokens, H features. A group of one rank is free: x itself comes back. Everything that a
-rank can know to be wrong is refused before anything is sent; shapes that disagree between ranks are known to no single
-rank, and end as an error of the backend or, after the group's timeout, as an error that names the rank and the call.
+rank can know to be wrong is refused before anything is sent. Shapes and dtypes that disagree between ranks are known to no
+single rank: the ranks compare them first, and all raise SpecError (`agreement`: under gloo each time, under other backends
+the first time). A call that another rank never makes ends after the group's timeout, with an error that names both.
 A backward makes the conjugate collective and is differentiable itself. Integers travel as well, without gradients.
 
 Source: Megatron-LM, arXiv 1909.08053 section 3 and arXiv 2205.05198 section 4.2; what each rank gets is written down in

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from shared_specs.errors import SpecError, error_text
 from tiled_torch.functional.rows import is_dtensor
-from tiled_torch.parallel.groups import RankGroup, cuda_backend, not_compiled, rank_group
-from tiled_torch.parallel.transport import named
+from tiled_torch.parallel.failed_calls import named
+from tiled_torch.parallel.groups import RankGroup, backend_of, not_compiled, rank_group
 
 _NAME = "broadcast_data"
 
@@ -140,7 +140,7 @@ def _tensor_faults(key: str, rank: int, found: tuple[list[int], str] | None, fir
 
 
 def _device_of(over: RankGroup) -> torch.device:
-    if cuda_backend(over) == "nccl":
+    if backend_of(over, "cuda") == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 

@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from shared_specs.errors import UnsupportedError, error_text, fail
 from shared_specs.parallel_checks import check_context_heads, refuse_context
 from tiled_torch.parallel.context import context_attention, context_slice
+from tiled_torch.parallel.failed_calls import named
 from tiled_torch.parallel.groups import rank_group
 from tiled_torch.parallel.movements import Sum, move
-from tiled_torch.parallel.transport import named
 
 _NAME = "parallelize"
 _FORWARD = "forward with context parallelism"

@@ -16,6 +16,7 @@ from contextlib import suppress
 from threading import Thread
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -24,16 +25,43 @@ from tiled_torch.parallel.groups import RankGroup
 T = TypeVar("T")
 LOOK_SECONDS = 2.0
 _KEY = "tiled_torch/failed_calls"
-_Words = tuple[tuple[str, str], ...]
+Words = tuple[tuple[str, str], ...]
 _Note = Mapping[str, Any]
 
-_agreed: "weakref.WeakKeyDictionary[Any, tuple[str, _Words]]" = weakref.WeakKeyDictionary()
+_agreed: "weakref.WeakKeyDictionary[Any, tuple[str, Words]]" = weakref.WeakKeyDictionary()
 _state = {"noted": False}  # whether this rank's last line in the log says where it waited
 
 
-def remember(over: RankGroup, words: _Words) -> None:
+def remember(over: RankGroup, words: Words) -> None:
     """What this rank says of its last call of a function in a group, by name, for the error of one that fails."""
     _agreed[over.group or dist.group.WORLD] = (over.function, words)
+
+
+def named(over: RankGroup, name: str, call: Callable[[], Any], x: Tensor | None = None) -> Any:
+    """The call, a collective of x; where it fails or times out, its error says which rank waited in which collective of
+    which function, and where the other ranks are."""
+    withdraw()
+    try:
+        return call()
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        members = ""
+        if over.group is not None:
+            members = f" (ranks {', '.join(map(str, dist.get_process_group_ranks(over.group)))} of all)"
+        found = others_in(over, name, x)
+        kind = type(error) if isinstance(error, dist.DistError) else RuntimeError
+        raise kind(
+            f"{over.function}: {name} failed on rank {over.rank} of {over.size}. Every rank of the group{members} has to "
+            f"make this call with fitting shapes; one that raised an error of its own, ended or is late does not. "
+            f"{found + ' ' if found else ''}{error}"
+        ) from error
+
+
+def remembered(over: RankGroup) -> Words:
+    """What this rank last said of the function that it is in."""
+    function, words = _agreed.get(over.group or dist.group.WORLD, ("", ()))
+    return words if function == over.function else ()
 
 
 def withdraw() -> None:
@@ -53,12 +81,11 @@ def others_in(over: RankGroup, name: str, x: Tensor | None) -> str:
 
 def _told(over: RankGroup, name: str, x: Tensor | None) -> str:
     group: Any = over.group or dist.group.WORLD
-    function, words = _agreed.get(group, ("", ()))
     mine = {
         "group": str(group.group_name),
         "call": f"{over.function}: {name}",
         "x": "" if x is None else f"{x.dtype} {list(x.shape)}".removeprefix("torch."),
-        "agreed": words if function == over.function else (),
+        "agreed": remembered(over),
     }
     _write(mine)
     _state["noted"] = True

@@ -60,14 +60,14 @@ def process_group(function: str, group: Any) -> Any:
     return group
 
 
-def cuda_backend(over: RankGroup) -> str:
-    """What moves CUDA tensors in a group: "nccl", another backend's name, or "none".
+def backend_of(over: RankGroup, device: str) -> str:
+    """What moves tensors of a kind of device ("cuda", "cpu") in a group: "nccl", another backend's name, or "none".
 
-    Asked of the device: a group that was made without naming a backend has one for each kind of device.
+    Asked of the device: a group that was made without naming a backend has one for each kind.
     """
     group: Any = over.group or torch.distributed.group.WORLD
     try:
-        return group._get_backend(torch.device("cuda")).name()
+        return group._get_backend(torch.device(device)).name()
     except RuntimeError:
         return "none"
 

@@ -76,8 +76,8 @@ def tensor_parallel_mlp(
         are float32 ones, rounded once. Weight and bias gradients are summed over shards in float32 and cast once.
     Memory: as `tiled_mlp` with I / R; 16-bit y and dx of more than two ranks take as much again while they are summed
         (`transport`). With sequence_parallel peak `sequence_costs.sequence_peak_bytes`: two gathered shards,
-        2 R t H elements, of x (and of dy in backward), and the partial sums of one. Ranks with fewer tokens than others cost
-        what the longest does: their part of a gathered shard is padded.
+        2 R t H elements, of x (in backward of x and dy together), and the partial sums of one. Ranks with fewer tokens than
+        others cost what the longest does: their part of a gathered shard is padded.
     Raises:
         SpecError, TypeError, UnsupportedError: as `tiled_mlp`; SpecError where split_sizes is not of this group or not of x;
             UnsupportedError without an initialised process group, or for tiling.deterministic. All of them before any

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from shared_specs.partitions import SequencePlan
-from tiled_torch.functional.mlp_shards import add_weight_gradients, buffers_of, gradient_sums
+from tiled_torch.functional.mlp_shards import add_down_gradients, add_up_gradients, buffers_of, gradient_sums
 from tiled_torch.functional.steps import EAGER, Steps, Weights
 from tiled_torch.parallel.groups import RankGroup
-from tiled_torch.parallel.sequence import Scattered, gathered, gathered_once
+from tiled_torch.parallel.sequence import Gathers, Scattered, gathered
 
 Kept = tuple[Tensor, Tensor] | None  # gate and up of the last gathered shards, padding included
 
@@ -32,12 +32,10 @@ def kept_up_projections(
     w, spans = w.cast(dtype), plan.spans
     up = x.new_empty((_rows(plan) - kept_start, w.w_up.shape[0]), dtype=dtype)
     gate = torch.empty_like(up if w.w_gate is not None else up[:0])
-    for shard, (start, stop) in enumerate(spans):
-        if start >= kept_start:
-            rows = slice(start - kept_start, stop - kept_start)
-            x_shard = gathered_once(over, plan, x, shard, dtype)
-            steps.up_projections(x_shard, w, gate[rows] if w.w_gate is not None else None, up[rows])
-            del x_shard
+    for shard, x_shard in gathered(over, plan, x, dtype, range(_first_kept(plan, kept_start), len(plan))):
+        rows = slice(spans[shard][0] - kept_start, spans[shard][1] - kept_start)
+        steps.up_projections(x_shard, w, gate[rows] if w.w_gate is not None else None, up[rows])
+        del x_shard  # before the next gather starts
     return gate, up
 
 
@@ -54,7 +52,7 @@ def sequence_forward(
     """Writes y [T / R, H_out], whose dtype is the compute dtype. Kept shards are not gathered: their gate and up are there."""
     w, gated, spans = w.cast(y.dtype), w.w_gate is not None, plan.spans
     kept_start = _rows(plan) - (kept[1].shape[0] if kept else 0)
-    first_kept = sum(start < kept_start for start, _ in spans)
+    first_kept = _first_kept(plan, kept_start)
     buffers = buffers_of(2 if gated else 1, _longest(plan), y, w.w_up.shape[0])
     sums = Scattered(over, plan, y)
 
@@ -63,7 +61,7 @@ def sequence_forward(
         partial = y.new_empty((h.shape[0], y.shape[1]))
         sums.start(shard, steps.linear(h, w.w_down, None, partial))
 
-    for shard, (x_shard,) in gathered(over, plan, [x], y.dtype, first_kept):
+    for shard, x_shard in gathered(over, plan, x, y.dtype, range(first_kept)):
         scratch = [buffer[: x_shard.shape[0]] for buffer in buffers]
         down(shard, steps.hidden(activation, x_shard, w, scratch))
         del x_shard  # before the next gather starts
@@ -91,7 +89,9 @@ def sequence_backward(
 ) -> list[Tensor | None]:
     """Gradients of this rank's x and of every operand of `weights`, in that order, as `mlp_backward`.
 
-    Those of the weights and of all biases are complete: every rank sees dy of all tokens.
+    Those of the weights and of all biases are complete: every rank sees dy of all tokens. Of the gathered shards of x and
+    dy two exist at a time, in use or on their way: dy is let go of as soon as w_down's gradient has it, for x or dy of the
+    next shard to travel under the products that are left, and the one still missing travels under the next shard's first.
     """
     dtype, gated = dy.dtype, weights.w_gate is not None
     w, spans = weights.cast(dtype), plan.spans
@@ -101,27 +101,45 @@ def sequence_backward(
     sums = None if dx is None else Scattered(over, plan, dx)
     kept_start = _rows(plan) - (kept[1].shape[0] if kept else 0)
     buffers = buffers_of(3 if gated else 2, _longest(plan), dy, w.w_up.shape[0])
-    for shard, (x_shard, dy_shard) in gathered(over, plan, [x, dy], dtype):
-        start, stop = spans[shard]
-        scratch = [buffer[: stop - start] for buffer in buffers]
+    first_kept = _first_kept(plan, kept_start)
+    needed = (one for shard in range(len(plan)) for one in _in_order(x, dy, shard, kept=shard >= first_kept))
+    gathers = Gathers(over, plan, needed, dtype)
+    for shard, (start, stop) in enumerate(spans):
+        scratch, x_shard = [buffer[: stop - start] for buffer in buffers], None
         gate, up = (scratch[0] if gated else None), scratch[-2]
-        if kept and start >= kept_start:
+        if kept and shard >= first_kept:
             rows = slice(start - kept_start, stop - kept_start)
             gate, up = (kept[0][rows] if gated else None), kept[1][rows]
         else:
+            x_shard = gathers.take()
             steps.up_projections(x_shard, w, gate, up)
+        dy_shard = gathers.take()
         dgate, h, dup = steps.hidden_gradients(activation, dy_shard, w, gate, up, scratch)
+        add_down_gradients(weight_sums, dy_shard, h)
+        del dy_shard  # before the next gather starts
+        gathers.let_go()
         if sums is not None:
             sums.wait()
-            partial = torch.empty_like(x_shard)
+            partial = dup.new_empty((stop - start, x.shape[1]))
             steps.dx(dgate, dup, w, partial)
             sums.start(shard, partial)  # under way while the weight gradients are computed
             del partial
-        add_weight_gradients(weight_sums, x_shard, dy_shard, dgate, dup, h)
-        del x_shard, dy_shard  # before the next gather starts
+        add_up_gradients(weight_sums, gathers.take() if x_shard is None else x_shard, dgate, dup)
+        del x_shard
+        gathers.let_go()
     if sums is not None:
         sums.wait()
     return [dx, *(None if total is None else total.result() for total in weight_sums)]
+
+
+def _in_order(x: Tensor, dy: Tensor, shard: int, *, kept: bool) -> tuple[tuple[Tensor, int], ...]:
+    """What backward needs of a shard, first what it needs first: x, unless gate and up are kept."""
+    return ((dy, shard), (x, shard)) if kept else ((x, shard), (dy, shard))
+
+
+def _first_kept(plan: SequencePlan, kept_start: int) -> int:
+    """The number of the first shard whose gate and up are kept."""
+    return sum(start < kept_start for start, _ in plan.spans)
 
 
 def _rows(plan: SequencePlan) -> int:

@@ -4,7 +4,9 @@ Letters: T tokens, R ranks, t local tokens of a shard. A gathered shard is [R t,
 a shorter one followed by rows of zeros (`partitions.SequencePlan`). Nothing of [T, H] is ever allocated.
 """
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -15,33 +17,41 @@ from tiled_torch.parallel.groups import RankGroup
 from tiled_torch.parallel.transport import Pending
 
 
-def gathered(
-    over: RankGroup, plan: SequencePlan, parts: Sequence[Tensor], dtype: torch.dtype, last: int | None = None
-) -> Iterator[tuple[int, list[Tensor]]]:
-    """The number of a shard and the gathered shard of each of `parts`, of all shards, or of those before `last`.
+class Gathers:
+    """Gathered shards in the order of their use. Two exist at a time: in use, or on their way while the caller computes.
 
-    The next shard is under way while the caller computes, so two exist at a time; a caller that still held the one before
-    when it asks for another would make them three.
+    A caller that still held one when it has let go of it would make them three.
 
     Args:
-        parts: this rank's rows [T / R, ...] of each; cast to `dtype` shard by shard.
+        order: rows of this rank [T / R, ...] and the number of a shard of them, for every use; cast to `dtype`.
     """
-    last = len(plan) if last is None else last
-    pending = [_gather(over, plan, part, 0, dtype) for part in parts] if last else []
-    for shard in range(last):
-        following = [_gather(over, plan, part, shard + 1, dtype) for part in parts] if shard + 1 < last else []
-        yield shard, _arrived(pending)
-        pending = following
+
+    def __init__(
+        self, over: RankGroup, plan: SequencePlan, order: Iterable[tuple[Tensor, int]], dtype: torch.dtype
+    ) -> None:
+        self.over, self.plan, self.order, self.dtype = over, plan, iter(order), dtype
+        self.under_way: deque[Pending] = deque()
+        for _ in range(2):
+            self.let_go()
+
+    def take(self) -> Tensor:
+        """The next one, [R t, ...], once it has arrived."""
+        return self.under_way.popleft().wait()
+
+    def let_go(self) -> None:
+        """Says that one which was taken is no longer held, and sends the next on its way."""
+        for part, shard in islice(self.order, 1):
+            self.under_way.append(_gather(self.over, self.plan, part, shard, self.dtype))
 
 
-def gathered_once(over: RankGroup, plan: SequencePlan, part: Tensor, shard: int, dtype: torch.dtype) -> Tensor:
-    """One gathered shard."""
-    return _gather(over, plan, part, shard, dtype).wait()
-
-
-def _arrived(pending: list[Pending]) -> list[Tensor]:
-    """What the collectives bring; the list is left empty, so that only the caller holds it."""
-    return [pending.pop(0).wait() for _ in range(len(pending))]
+def gathered(
+    over: RankGroup, plan: SequencePlan, part: Tensor, dtype: torch.dtype, shards: range
+) -> Iterator[tuple[int, Tensor]]:
+    """The numbers of these shards with what is gathered of each, which the caller lets go of before it asks for the next."""
+    gathers = Gathers(over, plan, ((part, shard) for shard in shards), dtype)
+    for shard in shards:
+        yield shard, gathers.take()
+        gathers.let_go()
 
 
 def _gather(over: RankGroup, plan: SequencePlan, part: Tensor, shard: int, dtype: torch.dtype) -> Pending:

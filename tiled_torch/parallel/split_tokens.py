@@ -10,7 +10,7 @@ from shared_specs.sequence_costs import gathered_plan
 from tiled_torch.functional.loss_shards import Ranks, RowGradient, Rows
 from tiled_torch.parallel import transport
 from tiled_torch.parallel.groups import RankGroup
-from tiled_torch.parallel.sequence import Scattered, gathered
+from tiled_torch.parallel.sequence import Gathers, Scattered
 
 
 class SplitSequence:
@@ -52,8 +52,10 @@ class _GatheredRows(Rows):
 
     def shards(self, dtype: torch.dtype) -> Iterator[tuple[int, slice, Tensor]]:
         spans = self.split.spans
-        for shard, arrived in gathered(self.over, self.split, [self.x], dtype):
-            yield shard, slice(*spans[shard]), arrived.pop()  # only the caller holds it
+        gathers = Gathers(self.over, self.split, ((self.x, shard) for shard in range(len(spans))), dtype)
+        for shard, span in enumerate(spans):
+            yield shard, slice(*span), gathers.take()  # only the caller holds it
+            gathers.let_go()
 
     def gradient(self, ranks: Ranks | None) -> RowGradient:
         return _ScatteredGradient(self)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tiled_torch.parallel.groups import RankGroup, cuda_backend
+from tiled_torch.parallel.groups import RankGroup, backend_of
 from tiled_torch.parallel.transport import wide_sum
 
 _HOPPER = (9, 0)
@@ -47,7 +47,7 @@ def why_not(over: RankGroup, device: torch.device, dtype: torch.dtype) -> str | 
         return "Symmetric memory is a path of CUDA devices, and PyTorch finds none."
     if torch.cuda.get_device_capability(device) < _HOPPER:
         return f"Multicast needs a GPU of the Hopper class or newer, and this is {torch.cuda.get_device_name(device)}."
-    if (backend := cuda_backend(over)) != "nccl":
+    if (backend := backend_of(over, "cuda")) != "nccl":
         return f"The group's backend for CUDA tensors is {backend}; it has to be nccl."
     if over.size > torch.cuda.device_count():
         return f"The group has {over.size} ranks and this host {torch.cuda.device_count()} GPUs; they have to share NVLink."

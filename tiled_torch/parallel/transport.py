@@ -15,6 +15,7 @@ where this is off by one at any number. (Two ranks add once: the backend's sum i
   sums that they may round: nothing lets a caller ask for float32 there. Unmeasured.)
 * An all-reduce of fewer travels as float32, where the number of collectives costs more than their bytes.
 
+What all ranks have to send alike is compared first (`agreement`): under gloo each time, under other backends the first time.
 A rank that waits in vain raises an error with its rank and the call after the group's timeout, and with what the other
 ranks wait in (`failed_calls`), where the backend raises in the waiting thread: gloo does, NCCL under
 TORCH_NCCL_BLOCKING_WAIT=1. NCCL's watchdog ends the process otherwise.
@@ -28,14 +29,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tiled_torch.functional.activations import wide_dtype
-from tiled_torch.parallel import failed_calls
+from tiled_torch.parallel.agreement import gather_equal as _gather_equal
+from tiled_torch.parallel.agreement import same_collective, same_exchange
+from tiled_torch.parallel.failed_calls import named
 from tiled_torch.parallel.groups import RankGroup
 
 Sizes = Sequence[int] | None  # of every rank along the dim; None: equal
 FEW = 1 << 18  # elements whose bytes, at hundreds of GB/s, take less time than one more collective: 1 MiB of float32
 
-# Renamed in torch 2.12; the old names warn there.
-_gather_equal = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+# Renamed in torch 2.12; the old name warns there.
 _reduce_scatter_equal = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -58,27 +60,6 @@ def _done(over: RankGroup, result: Tensor) -> Pending:
     return Pending(over, "", None, lambda: result)
 
 
-def named(over: RankGroup, name: str, call: Callable[[], Any], x: Tensor | None = None) -> Any:
-    """The call, a collective of x; where it fails or times out, its error says which rank waited in which collective of
-    which function, and where the other ranks are."""
-    failed_calls.withdraw()
-    try:
-        return call()
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:
-        members = ""
-        if over.group is not None:
-            members = f" (ranks {', '.join(map(str, dist.get_process_group_ranks(over.group)))} of all)"
-        found = failed_calls.others_in(over, name, x)
-        kind = type(error) if isinstance(error, dist.DistError) else RuntimeError
-        raise kind(
-            f"{over.function}: {name} failed on rank {over.rank} of {over.size}. Every rank of the group{members} has to "
-            f"make this call with fitting shapes; one that raised an error of its own, ended or is late does not. "
-            f"{found + ' ' if found else ''}{error}"
-        ) from error
-
-
 def all_reduce(over: RankGroup, x: Tensor) -> Pending:
     """The sum over the ranks, in new memory."""
     if not over.several:
@@ -90,6 +71,7 @@ def all_reduce_(over: RankGroup, x: Tensor, op: Any = dist.ReduceOp.SUM) -> Pend
     """The reduction over the ranks, written over x, which is contiguous."""
     if not over.several:
         return _done(over, x)
+    same_collective(over, "all-reduce", x, x.shape, "" if op == dist.ReduceOp.SUM else f" by {op}")
     if op == dist.ReduceOp.SUM and _rounds(over, x):
         return _all_reduce_wide(over, x)
     work = named(over, "all-reduce", lambda: dist.all_reduce(x, op=op, group=over.group, async_op=True), x)
@@ -102,6 +84,7 @@ def all_gather(over: RankGroup, x: Tensor, dim: int, sizes: Sizes = None) -> Pen
         return _done(over, x)
     dim %= x.dim()
     longest = x.shape[dim] if sizes is None else max(sizes)
+    same_collective(over, "all-gather", x, _with(x.shape, dim, longest), _laid(dim, sizes))
     part = _padded(x, dim, longest)
     flat = x.new_empty((over.size * part.shape[0], *part.shape[1:]))
     work = named(over, "all-gather", lambda: _gather_equal(flat, part, group=over.group, async_op=True), part)
@@ -122,13 +105,14 @@ def reduce_scatter(over: RankGroup, x: Tensor, dim: int, sizes: Sizes = None) ->
     if not over.several:
         return _done(over, x)
     dim %= x.dim()
+    same_collective(over, "reduce-scatter", x, x.shape, _laid(dim, sizes))
     if dim == 0 and _equal(sizes):
         given = x.contiguous()
         shape: tuple[int, ...] = (x.shape[0] // over.size, *x.shape[1:])
     else:
         cut = x.split(list(sizes) if sizes is not None else x.shape[dim] // over.size, dim) if x.shape[dim] else ()
         longest = max(sizes) if sizes is not None else x.shape[dim] // over.size
-        shape = (*x.shape[:dim], longest, *x.shape[dim + 1 :])
+        shape = _with(x.shape, dim, longest)
         given = x.new_zeros((over.size, *shape))
         for rank, part in enumerate(cut):
             given[rank].narrow(dim, 0, part.shape[dim]).copy_(part)
@@ -149,10 +133,12 @@ def all_to_all(over: RankGroup, x: Tensor, output_sizes: Sizes = None, input_siz
     """Rows of dim 0, `input_sizes[r]` of them to rank r; `output_sizes[r]` come from rank r. None: equal."""
     if not over.several:
         return _done(over, x)
-    rows = x.shape[0] if output_sizes is None else sum(output_sizes)
-    given, out = x.contiguous(), x.new_empty((rows, *x.shape[1:]))
-    sizes = [None if one is None else list(one) for one in (output_sizes, input_sizes)]
-    return Pending(over, "all-to-all", _exchange(over, "all-to-all", out, given, *sizes), lambda: out, given)
+    name, equal = "all-to-all", [x.shape[0] // over.size] * over.size
+    sizes = [equal if one is None else list(one) for one in (output_sizes, input_sizes)]
+    same_collective(over, name, x, ("rows", *x.shape[1:]))
+    same_exchange(over, name, x, *sizes)
+    given, out = x.contiguous(), x.new_empty((sum(sizes[0]), *x.shape[1:]))
+    return Pending(over, name, _exchange(over, name, out, given, *sizes), lambda: out, given)
 
 
 def wide_sum(parts: Tensor) -> Tensor:
@@ -211,6 +197,15 @@ def _exchange(over: RankGroup, name: str, out: Tensor, given: Tensor, *sizes: An
     return named(over, name, lambda: dist.all_to_all_single(out, given, *sizes, group=over.group, async_op=True), given)
 
 
+def _with(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
+    return (*shape[:dim], size, *shape[dim + 1 :])
+
+
+def _laid(dim: int, sizes: Sizes) -> str:
+    """How parts lie side by side, as the end of what ranks compare."""
+    return (f" along dim {dim}" if dim else "") + ("" if _equal(sizes) else f" in parts {list(sizes or ())}")
+
+
 def _equal(sizes: Sizes) -> bool:
     return sizes is None or len(set(sizes)) == 1
 
@@ -219,6 +214,6 @@ def _padded(x: Tensor, dim: int, size: int) -> Tensor:
     """Contiguous x, followed along `dim` by memory that nobody reads up to `size`."""
     if x.shape[dim] == size:
         return x.contiguous()
-    padded = x.new_empty((*x.shape[:dim], size, *x.shape[dim + 1 :]))
+    padded = x.new_empty(_with(x.shape, dim, size))
     padded.narrow(dim, 0, x.shape[dim]).copy_(x)
     return padded
