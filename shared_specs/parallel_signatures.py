@@ -141,7 +141,7 @@ PARALLEL_SIGNATURES: dict[str, tuple[Argument, ...]] = {
         Argument("weight"),
         Argument("bias", None),
         keyword("eps", 1e-6),
-        keyword("sequence_parallel", False),
+        *_TENSOR_PARALLEL,
         *_GROUP,
     ),
     "row_parallel_linear_residual_norm": (
@@ -152,6 +152,7 @@ PARALLEL_SIGNATURES: dict[str, tuple[Argument, ...]] = {
         Argument("bias", None),
         keyword("eps", 1e-6),
         keyword("gather", True),
+        _SIZES,
         keyword("path", "auto"),
         *_GROUP,
     ),

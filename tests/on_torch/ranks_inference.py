@@ -26,14 +26,15 @@ def norm(x: Tensor, weight: Tensor) -> Tensor:
     return (a * torch.rsqrt(a.square().mean(-1, keepdim=True) + EPS) * weight.to(a.dtype)).to(x.dtype)
 
 
-def problem(ranks: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Two tokens a rank in each of three sequences; tokens are dim 0."""
+def problem(ranks: int, dtype: torch.dtype, tokens: int | None = None) -> dict[str, Tensor]:
+    """So many tokens, or two a rank, in each of three sequences; tokens are dim 0."""
+    tokens = 2 * ranks if tokens is None else tokens
     shapes = {
-        "x": (2 * ranks, 3, HIDDEN),
+        "x": (tokens, 3, HIDDEN),
         "weight": (FEATURES, HIDDEN),
         "bias": (FEATURES,),
         "norm_weight": (HIDDEN,),
-        "residual": (2 * ranks, 3, FEATURES),
+        "residual": (tokens, 3, FEATURES),
         "next_norm_weight": (FEATURES,),
     }
     return {name: draw(*shape, seed=seed).to(dtype) for seed, (name, shape) in enumerate(shapes.items())}
@@ -63,17 +64,21 @@ def layers(
     bias: bool = True,
     gather: bool = True,
     sequence_parallel: bool = False,
+    sizes: list[int] | None = None,
     symmetric_memory: bool = False,
 ) -> dict[str, Any] | None:
-    """Both functions. symmetric_memory: the wiring of that path, its three exchanges made by the backend's collectives."""
+    """Both functions. symmetric_memory: the wiring of that path, its three exchanges made by the backend's collectives.
+
+    sizes: tokens of every rank, two where left out.
+    """
     over, rank, ranks = group_of(group, rank, world)
     if rank < 0:
         return None
-    given = problem(ranks, getattr(torch, dtype))
+    given = problem(ranks, getattr(torch, dtype), None if sizes is None else sum(sizes))
     if not bias:
         given["bias"] = torch.zeros_like(given["bias"])
     exact = {name: a.double() for name, a in given.items()}
-    tokens = lambda a: a.chunk(ranks)[rank]  # noqa: E731
+    tokens = lambda a: a.split(sizes or 2)[rank]  # noqa: E731
     part = lambda a, dim: a.chunk(ranks, dim)[rank]  # noqa: E731
     with torch.no_grad(), Collectives() as column:
         y = parallel.norm_column_parallel_linear(
@@ -83,6 +88,7 @@ def layers(
             part(given["bias"], 0) if bias else None,
             eps=EPS,
             sequence_parallel=sequence_parallel,
+            split_sizes=sizes if sequence_parallel else None,
             group=over,
         )
     with torch.no_grad(), Collectives() as row, emulated(symmetric_memory) as path:
@@ -94,6 +100,7 @@ def layers(
             given["bias"] if bias else None,
             eps=EPS,
             gather=gather,
+            split_sizes=sizes,
             path=path,
             group=over,
         )
@@ -174,6 +181,24 @@ def both_paths(rank: int, world: int, dtype: str, group: str = "default") -> lis
     return [torch.equal(one, other) for one, other in zip(*results, strict=True)]
 
 
+def path_of_sizes(rank: int, world: int, sizes: list[int]) -> dict[str, Any]:
+    """Where symmetric memory can run: what path="auto" sends, and what asking for symmetric memory gives."""
+    a = problem(world, torch.float32, sum(sizes))
+    given = (a["x"].chunk(world, -1)[rank], a["weight"].chunk(world, 1)[rank], a["residual"].split(sizes)[rank])
+
+    def call(path: str) -> Any:
+        return parallel.row_parallel_linear_residual_norm(*given, a["next_norm_weight"], split_sizes=sizes, path=path)
+
+    with torch.no_grad(), Collectives() as collectives, emulated(True) as fused:
+        call("auto")
+        sent = dict(collectives.counts)
+        try:
+            call(fused)
+            return {"auto": sent, "fused": "taken"}
+        except NotImplementedError as error:
+            return {"auto": sent, "fused": f"{type(error).__name__}: {error}"}
+
+
 def paths(rank: int, world: int) -> list[Any]:
     """What inference_path says here, of the world and of one rank alone."""
     alone = [torch.distributed.new_group([one]) for one in range(world)][rank]
@@ -196,7 +221,7 @@ def refused(rank: int, world: int) -> dict[str, str]:
         given = [value if place == index else one for index, one in enumerate(right)]
         return lambda: parallel.row_parallel_linear_residual_norm(*given, **more)
 
-    def column(norm_weight: Tensor, weight: Tensor, **more: Any) -> Callable[[], Any]:
+    def column(norm_weight: Tensor = a["norm_weight"], weight: Tensor = a["weight"], **more: Any) -> Callable[[], Any]:
         return lambda: parallel.norm_column_parallel_linear(a["x"], norm_weight, weight, **more)
 
     wrong = {
@@ -206,12 +231,20 @@ def refused(rank: int, world: int) -> dict[str, str]:
         "dtype of residual": row(2, right[2].double()),
         "norm_weight": row(3, torch.ones(3)),
         "tokens": row(0, right[0][:-1]),
+        "sum of sizes": row(split_sizes=[3, 2]),
+        "sizes of three": row(split_sizes=[2, 1, 1]),
+        "size below 0": row(split_sizes=[5, -1]),
+        "sizes that are none": row(split_sizes=4),
+        "residual of sizes": row(split_sizes=[3, 1]),
         "eps": row(eps=-1.0),
         "gather": row(gather=1),
         "weight": row(1, torch.ones(FEATURES, 3)),
         "gradient": row(1, right[1].clone().requires_grad_()),
-        "column norm_weight": column(torch.ones(3), a["weight"]),
-        "column gradient": column(a["norm_weight"].clone().requires_grad_(), a["weight"]),
+        "column norm_weight": column(torch.ones(3)),
+        "column gradient": column(a["norm_weight"].clone().requires_grad_()),
+        "column sizes": column(split_sizes=[4, 0]),
+        "column part": column(split_sizes=[3, 1], sequence_parallel=True),
+        "column sizes of one": column(split_sizes=[4], sequence_parallel=True),
     }
     messages = {}
     with Collectives() as collectives:

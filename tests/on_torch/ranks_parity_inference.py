@@ -9,6 +9,23 @@ from torch import Tensor
 from tests.on_torch.ranks_parity_layers import part
 from tiled_torch import parallel
 
+OF_TOKENS = ("x", "residual")  # operands whose dim 0 they are
+
+
+def operands_of(
+    rank: int, world: int, operands: dict[str, Any], dims: dict[str, int | None], sizes: list[int] | None
+) -> dict[str, Tensor]:
+    """This rank's parts of whole operands, weights as torch has them. sizes: tokens of every rank; None: equally many."""
+    whole = {name: torch.tensor(a, dtype=torch.float64) for name, a in operands.items()}
+    return {
+        name: own(a, dims[name], rank, world, sizes if name in OF_TOKENS else None).clone() for name, a in whole.items()
+    }
+
+
+def own(whole: Tensor, dim: int | None, rank: int, world: int, sizes: list[int] | None) -> Tensor:
+    """This rank's stretch along `dim`; of dim 0 it has `sizes[rank]`."""
+    return part(whole, dim, rank, world) if dim != 0 or sizes is None else whole.split(sizes)[rank]
+
 
 def layers(rank: int, world: int, cases: list[dict[str, Any]]) -> list[list[Any]]:
     """The results of every case on this rank."""
@@ -23,8 +40,8 @@ def _layer(
     dims: dict[str, int | None],
     arguments: dict[str, Any],
 ) -> list[Any]:
-    """`operands` are whole, weights as torch has them; `dims` says along which dim each of them is split."""
-    given = {name: part(torch.tensor(a, dtype=torch.float64), dims[name], rank, world) for name, a in operands.items()}
+    """`dims` says along which dim each operand is split."""
+    given = operands_of(rank, world, operands, dims, arguments.get("split_sizes"))
     with torch.no_grad():
         found = getattr(parallel, function)(**given, **arguments)
     return [a.tolist() for a in ([found] if isinstance(found, Tensor) else found)]
@@ -49,40 +66,54 @@ def _gradients(
     dy: list[Any],
     outputs: list[int | None],
 ) -> dict[str, Any]:
-    given = {
-        name: part(torch.tensor(a, dtype=torch.float64), dims[name], rank, world).clone().requires_grad_()
-        for name, a in operands.items()
-    }
+    sizes = arguments.get("split_sizes")
+    given = {name: a.requires_grad_() for name, a in operands_of(rank, world, operands, dims, sizes).items()}
     composed = _norm_column if function == "norm_column_parallel_linear" else _row_norm
     results = composed(given, **arguments)
     upstream = [
-        part(torch.tensor(d, dtype=torch.float64), dim, rank, world) for d, dim in zip(dy, outputs, strict=True)
+        own(torch.tensor(d, dtype=torch.float64), dim, rank, world, sizes) for d, dim in zip(dy, outputs, strict=True)
     ]
     found = torch.autograd.grad(results, list(given.values()), upstream)
     return {name: a.tolist() for name, a in zip(given, found, strict=True)}
 
 
-def _norm_column(given: dict[str, Tensor], eps: float, sequence_parallel: bool = False) -> list[Tensor]:
+def _norm_column(
+    given: dict[str, Tensor], eps: float, sequence_parallel: bool = False, split_sizes: list[int] | None = None
+) -> list[Tensor]:
     """Where each rank normalises its own tokens, the gradients of the norm's weight are added up."""
     weight = given["norm_weight"]
     weight = parallel.copy_to_tensor_parallel_region(weight) if sequence_parallel else weight
     normed = F.rms_norm(given["x"], weight.shape, weight, eps)
     columns = parallel.column_parallel_linear(
-        normed, given["weight"], given.get("bias"), sequence_parallel=sequence_parallel
+        normed,
+        given["weight"],
+        given.get("bias"),
+        sequence_parallel=sequence_parallel,
+        split_sizes=split_sizes,
     )
     return [columns]
 
 
-def _row_norm(given: dict[str, Tensor], eps: float, gather: bool = True, path: str = "auto") -> list[Tensor]:
+def _row_norm(
+    given: dict[str, Tensor],
+    eps: float,
+    gather: bool = True,
+    path: str = "auto",
+    split_sizes: list[int] | None = None,
+) -> list[Tensor]:
     """What every rank holds whole is used with its own tokens, and the gradients of that are added up."""
-    own = parallel.row_parallel_linear(given["x"], given["weight"], input_is_parallel=True, sequence_parallel=True)
-    h = own + given["residual"]
+    total = parallel.row_parallel_linear(
+        given["x"], given["weight"], input_is_parallel=True, sequence_parallel=True, split_sizes=split_sizes
+    )
+    h = total + given["residual"]
     if "bias" in given:
         h = h + parallel.copy_to_tensor_parallel_region(given["bias"])
     weight = parallel.copy_to_tensor_parallel_region(given["norm_weight"])
     normed = F.rms_norm(h, weight.shape, weight, eps)
     if gather:
-        normed = parallel.gather_from_sequence_parallel_region(normed, tensor_parallel_output_grad=False)
+        normed = parallel.gather_from_sequence_parallel_region(
+            normed, split_sizes=split_sizes, tensor_parallel_output_grad=False
+        )
     return [normed, h]
 
 

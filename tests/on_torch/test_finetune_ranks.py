@@ -177,12 +177,23 @@ def test_sequences_and_heads_that_cannot_be_cut_are_refused(inputs, two, tmp_pat
     assert not (tmp_path / "run").exists()
 
 
+def test_two_axes_of_four_ranks_and_replicas(inputs, two, tmp_path):
+    """Four ranks with a part of every layer's part each; then two with whole copies go on from their checkpoint."""
+    out = tmp_path / "run"
+    with Ranks(4) as four:
+        assert (
+            "dp 1 x fsdp 2 x cp 1 x tp 2, 4 processes" in run_on(four, options(inputs, out, fsdp=2, tp=2, steps=2))[0]
+        )
+    run_on(two, options(inputs, out, dp=2, resume=True))
+    assert losses(out) == pytest.approx(losses(inputs / "alone"), rel=DEMO_LOSS_RTOL)
+    assert_same_model(out, inputs)
+
+
 @pytest.mark.slow
-def test_four_ranks_and_plain_replicas(inputs, two, tmp_path):
-    run_on(two, options(inputs, tmp_path / "dp 2", dp=2))
+def test_four_ranks(inputs, two, tmp_path):
     out, layouts = tmp_path / "run", ({"dp": 2, "tp": 2}, {"cp": 2, "tp": 2}, {"dp": 2, "cp": 2}, {"fsdp": 2, "cp": 2})
     wanted = [
-        options(inputs, out, fsdp=2, tp=2, steps=2),
+        options(inputs, out, fsdp=4, steps=2),
         *(options(inputs, tmp_path / f"{number}", **axes) for number, axes in enumerate(layouts)),
         options(inputs, tmp_path / "cp 4", cp=4, checkpointing=True),
     ]
@@ -191,7 +202,7 @@ def test_four_ranks_and_plain_replicas(inputs, two, tmp_path):
             run_on(four, each)
             four.end()  # DTensor would take another mesh of as many ranks for this one, whose groups are gone
     run_on(two, options(inputs, out, dp=2, resume=True))
-    for found in (out, tmp_path / "dp 2", tmp_path / "cp 4", *(tmp_path / f"{n}" for n in range(len(layouts)))):
+    for found in (out, tmp_path / "cp 4", *(tmp_path / f"{n}" for n in range(len(layouts)))):
         assert losses(found) == pytest.approx(losses(inputs / "alone"), rel=DEMO_LOSS_RTOL), found
     assert_same_model(out, inputs)
 
@@ -234,21 +245,32 @@ def workers(process):
     return found
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
-def test_a_lost_rank_ends_the_run_and_keeps_the_last_checkpoint(inputs, tmp_path, how):
-    """A rank that is killed, and one that only stops: the others say so and end, within the timeout plus 30 s."""
+@pytest.mark.parametrize(
+    ("ranks", "lost", "how"),
+    [
+        (2, 1, signal.SIGKILL),
+        (2, 0, signal.SIGKILL),
+        pytest.param(4, 2, signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param(2, 1, signal.SIGSTOP, marks=pytest.mark.slow),
+    ],
+)
+def test_a_lost_rank_ends_the_run_and_keeps_the_last_checkpoint(inputs, tmp_path, ranks, lost, how):
+    """A rank that is killed, the first one too, and one that only stops: the others say so and end, within the timeout plus
+    30 s."""
     out, timeout = tmp_path / "run", 10 if how == signal.SIGSTOP else GROUP_TIMEOUT
-    more = ("--fsdp", "2", "--steps", "5000", "--group-timeout", str(timeout), "--save-every", "3")
-    process = start(2, *words(inputs, out, *more))
+    more = ("--fsdp", str(ranks), "--steps", "5000", "--group-timeout", str(timeout), "--save-every", "3")
+    process = start(ranks, *words(inputs, out, *more))
     try:
         deadline = time.monotonic() + 200
         while not (out / LOG_NAME).exists() or len(losses(out)) < 4:
             assert process.poll() is None, process.stdout.read()
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        survivor, victim = (workers(process)[rank] for rank in range(2))
+        found = workers(process)
+        victim = found.pop(lost)
         victim.send_signal(how)
-        survivor.wait(timeout + 30)
+        for survivor in found.values():
+            survivor.wait(timeout + 30)
         with contextlib.suppress(psutil.NoSuchProcess):
             victim.kill()  # torchrun gives one that only stopped half a minute of its own
         shown, _ = process.communicate(timeout=30)
@@ -257,7 +279,8 @@ def test_a_lost_rank_ends_the_run_and_keeps_the_last_checkpoint(inputs, tmp_path
             child.kill()
         process.kill()
     assert process.returncode != 0
-    message = re.search(r"^.*finetune: process 0 of 2 lost another one, and the run ends: .*$", shown, re.MULTILINE)
+    lines = rf"^.*finetune: process \d of {ranks} lost another one, and the run ends: .*$"
+    message = re.search(lines, shown, re.MULTILINE)
     assert message, shown
     checkpoint = load_checkpoint(out)
     assert str(checkpoint.folder) in message[0]

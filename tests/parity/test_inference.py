@@ -5,7 +5,7 @@ PyTorch's layers and collectives that make the same.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from shared_specs.oracle import inference as oracle
 from shared_specs.tolerances import DISTRIBUTED_FLOAT64
 from tests.asserting import assert_within
 from tests.on_jax.parallel_models import quickly
+from tests.on_jax.test_inference import SIZES, padded, tokens_of
 from tests.ranks import Ranks
 from tiled_jax import parallel
 
@@ -30,10 +31,12 @@ T, B, IN, H, EPS = 8, 3, 12, 16, 1e-3
 NORM, ROW = "norm_column_parallel_linear", "row_parallel_linear_residual_norm"
 Array = np.ndarray[Any, Any]
 Dims = dict[str, int | None]
-SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
-    NORM: {"x": (T, B, IN), "norm_weight": (IN,), "weight": (IN, H), "bias": (H,)},
-    ROW: {"x": (T, B, IN), "weight": (IN, H), "residual": (T, B, H), "norm_weight": (H,), "bias": (H,)},
+Sizes = tuple[int, ...] | None
+SHAPES: dict[str, dict[str, tuple[int, ...]]] = {  # x and the residual of one token
+    NORM: {"x": (1, B, IN), "norm_weight": (IN,), "weight": (IN, H), "bias": (H,)},
+    ROW: {"x": (1, B, IN), "weight": (IN, H), "residual": (1, B, H), "norm_weight": (H,), "bias": (H,)},
 }
+OF_TOKENS = ("x", "residual")  # operands whose dim 0 they are
 # Along which dim of JAX's array each operand is split; None: whole on every rank.
 DIMS: dict[str, Dims] = {
     NORM: {"x": None, "norm_weight": None, "weight": 1, "bias": 0},
@@ -51,6 +54,11 @@ class Case:
     bias: bool = True
 
     @property
+    def sizes(self) -> Sizes:
+        """Tokens of every rank; None: equally many."""
+        return self.arguments.get("split_sizes")
+
+    @property
     def dims(self) -> Dims:
         tokens: Dims = {"x": 0} if self.arguments.get("sequence_parallel") else {}
         found = DIMS[self.function] | tokens
@@ -59,13 +67,21 @@ class Case:
     @property
     def operands(self) -> dict[str, Array]:
         rng = np.random.default_rng(0)
-        drawn = {name: rng.standard_normal(shape) for name, shape in SHAPES[self.function].items()}
+        tokens = T if self.sizes is None else sum(self.sizes)
+        shapes = {
+            name: (tokens, *shape[1:]) if name in OF_TOKENS else shape for name, shape in SHAPES[self.function].items()
+        }
+        drawn = {name: rng.standard_normal(shape) for name, shape in shapes.items()}
         return {name: drawn[name] for name in self.dims}
 
     @property
     def expected(self) -> tuple[Array, ...]:
         given = {"bias": np.zeros(H)} | self.operands | {"eps": EPS}
         return (oracle.norm_linear(**given),) if self.function == NORM else oracle.linear_residual_norm(**given)
+
+    def sizes_along(self, dim: int | None, operand: str = "x") -> Sizes:
+        """What a device's part of an operand, or of a result, is padded from along `dim`; None: it is not."""
+        return self.sizes if dim == 0 and operand in OF_TOKENS else None
 
 
 CASES = {
@@ -76,6 +92,20 @@ CASES = {
     "row, norm of own tokens": Case(ROW, (0, 0), {"gather": False, "path": "collectives"}),
     "row, norm without bias": Case(ROW, (None, 0), bias=False),
 }
+OF_SIZES = {  # in each of tests.on_jax.test_inference.SIZES
+    "norm, column": Case(NORM, (2,), {"sequence_parallel": True}),
+    "row, norm": Case(ROW, (None, 0)),
+    "row, norm of own tokens": Case(ROW, (0, 0), {"gather": False}, bias=False),
+}
+
+
+def cases_of(ranks: int) -> dict[str, Case]:
+    uneven = {
+        f"{name}, {tokens}": replace(case, arguments=case.arguments | {"split_sizes": sizes})
+        for tokens, sizes in SIZES[ranks].items()
+        for name, case in OF_SIZES.items()
+    }
+    return CASES | uneven
 
 
 @pytest.fixture(scope="module")
@@ -111,14 +141,22 @@ def upstream(case: Case) -> list[Array]:
     return [np.cos(truth * (1 + place)) for place, truth in enumerate(case.expected)]
 
 
+def as_held(whole: Array, sizes: Sizes) -> Array:
+    return whole if sizes is None else padded(whole, sizes)
+
+
+def as_whole(held: Any, sizes: Sizes) -> Array:
+    return np.asarray(held) if sizes is None else tokens_of(held, sizes)
+
+
 def on_devices(ranks: int) -> dict[str, tuple[list[Array], dict[str, Array]]]:
     """Results and gradients of every case, whole, in one program."""
-    mesh = mesh_of(ranks)
+    mesh, cases = mesh_of(ranks), cases_of(ranks)
 
     @jax.jit
     def run(operands: dict[str, Any], dy: dict[str, Any]) -> Any:
         found = {}
-        for name, case in CASES.items():
+        for name, case in cases.items():
             specs = tuple(spec(dim) for dim in case.outputs)
             outputs = specs if case.function == ROW else specs[0]
             fn = mapped(case.function, mesh, case.dims, outputs, eps=EPS, **case.arguments)
@@ -127,40 +165,63 @@ def on_devices(ranks: int) -> dict[str, tuple[list[Array], dict[str, Array]]]:
         return found
 
     with jax.enable_x64(True):
-        operands = {name: jax.tree.map(jnp.asarray, case.operands) for name, case in CASES.items()}
-        dy = {name: [jnp.asarray(d) for d in upstream(case)] for name, case in CASES.items()}
-        return jax.tree.map(np.asarray, quickly(run, operands, dy))
+        operands = {
+            name: {key: as_held(a, case.sizes_along(case.dims[key], key)) for key, a in case.operands.items()}
+            for name, case in cases.items()
+        }
+        dy = {
+            name: [as_held(d, case.sizes_along(dim)) for d, dim in zip(upstream(case), case.outputs, strict=True)]
+            for name, case in cases.items()
+        }
+        found = quickly(run, *jax.tree.map(jnp.asarray, (operands, dy)))
+    return {name: wholes(case, *found[name]) for name, case in cases.items()}
+
+
+def wholes(case: Case, results: list[Any], gradients: dict[str, Any]) -> tuple[list[Array], dict[str, Array]]:
+    """Without what the devices' parts are padded with."""
+    found = [as_whole(a, case.sizes_along(dim)) for a, dim in zip(results, case.outputs, strict=True)]
+    return found, {name: as_whole(a, case.sizes_along(case.dims[name], name)) for name, a in gradients.items()}
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_ranks_devices_and_oracle(pools: Any, ranks: int) -> None:
+    cases = cases_of(ranks)
     answers = pools[ranks].run(
-        "tests.on_torch.ranks_parity_inference:layers", cases=[for_torch(case) for case in CASES.values()]
+        "tests.on_torch.ranks_parity_inference:layers", cases=[for_torch(case) for case in cases.values()]
     )
     slopes = [
         for_torch(case) | {"dy": [d.tolist() for d in upstream(case)], "outputs": case.outputs}
-        for case in CASES.values()
+        for case in cases.values()
     ]
     gradients = pools[ranks].run("tests.on_torch.ranks_parity_inference:gradients", cases=slopes)
     ours = on_devices(ranks)
-    for at, (name, case) in enumerate(CASES.items()):
+    for at, (name, case) in enumerate(cases.items()):
         results, d_operands = ours[name]
         assert len(results) == len(case.outputs) == len(case.expected)
         for output, (dim, whole, truth) in enumerate(zip(case.outputs, results, case.expected, strict=True)):
             assert_within(whole, truth, DISTRIBUTED_FLOAT64, f"{name}: output {output} of JAX")
-            for rank, part in enumerate(parts_of(whole, dim, ranks)):
-                theirs = np.asarray(answers[rank][at][output])
+            for rank, part in enumerate(parts_of(whole, dim, ranks, case.sizes_along(dim))):
+                theirs = array(answers[rank][at][output], part)
                 assert_within(theirs, part, DISTRIBUTED_FLOAT64, f"{name}: output {output} of rank {rank}")
         assert d_operands.keys() == case.dims.keys()
         for operand, whole in d_operands.items():
-            for rank, part in enumerate(parts_of(whole, case.dims[operand], ranks)):
-                theirs = np.asarray(gradients[rank][at][operand])
+            dim = case.dims[operand]
+            for rank, part in enumerate(parts_of(whole, dim, ranks, case.sizes_along(dim, operand))):
+                theirs = array(gradients[rank][at][operand], part)
                 theirs = theirs.T if operand == "weight" else theirs
                 assert_within(theirs, part, DISTRIBUTED_FLOAT64, f"{name}: d{operand} of rank {rank}")
 
 
-def parts_of(whole: Array, dim: int | None, ranks: int) -> list[Array]:
-    return [whole] * ranks if dim is None else np.split(whole, ranks, dim)
+def array(values: list[Any], like: Array) -> Array:
+    """Of lists, which lose the shape of what has no elements."""
+    found = np.asarray(values)
+    return found if like.size or found.size else np.empty(like.shape)
+
+
+def parts_of(whole: Array, dim: int | None, ranks: int, sizes: Sizes) -> list[Array]:
+    if dim is None:
+        return [whole] * ranks
+    return np.split(whole, ranks if sizes is None else np.cumsum(sizes)[:-1], dim)
 
 
 # What two ranks hold, weights as JAX has them, and how a call of that goes wrong: (changed operands, changed arguments).
@@ -197,6 +258,25 @@ BAD: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "dtype of residual": (ROW, {"residual": [None, "float16"]}, {}),
     "no residual": (ROW, {"residual": None}, {}),
     "tokens that do not divide": (ROW, {"x": [[T - 1, B, IN // 2], "float32"]}, {}),
+    "one token": (ROW, {"x": [[1, B, IN // 2], "float32"], "residual": [[1, B, H], "float32"]}, {}),
+    "sizes of another sum": (ROW, {}, {"split_sizes": [5, 4]}),
+    "sizes of tokens that all have": (NORM, {}, {"split_sizes": [T, 0]}),
+    **{
+        f"{function}: {what}": (function, {}, more | {"split_sizes": sizes})
+        for function, more in ((NORM, {"sequence_parallel": True}), (ROW, {}))
+        for what, sizes in {
+            "sizes of three": [4, 2, 2],
+            "no sizes": [],
+            "a size below 0": [9, -1],
+            "a size that is no integer": [4.0, 4],
+            "a size that is a truth": [7, True],
+            "one size for all": 4,
+            "sizes that are text": "44",
+        }.items()
+    },
+    "residual of equal sizes": (ROW, {"residual": [[T, B, H], "float32"]}, {"split_sizes": [T // 2, T // 2]}),
+    "x of one dim with sizes": (ROW, {"x": [[IN], "float32"]}, {"split_sizes": [T // 2, T // 2]}),
+    "path with sizes": (ROW, {}, {"path": "fast", "split_sizes": [T // 2, T // 2]}),
 }
 
 

@@ -3,21 +3,25 @@
 Only plain collectives run here: XLA has no symmetric memory that one kernel could reduce, normalise and gather through.
 """
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shared_specs import collective_checks, inference_checks, layer_checks
+from shared_specs import inference_checks, layer_checks
 from shared_specs.config import ParallelLinearOptions
 from tiled_jax.functional.operands import array, operand
-from tiled_jax.functional.shard_math import wide
+from tiled_jax.functional.padding import is_token, without_padding
+from tiled_jax.functional.shard_math import product, wide
 from tiled_jax.parallel import movements
 from tiled_jax.parallel.linear import LinearCall
 
 REASONS = {"symmetric_memory": "XLA has no kernel over symmetric memory; it is a path of tiled_torch."}
 _OPTIONS = ParallelLinearOptions()  # tokens are dim 0
+_HARMLESS = 1  # in rows that are no tokens: their norm has a derivative at any eps, whatever was there
 
 
 def norm_column_parallel_linear(
@@ -28,6 +32,7 @@ def norm_column_parallel_linear(
     *,
     eps: float = 1e-6,
     sequence_parallel: bool = False,
+    split_sizes: Sequence[int] | None = None,
     axis_name: str,
 ) -> jax.Array:
     """rms_norm(x) @ weight + bias for this device's columns; rms_norm(x) = x / sqrt(mean(x^2) + eps) * norm_weight.
@@ -36,9 +41,12 @@ def norm_column_parallel_linear(
         x: [..., H], the same on all devices; with sequence_parallel this device's tokens, dim 0, which are normalised
             before they are gathered.
         norm_weight: [H], the same on all devices. weight: [H, out / R]. bias: [out / R]. All of one floating dtype.
-        eps: >= 0. axis_name: of the surrounding `jax.shard_map`.
+        eps: >= 0.
+        split_sizes: tokens of every device along dim 0, with sequence_parallel; None where all have as many. x then has
+            max(split_sizes) rows on every device, of which those beyond its own tokens are ignored.
+        axis_name: of the surrounding `jax.shard_map`.
     Returns:
-        [..., out / R], all tokens, in the dtype of x.
+        [..., out / R], all tokens, sum(split_sizes) of them, in the dtype of x.
     Numerics: the norm is computed in float32 (float64 for float64) and rounded to the dtype of x once.
     Memory: that of its parts; has gradients, as they do.
     Raises:
@@ -48,8 +56,14 @@ def norm_column_parallel_linear(
     name = "norm_column_parallel_linear"
     norm_weight = array(name, "norm_weight", norm_weight)
     call = LinearCall.of(name, "column", x, weight, bias, sequence_parallel, _OPTIONS, axis_name)
-    inference_checks.check_norm(name, operand(norm_weight), call.x.shape[-1], operand(call.x), eps)
-    return call.with_x(_rms_norm(call.x, norm_weight, eps)).column(call.weight)
+    shape, axis = call.x.shape, call.axis
+    sizes = inference_checks.check_own_tokens(name, sequence_parallel, split_sizes, shape, axis.size)
+    inference_checks.check_norm(name, operand(norm_weight), shape[-1], operand(call.x), eps)
+    if sizes is None:
+        return call.with_x(_rms_norm(call.x, norm_weight, eps)).column(call.weight)
+    own = without_padding(call.x, is_token(sizes, shape[0], axis.name), _HARMLESS)
+    gathered = movements.gathered(_rms_norm(own, norm_weight, eps), axis, 0, same=False)
+    return replace(call, x=movements.unpadded(gathered, 0, sizes), tokens=None).column(call.weight)
 
 
 def row_parallel_linear_residual_norm(
@@ -61,6 +75,7 @@ def row_parallel_linear_residual_norm(
     *,
     eps: float = 1e-6,
     gather: bool = True,
+    split_sizes: Sequence[int] | None = None,
     path: str = "auto",
     axis_name: str,
 ) -> tuple[jax.Array, jax.Array]:
@@ -69,15 +84,18 @@ def row_parallel_linear_residual_norm(
     h = residual + reduce_scatter(x @ weight) + bias; normed = rms_norm(h). No device normalises another one's tokens.
 
     Args:
-        x: [T, ..., in / R], all tokens, this device's stretch of the features; R divides T.
+        x: [T, ..., in / R], all tokens, this device's stretch of the features.
         weight: [in / R, H]. bias: [H], the same on all devices, added once.
-        residual: [T / R, ..., H], this device's tokens. norm_weight: [H], the same on all devices.
+        residual: [t, ..., H], this device's tokens: t = T / R, or max(split_sizes) on every device, of which the rows beyond
+            its own tokens are ignored. norm_weight: [H], the same on all devices.
         eps: >= 0.
         gather: normed of all tokens, the same on all devices; else this device's.
+        split_sizes: tokens of every device along dim 0, their sum T; None where all have as many, and R divides T. One
+            token that is decoded: (1, 0, ...).
         path: "auto" or "collectives", which is the same here.
         axis_name: of the surrounding `jax.shard_map`.
     Returns:
-        (normed [T, ..., H] or [T / R, ..., H], h [T / R, ..., H]), in the dtype of x.
+        (normed [T, ..., H] or [t, ..., H], h [t, ..., H]), in the dtype of x; zeros beyond this device's own tokens.
     Numerics: parts are rounded to the dtype of x and summed in it; the sums with bias and residual are taken in float32
         (float64 for float64) and rounded once to h, of which the norm is computed in float32.
     Memory: that of its parts; has gradients, as they do.
@@ -90,18 +108,21 @@ def row_parallel_linear_residual_norm(
     layer_checks.check_flags(name, gather=gather)
     inference_checks.check_path(name, path, REASONS)
     residual, norm_weight = array(name, "residual", residual), array(name, "norm_weight", norm_weight)
-    call = LinearCall.of(name, "row", x, weight, bias, True, _OPTIONS, axis_name)
-    ranks, features = call.axis.size, call.weight.shape[1]
-    collective_checks.check_even(name, call.x.shape, 0, ranks, sizes="")
-    shape = (call.x.shape[0] // ranks, *call.x.shape[1:-1], features)
-    inference_checks.check_residual(name, operand(residual), shape, operand(call.x))
-    inference_checks.check_norm(name, operand(norm_weight), features, operand(call.x), eps)
-    total = call.row().astype(wide(call.x.dtype)) + residual.astype(wide(call.x.dtype))
+    x, axis = array(name, "x", x), movements.mesh_axis(name, axis_name)
+    sizes = inference_checks.check_all_tokens(name, split_sizes, x.shape, axis.size)
+    call = LinearCall.of(name, "row", x, weight, bias, False, _OPTIONS, axis_name)  # which knows equal parts only
+    features, longest = call.weight.shape[1], max(sizes)
+    tokens = is_token(sizes, longest, axis.name)
+    shape = (longest, *x.shape[1:-1], features)
+    inference_checks.check_residual(name, operand(residual), shape, operand(x), padded=tokens is not None)
+    inference_checks.check_norm(name, operand(norm_weight), features, operand(x), eps)
+    partial = movements.padded(product(x, call.weight, (x.ndim - 1, 0), x.dtype), 0, sizes)
+    total = movements.sum_scattered(partial, axis, 0).astype(wide(x.dtype)) + residual.astype(wide(x.dtype))
     if call.bias is not None:
         total = total + call.bias.astype(total.dtype)
-    h = total.astype(call.x.dtype)
-    normed = _rms_norm(h, norm_weight, eps)
-    return (movements.gathered(normed, call.axis, 0, same=True) if gather else normed), h
+    h = without_padding(total.astype(x.dtype), tokens)
+    normed = without_padding(_rms_norm(without_padding(h, tokens, _HARMLESS), norm_weight, eps), tokens)
+    return (movements.unpadded(movements.gathered(normed, axis, 0, same=True), 0, sizes) if gather else normed), h
 
 
 def _rms_norm(x: jax.Array, weight: jax.Array, eps: Any) -> jax.Array:

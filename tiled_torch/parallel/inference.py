@@ -1,16 +1,19 @@
 """Layers of inference: a norm with the layer behind it, and a row-parallel layer up to the next norm. Under no_grad only."""
 
+import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from shared_specs import collective_checks, inference_checks, layer_checks
+from shared_specs import inference_checks, layer_checks
 from shared_specs.errors import UnsupportedError, error_text, fail_type
 from tiled_torch.functional.activations import wide_dtype
 from tiled_torch.functional.casting import after_autocast, operand, without_autocast
 from tiled_torch.functional.rows import refuse_dtensor
 from tiled_torch.parallel import symmetric, transport
+from tiled_torch.parallel.agreement import agree
 from tiled_torch.parallel.groups import RankGroup, not_compiled, rank_group
 from tiled_torch.parallel.linear import DEFAULTS, LinearArguments
 
@@ -31,7 +34,8 @@ def inference_path(device: torch.device | str, dtype: torch.dtype | None = None,
     """Which path path="auto" takes for tensors of this device and dtype (None: bfloat16) over this group, and why.
 
     It follows from the machine alone, so that it is the same on every rank of like machines. A call whose rows do not
-    fill whole multicast stores (16 bytes) takes the collectives all the same.
+    fill whole multicast stores (16 bytes), or whose ranks hold unequally many tokens (split_sizes), takes the collectives
+    all the same.
 
     Raises:
         SpecError, TypeError, UnsupportedError: as `copy_to_tensor_parallel_region` of the group.
@@ -50,6 +54,7 @@ def norm_column_parallel_linear(
     *,
     eps: float = 1e-6,
     sequence_parallel: bool = False,
+    split_sizes: Sequence[int] | None = None,
     group: Any = None,
 ) -> Tensor:
     """rms_norm(x) weight^T + bias for this rank's outputs; rms_norm(x) = x / sqrt(mean(x^2) + eps) * norm_weight.
@@ -58,7 +63,9 @@ def norm_column_parallel_linear(
         x: [..., H], the same on every rank; with sequence_parallel this rank's tokens, dim 0, which are normalised before
             they are gathered. norm_weight: [H], the same on every rank.
         weight: [out / R, H]. bias: [out / R] or None. All of one dtype.
-        eps: >= 0. group: a process group, a DeviceMesh of one dim, or None for all ranks.
+        eps: >= 0.
+        split_sizes: tokens of every rank along dim 0, with sequence_parallel; None where all have as many.
+        group: a process group, a DeviceMesh of one dim, or None for all ranks.
     Returns:
         [..., out / R] of all tokens, in the dtype of x.
     Numerics: the norm is computed in float32 (float64 for float64) and rounded once.
@@ -69,7 +76,7 @@ def norm_column_parallel_linear(
     Source: Zhang and Sennrich, arXiv 1910.07467; Megatron-LM, arXiv 1909.08053.
     """
     _refuse_gradients(_NORM, x=x, norm_weight=norm_weight, weight=weight, bias=bias)
-    call = LinearArguments(_NORM, "column", x, weight, bias, sequence_parallel, None, DEFAULTS, group)
+    call = LinearArguments(_NORM, "column", x, weight, bias, sequence_parallel, split_sizes, DEFAULTS, group)
     call.check_column(gather_output=False)
     like = operand(x, call.cast)
     inference_checks.check_norm(_NORM, operand(norm_weight, call.cast), x.shape[-1], like, eps)
@@ -87,6 +94,7 @@ def row_parallel_linear_residual_norm(
     *,
     eps: float = 1e-6,
     gather: bool = True,
+    split_sizes: Sequence[int] | None = None,
     path: str = "auto",
     group: Any = None,
 ) -> tuple[Tensor, Tensor]:
@@ -95,16 +103,18 @@ def row_parallel_linear_residual_norm(
     h = residual + reduce_scatter(x weight^T) + bias; normed = rms_norm(h). No rank normalises another one's tokens.
 
     Args:
-        x: [T, ..., in / R], all tokens, this rank's stretch of the features; R divides T.
+        x: [T, ..., in / R], all tokens, this rank's stretch of the features.
         weight: [H, in / R]. bias: [H], the same on every rank, added once.
-        residual: [T / R, ..., H], this rank's tokens. norm_weight: [H], the same on every rank.
+        residual: [t, ..., H], this rank's tokens: t = T / R, or split_sizes[rank]. norm_weight: [H], the same on every rank.
         eps: >= 0.
         gather: normed of all tokens, the same on every rank; else this rank's.
+        split_sizes: tokens of every rank along dim 0, their sum T; None where all have as many, and R divides T. One token
+            that is decoded: (1, 0, ...).
         path: "collectives": the backend's reduce-scatter and all-gather; "symmetric_memory": reads and multicast stores
-            between the GPUs (unmeasured); "auto": symmetric memory where `inference_path` says so.
+            between the GPUs (unmeasured), of equally many tokens; "auto": symmetric memory where `inference_path` says so.
         group: as in `norm_column_parallel_linear`.
     Returns:
-        (normed [T, ..., H] or [T / R, ..., H], h [T / R, ..., H]), in the dtype of x.
+        (normed [T, ..., H] or [t, ..., H], h [t, ..., H]), in the dtype of x.
     Numerics: parts are rounded to the dtype of x and summed over the ranks in float32, on either path; that sum is rounded,
         those with bias and residual are taken in float32 (float64 for float64) and rounded once to h, of which the norm is
         computed in float32.
@@ -116,21 +126,20 @@ def row_parallel_linear_residual_norm(
     """
     layer_checks.check_flags(_ROW, gather=gather)
     _refuse_gradients(_ROW, x=x, weight=weight, residual=residual, norm_weight=norm_weight, bias=bias)
-    over = rank_group(_ROW, group)
-    if x.dim():  # here, where no split_sizes can be advised; LinearArguments says what is wrong with an x without dims
-        collective_checks.check_even(_ROW, tuple(x.shape), 0, over.size, sizes="")
-    call = LinearArguments(_ROW, "row", x, weight, bias, True, None, DEFAULTS, group)
+    call = LinearArguments(_ROW, "row", x, weight, bias, True, split_sizes, DEFAULTS, group)
     like, dtype = operand(x, call.cast), after_autocast(x, call.cast)
     call.check_row(input_is_parallel=True)
-    features = weight.shape[0]
-    shape = (x.shape[0] // over.size, *x.shape[1:-1], features)
+    over, sizes, features = call.over, call.sizes, weight.shape[0]
+    tokens = x.shape[0] // over.size if sizes is None else sizes[over.rank]
+    shape = (tokens, *x.shape[1:-1], features)
     inference_checks.check_residual(_ROW, operand(residual, call.cast), shape, like)
     inference_checks.check_norm(_ROW, operand(norm_weight, call.cast), features, like, eps)
-    rows = residual.numel() // features
-    chosen = _path(path, over, x.device, dtype, rows, features)
+    rows = math.prod(shape[:-1])
+    chosen = _path(path, over, x.device, dtype, rows, features, sizes)
     if chosen == "collectives":
         partial = call.row(True)
     else:
+        agree(over, x.device, {"path": chosen, "the tokens of x": rows * over.size, "dtype": dtype})
         partial = _partial(over, x.to(dtype), weight.to(dtype), rows * over.size).view(shape)
     wide = wide_dtype(dtype)
     h = partial.to(wide) + residual.to(wide)
@@ -141,7 +150,7 @@ def row_parallel_linear_residual_norm(
     if not gather or not over.several:
         return normed, h
     if chosen == "collectives":
-        return transport.all_gather(over, normed, 0).wait(), h
+        return transport.all_gather(over, normed, 0, sizes).wait(), h
     return symmetric.all_gather_rows(over, normed.view(rows, features)).view(x.shape[0], *shape[1:]), h
 
 
@@ -152,8 +161,18 @@ def _partial(over: RankGroup, x: Tensor, weight: Tensor, rows: int) -> Tensor:
         return symmetric.reduce_scatter_rows(over, partial)
 
 
-def _path(path: str, over: RankGroup, device: torch.device, dtype: torch.dtype, rows: int, features: int) -> str:
+def _path(
+    path: str,
+    over: RankGroup,
+    device: torch.device,
+    dtype: torch.dtype,
+    rows: int,
+    features: int,
+    sizes: tuple[int, ...] | None,
+) -> str:
     reason = symmetric.why_not(over, device, dtype)
+    if reason is None and sizes is not None and len(set(sizes)) > 1:
+        reason = f"It exchanges equally many tokens of every rank, and split_sizes is {list(sizes)}."
     if reason is None and not symmetric.fits_multicast(rows, features, dtype):
         reason = f"{rows} rows of {features} features are no whole multicast stores."
     return inference_checks.check_path(_ROW, path, {"symmetric_memory": reason})
