@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from tests.on_torch.ranks_engines import Collectives, full
-from tests.on_torch.ranks_loss import distance, group_of
+from tests.on_torch.ranks_loss import distance, draw, group_of
 from tests.on_torch.test_checkpoint import HeldBytes
 from tiled_torch.parallel import CheckpointWithoutOutput, RandomStates, checkpoint, seed_parallel
 
@@ -95,6 +95,21 @@ def partitioned(rank: int, world: int, tokens: int = 7, group: str | None = None
         "size": size,
         **found,
     }
+
+
+def peaks(rank: int, world: int, layers: int, tokens: int = 16) -> dict[str, Any]:
+    """Peak bytes of a backward through layers without parameters, with and without partitioned inputs."""
+    found: dict[str, Any] = {"input": tokens * WIDTH * 8}
+    for name, options in (("whole", {}), ("parted", {"partition_inputs": True})):
+        x = draw(tokens, WIDTH, seed=0).requires_grad_()
+        with HeldBytes() as meter:
+            y = x * 1.0
+            for _ in range(layers):
+                y = checkpoint(lambda x: x.sin().cos(), y, **options)
+            held = meter.held()
+            y.backward(torch.ones_like(y))
+        found[name] = [held, meter.peak]
+    return found
 
 
 class Sharded(nn.Module):

@@ -6,6 +6,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from shared_specs import SpecError
+from shared_specs.config import ParallelConfig, TensorParallel
 from tests.on_torch.decoders import BATCH
 from tests.on_torch.ranks_plans import CONFIGS, error_between, filled, full, mesh_of, rows_of
 from tiled_torch import TiledLinear, TiledLinearCrossEntropy, TiledMLP
@@ -24,6 +26,16 @@ def head() -> nn.Module:
 
 def linear() -> nn.Module:
     return filled(TiledLinear(HIDDEN, 10, in_splits=2, out_splits=3))
+
+
+def refused(rank: int, world: int) -> str:
+    """A TiledLinear that tensor parallelism is asked for."""
+    model = linear()
+    try:
+        parallelize(model, mesh_of(("tp",), world), ParallelConfig(tensor=TensorParallel()))
+    except SpecError as error:
+        return str(error)
+    return "accepted"
 
 
 def modules(rank: int, world: int, names: list[str]) -> dict[str, float]:

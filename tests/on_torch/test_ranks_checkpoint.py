@@ -59,6 +59,19 @@ def test_inputs_are_kept_in_parts(pools, world, tokens):
         assert_parted(answer)
 
 
+@pytest.mark.parametrize("layers", [4, 8])
+@pytest.mark.parametrize("world", [2, 4])
+def test_peak_bytes_of_inputs_in_parts(pools, world, layers):
+    """Of a backward: those of one layer that is computed again are gathered while those of the layer after it are still there,
+    and one part of theirs is gone. gloo's threads may still hold the numbers that ranks compared."""
+    for answer in run(pools, world, "peaks", layers=layers):
+        (held, peak), (parts, lower) = answer["whole"], answer["parted"]
+        part = answer["input"] // world
+        assert held - parts == layers * (answer["input"] - part)
+        saved = layers * answer["input"] - (layers - 1) * part - 2 * answer["input"]
+        assert 0 <= saved - (peak - lower) <= 8 * (world + 1)
+
+
 @pytest.mark.parametrize("group", ["subset", "mesh", "mesh dim"])
 def test_groups(pools, group):
     answers = [answer for answer in run(pools, 4, "partitioned", group=group) if answer is not None]

@@ -20,3 +20,9 @@ def test_gradients(pools, world, names):
     for found in pools[world].run("tests.on_torch.ranks_own_modules:modules", names=names):
         assert set(found) == expected
         assert max(found.values()) <= DISTRIBUTED_FLOAT64, found
+
+
+def test_tensor_parallelism_of_tiles_is_refused(pools):
+    message = "parallelize: config.tensor must be None for a model whose plan has no styles, got TensorParallel."
+    for found in pools[2].run("tests.on_torch.ranks_own_modules:refused"):
+        assert found.startswith(message)

@@ -46,7 +46,8 @@ def checkpoint(
     Returns:
         What fn returns.
     Numerics: bit for bit those of fn without checkpointing, as long as fn is deterministic.
-    Memory: the tensor arguments; with partition_inputs 1/R of their bytes (rounded up) between forward and backward.
+    Memory: the tensor arguments; with partition_inputs 1/R of their bytes (rounded up) between forward and backward, where
+        those of two calls in a row are whole at a time.
     Raises:
         TypeError: fn cannot be called. SpecError, UnsupportedError: group is given but not used, or cannot be used;
             UnsupportedError while a CUDA graph is captured.
