@@ -162,9 +162,7 @@ def test_compiled_tiled_blocks_that_are_split(name):
     assert all(errors["graphs"] > 0 for found in answers for errors in found.values())
 
 
-@pytest.mark.parametrize(
-    "backend", [pytest.param("aot_eager", marks=pytest.mark.slow), pytest.param("inductor", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiled_autograd(two, backend):
     """DDP's reductions as operations of a backward that is compiled whole."""
     for found in two.run(_DATA + "compiled_autograd", backend=backend):
