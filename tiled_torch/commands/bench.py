@@ -57,7 +57,7 @@ def measure(workload: MLPWorkload, repeats: int) -> list[dict[str, Any]]:
         print(f"{name}: left out: {reason}", file=sys.stderr)
     runs = {name: _step(forward, mlp, x, dy) for name, forward in (own_variants(mlp) | peers).items()}
     check_gradients(runs, mlp, x)
-    for name, recomputed in (("products-18", False), ("products-22", True)):
+    for name, recomputed in (("products-18", 0.0), ("products-20", 0.5), ("products-22", 1.0)):
         runs[name] = products_alone(mlp, x[0], dy[0], plan.shard_tokens, recomputed=recomputed)
     summary = summarise(interleave(runs, repeats), "plain")
     title = (
