@@ -55,7 +55,7 @@ def agree(over: RankGroup, device: torch.device, said: Mapping[str, Any]) -> Non
     Raises:
         SpecError: on every rank, with what each of them says of the first thing in which they differ.
     """
-    if not over.several:
+    if not over.several or _captured(device):
         return
     words = tuple((name, repr(value)) for name, value in said.items())
     failed_calls.remember(over, words)
@@ -71,6 +71,8 @@ def same_collective(over: RankGroup, name: str, x: Tensor, shape: Sequence[objec
     Every time under gloo, whose process ends where sizes differ; the first time under other backends.
     """
     words = (("the collective", f"{name} of {x.dtype} [{', '.join(map(str, shape))}]{extra}".replace("torch.", "")),)
+    if _captured(x.device):
+        return
     if backend_of(over, x.device.type) == "gloo":
         _compare(over, name, words, x.device, x)
         return
@@ -94,12 +96,15 @@ def same_exchange(over: RankGroup, name: str, x: Tensor, takes: Sequence[int], g
                 fail(over.function, rows, f"the {given} that it gives it", size)
 
 
+def _captured(device: torch.device) -> bool:
+    """Whether a CUDA graph is captured, where nothing can be read: the runs before it were compared."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def _compare(
     over: RankGroup, name: str, words: failed_calls.Words, device: torch.device, x: Tensor | None = None
 ) -> None:
     """One number from each rank, of one size whatever is compared with what; where they differ, what each rank says."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return  # nothing can be read there; the runs before the capture were compared
     digest = blake2b(repr((over.function, words)).encode(), digest_size=8).digest()
     number = torch.tensor([int.from_bytes(digest, "big", signed=True)], device=device)
     if len({said for (said,) in _everywhere(over, name, number, x)}) > 1:
