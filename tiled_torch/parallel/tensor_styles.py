@@ -1,5 +1,6 @@
 """Parallel styles that torch.distributed.tensor.parallel lacks: for norms, embeddings, tiled MLPs and tiled losses."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any, Literal
@@ -18,6 +19,9 @@ from tiled_torch.modules.mlp import TiledMLP
 from tiled_torch.parallel.loss import vocab_parallel_linear_cross_entropy
 from tiled_torch.parallel.mlp import tensor_parallel_mlp
 from tiled_torch.parallel.vocab_rows import own_rows
+
+# The backward of a linear layer views gradients as rows, which uneven parts that were gathered are not.
+_EVEN_TOKENS = torch.__version__ < (2, 12)
 
 
 def distribute(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
@@ -94,7 +98,11 @@ class Whole(ParallelStyle):
 
 def _whole_input(x: Tensor, mesh: DeviceMesh) -> DTensor:
     if isinstance(x, DTensor) and x.placements != (Replicate(),):
-        return x.redistribute(placements=[Replicate()])
+        whole = x.redistribute(placements=[Replicate()])
+        if whole.to_local().is_contiguous():
+            return whole
+        # Uneven tokens leave gaps where their padding was; every layer would close them anew, those of PyTorch 2.11 cannot.
+        return whole.clone(memory_format=torch.contiguous_format)  # type: ignore[return-value]
     # Through a plain tensor: the backward of from_local makes its gradient whole.
     return DTensor.from_local(x.to_local() if isinstance(x, DTensor) else x, mesh, [Replicate()], run_check=False)
 
@@ -119,6 +127,16 @@ def check_embedding(function: str, module: nn.Module) -> None:
         given = getattr(module, name, default)
         if given != default:
             raise UnsupportedError(error_text(function, name, f"{default} where the vocabulary is split", given))
+
+
+def check_tokens(ids: Sequence[int], layout: Placement, ranks: int) -> None:
+    """Raise for tokens that the ranks cannot share evenly, where the backward of PyTorch's own layers would fail."""
+    if _EVEN_TOKENS and isinstance(layout, Shard) and layout.dim < len(ids) and ids[layout.dim] % ranks:
+        rule = f"a multiple of the {ranks} ranks with PyTorch {torch.__version__}"
+        advice = "Pad them, update PyTorch (2.13 takes any number), or leave sequence_parallel out."
+        raise UnsupportedError(
+            error_text("parallelize", "the tokens of a sequence", rule, ids[layout.dim], advice=advice)
+        )
 
 
 class Embedding(ParallelStyle):
@@ -147,6 +165,7 @@ class _SplitEmbedding(nn.Embedding):
 
     def forward(self: Any, ids: Tensor) -> Tensor:
         mesh: DeviceMesh = self._tensor_mesh
+        check_tokens(ids.shape, self._layout, mesh.size())
         vocab = self.weight.shape[0]
         chunk = -(-vocab // mesh.size())
         start = min(mesh.get_local_rank() * chunk, vocab)
