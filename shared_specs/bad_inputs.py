@@ -11,6 +11,9 @@ from typing import Any
 from shared_specs.config import ACTIVATIONS, HALVES, Half, HalfNames, Tiling
 from shared_specs.errors import SpecError, UnsupportedError
 
+# By package, two devices that every machine has: JAX's are virtual (tests/conftest.py).
+DEVICES = {"tiled_torch": ("cpu", "meta"), "tiled_jax": ("cpu:0", "cpu:1")}
+
 GOOD_SHAPES: dict[str, tuple[int, ...]] = {"x": (2, 3, 8), "w_gate": (8, 12), "w_up": (8, 12), "w_down": (12, 8)}
 
 
@@ -23,7 +26,9 @@ class BadCase:
         target: the value of every target (loss). class_weight: the shape of one (loss).
         dtypes: dtypes that differ from float32. arguments: keyword arguments of the call.
         transposed: weights handed over in the layout of the other half. operands: handed over as they stand here.
-        message: the whole text, with `{package}`, `{layout}`, `{backends}` and `{w_A_B}` to fill in.
+        elsewhere: operands on the second of the half's DEVICES, where everything else is on the first.
+        message: the whole text, with `{package}`, `{layout}`, `{backends}`, `{device}`, `{other_device}` and `{w_A_B}` to
+            fill in.
         halves: where it applies; a half that is left out accepts the input by its framework's own custom.
     """
 
@@ -35,6 +40,7 @@ class BadCase:
     arguments: dict[str, Any] = field(default_factory=dict)
     transposed: tuple[str, ...] = ()
     operands: dict[str, Any] = field(default_factory=dict)
+    elsewhere: tuple[str, ...] = ()
     target: int = 1
     class_weight: tuple[int, ...] | None = None
     halves: tuple[Half, ...] = HALVES
@@ -46,7 +52,14 @@ class BadCase:
 
 class _Words(dict[str, str]):
     def __init__(self, names: HalfNames) -> None:
-        super().__init__(package=names.package, layout=names.layout, backends=", ".join(names.backends))
+        device, other = DEVICES[names.package]
+        super().__init__(
+            package=names.package,
+            layout=names.layout,
+            backends=", ".join(names.backends),
+            device=device,
+            other_device=other,
+        )
         self.names = names
 
     def __missing__(self, key: str) -> str:
@@ -261,6 +274,22 @@ BAD_CASES: tuple[BadCase, ...] = (
         shapes={"b_down": (8,)},
         dtypes={"b_down": "float16"},
         message="tiled_mlp: biases['down'] must be of x's dtype float32, got float16. Cast one of them.",
+    ),
+    BadCase(
+        id="device-x",
+        elsewhere=("x",),
+        message="tiled_mlp: w_gate must be on x's device {other_device}, got {device}.",
+    ),
+    BadCase(
+        id="device-w_down",
+        elsewhere=("w_down",),
+        message="tiled_mlp: w_down must be on x's device {device}, got {other_device}.",
+    ),
+    BadCase(
+        id="device-bias",
+        shapes={"b_up": (12,)},
+        elsewhere=("b_up",),
+        message="tiled_mlp: biases['up'] must be on x's device {device}, got {other_device}.",
     ),
 )
 

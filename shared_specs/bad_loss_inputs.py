@@ -124,6 +124,28 @@ BAD_LOSS_CASES: tuple[BadCase, ...] = (
         message=f"{_LOSS}: weight must be of x's dtype float32, got bfloat16. Cast one of them.",
     ),
     BadCase(
+        id="device-weight",
+        elsewhere=("weight",),
+        message=f"{_LOSS}: weight must be on x's device {{device}}, got {{other_device}}.",
+    ),
+    BadCase(
+        id="device-targets",
+        elsewhere=("targets",),
+        message=f"{_LOSS}: targets must be on x's device {{device}}, got {{other_device}}.",
+    ),
+    BadCase(
+        id="device-bias",
+        shapes={"bias": (12,)},
+        elsewhere=("bias",),
+        message=f"{_LOSS}: bias must be on x's device {{device}}, got {{other_device}}.",
+    ),
+    BadCase(
+        id="device-class_weight",
+        class_weight=(12,),
+        elsewhere=("class_weight",),
+        message=f"{_LOSS}: loss.class_weight must be on x's device {{device}}, got {{other_device}}.",
+    ),
+    BadCase(
         id="loss-kind",
         arguments={"loss": "mean"},
         error=TypeError,

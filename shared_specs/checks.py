@@ -21,7 +21,7 @@ BIASES = ("gate", "up", "down")
 
 @dataclass(frozen=True)
 class Operand:
-    """An array as the checks see it. `device` is compared, never interpreted."""
+    """An array as the checks see it. `device` is compared, never interpreted; "" goes with any."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -200,6 +200,7 @@ def check_mlp(
     _check_biases(function, biases, widths, gated="w_gate" in weights)
     others = {**weights, **{f"biases[{name!r}]": bias for name, bias in biases.items()}}
     _check_kinds(function, x, others, master_weights=master_weights)
+    _check_devices(function, {"x": x, **others})
 
 
 def _check_biases(function: str, biases: Mapping[str, Operand], widths: Mapping[str, int], *, gated: bool) -> None:
@@ -217,8 +218,15 @@ def _check_kinds(function: str, x: Operand, others: Mapping[str, Operand], *, ma
     for name, other in others.items():
         if other.dtype != x.dtype and not (is_master and other.dtype == "float32"):
             fail(function, name, f"of x's dtype {x.dtype}", other.dtype, advice="Cast one of them.")
-        if other.device != x.device:
-            fail(function, name, f"on x's device {x.device}", other.device)
+
+
+def _check_devices(function: str, operands: Mapping[str, Operand | None]) -> None:
+    """All that are somewhere are where the first of them is."""
+    known = [(name, each.device) for name, each in operands.items() if each is not None and each.device]
+    for name, device in known[1:]:
+        first, expected = known[0]
+        if device != expected:
+            fail(function, name, f"on {first}'s device {expected}", device)
 
 
 def _check_number(function: str, name: str, value: object, rule: str, *, least: float, most: float = math.inf) -> None:
@@ -292,9 +300,7 @@ def check_linear_cross_entropy(
         fail(function, "loss.num_valid", "a number or a 0-d array", show_shape(num_valid.shape))
     others = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
     _check_kinds(function, x, others, master_weights=master_weights)
-    for name, operand in (("targets", targets), ("loss.class_weight", class_weight)):
-        if operand is not None and operand.device != x.device:
-            fail(function, name, f"on x's device {x.device}", operand.device)
+    _check_devices(function, {"x": x, **others, "targets": targets, "loss.class_weight": class_weight})
 
 
 def check_sum(function: str, both: float, first: float, second: float) -> None:

@@ -19,6 +19,7 @@ from shared_specs.shards import KERNEL_MULTIPLE, ShardPlan
 from shared_specs.tolerances import FLOOR
 from tests.adapters import ADAPTERS
 from tests.asserting import assert_case, assert_within
+from tests.on_jax import untiled
 from tests.on_jax.interpreted import FINDS_RACES, assert_true, operands
 from tests.on_jax.untiled import operands as mlp_operands
 from tests.on_jax.untiled import y_and_gradients
@@ -98,6 +99,45 @@ def test_the_activations_are_those_of_the_xla_path(activation: str) -> None:
     a = jnp.linspace(-12, 12, 4001, dtype=jnp.float32)
     for mine, xla in zip(activate(activation, a), shard_math.activate(activation, a), strict=True):
         assert_within(np.asarray(mine), np.asarray(xla), FLOOR["float32"], activation)
+
+
+@pytest.mark.parametrize("formulas", [activate, shard_math.activate], ids=["kernel", "xla"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_nan_and_infinity_are_those_of_automatic_differentiation(activation: str, formulas: Any) -> None:
+    # Not 5: there 1 - sigmoid(2u) of gelu_tanh is 0 in float32 and jax.nn.gelu's 1 - tanh(u)^2 not yet.
+    edges = [0.0, 1e-3, 2, 4, 9, 60, 3e38, np.inf]
+    pairs = np.meshgrid([*edges, *np.negative(edges), np.nan], [-np.inf, -1, 0, 1, np.inf, np.nan])
+    a, dact = (jnp.asarray(value.ravel(), jnp.float32) for value in pairs)
+
+    @jax.jit
+    def both(a: jax.Array, dact: jax.Array) -> Any:
+        act, pull = jax.vjp(untiled.ACTIVATIONS[activation], a)
+        return formulas(activation, a, dact), (act, *pull(dact))
+
+    with jax.debug_nans(False):
+        found, expected = jax.device_get(both(a, dact))
+    for of, of_jax in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(*(np.where(np.isfinite(value), 0, value) for value in (of, of_jax)))
+
+
+@pytest.mark.parametrize("activation", ["silu", "relu_squared"])
+def test_dgated_beside_infinity(activation: str) -> None:
+    """NaN and infinities where the formula of the XLA path has them; one token has them all."""
+    arrays = operands(4, 128, 128, "bfloat16")
+    arrays["up"] = arrays["up"].at[1, ::3].set(jnp.inf)
+    arrays["gate"] = arrays["gate"].at[1, ::5].set(-jnp.inf).at[1, 1::7].set(jnp.nan)
+    with jax.debug_nans(False):
+        found = dgated(
+            *(arrays[name] for name in ("dy", "w_down", "gate", "up")), activation=activation, interpret=interpreter()
+        )
+        pre = {name: arrays[name] for name in ("gate", "up")}
+        h, d = shard_math._pre_activation_gradients(
+            arrays["dy"], pre, {"w_down": arrays["w_down"]}, activation, ("w_gate", "w_up")
+        )
+        pairs = jax.device_get(tuple(zip(found, (d["gate"], d["up"], h), strict=True)))
+    for a, b in pairs:
+        assert not np.isfinite(b[1]).all()
+        np.testing.assert_array_equal(*(np.where(np.isfinite(v), 0, v).astype(np.float32) for v in (a, b)))
 
 
 def test_sizes_that_the_blocks_do_not_divide_are_refused() -> None:

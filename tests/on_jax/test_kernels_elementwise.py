@@ -13,6 +13,7 @@ from shared_specs.oracle.mlp import activate
 from shared_specs.rounding import DTYPES, relative_error, round_to
 from shared_specs.tolerances import limit
 from tests.asserting import assert_within
+from tests.on_jax import untiled
 from tiled_jax.kernels.common import interpreter
 from tiled_jax.kernels.glu_elementwise import glu, glu_backward
 
@@ -45,6 +46,22 @@ def test_glu(activation: str, dtype: str) -> None:
     for got, exact in zip(found, (*gated, a[0] * slope_of_up, of_up, of_up), strict=True):
         assert str(got.dtype) == dtype
         assert_true(got, exact, round_to(dtype)(exact), dtype)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_glu_backward_beside_infinity(activation: str) -> None:
+    """NaN and infinities where automatic differentiation has them."""
+    values = np.array([-np.inf, -2, 0, 2, np.inf, np.nan], np.float32)
+    dh, gate, up = (jnp.asarray(a.reshape(6, 36)) for a in np.meshgrid(values, values, values))
+    act = untiled.ACTIVATIONS[activation]
+    with jax.debug_nans(False):
+        options = {"activation": activation, "interpret": interpreter()}
+        found = [*glu_backward(dh, gate, up, **options), *glu_backward(dh, None, up, **options)[1:]]
+        h, pull = jax.vjp(lambda gate, up: act(gate) * up, gate, up)
+        plain, pull_plain = jax.vjp(act, up)
+        expected = jax.device_get([*pull(dh), h, *pull_plain(dh), plain])
+    for a, b in zip(jax.device_get(found), expected, strict=True):
+        np.testing.assert_array_equal(*(np.where(np.isfinite(value), 0, value) for value in (a, b)))
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])

@@ -8,6 +8,7 @@ import pytest
 
 from shared_specs.bad_inputs import (
     BAD_CASES,
+    DEVICES,
     GOOD_SHAPES,
     UNUSABLE_BACKEND,
     BadCase,
@@ -32,9 +33,21 @@ def operands(half: Half, case: BadCase) -> tuple[list[Any], dict[str, Any]]:
             if case.dtypes.get(name) == "int32"
             else DTYPES[case.dtypes.get(name, "float32")]
         )
-        arrays[name] = ADAPTERS[half].from_numpy(np.ones(shape[::-1] if flip else shape).astype(dtype))
+        array = ADAPTERS[half].from_numpy(np.ones(shape[::-1] if flip else shape).astype(dtype))
+        arrays[name] = placed(half, case, name, array)
     biases = {name[2:]: array for name, array in arrays.items() if name.startswith("b_")}
     return [case.operands.get(name, arrays[name]) for name in GOOD_SHAPES], biases
+
+
+def placed(half: Half, case: BadCase, name: str, array: Any) -> Any:
+    """An operand where the case wants it; where it wants nothing, where it is."""
+    if not case.elsewhere:
+        return array
+    if half == "torch":
+        return array.to(DEVICES[NAMES[half].package][name in case.elsewhere])
+    import jax
+
+    return jax.device_put(array, jax.devices("cpu")[name in case.elsewhere])
 
 
 def tiled_mlp(half: Half) -> Any:
@@ -64,11 +77,11 @@ def test_bad_loss_input(case: BadCase, half: Half) -> None:
             dtype = DTYPES.get(case.dtypes[name], np.dtype("int32"))
         flip = name == "weight" and (half == "torch") != (name in case.transposed)
         values = np.full(shape[::-1] if flip else shape, case.target if name == "targets" else 1)
-        arrays[name] = ADAPTERS[half].from_numpy(values.astype(dtype))
+        arrays[name] = placed(half, case, name, ADAPTERS[half].from_numpy(values.astype(dtype)))
     arguments = dict(case.arguments)
     if case.class_weight is not None:
         weights = ADAPTERS[half].from_numpy(np.ones(case.class_weight, np.float32))
-        arguments["loss"] = LossOptions(class_weight=weights)
+        arguments["loss"] = LossOptions(class_weight=placed(half, case, "class_weight", weights))
     operands = [case.operands.get(name, arrays[name]) for name in GOOD_LOSS_SHAPES]
     with pytest.raises(case.error) as caught:
         function(*operands, **({"bias": arrays["bias"]} if "bias" in arrays else {}), **arguments)

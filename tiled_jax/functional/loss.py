@@ -23,7 +23,7 @@ from tiled_jax.functional.gathering import TokenAxis
 from tiled_jax.functional.loss_math import Rules
 from tiled_jax.functional.loss_steps import LossSteps, choose_steps
 from tiled_jax.functional.loss_vjp import NAME, Call, run
-from tiled_jax.functional.operands import array, operand
+from tiled_jax.functional.operands import array, operands
 from tiled_jax.functional.padding import is_token, without_padding
 from tiled_jax.functional.shard_math import wide
 
@@ -66,8 +66,9 @@ def tiled_linear_cross_entropy(
         else x, the weight and two numbers per token are, and backward computes the logits again, 8 THV. Without gradients
         2 THV.
     Raises:
-        SpecError: shapes, dtypes or numbers out of range, or a target that is neither an entry nor ignored. Under `jit`
-        a target cannot be read: there its token's loss and gradients are NaN. TypeError: a wrong kind of value.
+        SpecError: shapes, dtypes or devices disagree (of arrays committed to one each, outside `jit`), a number is out of
+        its range, or a target is neither an entry nor ignored. Under `jit` a target cannot be read: there its token's
+        loss and gradients are NaN. TypeError: a wrong kind of value.
         UnsupportedError: a backend named explicitly that cannot run here.
     Source: derived in shared_specs/README.md. Sharded tokens belong inside `jax.shard_map` (a mean is then each device's
         own; divide by a global count with num_valid); a sharded vocabulary in `vocab_parallel_linear_cross_entropy`.
@@ -109,15 +110,15 @@ def linear_cross_entropy(
     checks.check_loss_options(function, loss)
     fixed = {"targets": targets} | _arrays(function, loss)
     steps = choose_steps(function, backend, x.dtype)
-    operands = {name: operand(value) for name, value in fixed.items()}
+    seen = operands({"x": x, **w, **fixed})
     checks.check_linear_cross_entropy(
         function,
-        x=operand(x),
-        weight=operand(w["weight"]),
-        targets=operands["targets"],
-        bias=operand(w["bias"]) if "bias" in w else None,
-        class_weight=operands.get("class_weight"),
-        num_valid=operands.get("num_valid"),
+        x=seen["x"],
+        weight=seen["weight"],
+        targets=seen["targets"],
+        bias=seen.get("bias"),
+        class_weight=seen.get("class_weight"),
+        num_valid=seen.get("num_valid"),
         names=config.JAX,
         vocab=vocab,
         master_weights=True,

@@ -14,7 +14,7 @@ from shared_specs.shards import KERNEL_MULTIPLE, ShardPlan
 from tiled_jax import backends
 from tiled_jax.functional.explicit import through_auto_axes
 from tiled_jax.functional.mlp_vjp import Call, run
-from tiled_jax.functional.operands import array, operand
+from tiled_jax.functional.operands import array, operands
 from tiled_jax.functional.shard_math import Kernels
 
 Plan = TypeVar("Plan")
@@ -68,7 +68,8 @@ def tiled_mlp(
     Memory: x and the weights are kept for backward, and gate and up of the kept shards
         (shared_specs.costs.saved_bytes). Compiled temporary bytes do not grow with T (costs.compiled_peak_bytes).
     Raises:
-        SpecError: shapes, dtypes or numbers out of range. TypeError: a wrong kind of value.
+        SpecError: shapes, dtypes or devices disagree (of arrays committed to one each, outside `jit`), or a number is out
+        of its range. TypeError: a wrong kind of value.
         UnsupportedError: a backend named explicitly that cannot run here; tiling.deterministic where kernels cannot make
             every product, or where weights or biases need gradients and there are shards of two lengths.
     Source: derived in shared_specs/README.md. Sharded tokens belong inside `jax.shard_map`: without it XLA gathers them.
@@ -168,11 +169,12 @@ def check_operands(
     checks.check_deterministic(function, options, _SUMS if several else None)
     usable = backends.usable_backends()
     checks.check_backend(function, backend, config.JAX, usable)
+    seen = operands({"x": x, **w, **{f"b_{name}": value for name, value in b.items()}})
     checks.check_mlp(
         function,
-        x=operand(x),
-        weights={name: operand(value) for name, value in w.items()},
-        biases={name: operand(value) for name, value in b.items()},
+        x=seen["x"],
+        weights={name: seen[name] for name in w},
+        biases={name: seen[f"b_{name}"] for name in b},
         activation=activation,
         names=config.JAX,
         master_weights=True,

@@ -1,11 +1,13 @@
 """Arguments as a public function takes them, and as the framework-free checks see them."""
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.core import Tracer
 
 from shared_specs import checks
 from shared_specs.errors import fail_type
@@ -21,6 +23,31 @@ def array(function: str, name: str, value: Any) -> jax.Array:
     return value if isinstance(value, jax.Array) else jnp.asarray(value)
 
 
-def operand(value: jax.Array) -> checks.Operand:
-    """An array as the checks see it; JAX itself compares devices."""
-    return checks.Operand(tuple(value.shape), str(value.dtype))
+def operand(value: jax.Array, device: str = "") -> checks.Operand:
+    """An array as the checks see it."""
+    return checks.Operand(tuple(value.shape), str(value.dtype), device)
+
+
+def operands(values: Mapping[str, jax.Array]) -> dict[str, checks.Operand]:
+    """The arrays of one call as the checks see them, with their devices where those differ."""
+    pairs = zip(values.items(), differing_devices(values.values()), strict=True)
+    return {name: operand(value, device) for (name, value), device in pairs}
+
+
+def differing_devices(values: Iterable[jax.Array]) -> list[str]:
+    """The device of each array, "" where it has none of its own, and for all of them where no two differ.
+
+    Arrays that are traced, not committed, or on several devices have none. A program that is being traced has constants:
+    it copies them to where it runs.
+    """
+    devices = [_device(value) for value in values]
+    if len({*devices} - {None}) < 2 or isinstance(jnp.zeros(()), Tracer):
+        return [""] * len(devices)
+    return ["" if device is None else str(device) for device in devices]
+
+
+def _device(value: jax.Array) -> Any:
+    if isinstance(value, Tracer) or not value.committed:
+        return None
+    devices = value.sharding.device_set
+    return next(iter(devices)) if len(devices) == 1 else None

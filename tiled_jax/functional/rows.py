@@ -16,6 +16,7 @@ from flax import nnx
 
 from shared_specs.errors import fail, fail_type, show_shape
 from tiled_jax.functional.loops import vary_over
+from tiled_jax.functional.operands import differing_devices
 
 
 @dataclass(frozen=True)
@@ -96,8 +97,19 @@ def split(
     lead = tuple(x.shape[:-1])
     alone = function == "tile" and len(lead) == 1
     rowed = tuple(leaf is x or (not alone and _has_rows(leaf, lead)) for leaf in leaves)
-    arrays = (jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves)
-    return Layout(tuple(arrays), rowed, treedef, lead, function)
+    arrays = tuple(jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves)
+    if isinstance(x, jax.Array):
+        _check_devices(function, x, [leaf for leaf, has_rows in zip(arrays, rowed, strict=True) if has_rows])
+    return Layout(arrays, rowed, treedef, lead, function)
+
+
+def _check_devices(function: str, x: jax.Array, cut: Sequence[jax.Array]) -> None:
+    """SpecError where what is cut as x is lies elsewhere: one loop takes them all. What is passed whole is up to fn."""
+    of_x, *devices = differing_devices([x, *cut])
+    for array, device in zip(cut, devices, strict=True):
+        if of_x and device not in ("", of_x):
+            rule, shapes = f"on x's device {of_x}", f"its shape is {show_shape(tuple(array.shape))}"
+            fail(function, "every array with x's leading dims", rule, device, shapes=shapes)
 
 
 def _has_rows(leaf: Any, lead: tuple[int, ...]) -> bool:

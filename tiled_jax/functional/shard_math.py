@@ -29,24 +29,30 @@ def wide(dtype: jnp.dtype) -> jnp.dtype:
     return jnp.dtype(jnp.float64) if dtype == jnp.float64 else jnp.dtype(jnp.float32)
 
 
-def activate(activation: str, a: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(act(a), act'(a)); what the caller does not use is never computed once compiled."""
+def activate(activation: str, a: jax.Array, dact: jax.Array | float = 1.0) -> tuple[jax.Array, jax.Array]:
+    """(act(a), dact * act'(a)); what the caller does not use is never computed once compiled.
+
+    dact goes into every term, and into none where relu is 0: beside an infinite one inf - inf is then NaN and a negative
+    a has no gradient, as in automatic differentiation of the formula.
+    """
     match activation:
         case "silu":
             s = jax.nn.sigmoid(a)
-            return a * s, s * (1 + a * (1 - s))
+            ds = dact * s
+            return a * s, ds + a * (ds * (1 - s))
         case "gelu":
             cdf = lax.erfc(-_SQRT_HALF * a) / 2
-            return a * cdf, cdf + a * jnp.exp(-a * a / 2) * _NORMAL_PEAK
+            return a * cdf, dact * cdf + a * (dact * (jnp.exp(-a * a / 2) * _NORMAL_PEAK))
         case "gelu_tanh":
             # (1 + tanh(u)) / 2 = sigmoid(2u), whose compiled form is the more accurate one
             s = jax.nn.sigmoid(2 * _TANH_SCALE * (a + _TANH_CUBIC * a * a * a))
-            return a * s, s * (1 + 2 * _TANH_SCALE * a * (1 - s) * (1 + 3 * _TANH_CUBIC * a * a))
+            ds = dact * s
+            return a * s, ds + a * (ds * (2 * _TANH_SCALE * (1 - s) * (1 + 3 * _TANH_CUBIC * a * a)))
         case "relu":
-            return jnp.maximum(a, 0), (a > 0).astype(a.dtype)
+            return jnp.maximum(a, 0), jnp.where(a > 0, dact, 0)
         case "relu_squared":
             positive = jnp.maximum(a, 0)
-            return positive * positive, 2 * positive
+            return positive * positive, jnp.where(a > 0, dact * (2 * positive), 0)
     raise ValueError(f"unknown activation {activation!r}")
 
 
@@ -225,10 +231,10 @@ def _activation_gradients(
     dh = dh.astype(wide(dtype))
     up = pre["up"].astype(dh.dtype)
     if "gate" not in pre:
-        h, slope = activate(activation, up)
-        return h.astype(dtype), {"up": (dh * slope).astype(dtype)}
-    act, slope = activate(activation, pre["gate"].astype(dh.dtype))
-    return (act * up).astype(dtype), {"gate": (dh * up * slope).astype(dtype), "up": (dh * act).astype(dtype)}
+        h, dup = activate(activation, up, dh)
+        return h.astype(dtype), {"up": dup.astype(dtype)}
+    act, dgate = activate(activation, pre["gate"].astype(dh.dtype), dh * up)
+    return (act * up).astype(dtype), {"gate": dgate.astype(dtype), "up": (dh * act).astype(dtype)}
 
 
 def _fused_up(w: Weights, kernels: Kernels) -> bool:

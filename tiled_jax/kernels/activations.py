@@ -33,23 +33,25 @@ _ERF_Q = (
 )
 
 
-def activate(activation: str, a: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(act(a), act'(a)), both of a's shape, float32; what the caller does not use is dropped when lowered."""
+def activate(activation: str, a: jax.Array, dact: jax.Array | float = 1.0) -> tuple[jax.Array, jax.Array]:
+    """(act(a), dact * act'(a)), both of a's shape, float32; what the caller does not use is dropped when lowered."""
     match activation:
         case "silu":
             s = jax.nn.sigmoid(a)
-            return a * s, s * (1 + a * (1 - s))
+            ds = dact * s
+            return a * s, ds + a * (ds * (1 - s))
         case "gelu":
             cdf = 0.5 * (1 + erf(_SQRT_HALF * a))
-            return a * cdf, cdf + a * jnp.exp(-0.5 * a * a) * _NORMAL_PEAK
+            return a * cdf, dact * cdf + a * (dact * (jnp.exp(-0.5 * a * a) * _NORMAL_PEAK))
         case "gelu_tanh":
             s = jax.nn.sigmoid(2 * _TANH_SCALE * (a + _TANH_CUBIC * a * a * a))
-            return a * s, s * (1 + 2 * _TANH_SCALE * a * (1 - s) * (1 + 3 * _TANH_CUBIC * a * a))
+            ds = dact * s
+            return a * s, ds + a * (ds * (2 * _TANH_SCALE * (1 - s) * (1 + 3 * _TANH_CUBIC * a * a)))
         case "relu":
-            return jnp.maximum(a, 0), jnp.where(a > 0, 1.0, 0.0)
+            return jnp.maximum(a, 0), jnp.where(a > 0, dact, 0.0)
         case "relu_squared":
             positive = jnp.maximum(a, 0)
-            return positive * positive, 2 * positive
+            return positive * positive, jnp.where(a > 0, dact * (2 * positive), 0.0)
     raise ValueError(f"no kernel has the activation {activation!r}")
 
 

@@ -111,8 +111,8 @@ def dgated(
                 def finish(dh: jax.Array, piece: int) -> None:
                     gate = gate_smem[warpgroup, piece].astype(jnp.float32)
                     up = up_smem[warpgroup, piece].astype(jnp.float32)
-                    act, slope = activate(activation, gate)
-                    gate_smem[warpgroup, piece] = (dh * up * slope).astype(dtype)
+                    act, dgate = activate(activation, gate, dh * up)
+                    gate_smem[warpgroup, piece] = dgate.astype(dtype)
                     up_smem[warpgroup, piece] = (dh * act).astype(dtype)
                     h_smem[warpgroup, piece] = (act * up).astype(dtype)
                     plgpu.commit_smem()

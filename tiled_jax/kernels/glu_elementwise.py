@@ -61,12 +61,12 @@ def glu_backward(
     """
 
     def gated(dh: jax.Array, gate: jax.Array, up: jax.Array) -> tuple[jax.Array, ...]:
-        act, slope = activate(activation, gate)
-        return dh * up * slope, dh * act, act * up
+        act, dgate = activate(activation, gate, dh * up)
+        return dgate, dh * act, act * up
 
     def plain(dh: jax.Array, up: jax.Array) -> tuple[jax.Array, ...]:
-        act, slope = activate(activation, up)
-        return dh * slope, act
+        act, dup = activate(activation, up, dh)
+        return dup, act
 
     if gate is None:
         return None, *_launch(plain, (dh, up), 2, "glu_backward", blocks, interpret)
