@@ -36,7 +36,9 @@ class SlicedMLP(nn.Module):
         self, hidden_size: int, intermediate_size: int, *, slices: int, num_shards: int, **options: Any
     ) -> None:
         super().__init__()
-        gate, up = (TiledLinear(hidden_size, intermediate_size, bias=False, out_splits=slices, **options) for _ in "gu")
+        gate, up = (
+            TiledLinear(hidden_size, intermediate_size, bias=False, out_splits=slices, **options) for _ in range(2)
+        )
         down = TiledLinear(intermediate_size, hidden_size, bias=False, in_splits=slices, **options)
         columns, rows = zip(gate.linears, up.linears, strict=True), down.linears[0]
         self.slices = nn.ModuleList(Slice(g[0], u[0], d) for (g, u), d in zip(columns, rows, strict=True))

@@ -39,11 +39,9 @@ def eager_in_flight_bytes(shape: MLPShape | LossShape, plan: SequencePlan, *, up
     """
     if not len(plan):
         return 0
-    one, other = shape.hidden, upstream
-    if len(plan) > 1:
-        other = max(shape.hidden, upstream)
-    rows, ranks = plan.rows(0), len(plan.tokens)
-    return ranks * rows * (one + other) * shape.itemsize + _partial_sums(shape, plan, exchanged=True)
+    second = max(shape.hidden, upstream) if len(plan) > 1 else upstream
+    gathered = len(plan.tokens) * plan.rows(0) * (shape.hidden + second)
+    return gathered * shape.itemsize + _partial_sums(shape, plan, exchanged=True)
 
 
 def _partial_sums(shape: MLPShape | LossShape, plan: SequencePlan, *, exchanged: bool = False) -> int:

@@ -136,6 +136,13 @@ def _add_tensor(writer: GGUFWriter, name: str, weight: np.ndarray, config: dict[
         writer.add_tensor(name, quantize(weight, kind), raw_dtype=kind)
 
 
+def write_inputs(folder: Path) -> Path:
+    """The folder, with a model and a text in it."""
+    write_tiny_folder(folder / "model")
+    write_text(folder / "text")
+    return folder
+
+
 def write_text(path: Path, words: int = 2000, seed: int = 0) -> Path:
     """A file of random English-looking words."""
     random = np.random.default_rng(seed)

@@ -8,7 +8,7 @@ import pytest
 
 from shared_specs.app.log import read_log, step_records
 from shared_specs.tolerances import DEMO_LOSS_RTOL
-from tests.tiny_model import write_text, write_tiny_folder
+from tests.tiny_model import write_inputs
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -20,10 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("inputs")
-    write_tiny_folder(folder / "model")
-    write_text(folder / "text")
-    return folder
+    return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 def losses(inputs, name, *options, launcher=()):

@@ -22,7 +22,7 @@ from tests.adapters import ADAPTERS
 from tests.asserting import assert_case, assert_within
 from tests.on_jax.counting import flop, kept_bytes, temp_bytes
 from tests.on_jax.untiled import cross_entropy, loss_operands
-from tiled_jax import SpecError, backends, tile, tiled_linear_cross_entropy, tiled_loss
+from tiled_jax import SpecError, backends, tiled_linear_cross_entropy
 
 # tests/parity runs every case in both halves; where torch is missing it is left out, so the JAX half runs here.
 CASES = LOSS_CASES if importlib.util.find_spec("torch") is None else LOSS_CASES[:2]
@@ -181,38 +181,6 @@ def test_a_wrong_target_that_can_be_read_is_refused() -> None:
     for bad in (targets.at[5].set(13).at[9].set(-1), np.where(np.arange(12) == 5, 13, 0)):
         with pytest.raises(SpecError, match=r"targets must be in \[0, 13\) or ignore_index = -100, got 13\."):
             tiled_linear_cross_entropy(x, weight, bad)
-
-
-def test_devices_must_agree_where_no_program_is_traced() -> None:
-    first, second = jax.devices()[:2]
-    x, weight, targets = jax.device_put(loss_operands(12, dtype=jnp.float32), first)
-    away, expected = jax.device_put(targets, second), np.asarray(tiled_linear_cross_entropy(x, weight, targets))
-    with pytest.raises(
-        SpecError, match=r"^tiled_linear_cross_entropy: targets must be on x's device cpu:0, got cpu:1\.$"
-    ):
-        tiled_linear_cross_entropy(x, weight, away)
-    traced = jax.jit(lambda x: tiled_linear_cross_entropy(x, weight, away))(x)
-    for found in (traced, tiled_linear_cross_entropy(x, weight, np.asarray(away))):
-        assert_within(np.asarray(found), expected, MODEL_FLOAT32, "loss")
-
-
-@pytest.mark.parametrize("name", ["tile", "tiled_loss"])
-def test_what_is_cut_as_x_is_must_be_on_its_device(name: str) -> None:
-    """Anything else is up to fn, which may move it."""
-    first, second = jax.devices()[:2]
-    x, mask, away = (jax.device_put(jnp.ones((2, 6, 4)), device) for device in (first, first, second))
-    run = partial(tiled_loss, num_shards=3) if name == "tiled_loss" else lambda fn, *a: tile(fn, num_shards=3)(*a)
-
-    def fn(x: jax.Array, mask: jax.Array, weight: Any = None) -> Any:
-        return jnp.sum(x * mask) if name == "tiled_loss" else x * mask
-
-    cut = f"{name}: every array with x's leading dims"
-    with pytest.raises(SpecError) as caught:
-        run(fn, x, away)
-    assert str(caught.value) == f"{cut} must be on x's device cpu:0, got cpu:1 (its shape is [2, 6, 4])."
-    assert run(fn, x, mask, jax.device_put(jnp.ones(3), second)).devices() == {first}
-    np.testing.assert_array_equal(jax.jit(lambda x: run(fn, x, away))(x), run(fn, x, mask))
-    assert run(fn, jnp.ones((2, 6, 4)), away).devices() == {second}, "x is not committed"
 
 
 @pytest.mark.parametrize("value", [jnp.nan, jnp.inf])

@@ -10,17 +10,15 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax import lax
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from shared_specs.cases import MLP_CASES, MLPCase
 from shared_specs.config import ACTIVATIONS, Tiling
 from shared_specs.rounding import relative_error
-from shared_specs.tolerances import BF16_256_SHARDS, DISTRIBUTED_FLOAT64, MODEL_FLOAT32
+from shared_specs.tolerances import BF16_256_SHARDS, DISTRIBUTED_FLOAT64
 from tests.adapters import ADAPTERS
-from tests.asserting import assert_case, assert_within
+from tests.asserting import assert_case
 from tests.on_jax.untiled import mlp, operands, y_and_gradients
-from tiled_jax import SpecError, TiledMLP, UnsupportedError, backends, tiled_mlp
+from tiled_jax import SpecError, UnsupportedError, backends, tiled_mlp
 
 # tests/parity runs every case in both halves; where torch is missing it is left out, so the JAX half runs here.
 CASES = MLP_CASES if importlib.util.find_spec("torch") is None else MLP_CASES[:4]
@@ -203,7 +201,8 @@ def test_bfloat16_weight_gradients_do_not_drift_with_256_shards() -> None:
 
 def test_the_backend_that_ran_is_recorded() -> None:
     backends.record_run("tiled_mlp", "nothing")
-    jax.make_jaxpr(lambda *a: tiled_mlp(*a, backend="xla"))(*operands(7, dtype=jnp.float32))
+    tokens = 83  # of no other test: a program that JAX knows is not traced again
+    jax.make_jaxpr(lambda *a: tiled_mlp(*a, backend="xla"))(*operands(tokens, dtype=jnp.float32))
     assert backends.last_run("tiled_mlp") == "xla"
     assert backends.last_run("another function") is None
 
@@ -248,63 +247,3 @@ def test_deterministic_is_refused() -> None:
         'tiled_mlp: deterministic must be False here, got True. XLA adds in an order of its own; the backend "pallas" has '
         "kernels for all of the products, and runs or says why it cannot."
     )
-
-
-def placed(places: tuple[int | None, ...]) -> list[Any]:
-    """x, w_gate, w_up and w_down on devices by number; None: not committed to any."""
-    arrays = operands(7, dtype=jnp.float32)
-    return [a if at is None else jax.device_put(a, jax.devices()[at]) for a, at in zip(arrays, places, strict=True)]
-
-
-@pytest.mark.parametrize(
-    ("places", "text"),
-    [
-        ((0, None, 1, 1), "w_up must be on x's device cpu:0, got cpu:1"),
-        ((None, None, 2, 1), "w_down must be on w_up's device cpu:2, got cpu:1"),
-    ],
-)
-def test_devices_must_agree(places: tuple[int | None, ...], text: str) -> None:
-    arguments = placed(places)
-    with pytest.raises(SpecError) as caught:
-        tiled_mlp(*arguments)
-    assert str(caught.value) == f"tiled_mlp: {text}."
-    with pytest.raises(SpecError) as caught:
-        jax.grad(lambda w_gate: jnp.sum(tiled_mlp(arguments[0], w_gate, *arguments[2:])))(arguments[1])
-    assert str(caught.value) == f"tiled_mlp: {text}."
-
-
-def test_the_device_of_a_module_must_be_that_of_x() -> None:
-    x = jax.device_put(jnp.ones((7, 8)), jax.devices()[1])
-    module = TiledMLP(8, 12, rngs=nnx.Rngs(0))
-    assert module(x).devices() == {jax.devices()[1]}, "parameters that are not committed go where x is"
-    nnx.update(module, jax.device_put(nnx.state(module), jax.devices()[0]))
-    with pytest.raises(SpecError, match=r"^tiled_mlp: w_gate must be on x's device cpu:1, got cpu:0\.$"):
-        module(x)
-
-
-@pytest.mark.parametrize("places", [(None, 1, None, 1), (3, 3, 3, 3), (None,) * 4])
-def test_arrays_without_a_device_go_where_the_others_are(places: tuple[int | None, ...]) -> None:
-    expected = tiled_mlp(*operands(7, dtype=jnp.float32))
-    y = tiled_mlp(*placed(places))
-    assert y.devices() == {jax.devices()[next((at for at in places if at is not None), 0)]}
-    np.testing.assert_array_equal(np.asarray(y), np.asarray(expected))
-
-
-def test_under_jit_devices_are_jax_own_affair() -> None:
-    """Constants of a program are copied to where it runs; of its arguments JAX says itself that they disagree."""
-    x, *weights = placed((0, 1, 2, 0))
-    expected = np.asarray(tiled_mlp(*operands(7, dtype=jnp.float32)))
-    for program in (jax.jit(lambda: tiled_mlp(x, *weights)), partial(jax.jit(lambda x: tiled_mlp(x, *weights)), x)):
-        assert_within(np.asarray(program()), expected, MODEL_FLOAT32, "y")
-    with pytest.raises(ValueError, match="incompatible devices") as caught:
-        jax.jit(tiled_mlp)(x, *weights)
-    assert type(caught.value) is ValueError
-
-
-def test_an_array_beside_sharded_ones_is_jax_own_affair() -> None:
-    x, *weights = placed((0, None, None, None))
-    mesh = jax.make_mesh((4,), ("tensor",), axis_types=(AxisType.Auto,))
-    split = [jax.device_put(w, NamedSharding(mesh, P())) for w in weights]
-    with pytest.raises(ValueError, match="incompatible devices") as caught:
-        tiled_mlp(x, *split)
-    assert type(caught.value) is ValueError

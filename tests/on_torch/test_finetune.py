@@ -23,7 +23,7 @@ from shared_specs.app.weights import default_model, read_model
 from shared_specs.cli import FinetuneOptions, InputError
 from shared_specs.errors import UnsupportedError
 from shared_specs.tolerances import DEMO_LOSS_RTOL, MODEL_FLOAT32
-from tests.tiny_model import tiny_config, tiny_weights, write_text, write_tiny_folder, write_tiny_gguf
+from tests.tiny_model import tiny_config, tiny_weights, write_inputs, write_tiny_folder, write_tiny_gguf
 from tiled_torch.__main__ import COMMANDS
 from tiled_torch.commands.finetune import TorchTrainer, build_model
 from tiled_torch.commands.team import TorchTeam
@@ -34,10 +34,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("inputs")
-    write_tiny_folder(folder / "model")
-    write_text(folder / "text")
-    return folder
+    return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 @pytest.fixture

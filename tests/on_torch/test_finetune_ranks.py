@@ -23,7 +23,7 @@ from shared_specs.app.weights import read_model
 from shared_specs.cli import FinetuneOptions, flag
 from shared_specs.tolerances import DEMO_LOSS_RTOL, MODEL_FLOAT32, limit
 from tests.ranks import LOOPBACK, Ranks
-from tests.tiny_model import write_text, write_tiny_folder
+from tests.tiny_model import write_inputs, write_tiny_folder
 from tiled_torch.commands.finetune import TorchTrainer
 
 pytestmark = pytest.mark.ranks
@@ -36,9 +36,7 @@ STEPS, GROUP_TIMEOUT = 4, 60
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
     """A model, a text and a run of one process, which no test writes to."""
-    folder = tmp_path_factory.mktemp("inputs")
-    write_tiny_folder(folder / "model")
-    write_text(folder / "text")
+    folder = write_inputs(tmp_path_factory.mktemp("inputs"))
     assert run_alone(folder, folder / "alone") == 0
     return folder
 

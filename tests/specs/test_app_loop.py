@@ -22,7 +22,7 @@ from shared_specs.app.team import Alone
 from shared_specs.app.weights import read_model
 from shared_specs.cli import FinetuneOptions, InputError
 from tests.fake_trainer import FakeTrainer
-from tests.tiny_model import write_text, write_tiny_folder
+from tests.tiny_model import write_inputs
 
 ROOT = Path(__file__).parents[2]
 STEPS = 6
@@ -31,10 +31,7 @@ STEPS = 6
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
     """A model and a text that no test writes to."""
-    folder = tmp_path_factory.mktemp("inputs")
-    write_tiny_folder(folder / "model")
-    write_text(folder / "text")
-    return folder
+    return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 @pytest.fixture

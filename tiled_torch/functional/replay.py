@@ -44,9 +44,7 @@ def random_state(device: torch.device) -> RandomState:
 def refuse_capture(function: str) -> None:
     """UnsupportedError while a CUDA graph is captured: the generators' states, which a recomputation needs, cannot be read."""
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-        advice = (
-            "It reads the states of the generators, which a capture does not allow: capture what it calls, or neither."
-        )
+        advice = "It reads the states of the generators, which a capture does not allow: call it outside, or fn alone inside."
         raise UnsupportedError(
             error_text(function, "a call", "outside the capture of a CUDA graph", "one inside", advice=advice)
         )

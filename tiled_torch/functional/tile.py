@@ -52,7 +52,7 @@ def tile(fn: Callable[..., Any], *, num_shards: int | None = None, tiling: Tilin
         SpecError: x has less than two dims; a result has no row per token; fn reaches a tensor that requires grad and
             was computed outside fn, or, in backward, a leaf that it did not reach before.
         UnsupportedError: backward with create_graph=True; torch.func; a DTensor argument or result; FSDP1, DDP or
-            ZeRO-3 inside fn.
+            ZeRO-3 inside fn; a CUDA graph that is being captured.
     Source: derived in shared_specs/README.md; the sharding idea is DeepSpeed's ALST (arXiv 2506.13996).
     Example:
         >>> import torch

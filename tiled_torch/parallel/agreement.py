@@ -35,10 +35,14 @@ gather_equal = getattr(dist, "all_gather_single", None) or dist.all_gather_into_
 _met: "weakref.WeakKeyDictionary[Any, set[Hashable]]" = weakref.WeakKeyDictionary()
 
 
+def _met_in(over: RankGroup) -> set[Hashable]:
+    return _met.setdefault(over.group or dist.group.WORLD, set())
+
+
 @contextmanager
 def first_time(over: RankGroup, what: Hashable) -> Iterator[bool]:
     """Whether a group of several ranks has not been here with `what` before, which is remembered unless it raises here."""
-    met = _met.setdefault(over.group or dist.group.WORLD, set()) if over.several else {what}
+    met = _met_in(over) if over.several else {what}
     new = what not in met
     yield new
     if new:
@@ -70,15 +74,13 @@ def same_collective(over: RankGroup, name: str, x: Tensor, shape: Sequence[objec
 
     Every time under gloo, whose process ends where sizes differ; the first time under other backends.
     """
-    words = (("the collective", f"{name} of {x.dtype} [{', '.join(map(str, shape))}]{extra}".replace("torch.", "")),)
-    if _captured(x.device):
+    met, what = _met_in(over), (over.function, name, x.dtype, *shape, extra)
+    if what in met or _captured(x.device):
         return
-    if backend_of(over, x.device.type) == "gloo":
-        _compare(over, name, words, x.device, x)
-        return
-    with first_time(over, (over.function, words)) as new:
-        if new:
-            _compare(over, name, words, x.device, x)
+    words = f"{name} of {x.dtype} [{', '.join(map(str, shape))}]{extra}".replace("torch.", "")
+    _compare(over, name, (("the collective", words),), x.device, x)
+    if backend_of(over, x.device.type) != "gloo":
+        met.add(what)
 
 
 @not_compiled
