@@ -38,7 +38,7 @@ IN_ROOM = {
     ("shared_specs", "app"): {"gguf", "safetensors", "tokenizers", "rich", "typer", "matplotlib", "psutil"},
     ("tiled_torch", "models"): {"transformers"},
     ("tiled_torch", "parallel"): {"torchao"},
-    ("tiled_torch", "commands"): {"transformers", "liger_kernel", "deepspeed"},
+    ("tiled_torch", "commands"): {"transformers", "liger_kernel", "quack", "deepspeed"},
     ("tiled_jax", "parallel"): {"optax", "orbax"},
     ("tiled_jax", "commands"): {"optax", "orbax", "tokamax"},
 }

@@ -22,6 +22,12 @@ EXPECTED = {
     "mlp": {"plain", "tiled", "tiled-keep-1", "tiled-eager", "checkpoint", "tiled-in-checkpoint", "tiled-forward"},
     "loss": {"plain", "tiled-128-triton", "tiled-128-eager"},
 }
+# Measured, or a line with the reason.
+PEERS = {
+    "kernels": set(),
+    "mlp": {"liger", "deepspeed", "quack", "quack-recompute", "compiled", "compiled-checkpoint"},
+    "loss": {"liger", "quack", "compiled"},
+}
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised inside the peers and torch's own compiler
@@ -35,6 +41,7 @@ def test_every_part_writes_records(op: str, tmp_path: Path) -> None:
     records = [json.loads(path.read_text()) for path in tmp_path.glob("*.json")]
     lines = [line for record in records for line in record["results"]]
     assert {line["variant"] for line in lines if "median_seconds" in line} >= EXPECTED[op]
+    assert {line["variant"] for line in lines} >= PEERS[op]
     for line in lines:  # compiled forms and peers may be missing here, with their reason; ours may not
         assert "median_seconds" in line or (line["left_out"] and not line["variant"].startswith("tiled"))
     assert all(record["gpu"] == {"name": "cpu"} and record["shape"]["hidden"] == 16 for record in records)

@@ -166,6 +166,42 @@ def test_glu_elementwise(dtype, activation, gated):
         assert_close(ours, exact, baseline, dtype)
 
 
+PLAIN = {
+    "silu": torch.nn.functional.silu,
+    "gelu": torch.nn.functional.gelu,
+    "gelu_tanh": lambda a: torch.nn.functional.gelu(a, approximate="tanh"),
+    "relu": torch.relu,
+    "relu_squared": lambda a: torch.relu(a).square(),
+}
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
+def test_nan_and_infinity_pass_through(activation, gated):
+    """Where the plain MLP has NaN or an infinity and nowhere else; float64, whose gelu of infinity is right on CPUs."""
+    special = (torch.nan, torch.inf, -torch.inf, 0.0, 2.0, -2.0)
+    gate, up, dh = (column[None].contiguous() for column in torch.cartesian_prod(*[torch.tensor(special)] * 3).T)
+    first, second = gate.double().requires_grad_(), up.double().requires_grad_()
+    act = PLAIN[activation](first)
+    truth = act * second if gated else act
+    gradients = torch.autograd.grad(truth, (first, second) if gated else (first,), dh.double())
+    h, again, dgate, dup = (torch.full_like(up, 7.0) for _ in range(4))
+    glu_elementwise.glu_forward(gate if gated else None, up if gated else gate, h, activation)
+    glu_elementwise.glu_backward(
+        gate if gated else None, up if gated else gate, dh, dgate if gated else None, dup, again, activation
+    )
+    found = {
+        "h": (h, truth),
+        "h of backward": (again, truth),
+        "first gradient": (dgate if gated else dup, gradients[0]),
+    }
+    if gated:
+        found["dup"] = (dup, gradients[1])
+    for name, (ours, plain) in found.items():
+        plain = plain.detach().float()
+        torch.testing.assert_close(ours, plain, equal_nan=True, msg=lambda text, name=name: f"{name}: {text}")
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_plain_products(dtype):
     x, w, bias = draw(T, H, dtype=dtype), draw(W, H, dtype=dtype), draw(W, dtype=dtype)

@@ -73,6 +73,16 @@ def product_of_rows(a: jax.Array, b: jax.Array, out: jnp.dtype) -> jax.Array:
     return product(a, b, (0, 0), out)
 
 
+def _after(first: jax.Array, value: jax.Array) -> jax.Array:
+    """value, not known before `first` [rows, columns] is complete. For XLA on CPUs, which orders past its own barriers.
+
+    The condition is always true, which XLA does not see when it orders the program and LLVM does when it compiles it.
+    """
+    bits = lax.bitcast_convert_type(first[0, 0].astype(jnp.float32), jnp.uint32)
+    nothing = lax.shift_right_logical(lax.shift_right_logical(bits, jnp.uint32(31)), jnp.uint32(1))
+    return jnp.where(nothing == 0, value, jnp.zeros_like(value))
+
+
 def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None, kernels: Kernels | None = None) -> jax.Array:
     """x @ weight + bias, rounded to the dtype of x once."""
     if kernels is not None and kernels.paths.products == "kernel":
@@ -148,12 +158,18 @@ def gradients(
     sums: the sums over the shards before this one (`sum_shape`), to which the gradients of weights and biases are added.
     """
     h, d = _pre_activation_gradients(dy, pre, w, activation, wanted, kernels)
-    inputs, d = {"gate": x, "up": x, "down": h}, {**d, "down": dy}
     out = {}
-    for name, value in d.items():
-        for operand, rows in ((f"w_{name}", inputs[name]), (f"b_{name}", None)):
+
+    def add(name: str, rows: jax.Array, d: jax.Array) -> None:
+        for operand, a in ((f"w_{name}", rows), (f"b_{name}", None)):
             if operand in wanted:
-                out[operand] = _summed(rows, value, kernels, None if sums is None else sums[operand])
+                out[operand] = _summed(a, d, kernels, None if sums is None else sums[operand])
+
+    add("down", h, dy)
+    if "w_down" in out and out["w_down"].size and kernels is None and jax.default_backend() == "cpu":
+        x = _after(out["w_down"], x)  # transposed for its products, but not while h is still needed
+    for name, value in d.items():
+        add(name, x, value)
     if "x" in wanted:
         out["x"] = _dx({name: d[name] for name in pre}, {name: w[f"w_{name}"] for name in pre}, kernels)
     return out

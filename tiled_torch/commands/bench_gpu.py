@@ -7,6 +7,7 @@ run all of it on a CPU in the interpreter.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from shared_specs.cli import BenchOptions, InputError
 from shared_specs.config import LossOptions, Tiling
 from shared_specs.records import make_record, write_record
 from tiled_torch import tiled_linear_cross_entropy, tiled_mlp
-from tiled_torch.commands.peers import PlainMLP, liger_loss, peer_variants
+from tiled_torch.commands.peers import PlainMLP, liger_loss, peer_variants, quack_loss, quack_mlp
 from tiled_torch.functional.kernel_loss_steps import KernelLossSteps
 from tiled_torch.functional.kernel_steps import KernelSteps
 from tiled_torch.functional.loss_math import Columns, labels_of
@@ -189,6 +190,8 @@ def mlp_runs(
             forwards[f"{name}-in-checkpoint"] = (lambda x, f=forward: checkpoint(f, x, use_reentrant=False)), 30
         for name, reason in missing.items():
             forwards[name] = _absent(reason), 24
+        for name, recompute, units in (("quack", False, 18), ("quack-recompute", True, 22)):
+            forwards[name] = _or_absent(partial(quack_mlp, mlp, recompute=recompute)), units
 
     def step(forward: Callable[[Tensor], Any]) -> Callable[[], None]:
         def run() -> None:
@@ -222,11 +225,8 @@ def loss_runs(
                 x, weight, targets, tiling=tiling, backend=backend
             )
     if peers:
-        try:
-            liger = liger_loss()
-            losses["liger"] = lambda: liger(x, weight, targets)
-        except ImportError as error:
-            losses["liger"] = _absent(str(error))
+        for name, make in (("liger", liger_loss), ("quack", quack_loss)):
+            losses[name] = partial(_or_absent(make), x, weight, targets)
         losses["compiled"] = torch.compile(losses["plain"])
 
     def step(loss: Callable[[], Any]) -> Callable[[], None]:
@@ -237,6 +237,14 @@ def loss_runs(
         return run
 
     return {name: step(loss) for name, loss in losses.items()}, dict.fromkeys(losses, 3 * thv)
+
+
+def _or_absent(make: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
+    """What `make` returns, or what says why a peer is not there when it is run."""
+    try:
+        return make()
+    except ImportError as error:
+        return _absent(str(error))
 
 
 def _absent(reason: str) -> Callable[..., Any]:

@@ -113,6 +113,29 @@ def _deepspeed(mlp: PlainMLP, num_shards: int) -> Callable[[Tensor], Any]:
     return forward
 
 
+def quack_mlp(mlp: PlainMLP, *, recompute: bool) -> Callable[[Tensor], Any]:
+    """QuACK's MLP, whose products have the activation in their epilogues; GPUs only. It is not sharded.
+
+    Its weight is gate and up in one, so it runs on a copy. Block sizes are its defaults: to tune them takes longer than
+    one part of `make gpu` has.
+    """
+    function = importlib.import_module("quack.mlp").mlp_func
+    gate, up, down = mlp.weights
+    fused = torch.cat((gate.detach(), up.detach())).requires_grad_()
+
+    def forward(x: Tensor) -> Any:
+        fused.grad = None
+        return function(x, fused, down, "swiglu", tuned=False, recompute=recompute, concat_layout=True)
+
+    return forward
+
+
+def quack_loss() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """QuACK's chunked linear cross entropy, at its default chunk and with its default block sizes; GPUs only."""
+    function = importlib.import_module("quack.linear_cross_entropy").chunked_linear_cross_entropy
+    return lambda x, weight, targets: function(x, weight, targets, tuned=False)
+
+
 def liger_loss() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """Liger's fused linear cross entropy; its Triton kernel replaced by `_CrossEntropyPass` without a GPU."""
     module: Any = importlib.import_module("liger_kernel.ops.fused_linear_cross_entropy")

@@ -5,7 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tiled_torch.kernels import launch
-from tiled_torch.kernels.tiles import activate, load_block, raster, slope, store_block
+from tiled_torch.kernels.tiles import activate, activation_gradient, load_block, raster, store_block
 
 
 @triton.jit
@@ -39,7 +39,7 @@ def _epilogue(
     act = activate(g, ACTIVATION)
     store_block(h, act * u, m, n, M, N, d_stride, BM, BN, TMA)
     store_block(dup, dh * act, m, n, M, N, d_stride, BM, BN, TMA)
-    store_block(dgate, dh * u * slope(g, ACTIVATION), m, n, M, N, d_stride, BM, BN, TMA)
+    store_block(dgate, activation_gradient(g, dh * u, ACTIVATION), m, n, M, N, d_stride, BM, BN, TMA)
 
 
 @launch.register("dgated", mutates=("dgate", "dup", "h"))

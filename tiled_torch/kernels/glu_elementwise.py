@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tiled_torch.kernels import launch
-from tiled_torch.kernels.tiles import activate, slope
+from tiled_torch.kernels.tiles import activate, activation_gradient
 
 
 @triton.jit
@@ -37,10 +37,10 @@ def backward_kernel(
         act = activate(g, ACTIVATION)
         tl.store(h + i, (act * u).to(kind), mask=inside)
         tl.store(dup + i, (d * act).to(kind), mask=inside)
-        tl.store(dgate + i, (d * u * slope(g, ACTIVATION)).to(kind), mask=inside)
+        tl.store(dgate + i, activation_gradient(g, d * u, ACTIVATION).to(kind), mask=inside)
     else:
         tl.store(h + i, activate(u, ACTIVATION).to(kind), mask=inside)
-        tl.store(dup + i, (d * slope(u, ACTIVATION)).to(kind), mask=inside)
+        tl.store(dup + i, activation_gradient(u, d, ACTIVATION).to(kind), mask=inside)
 
 
 def _launch(kernel: object, buffers: list[Tensor | None], activation: str) -> None:

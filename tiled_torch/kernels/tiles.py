@@ -52,7 +52,7 @@ def load_bias(bias, column, columns, COLUMNS: tl.constexpr):
 
 @triton.jit
 def activate(a, ACTIVATION: tl.constexpr):
-    """act(a), float32."""
+    """act(a), float32. A maximum passes NaN on, as PyTorch's does."""
     if ACTIVATION == "silu":
         return a * tl.sigmoid(a)
     elif ACTIVATION == "gelu":
@@ -60,27 +60,27 @@ def activate(a, ACTIVATION: tl.constexpr):
     elif ACTIVATION == "gelu_tanh":  # (1 + tanh(u)) / 2 = sigmoid(2u): libdevice's tanh is not in the interpreter
         return a * tl.sigmoid(1.5957691216057308 * (a + 0.044715 * a * a * a))
     elif ACTIVATION == "relu":
-        return tl.maximum(a, 0.0)
+        return tl.maximum(a, 0.0, propagate_nan=tl.PropagateNan.ALL)
     else:
         tl.static_assert(ACTIVATION == "relu_squared")
-        positive = tl.maximum(a, 0.0)
+        positive = tl.maximum(a, 0.0, propagate_nan=tl.PropagateNan.ALL)
         return positive * positive
 
 
 @triton.jit
-def slope(a, ACTIVATION: tl.constexpr):
-    """act'(a), float32."""
+def activation_gradient(a, dact, ACTIVATION: tl.constexpr):
+    """dact * act'(a), float32; where act is flat the result is 0 whatever dact is: it may be infinite."""
     if ACTIVATION == "silu":
         s = tl.sigmoid(a)
-        return s * (1 + a * (1 - s))
+        return dact * (s * (1 + a * (1 - s)))
     elif ACTIVATION == "gelu":
         cdf = 0.5 + 0.5 * tl.math.erf(a * 0.7071067811865476)
-        return cdf + a * tl.exp(-0.5 * a * a) * 0.3989422804014327
+        return dact * (cdf + a * tl.exp(-0.5 * a * a) * 0.3989422804014327)
     elif ACTIVATION == "gelu_tanh":
         s = tl.sigmoid(1.5957691216057308 * (a + 0.044715 * a * a * a))
-        return s * (1 + 1.5957691216057308 * a * (1 - s) * (1 + 0.134145 * a * a))
+        return dact * (s * (1 + 1.5957691216057308 * a * (1 - s) * (1 + 0.134145 * a * a)))
     elif ACTIVATION == "relu":
-        return tl.where(a > 0, 1.0, 0.0)
+        return tl.where(a <= 0, 0.0, dact)
     else:
         tl.static_assert(ACTIVATION == "relu_squared")
-        return 2 * tl.maximum(a, 0.0)
+        return tl.where(a <= 0, 0.0, dact * (2 * a))
