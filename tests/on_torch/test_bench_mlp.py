@@ -1,10 +1,42 @@
-"""What `bench` times beside the implementations: the products alone."""
+"""`bench --op mlp`: its variants compute the same thing, one that does not stops it, and the products alone are as many."""
+
+import math
+from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
+from shared_specs.workloads import MLP_WORKLOADS
 from tests.on_torch.counting import GemmFlop
-from tiled_torch.commands.peers import PlainMLP, products_alone
+from tiled_torch.commands import bench
+from tiled_torch.commands.peers import PlainMLP, own_variants, products_alone
+
+SMALL = replace(MLP_WORKLOADS[0], name="small", tokens=2048, hidden=16, intermediate=24)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised inside the peers
+def test_every_variant_computes_the_plain_gradients_and_is_reported() -> None:
+    rows = bench.measure(SMALL, repeats=1)
+    own = [*own_variants(PlainMLP(1, 1, torch.float32)), "products-18", "products-20", "products-22"]
+    assert [row["variant"] for row in rows if row["variant"] not in ("liger", "deepspeed")] == own
+    assert {(row["workload"], row["shards"], row["repeats"]) for row in rows} == {("small", 2, 1)}
+    assert all(math.isfinite(row["median_seconds"]) for row in rows)
+
+
+@pytest.mark.parametrize("name", ["x", "gate_proj.weight", "up_proj.weight", "down_proj.weight"])
+def test_a_variant_that_computes_something_else_stops_the_benchmark(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def variants(mlp: PlainMLP) -> dict[str, nn.Module]:
+        def wrong(x: torch.Tensor) -> torch.Tensor:
+            leaf = x if name == "x" else mlp.get_parameter(name)
+            return mlp(x) + (leaf * 1e-2).sum()
+
+        return {"plain": mlp, "wrong": wrong}
+
+    monkeypatch.setattr(bench, "own_variants", variants)
+    monkeypatch.setattr(bench, "peer_variants", lambda mlp, shards: ({}, {}))
+    with pytest.raises(RuntimeError, match=f"^bench: wrong does not compute the plain gradient of {name}$"):
+        bench.measure(SMALL, repeats=1)
 
 
 @pytest.mark.parametrize(

@@ -80,12 +80,15 @@ def assert_as_accurate(found: Iterable[Tensor], untiled: Iterable[Tensor], truth
         assert_within(f64, t64, tolerances.limit(relative_error(u64, t64), "bfloat16"), "gradient under autocast")
 
 
-@pytest.mark.parametrize("weights", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("given", "weights"), [("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "float32")]
+)
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("cached", [True, False])
-def test_autocast_is_as_in_forward(weights, inside, cached):
-    """The dtypes inside recomputation, outside autocast or still in it; gradients come in the weights' dtype."""
-    module, x = mlp().to(getattr(torch, weights)), draw(TOKENS, HIDDEN).detach().to(getattr(torch, weights))
+def test_autocast_is_as_in_forward(given, weights, inside, cached):
+    """The dtypes inside recomputation, outside autocast or still in it; gradients come in the dtypes of x and weights."""
+    module = mlp().to(getattr(torch, weights))
+    x = draw(TOKENS, HIDDEN).detach().to(getattr(torch, given)).requires_grad_()
     exact = copy.deepcopy(module).double()
     seen = []
     module[1].register_forward_hook(lambda _, args, out: seen.append((args[0].dtype, out.dtype)))
@@ -94,9 +97,9 @@ def test_autocast_is_as_in_forward(weights, inside, cached):
         with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=cached):
             y = fn(x).float()
         with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=cached, enabled=inside):
-            results.append(torch.autograd.grad(y.sum(), list(module.parameters())))
+            results.append(torch.autograd.grad(y.sum(), [x, *module.parameters()]))
     assert set(seen) == {(torch.bfloat16, torch.bfloat16)}
-    truth = torch.autograd.grad(exact(x.double()).sum(), list(exact.parameters()))
+    truth = torch.autograd.grad(exact(x.double()).sum(), [x, *exact.parameters()])
     assert_as_accurate(results[0], results[1], truth)
 
 

@@ -1,13 +1,18 @@
 """The command of one half against that of the other: same windows, same losses, and one resumes what the other began."""
 
 import io
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from rich.console import Console
 
-from shared_specs.app.log import read_log, step_records
+from shared_specs.app.checkpoint import load_checkpoint
+from shared_specs.app.log import LOG_NAME, read_log, step_records
 from shared_specs.app.loop import MODEL_NAME, finetune
 from shared_specs.app.weights import read_model
 from shared_specs.cli import FinetuneOptions
@@ -97,3 +102,32 @@ def test_each_half_resumes_the_other(inputs, torch_run, tmp_path):
     assert ended[:4] == passed
     assert ended == pytest.approx(whole, rel=DEMO_LOSS_RTOL)
     assert len(ended) == STEPS
+
+
+def interrupted(half, inputs, out, number, **words):
+    """The exit code of the command in a process of its own, after a signal at its third step or soon after it."""
+    given = {"model": inputs / "model", "text": inputs / "text", "lr": 1e-3, "out": out, "device": "cpu"} | words
+    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
+    command = [sys.executable, "-m", half, "finetune", *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while not (out / LOG_NAME).exists() or len(losses(out)) < 3:
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    process.send_signal(number)
+    return process.wait(60)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("half", "trainer"), [("tiled_torch", TorchTrainer), ("tiled_jax", JaxTrainer)])
+def test_an_interrupted_run_resumes_with_the_same_losses(half, trainer, number, inputs, tmp_path):
+    """Ctrl-C and a kill of the command itself, in the middle of its work."""
+    words = {"tokens": 60, "steps": 24, "batch": 4, "save_every": 2, **TILED}
+    code = interrupted(half, inputs, tmp_path / "run", number, **words)
+    assert code == (128 + number if number == signal.SIGINT else -number)
+    done = load_checkpoint(tmp_path / "run").record["step"]
+    assert 2 <= done < 24
+    whole = run(trainer, inputs, tmp_path / "whole", **words)
+    assert run(trainer, inputs, tmp_path / "run", **words, resume=True) == whole
+    assert (tmp_path / "run" / MODEL_NAME).exists()

@@ -1,0 +1,35 @@
+"""`bench --op mlp` in JAX: its variants compute the same thing, and one that does not stops it."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import jax
+import pytest
+
+from shared_specs.workloads import MLP_WORKLOADS
+from tiled_jax.commands import bench
+
+SMALL = replace(MLP_WORKLOADS[0], name="small", tokens=2048, hidden=16, intermediate=24)
+
+
+def test_every_variant_computes_the_plain_gradients_and_is_reported() -> None:
+    rows = bench.measure(SMALL, repeats=1)
+    assert [row["variant"] for row in rows] == list(bench.variants(1024))
+    assert {(row["workload"], row["shards"], row["repeats"]) for row in rows} == {("small", 2, 1)}
+    assert all(row["temp_bytes"] > 0 and math.isfinite(row["median_seconds"]) for row in rows)
+
+
+@pytest.mark.parametrize("wrong", [0, 1, 2, 3])
+def test_a_variant_that_computes_something_else_stops_the_benchmark(
+    wrong: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain: Callable[..., jax.Array] = bench.variants(1024)["plain"]
+
+    def other(*operands: jax.Array) -> jax.Array:
+        return plain(*operands) + 1e-2 * (operands[wrong] - jax.lax.stop_gradient(operands[wrong])).sum()
+
+    monkeypatch.setattr(bench, "variants", lambda shard_tokens: {"plain": plain, "wrong": other})
+    quantity = ("dx", "dw_gate", "dw_up", "dw_down")[wrong]
+    with pytest.raises(RuntimeError, match=f"^bench: wrong does not compute the plain {quantity}$"):
+        bench.measure(SMALL, repeats=1)
