@@ -346,3 +346,9 @@ def test_module_refuses_bad_options(arguments: dict[str, Any], text: str) -> Non
     with pytest.raises(SpecError) as caught:
         TiledMLP(**{"hidden_size": 8, "intermediate_size": 12, **arguments})
     assert str(caught.value) == text
+
+
+def test_the_module_says_its_sizes() -> None:
+    weights = torch.ones(12, 8), torch.ones(12, 8), torch.ones(8, 12)
+    for module in (TiledMLP(8, 12), TiledMLP.from_weights(*weights)):
+        assert "hidden_size=8, intermediate_size=12, gated, activation=silu" in repr(module)

@@ -74,7 +74,7 @@ class TiledMLP(MLPParameters, nn.Module):
         super().__init__()
         checks.check_sizes("TiledMLP", {"hidden_size": hidden_size, "intermediate_size": intermediate_size})
         checks.check_flags("TiledMLP", gated=gated, bias=bias, fused_gate_up=fused_gate_up)
-        H, I = hidden_size, intermediate_size  # noqa: E741
+        H, I = self.hidden_size, self.intermediate_size = hidden_size, intermediate_size  # noqa: E741
         ups = {"gate_up": (2 * I, H)} if fused_gate_up else {"gate": (I, H), "up": (I, H)} if gated else {"up": (I, H)}
         self._set_options(activation, gated, fused_gate_up, num_shards, keep, tiling, backend)
         for name, shape in {**ups, "down": (H, I)}.items():
@@ -135,6 +135,7 @@ class TiledMLP(MLPParameters, nn.Module):
         module = cls.__new__(cls)
         nn.Module.__init__(module)
         module._set_options(activation, w_gate is not None, fused_gate_up, num_shards, keep, tiling, backend)
+        module.intermediate_size, module.hidden_size = w_up.shape
         named = {name.removeprefix("w_"): w for name, w in weights.items()}
         module._adopt("w", named, fused_gate_up)
         module._adopt("b", biases, fused_gate_up)
@@ -167,8 +168,9 @@ class TiledMLP(MLPParameters, nn.Module):
         )
 
     def extra_repr(self) -> str:
+        sizes = f"hidden_size={self.hidden_size}, intermediate_size={self.intermediate_size}"
         kind = "gated" if self.gated else "plain"
-        return f"{kind}, activation={self.activation}, {self.tiling}, backend={self.backend}"
+        return f"{sizes}, {kind}, activation={self.activation}, {self.tiling}, backend={self.backend}"
 
 
 def _operand(tensor: Tensor, shape: tuple[int, ...] | None = None) -> checks.Operand:
