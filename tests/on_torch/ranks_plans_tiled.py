@@ -147,11 +147,11 @@ def ties(rank: int, world: int) -> dict[str, list[bool]]:
     return found
 
 
-def embeddings(rank: int, world: int, vocab: int) -> dict[str, Any]:
+def embeddings(rank: int, world: int, vocab: int, tokens: int) -> dict[str, Any]:
     """An embedding split by a vocabulary that ranks do not divide, with a padding entry: errors, rows held, and collectives of
     backward; and what is said of an id outside the vocabulary."""
     mesh, found = mesh_of(("tp",), world), {}
-    ids = torch.arange(2 * (vocab + 2)).reshape(2, -1) % vocab
+    ids = torch.arange(2 * tokens).reshape(2, tokens) % vocab
     upstream = torch.randn(*ids.shape, HIDDEN, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     for layout in (Replicate(), Shard(1)):
         plain, split = (filled(nn.Embedding(vocab, HIDDEN, padding_idx=1)) for _ in "12")

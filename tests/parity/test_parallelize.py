@@ -22,6 +22,7 @@ from tests.tiny_model import tiny_config, tiny_weights
 from tiled_jax.models import Llama, LlamaConfig, from_hf, to_hf
 from tiled_jax.models.rope import rotary_angles
 from tiled_jax.parallel import parallelize
+from tiled_torch.parallel import tensor_styles
 
 pytestmark = pytest.mark.ranks
 
@@ -115,6 +116,8 @@ SLOW = {"fsdp 2", "sp 2", "replicas 2 x fsdp 2", "fsdp 2, untied", "sp 2, untied
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CASES])
 def test_losses_and_gradients(pools: Any, name: str) -> None:
     case = CASES[name]
+    if tensor_styles._EVEN_TOKENS and case.config.tensor is not None and case.config.tensor.sequence_parallel:
+        pytest.skip("PyTorch 2.11 refuses sequence parallelism of tokens that ranks do not divide: test_ranks_plans.py")
     answers = pools[case.ranks].run(
         "tests.on_torch.ranks_parity_plans:models", tokens=TOKENS.tolist(), cases=[for_torch(case)]
     )

@@ -16,6 +16,7 @@ from tests.ranks import Ranks
 from tests.tiny_model import tiny_config, tiny_weights
 from tiled_jax.models import Llama, LlamaConfig, from_hf, to_hf
 from tiled_jax.parallel import parallelize
+from tiled_torch.parallel import tensor_styles
 
 pytestmark = pytest.mark.ranks
 
@@ -28,6 +29,13 @@ CASES: dict[str, tuple[dict[str, int], ParallelConfig]] = {
 # The 16 tokens that JAX's layers see divide by the ranks; PyTorch's also see the last one, whose prediction nobody scores.
 TOKENS = np.random.default_rng(1).integers(0, 272, (4, 17)).astype(np.int32)
 
+REASON = "PyTorch 2.11 refuses sequence parallelism of tokens that the ranks do not divide: tests/on_torch/test_ranks_plans.py"
+
+
+def can(config: ParallelConfig) -> bool:
+    """Whether this PyTorch can: see REASON."""
+    return config.tensor is None or not tensor_styles._EVEN_TOKENS
+
 
 def for_torch(config: ParallelConfig) -> dict[str, Any]:
     return {name: asdict(part) for name in ("data", "tensor") if (part := getattr(config, name)) is not None}
@@ -35,7 +43,7 @@ def for_torch(config: ParallelConfig) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def in_torch() -> dict[str, Any]:
-    cases = {name: (axes, for_torch(config)) for name, (axes, config) in CASES.items()}
+    cases = {name: (axes, for_torch(config)) for name, (axes, config) in CASES.items() if can(config)}
     with Ranks(2) as ranks:
         return ranks.run("tests.on_torch.ranks_parity_mixed:models", tokens=TOKENS.tolist(), cases=cases)[0]
 
@@ -55,6 +63,8 @@ def on_devices(axes: dict[str, int], parallel: ParallelConfig) -> dict[str, Any]
 @pytest.mark.parametrize("case", CASES)
 def test_losses_and_gradients(in_torch: dict[str, Any], case: str) -> None:
     """The limit of bfloat16: twice the error of Hugging Face's model, untiled, in one process, and a floor."""
+    if not can(CASES[case][1]):
+        pytest.skip(REASON)
     oracle, plain = in_torch["oracle"], in_torch["plain"]
     for half, found in (("torch", in_torch[case]), ("jax", on_devices(*CASES[case]))):
         allowed = limit(relative_error(np.asarray(plain["loss"]), np.asarray(oracle["loss"])), "bfloat16")
