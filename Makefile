@@ -133,16 +133,18 @@ GPU_PYTHON := $(if $(PYTHON),$(PYTHON),python3)
 PART ?= parity kernels mlp loss
 HALF ?= tiled_torch tiled_jax
 GPU_parity = $(GPU_PYTHON) -m pytest -m gpu tests/gpu
-GPU_kernels = for half in $(HALF); do $(GPU_PYTHON) -m $$half bench --device gpu --op kernels --repeats 20 || exit 1; done
-GPU_mlp = for half in $(HALF); do $(GPU_PYTHON) -m $$half bench --device gpu --op mlp --repeats 5 || exit 1; done
-GPU_loss = for half in $(HALF); do $(GPU_PYTHON) -m $$half bench --device gpu --op loss --repeats 5 || exit 1; done
+GPU_kernels = for half in $(HALF); do $(GPU_PYTHON) -m $$half bench --device gpu --op kernels --repeats 20 $(ARGS) || exit 1; done
+GPU_mlp = for half in $(HALF); do $(GPU_PYTHON) -m $$half bench --device gpu --op mlp --repeats 3 $(ARGS) || exit 1; done
+GPU_tune = for half in $(HALF); do $(GPU_PYTHON) -m $$half tune $(ARGS) || exit 1; done
+GPU_loss = for half in $(HALF); do $(GPU_PYTHON) -m $$half bench --device gpu --op loss --repeats 5 $(ARGS) || exit 1; done
 
 .PHONY: gpu
-gpu: ## on a GPU: PART=parity, kernels, mlp or loss (all without it); HALF=tiled_torch or tiled_jax (both without it)
+gpu: ## on a GPU: PART=parity, kernels, mlp, loss (all four without it) or tune; HALF=tiled_torch or tiled_jax (both without it)
 	for part in $(PART); do \
 	  case $$part in \
 	    parity) $(GPU_parity) $(ARGS) ;; kernels) $(GPU_kernels) ;; mlp) $(GPU_mlp) ;; loss) $(GPU_loss) ;; \
-	    *) echo "make gpu: PART must be among parity, kernels, mlp, loss, got $$part"; false ;; \
+	    tune) $(GPU_tune) ;; \
+	    *) echo "make gpu: PART must be among parity, kernels, mlp, loss, tune, got $$part"; false ;; \
 	  esac || exit 1; \
 	done
 

@@ -75,6 +75,9 @@ _SPLIT_80 = Blocks(rows=128, columns=128, depth=32, stages=3, halves=2)
 _ROWS = Blocks(rows=1, columns=1024, warps=4, stages=1)
 _LOGITS = Blocks(rows=1, columns=4096, warps=8, stages=1)
 
+# IEEE float32 has no tensor cores and twice the bytes: no spills, and shared memory of every architecture suffices.
+_FLOAT32_PRODUCT = Blocks(rows=64, columns=64, depth=16, stages=2)
+
 _EVERYWHERE = {"glu_elementwise": _ROWS, "cross_entropy": _LOGITS}
 _SM_80 = {
     **_EVERYWHERE,
@@ -114,22 +117,33 @@ DEFAULTS: Mapping[Kernels, Mapping[str, Mapping[str, Blocks]]] = {
         }
     },
 }
+FLOAT32_DEFAULTS: Mapping[Kernels, Mapping[str, Blocks]] = {
+    "triton": dict.fromkeys(_SM_90.keys() - _EVERYWHERE.keys(), _FLOAT32_PRODUCT),
+    "pallas": {},
+}
 ARCHITECTURES = {kernels: tuple(table) for kernels, table in DEFAULTS.items()}
 
 
-# What `tune` tries: small, fixed, and clean ahead of time on one architecture at least.
+# What `tune` tries: small, fixed, and clean ahead of time on one architecture at least; the first alone takes float32.
 TRITON_CANDIDATES: Mapping[str, tuple[Blocks, ...]] = {
     "glu_up": (
+        _FLOAT32_PRODUCT,
         _DUAL,
         Blocks(rows=128, columns=128, depth=64, stages=3),
         Blocks(rows=256, columns=64, depth=64),
         _DUAL_80,
     ),
-    "glu_up_aux": (_SPLIT, _WIDE, Blocks(rows=128, columns=256, depth=64, stages=3, halves=2), _SINGLE_80),
-    "dgated": (_SPLIT, _DUAL, Blocks(rows=128, columns=128, depth=64, stages=3, halves=2), _SPLIT_80),
-    "dx": (_WIDE, Blocks(rows=128, columns=256, depth=64, group=16), _DUAL, _SINGLE_80),
-    "weight_gradient": (_DUAL, Blocks(rows=128, columns=128, depth=64, group=16), _SINGLE_80),
-    "linear": (_WIDE, _DUAL, _SINGLE_80),
+    "glu_up_aux": (
+        _FLOAT32_PRODUCT,
+        _SPLIT,
+        _WIDE,
+        Blocks(rows=128, columns=256, depth=64, stages=3, halves=2),
+        _SINGLE_80,
+    ),
+    "dgated": (_FLOAT32_PRODUCT, _SPLIT, _DUAL, Blocks(rows=128, columns=128, depth=64, stages=3, halves=2), _SPLIT_80),
+    "dx": (_FLOAT32_PRODUCT, _WIDE, Blocks(rows=128, columns=256, depth=64, group=16), _DUAL, _SINGLE_80),
+    "weight_gradient": (_FLOAT32_PRODUCT, _DUAL, Blocks(rows=128, columns=128, depth=64, group=16), _SINGLE_80),
+    "linear": (_FLOAT32_PRODUCT, _WIDE, _DUAL, _SINGLE_80),
     "glu_elementwise": (_ROWS, Blocks(rows=1, columns=2048, warps=8, stages=1)),
     "cross_entropy": (_LOGITS, Blocks(rows=1, columns=8192, warps=16, stages=1), Blocks(rows=1, columns=2048, warps=4)),
 }
@@ -162,7 +176,10 @@ def blocks_for(kernels: Kernels, op: str, architecture: str, dtype: str, shape: 
             dims of a weight's gradient, the columns of an elementwise kernel.
     """
     found = _tuned().get((kernels, op, architecture, dtype, shape))
-    return found if isinstance(found, Blocks) else DEFAULTS[kernels][architecture][op]
+    if isinstance(found, Blocks):
+        return found
+    default = DEFAULTS[kernels][architecture][op]
+    return FLOAT32_DEFAULTS[kernels].get(op, default) if dtype == "float32" else default
 
 
 def paths_for(kernels: Kernels, architecture: str, dtype: str, shape: tuple[int, int]) -> Paths:

@@ -94,9 +94,10 @@ def accumulator_bytes(shape: MLPShape, plan: ShardPlan) -> int:
     return shape.weight_elements * 4 if shape.weight_itemsize < 4 and len(plan) > 1 else 0
 
 
-def block_rows(shape: MLPShape, device: str) -> int:
-    """Rows of [t, I] that one elementwise step works on at a time."""
-    return max(1, ELEMENTWISE_ELEMENTS[device] // max(1, shape.intermediate))
+def block_rows(t: int, intermediate: int, device: str) -> int:
+    """Rows of [t, I] that one elementwise step works on at a time: ELEMENTWISE_ELEMENTS, and at most an eighth of them, so
+    that float32 temporaries of 16-bit rows stay small beside the buffers of a short shard."""
+    return max(1, min(ELEMENTWISE_ELEMENTS[device] // max(1, intermediate), -(-t // 8)))
 
 
 def peak_bytes(shape: MLPShape, plan: ShardPlan, *, device: str = "cpu", kernels: bool = False) -> int:
@@ -109,7 +110,7 @@ def peak_bytes(shape: MLPShape, plan: ShardPlan, *, device: str = "cpu", kernels
     """
     t, wide = plan.longest, max(shape.itemsize, 4)
     buffers = (3 if shape.gated else 2) * t * shape.intermediate * shape.itemsize
-    block = min(t, block_rows(shape, device)) * shape.intermediate
+    block = block_rows(t, shape.intermediate, device) * shape.intermediate
     in_place, widened = (2, 5) if shape.gated else (1, 3)
     if shape.activation == "relu_squared":  # the slope, which has no fused gradient
         in_place, widened = in_place + 1, widened + 1

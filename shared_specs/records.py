@@ -40,7 +40,13 @@ def versions(packages: Iterable[str]) -> dict[str, str]:
 
 
 def commit() -> str:
-    """The commit of the source, with `+changes` where the tree differs from it; "unknown" outside a checkout."""
+    """The commit of the source, with `+changes` where the tree differs from it; "unknown" outside a checkout.
+
+    A copy of a checkout without its .git is told by TILED_COMMIT.
+    """
+    told = os.environ.get("TILED_COMMIT")
+    if told:
+        return told
     folder = Path(__file__).parent
 
     def git(*arguments: str) -> str:

@@ -70,3 +70,10 @@ def _nan_in_uninitialised_memory():
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
     torch.use_deterministic_algorithms(before)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """PyTorch warns of operations on a GPU that are not deterministic, which the fixture above asks for to have its NaN."""
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.filterwarnings("ignore:.*deterministic:UserWarning"))

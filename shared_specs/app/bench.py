@@ -63,9 +63,11 @@ def interleave(
     variants: Mapping[str, Callable[[], object]],
     repeats: int,
     clock: Callable[[Callable[[], object]], float] = host_seconds,
+    *,
+    warm: bool = False,
 ) -> dict[str, list[float]]:
-    """Seconds of every variant, `repeats` times in turn after one warm-up each, so that drift hits all alike."""
-    for run in variants.values():
+    """Seconds of every variant, `repeats` times in turn, so that drift hits all alike. Each is run once before, unless warm."""
+    for run in () if warm else variants.values():
         run()
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     names = list(variants)
@@ -100,6 +102,20 @@ def show(title: str, summary: Mapping[str, Mapping[str, Any]], reference: str) -
     Console().print(table)
 
 
+class Deadline:
+    """When a part of `make gpu` begins no more workloads: a machine that is lent is taken back at its own hour."""
+
+    def __init__(self, minutes: float) -> None:
+        self.minutes, self.end = minutes, time.monotonic() + 60 * minutes
+
+    def leaves_out(self, workload: object) -> bool:
+        """Whether it is over; then says which workload is left out."""
+        over = time.monotonic() >= self.end
+        if over:
+            print(f"{workload}: left out: the {self.minutes:g} minutes of --minutes are over", flush=True)
+        return over
+
+
 class Clock(Protocol):
     """What measures one run on a device."""
 
@@ -130,7 +146,7 @@ def measured(
     if not alive:
         return left_out
     reference = next(iter(alive))
-    summary = summarise(interleave(alive, repeats, clock.seconds), reference)
+    summary = summarise(interleave(alive, repeats, clock.seconds, warm=True), reference)
     show("", summary, reference)
     lines = [
         {

@@ -43,3 +43,29 @@ def test_jax_results_do_not_depend_on_the_number_of_shards(gated: bool) -> None:
     for num_shards in (2, 4, 8, 32):
         for found, expected in zip(results(num_shards), whole, strict=True):
             np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
+def test_torch_results_do_not_depend_on_the_number_of_shards(gated: bool, dtype: str) -> None:
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.fail("this test needs a GPU that PyTorch sees")
+    from tiled_torch import tiled_mlp
+
+    kind, generator = getattr(torch, dtype), torch.Generator("cuda").manual_seed(0)
+    shapes = (TOKENS, HIDDEN), (INTERMEDIATE, HIDDEN), (INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE), (TOKENS, HIDDEN)
+    x, w_gate, w_up, w_down, dy = (torch.randn(shape, device="cuda", generator=generator) for shape in shapes)
+    given = (x, *(w / 32 for w in (w_gate, w_up, w_down)))
+    leaves = [a.to(kind).requires_grad_() for a in (given if gated else (x, *given[2:]))]
+
+    def results(num_shards: int) -> list[torch.Tensor]:
+        weights = leaves[1:] if gated else [None, *leaves[1:]]
+        tiling = Tiling(num_shards=num_shards, deterministic=True)
+        y = tiled_mlp(leaves[0], *weights, tiling=tiling, backend="triton")
+        return [y.detach(), *torch.autograd.grad(y, leaves, dy.to(kind))]
+
+    whole = results(1)
+    for num_shards in (2, 4, 8, 32):
+        for found, expected in zip(results(num_shards), whole, strict=True):
+            assert torch.equal(found, expected)

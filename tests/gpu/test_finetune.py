@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from shared_specs.app.log import read_log, step_records
-from shared_specs.tolerances import DEMO_LOSS_RTOL
-from tests.tiny_model import write_inputs
-
 torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
+for _package in ("transformers", "gguf", "tokenizers", "safetensors"):
+    pytest.importorskip(_package)
+
+from shared_specs.app.log import read_log, step_records  # noqa: E402
+from shared_specs.tolerances import DEMO_LOSS_RTOL  # noqa: E402
+from tests.tiny_model import write_inputs  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 

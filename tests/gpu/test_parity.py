@@ -3,26 +3,42 @@
 `make gpu PART=parity` runs them with the interpreter at hand; the default suite leaves them out.
 """
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import pytest
 
+from shared_specs.blocks import DETERMINISTIC, Paths
 from shared_specs.cases import LOSS_CASES, MLP_CASES, LossCase, MLPCase
-from tests.adapters import JaxAdapter, TorchAdapter
+from tests.adapters import JaxAdapter, Results, TorchAdapter
 from tests.asserting import assert_case
 
 pytestmark = pytest.mark.gpu
 
 
-def one_of_each(cases, *fields):
-    """The first case of every combination of these fields, in the dtypes that GPUs train in."""
-    found = {}
-    for case in cases:
-        if case.dtype != "float64":
-            found.setdefault(tuple(getattr(case, field) for field in fields), case)
-    return tuple(found.values())
+def one_of_each(cases, *fields, **numbers):
+    """The first cases of every combination of these fields, as many of a dtype as `numbers` says."""
+    found = []
+    for dtype, number in numbers.items():
+        kinds = {}
+        for case in cases:
+            if case.dtype == dtype:
+                kinds.setdefault(tuple(getattr(case, field) for field in fields), case)
+        found += list(kinds.values())[:number]
+    return tuple(found)
 
 
-MLPS = one_of_each(MLP_CASES, "dtype", "activation", "gated")[:18]
-LOSSES = one_of_each(LOSS_CASES, "dtype", "reduction", "outputs")[:12]
+MLPS = one_of_each(MLP_CASES, "activation", "gated", bfloat16=6, float16=3, float32=3)
+LOSSES = one_of_each(LOSS_CASES, "reduction", "outputs", bfloat16=4, float16=2, float32=2)
+# Sizes that every kernel takes, Pallas too; the last shard is short.
+_TAKEN = {"dims": (2, 160), "hidden": 192, "intermediate": 256, "num_shards": 2, "reason": "sizes of every kernel"}
+KERNEL_MLPS = (
+    MLPCase(dtype="bfloat16", **_TAKEN),
+    MLPCase(dtype="bfloat16", activation="gelu", biases=("gate", "up", "down"), keep=0.5, **_TAKEN),
+    MLPCase(dtype="bfloat16", activation="relu", fused=True, **_TAKEN),
+    MLPCase(dtype="float16", activation="gelu_tanh", **_TAKEN),
+)
+PATHS = {"auxiliary": Paths(up="auxiliary"), "dual": Paths(up="dual"), "every product": DETERMINISTIC}
 
 
 @pytest.fixture(scope="module")
@@ -42,13 +58,23 @@ def jax_adapter() -> JaxAdapter:
     return JaxAdapter()
 
 
-@pytest.mark.parametrize("case", MLPS, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", [*MLPS, *KERNEL_MLPS], ids=lambda case: case.id)
 def test_torch_mlp(torch_adapter: TorchAdapter, case: MLPCase) -> None:
     from tiled_torch.backends import last_run
 
     results = torch_adapter.run(case, "auto")
     assert last_run("tiled_mlp") == "triton"
     assert_case(case, results)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("paths", PATHS)
+def test_every_way_to_make_an_mlp(torch_adapter: TorchAdapter, paths, dtype, monkeypatch) -> None:
+    from tiled_torch.functional import kernel_steps
+
+    monkeypatch.setattr(kernel_steps, "paths_for", lambda *args: PATHS[paths])
+    case = replace(KERNEL_MLPS[1], dtype=dtype)
+    assert_case(case, torch_adapter.run(case, "triton"))
 
 
 @pytest.mark.parametrize("case", LOSSES, ids=lambda case: case.id)
@@ -65,18 +91,28 @@ def test_jax_mlp(jax_adapter: JaxAdapter, case: MLPCase) -> None:
     assert_case(case, jax_adapter.run(case, "auto"))
 
 
-@pytest.mark.parametrize("case", LOSSES[:8], ids=lambda case: case.id)
-def test_jax_loss(jax_adapter: JaxAdapter, case: LossCase) -> None:
+def run_on_kernels(function: str, run: Callable[[], Results]) -> Results:
+    """The results of a call that must have run by Pallas on a Hopper GPU, by XLA on any other."""
     import jax
 
     from tiled_jax import backends
 
     jax.clear_caches()  # what is found compiled says nothing of its backend
-    backends.record_run("tiled_linear_cross_entropy", "nothing")
-    results = jax_adapter.run_loss(case, "auto")
+    backends.record_run(function, "nothing")
+    results = run()
     hopper = str(getattr(jax.devices()[0], "compute_capability", "")).startswith("9.")
-    assert backends.last_run("tiled_linear_cross_entropy") == ("pallas" if hopper else "xla")
-    assert_case(case, results)
+    assert backends.last_run(function) == ("pallas" if hopper else "xla")
+    return results
+
+
+@pytest.mark.parametrize("case", KERNEL_MLPS, ids=lambda case: case.id)
+def test_jax_mlp_by_kernels(jax_adapter: JaxAdapter, case: MLPCase) -> None:
+    assert_case(case, run_on_kernels("tiled_mlp", lambda: jax_adapter.run(case, "auto")))
+
+
+@pytest.mark.parametrize("case", LOSSES, ids=lambda case: case.id)
+def test_jax_loss(jax_adapter: JaxAdapter, case: LossCase) -> None:
+    assert_case(case, run_on_kernels("tiled_linear_cross_entropy", lambda: jax_adapter.run_loss(case, "auto")))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int32"])

@@ -77,8 +77,9 @@ def loss(dtype: torch.dtype, *, softcap: float | None, smoothing: float, entropy
 
 
 def configurations() -> dict[str, Callable[[], Any]]:
-    """Name -> launch. Every kernel in bfloat16; float16, biases and the other options where they change the code."""
+    """Name -> launch. Every kernel in bfloat16 and, of the MLP, in float32; other options where they change the code."""
     found = {f"{name}, bfloat16": run for name, run in mlp(torch.bfloat16, "silu", bias=False).items()}
+    found |= {f"{name}, float32": run for name, run in mlp(torch.float32, "gelu", bias=True).items()}
     biased = mlp(torch.float16, "gelu", bias=True)
     found |= {f"{name}, float16, gelu, biases": biased[name] for name in ("glu_up", "glu_up auxiliary", "dgated")}
     tanh = mlp(torch.bfloat16, "gelu_tanh", bias=False)

@@ -1,5 +1,6 @@
 """`bench --device gpu` at tiny sizes on a CPU, its kernels in the interpreter: what a GPU session will run must run."""
 
+import importlib
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -11,7 +12,8 @@ import tests.triton_interpreter  # noqa: F401
 from shared_specs import blocks
 from shared_specs.cli import BenchOptions, InputError, TuneOptions
 from tiled_torch.commands.bench import bench
-from tiled_torch.commands.bench_gpu import run_part
+from tiled_torch.commands.bench_gpu import Sizes, kernel_runs, mlp_workloads, or_absent, run_part
+from tiled_torch.commands.peers import PlainMLP, quack_loss, quack_mlp
 from tiled_torch.commands.tune import tune, tune_on
 
 # The interpreter computes with NumPy, which warns where a GPU just returns infinity.
@@ -36,7 +38,7 @@ PEERS = {
 )
 def test_every_part_writes_records(op: str, tmp_path: Path) -> None:
     options = BenchOptions(op=op, device="gpu", repeats=1, out=str(tmp_path))
-    sizes = {"widths": {"tiny": (16, 32)}, "tokens": (130, 140), "shards": (128, 130, 256), "vocab": 50}
+    sizes = {"widths": {"tiny": (16, 32)}, "tokens": (130, 140, 150), "shards": (128, 130, 256), "vocab": 50}
     assert run_part(options, torch.device("cpu"), torch.float32, **sizes) == 0
     records = [json.loads(path.read_text()) for path in tmp_path.glob("*.json")]
     lines = [line for record in records for line in record["results"]]
@@ -45,6 +47,48 @@ def test_every_part_writes_records(op: str, tmp_path: Path) -> None:
     for line in lines:  # compiled forms and peers may be missing here, with their reason; ours may not
         assert "median_seconds" in line or (line["left_out"] and not line["variant"].startswith("tiled"))
     assert all(record["gpu"] == {"name": "cpu"} and record["shape"]["hidden"] == 16 for record in records)
+
+
+def test_no_question_changes_what_another_reads() -> None:
+    """Over and over, in place: products of what is left would be products of zeros."""
+    sizes = Sizes(name="tiny", tokens=128, hidden=16, width=32)
+    questions = {name: runs for name, (runs, _) in kernel_runs(sizes, torch.float32, torch.device("cpu")).items()}
+    before = questions["linear"]["vendor"]().clone()
+    for _ in range(20):
+        for name in ("up", "glu", "glu_backward", "down"):
+            for run in questions[name].values():
+                run()
+    assert torch.equal(questions["linear"]["vendor"](), before)
+
+
+def test_no_workload_begins_after_the_deadline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = BenchOptions(op="mlp", device="gpu", repeats=1, minutes=1e-9, out=str(tmp_path))
+    sizes = {"widths": {"tiny": (16, 32)}, "tokens": (130, 140, 150), "shards": (128, 130, 256), "vocab": 50}
+    assert run_part(options, torch.device("cpu"), torch.float32, **sizes) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in said] == [
+        f"tiny-{total}-{shard}" for total, shard in ((150, 130), (140, 128), (140, 130), (130, 130))
+    ]
+    assert all(line.endswith("left out: the 1e-09 minutes of --minutes are over") for line in said)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_longest_context_comes_first_and_no_sweep_has_two_shards_alike() -> None:
+    assert mlp_workloads((8192, 32768, 131072), (2048, 4096, 8192, 16384)) == [
+        (131072, 8192), (32768, 2048), (32768, 4096), (32768, 8192), (32768, 16384), (8192, 8192)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("make", [quack_mlp, quack_loss], ids=lambda make: make.__name__)
+def test_a_peer_that_fails_to_load_is_a_line_with_the_reason(make, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(name: str) -> None:
+        raise OSError(f"{name}: CUDA_HOME is not set")
+
+    monkeypatch.setattr(importlib, "import_module", broken)
+    arguments = (PlainMLP(4, 8, torch.float32),) if make is quack_mlp else ()
+    run = or_absent(lambda: make(*arguments, **({"recompute": True} if arguments else {})))
+    with pytest.raises(ImportError, match=r"OSError: quack.*CUDA_HOME is not set"):
+        run(torch.ones(1))
 
 
 @pytest.mark.slow
@@ -83,6 +127,7 @@ def test_without_a_gpu_it_says_so():
     [
         ({"op": "kernels"}, "bench: --op must be one of mlp, loss on a cpu, got kernels."),
         ({"op": "mlp", "device": "gpu", "workload": "1b-4k"}, "bench: --workload must be left out with --device gpu"),
+        ({"op": "mlp", "device": "gpu", "minutes": 0.0}, "bench: --minutes must be > 0, got 0."),
     ],
 )
 def test_bad_options(given, message):

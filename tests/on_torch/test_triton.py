@@ -14,8 +14,9 @@ from shared_specs.blocks import DETERMINISTIC, Paths
 from shared_specs.cases import LOSS_CASES, MLP_CASES, LossCase, MLPCase
 from shared_specs.config import LossOptions, Tiling
 from shared_specs.errors import UnsupportedError
+from shared_specs.rounding import relative_error
 from shared_specs.shards import ShardPlan
-from shared_specs.tolerances import COST_BYTES
+from shared_specs.tolerances import COST_BYTES, limit
 from tests.adapters import ADAPTERS
 from tests.asserting import assert_case
 from tests.on_torch.counting import LiveBytes
@@ -88,6 +89,37 @@ def test_deterministic_results_do_not_depend_on_the_number_of_shards(dtype, gate
     for num_shards in (2, 3):
         for found, expected in zip(gradients(num_shards, dtype, "silu", gated=gated), whole, strict=True):
             assert torch.equal(found, expected)
+
+
+def test_a_wide_x_under_autocast_takes_blocks_of_the_products_dtype(monkeypatch):
+    """A block of float32 results has twice the bytes, which the table's blocks of 16-bit products have no room for."""
+    kinds = []
+
+    def dx(*args):
+        kinds.append({a.dtype for a in args if a is not None})
+        return dx_kernel(*args)
+
+    dx_kernel = kernel_steps.dx_kernel
+    monkeypatch.setattr(kernel_steps, "dx_kernel", dx)
+    x, w_gate, w_up, w_down = (torch.randn(s).requires_grad_() for s in ((160, 16), (32, 16), (32, 16), (16, 32)))
+    with torch.autocast("cpu", torch.bfloat16):
+        y = tiled_mlp(x, w_gate, w_up, w_down, tiling=Tiling(num_shards=2, deterministic=True), backend="triton")
+        plain = tiled_mlp(x, w_gate, w_up, w_down, backend="eager")
+    exact = tiled_mlp(x.double(), w_gate.double(), w_up.double(), w_down.double())
+    found, rounded, truth = (torch.autograd.grad(a.double().sum(), x)[0] for a in (y, plain, exact))
+    assert {dtype for kind in kinds for dtype in kind} == {torch.bfloat16}
+    assert found.dtype == torch.float32
+    allowed = limit(relative_error(rounded.double().numpy(), truth.double().numpy()), "bfloat16")
+    assert relative_error(found.double().numpy(), truth.double().numpy()) <= allowed
+
+
+def test_a_gpu_that_is_too_old_is_named(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
+    x, w = torch.ones(4, 8), torch.ones(8, 8)
+    with pytest.raises(UnsupportedError, match=r"needs? compute capability 8\.0 or newer, this GPU has 7\.5\."):
+        tiled_mlp(x, w, w, w, backend="triton")
 
 
 def test_what_the_kernels_cannot_do_is_refused(monkeypatch):

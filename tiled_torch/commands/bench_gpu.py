@@ -15,20 +15,27 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from shared_specs.app.bench import host_seconds, measured
+from shared_specs import costs
+from shared_specs.app.bench import Deadline, host_seconds, measured
 from shared_specs.blocks import DETERMINISTIC, Paths
 from shared_specs.cli import BenchOptions, InputError
 from shared_specs.config import LossOptions, Tiling
 from shared_specs.records import make_record, write_record
 from tiled_torch import tiled_linear_cross_entropy, tiled_mlp
 from tiled_torch.commands.peers import PlainMLP, liger_loss, peer_variants, quack_loss, quack_mlp
+from tiled_torch.functional.activations import combine_, combine_backward
 from tiled_torch.functional.kernel_loss_steps import KernelLossSteps
 from tiled_torch.functional.kernel_steps import KernelSteps
 from tiled_torch.functional.loss_math import Columns, labels_of
 from tiled_torch.functional.loss_steps import LossSteps
 from tiled_torch.functional.steps import Steps, Weights
+from tiled_torch.kernels import glu_elementwise
 
 PACKAGES = ("torch", "triton", "liger-kernel", "deepspeed", "quack-kernels")
+PEER_NOTE = (
+    "liger runs its own sharding function with its fused SwiGLU; deepspeed runs its own on the plain PyTorch MLP, as its users "
+    "do; quack is not sharded and takes its default block sizes"
+)
 Runs = dict[str, Callable[[], Any]]
 
 # Llama-3-8B and 70B.
@@ -50,6 +57,10 @@ class Sizes:
         return f"{self.name}: {self.tokens} x {self.hidden} x {self.width}"
 
 
+# Cycles that the device waits before a timed run, about a millisecond, so that the host's launches do not count.
+_HEAD_START = 2_000_000
+
+
 class EventClock:
     """Seconds of a run: device events on a GPU, the host's clock elsewhere; and the device's peak bytes."""
 
@@ -60,6 +71,7 @@ class EventClock:
         if self.device.type != "cuda":
             return host_seconds(run)
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(_HEAD_START)
         first.record()
         run()
         last.record()
@@ -99,7 +111,9 @@ def kernel_runs(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> dict[
     t, h, i = sizes.tokens, sizes.hidden, sizes.width
     w = weights_of(sizes, dtype, device)
     x, dy = (draw(t, h, like=dtype, device=device) for _ in range(2))
-    gate, up, third = (draw(t, i, like=dtype, device=device) for _ in range(3))
+    # What is written over is never what another question reads: products of zeros take less power, and so less time.
+    gate, up, dh = (draw(t, i, like=dtype, device=device) for _ in range(3))
+    scratch = [torch.empty_like(gate) for _ in range(3)]
     acc, dx = torch.zeros(i, h, device=device), torch.empty_like(x)
     thi = 2.0 * t * h * i
     vendor = KernelSteps(Paths(up="vendor", down="vendor"))
@@ -109,10 +123,25 @@ def kernel_runs(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> dict[
         "auxiliary": KernelSteps(Paths(up="auxiliary")),
         "dual": KernelSteps(Paths(up="dual")),
     }
-    scratch = [gate, up, third]
     kernels = KernelSteps(DETERMINISTIC)
     return {
-        "up": ({n: lambda s=s: s.hidden("silu", x, w, [gate, up]) for n, s in ways.items()}, 2 * thi),
+        "up": ({n: lambda s=s: s.hidden("silu", x, w, scratch[:2]) for n, s in ways.items()}, 2 * thi),
+        "glu": (
+            {
+                "pytorch": lambda: combine_("silu", gate, up, scratch[0]),
+                "kernel": lambda: glu_elementwise.glu_forward(gate, up, scratch[0], "silu"),
+            },
+            0.0,
+        ),
+        "glu_backward": (
+            {
+                "pytorch": lambda: combine_backward("silu", gate, up, dh, (scratch[0], scratch[1], scratch[2])),
+                "kernel": lambda: glu_elementwise.glu_backward(
+                    gate, up, dh, scratch[0], scratch[2], scratch[1], "silu"
+                ),
+            },
+            0.0,
+        ),
         "down": (
             {
                 name: lambda s=s: s.hidden_gradients("silu", dy, w, gate, up, scratch)
@@ -162,7 +191,8 @@ def mlp_runs(
     sizes: Sizes, dtype: torch.dtype, device: torch.device, shard: int, *, peers: bool
 ) -> tuple[Runs, dict[str, float]]:
     """Forward and backward of a whole MLP by every variant, and the FLOP of each; the last lines are forward only."""
-    mlp = PlainMLP(sizes.hidden, sizes.width, dtype).to(device)
+    with torch.device(device):
+        mlp = PlainMLP(sizes.hidden, sizes.width, dtype)
     x = draw(1, sizes.tokens, sizes.hidden, like=dtype, device=device).requires_grad_()
     dy = draw(1, sizes.tokens, sizes.hidden, like=dtype, device=device)
     backend = "triton"
@@ -191,13 +221,13 @@ def mlp_runs(
         for name, reason in missing.items():
             forwards[name] = _absent(reason), 24
         for name, recompute, units in (("quack", False, 18), ("quack-recompute", True, 22)):
-            forwards[name] = _or_absent(partial(quack_mlp, mlp, recompute=recompute)), units
+            forwards[name] = or_absent(partial(quack_mlp, mlp, recompute=recompute)), units
 
     def step(forward: Callable[[Tensor], Any]) -> Callable[[], None]:
         def run() -> None:
-            x.grad = None
-            mlp.zero_grad(set_to_none=True)
             forward(x).backward(dy)
+            x.grad = None  # so that what a run needs beyond x, dy and the weights is what it is seen to take
+            mlp.zero_grad(set_to_none=True)
 
         return run
 
@@ -226,25 +256,25 @@ def loss_runs(
             )
     if peers:
         for name, make in (("liger", liger_loss), ("quack", quack_loss)):
-            losses[name] = partial(_or_absent(make), x, weight, targets)
+            losses[name] = partial(or_absent(make), x, weight, targets)
         losses["compiled"] = torch.compile(losses["plain"])
 
     def step(loss: Callable[[], Any]) -> Callable[[], None]:
         def run() -> None:
-            x.grad = weight.grad = None
             loss().backward()
+            x.grad = weight.grad = None
 
         return run
 
     return {name: step(loss) for name, loss in losses.items()}, dict.fromkeys(losses, 3 * thv)
 
 
-def _or_absent(make: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
+def or_absent(make: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
     """What `make` returns, or what says why a peer is not there when it is run."""
     try:
         return make()
-    except ImportError as error:
-        return _absent(str(error))
+    except Exception as error:  # a peer's import may fail for any reason of its own
+        return _absent(f"{type(error).__name__}: {error}")
 
 
 def _absent(reason: str) -> Callable[..., Any]:
@@ -272,7 +302,7 @@ def run_part(
     vocab: int = VOCAB,
 ) -> int:
     """What `bench_gpu` runs, at any sizes and on any device."""
-    clock = EventClock(device)
+    clock, deadline = EventClock(device), Deadline(options.minutes)
 
     def record(sizes: Sizes, lines: list[dict[str, Any]], **facts: Any) -> None:
         print(f"{sizes}, {dtype}", flush=True)
@@ -283,24 +313,49 @@ def run_part(
     for name, (hidden, width) in widths.items():
         if options.op == "kernels":
             sizes = Sizes(name=name, tokens=shards[-2], hidden=hidden, width=width)
+            if deadline.leaves_out(sizes):
+                continue
             lines = []
             for question, (runs, flop) in kernel_runs(sizes, dtype, device).items():
-                rows = measured(runs, options.repeats, clock, dict.fromkeys(runs, flop))
+                rows = measured(runs, options.repeats, clock, dict.fromkeys(runs, flop) if flop else {})
                 lines += [{"question": question, **row} for row in rows]
             logits = Sizes(name=name, tokens=shards[1], hidden=hidden, width=vocab)
             rows = measured(logits_runs(logits, dtype, device), options.repeats, clock, {})
             record(sizes, [*lines, *({"question": "cross_entropy", **row} for row in rows)])
         elif options.op == "mlp":
-            for total in tokens:
-                for shard in shards if total == tokens[0] else shards[-2:-1]:
-                    sizes = Sizes(name=f"{name}-{total}-{shard}", tokens=total, hidden=hidden, width=width)
-                    runs, flop = mlp_runs(sizes, dtype, device, shard, peers=total == tokens[-1])
-                    record(sizes, measured(runs, options.repeats, clock, flop), shard_tokens=shard)
+            for total, shard in mlp_workloads(tokens, shards):
+                sizes = Sizes(name=f"{name}-{total}-{shard}", tokens=total, hidden=hidden, width=width)
+                if deadline.leaves_out(sizes):
+                    continue
+                runs, flop = mlp_runs(sizes, dtype, device, shard, peers=total == max(tokens))
+                predicted = predicted_bytes(sizes, dtype, device, shard)
+                lines = measured(runs, options.repeats, clock, flop)
+                record(sizes, lines, shard_tokens=shard, predicted_bytes=predicted, peers=PEER_NOTE)
         else:
             sizes = Sizes(name=name, tokens=tokens[1], hidden=hidden, width=vocab)
+            if deadline.leaves_out(sizes):
+                continue
             runs, flop = loss_runs(sizes, dtype, device, shards, peers=True)
             record(sizes, measured(runs, options.repeats, clock, flop))
     return 0
+
+
+def mlp_workloads(tokens: tuple[int, ...], shards: tuple[int, ...]) -> list[tuple[int, int]]:
+    """(tokens, tokens of a shard): the longest context first, then every shard length at the second, then the others."""
+    default = shards[-2]
+    sweep = [(tokens[1], shard) for shard in shards if shard <= tokens[1]]
+    return [(tokens[-1], default), *sweep, *((total, default) for total in tokens[:-1] if total != tokens[1])]
+
+
+def predicted_bytes(sizes: Sizes, dtype: torch.dtype, device: torch.device, shard: int) -> dict[str, int]:
+    """What the formulas say of the tiled variants' `peak_bytes`: what a run takes beyond x, dy and the weights."""
+    t, h, i = sizes.tokens, sizes.hidden, sizes.width
+    shape = costs.MLPShape(tokens=t, hidden=h, intermediate=i, itemsize=dtype.itemsize, weight_itemsize=dtype.itemsize)
+    plan = costs.plan_mlp("bench", shape, shard_tokens=shard, device="gpu", kernels=True)
+    results = (2 * t * h + 3 * h * i) * dtype.itemsize  # y, dx and the gradients of the weights
+    working = costs.peak_bytes(shape, plan, device="cpu" if device.type == "cpu" else "gpu", kernels=True)
+    kept = {"tiled": 0.0, "tiled-keep-1": 1.0}
+    return {name: results + working + costs.saved_bytes(shape, plan, keep=keep) for name, keep in kept.items()}
 
 
 def _gpu(device: torch.device) -> dict[str, Any]:

@@ -88,15 +88,22 @@ def peer_variants(mlp: PlainMLP, num_shards: int) -> tuple[dict[str, Callable[[T
             variants[name] = make(mlp, num_shards)
         except ImportError as error:
             missing[name] = f"{error}. `make bench-env` installs it."
+        except Exception as error:  # what its import runs into on this machine
+            missing[name] = f"{type(error).__name__}: {error}"
     return variants, missing
 
 
 def _liger(mlp: PlainMLP, num_shards: int) -> Callable[[Tensor], Any]:
     apply = importlib.import_module("liger_kernel.ops.tiled_mlp").apply_tiled_mlp
-    parameters = list(mlp.parameters())
+    parameters, of_shard = list(mlp.parameters()), PlainMLP.forward
+    if torch.cuda.is_available():
+        fused = importlib.import_module("liger_kernel.ops.swiglu").LigerSiLUMulFunction
+
+        def of_shard(self: PlainMLP, x: Tensor) -> Any:
+            return self.down_proj(fused.apply(self.gate_proj(x), self.up_proj(x)))
 
     def forward(x: Tensor) -> Any:
-        return apply(PlainMLP.forward, mlp, x, num_shards=num_shards, compute_params=parameters)
+        return apply(of_shard, mlp, x, num_shards=num_shards, compute_params=parameters)
 
     return forward
 

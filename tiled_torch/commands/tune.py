@@ -21,7 +21,7 @@ from tiled_torch.kernels import launch
 _QUESTIONS = {
     "glu_up": ("up", "dual"),
     "glu_up_aux": ("up", "auxiliary"),
-    "glu_elementwise": ("up", "vendor"),
+    "glu_elementwise": ("glu_backward", "kernel"),
     "dgated": ("down", "dgated"),
     "dx": ("dx", "kernel"),
     "linear": ("linear", "kernel"),

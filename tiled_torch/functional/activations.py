@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from shared_specs.costs import ELEMENTWISE_ELEMENTS
+from shared_specs.costs import block_rows
 
 aten = torch.ops.aten
 
@@ -19,9 +19,8 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _row_blocks(rows: Tensor) -> Iterator[slice]:
-    """Slices of the first dim with about ELEMENTWISE_ELEMENTS elements each."""
-    elements = ELEMENTWISE_ELEMENTS["cpu" if rows.device.type == "cpu" else "gpu"]
-    step = max(1, elements // max(1, rows.shape[1]))
+    """Slices of the first dim: see `costs.block_rows`."""
+    step = block_rows(rows.shape[0], rows.shape[1], "cpu" if rows.device.type == "cpu" else "gpu")
     for start in range(0, rows.shape[0], step):
         yield slice(start, min(start + step, rows.shape[0]))
 

@@ -66,8 +66,11 @@ class KernelSteps(Steps):
     def dx(self, dgate: Tensor | None, dup: Tensor, w: Weights, dx: Tensor) -> None:
         if self.paths.products == "vendor":
             super().dx(dgate, dup, w, dx)
-        else:
-            dx_kernel(dgate, dup, w.w_gate if dgate is not None else None, w.w_up, dx)
+            return
+        rows = dx if dx.dtype == dup.dtype else torch.empty_like(dx, dtype=dup.dtype)
+        dx_kernel(dgate, dup, w.w_gate if dgate is not None else None, w.w_up, rows)
+        if rows is not dx:  # x is wider than the products, whose blocks are sized for a result of their own dtype
+            dx.copy_(rows)
 
     def add_product(self, acc: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
         if self.paths.weight_gradient == "vendor":
