@@ -19,6 +19,7 @@ from shared_specs.config import LossOptions, Tiling
 from tiled_torch.functional.any_loss import tiled_loss
 from tiled_torch.functional.loss import tiled_linear_cross_entropy
 from tiled_torch.models.family import reason_linear_is_not_plain
+from tiled_torch.models.pickling import Remade
 
 # Classes whose forward is: the decoder `model`, then lm_head, then what is named here, then loss_function.
 PLAIN = frozenset({
@@ -97,7 +98,7 @@ def linear_loss(
     return tiled_loss(sums, hidden, targets, tiling=tiling) / count
 
 
-class TiledCausalLM:
+class TiledCausalLM(Remade):
     """Forward of a causal language model whose loss is tiled; comes before the original class in the order of methods."""
 
     _untiled: type[nn.Module]
@@ -156,5 +157,6 @@ def _with_loss(model: Any, given: dict[str, Any], extra: dict[str, Any]) -> Caus
 def tiled_causal_lm(untiled: type[nn.Module]) -> type[nn.Module]:
     """The subclass of `untiled` whose loss is tiled."""
     attributes = {"_untiled": untiled, "__module__": untiled.__module__, "forward": _forward_of(untiled)}
+    attributes["_made_by"] = staticmethod(tiled_causal_lm)
     # The same name: save_pretrained writes it into the configuration.
     return type(untiled.__name__, (TiledCausalLM, untiled), attributes)

@@ -22,6 +22,7 @@ from tiled_torch.models.causal_lm import TiledCausalLM, is_causal_lm, loss_path,
 from tiled_torch.models.family import Family, activation_of, reason_linear_is_not_plain
 from tiled_torch.models.llama import LLAMA
 from tiled_torch.models.phi3 import PHI3
+from tiled_torch.models.pickling import Remade
 
 FAMILIES = (LLAMA, PHI3)
 
@@ -102,6 +103,8 @@ def untile_model(model: nn.Module) -> nn.Module:
         >>> type(untile_model(tile_model(mlp))).__name__
         'LlamaMLP'
     """
+    if not isinstance(model, nn.Module):
+        fail_type("untile_model", "model", "a torch.nn.Module", type(model).__name__)
     module: Any
     for module in model.modules():
         if not isinstance(module, Tiled | TiledCausalLM):
@@ -123,6 +126,8 @@ def tiling_paths(model: nn.Module) -> dict[str, str]:
 
     Of a causal language model also its head -> "tiled_linear_cross_entropy", or how else its loss runs and why.
     """
+    if not isinstance(model, nn.Module):
+        fail_type("tiling_paths", "model", "a torch.nn.Module", type(model).__name__)
     paths = {}
     for name, module in model.named_modules():
         if isinstance(module, Tiled):
@@ -156,7 +161,7 @@ def reason_not_plain(module: nn.Module) -> str | None:
     return next((reason for reason in reasons if reason is not None), None)
 
 
-class Tiled:
+class Tiled(Remade):
     """Marker and forward of a tiled MLP; comes before the original class in the order of methods."""
 
     _untiled: type[nn.Module]
@@ -189,4 +194,5 @@ class Tiled:
 
 @cache
 def _tiled_class(untiled: type[nn.Module]) -> type[nn.Module]:
-    return type(f"Tiled{untiled.__name__}", (Tiled, untiled), {"_untiled": untiled, "__module__": untiled.__module__})
+    attributes = {"_untiled": untiled, "__module__": untiled.__module__, "_made_by": staticmethod(_tiled_class)}
+    return type(f"Tiled{untiled.__name__}", (Tiled, untiled), attributes)
