@@ -118,9 +118,10 @@ def test_the_ranges_admit_both_supported_sets(versions):
 
 
 def test_the_supported_sets_are_the_locked_ones():
-    first, second = pins("main.txt", "no-deps.txt"), pins("new-jax.txt")
+    first, second, third = pins("main.txt", "no-deps.txt"), pins("new-jax.txt"), pins("old-torch.txt")
     assert {name: str(first[name]) for name in ("torch", "triton", "jax", "flax")}.items() <= SUPPORTED[0].items()
     assert {name: str(second[name]) for name in ("jax", "flax")}.items() <= SUPPORTED[1].items()
+    assert {name: str(third[name]) for name in ("torch", "triton", "jax", "flax")}.items() <= SUPPORTED[1].items()
 
 
 def test_all_names_every_other_extra():

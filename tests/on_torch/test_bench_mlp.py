@@ -24,12 +24,19 @@ def test_every_variant_computes_the_plain_gradients_and_is_reported() -> None:
     assert all(math.isfinite(row["median_seconds"]) for row in rows)
 
 
+def test_a_variant_that_computes_another_y_stops_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "own_variants", lambda mlp: {"plain": mlp, "wrong": lambda x: mlp(x) + 1e-2})
+    monkeypatch.setattr(bench, "peer_variants", lambda mlp, shards: ({}, {}))
+    with pytest.raises(RuntimeError, match="^bench: wrong does not compute the plain y$"):
+        bench.measure(SMALL, repeats=1)
+
+
 @pytest.mark.parametrize("name", ["x", "gate_proj.weight", "up_proj.weight", "down_proj.weight"])
 def test_a_variant_that_computes_something_else_stops_the_benchmark(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def variants(mlp: PlainMLP) -> dict[str, nn.Module]:
         def wrong(x: torch.Tensor) -> torch.Tensor:
             leaf = x if name == "x" else mlp.get_parameter(name)
-            return mlp(x) + (leaf * 1e-2).sum()
+            return mlp(x) + 1e-2 * (leaf - leaf.detach()).sum()
 
         return {"plain": mlp, "wrong": wrong}
 

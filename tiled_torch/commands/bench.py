@@ -56,7 +56,7 @@ def measure(workload: MLPWorkload, repeats: int) -> list[dict[str, Any]]:
     for name, reason in missing.items():
         print(f"{name}: left out: {reason}", file=sys.stderr)
     runs = {name: _step(forward, mlp, x, dy) for name, forward in (own_variants(mlp) | peers).items()}
-    check_gradients(runs, mlp, x)
+    check_results(runs, mlp, x)
     for name, recomputed in (("products-18", 0.0), ("products-20", 0.5), ("products-22", 1.0)):
         runs[name] = products_alone(mlp, x[0], dy[0], plan.shard_tokens, recomputed=recomputed)
     summary = summarise(interleave(runs, repeats), "plain")
@@ -68,21 +68,24 @@ def measure(workload: MLPWorkload, repeats: int) -> list[dict[str, Any]]:
     return [{"variant": name, **shared, **row} for name, row in summary.items()]
 
 
-def _step(forward: Callable[[Tensor], Tensor], mlp: PlainMLP, x: Tensor, dy: Tensor) -> Callable[[], None]:
-    def run() -> None:
+def _step(forward: Callable[[Tensor], Tensor], mlp: PlainMLP, x: Tensor, dy: Tensor) -> Callable[[], Tensor]:
+    def run() -> Tensor:
         x.grad = None
         mlp.zero_grad(set_to_none=True)
-        forward(x).backward(dy)
+        y = forward(x)
+        y.backward(dy)
+        return y.detach()
 
     return run
 
 
-def check_gradients(runs: dict[str, Callable[[], None]], mlp: PlainMLP, x: Tensor) -> None:
-    """Every variant must compute the plain gradients: a benchmark of something else is worth nothing."""
+def check_results(runs: dict[str, Callable[[], Tensor]], mlp: PlainMLP, x: Tensor) -> None:
+    """Every variant must compute the plain y and gradients: a benchmark of something else is worth nothing."""
     expected: dict[str, Tensor] = {}
     for name, run in runs.items():
-        run()
-        found = {"x": x.grad, **{n: p.grad for n, p in mlp.named_parameters()}}
+        y = run()
+        found = {"y": y, "gradient of x": x.grad}
+        found |= {f"gradient of {n}": p.grad for n, p in mlp.named_parameters()}
         if not expected:
             expected = {n: grad.clone() for n, grad in found.items() if grad is not None}
         for n, grad in expected.items():
@@ -91,4 +94,4 @@ def check_gradients(runs: dict[str, Callable[[], None]], mlp: PlainMLP, x: Tenso
                 theirs is not None and relative_error(theirs.double().numpy(), grad.double().numpy()) <= BENCH_GRADIENTS
             )
             if not same:
-                raise RuntimeError(f"bench: {name} does not compute the plain gradient of {n}")
+                raise RuntimeError(f"bench: {name} does not compute the plain {n}")
