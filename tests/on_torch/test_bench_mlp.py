@@ -27,7 +27,7 @@ def test_every_variant_computes_the_plain_gradients_and_is_reported() -> None:
 def test_a_variant_that_computes_another_y_stops_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "own_variants", lambda mlp: {"plain": mlp, "wrong": lambda x: mlp(x) + 1e-2})
     monkeypatch.setattr(bench, "peer_variants", lambda mlp, shards: ({}, {}))
-    with pytest.raises(RuntimeError, match="^bench: wrong does not compute the plain y$"):
+    with pytest.raises(RuntimeError, match=r"^bench: wrong does not compute the plain y$"):
         bench.measure(SMALL, repeats=1)
 
 
