@@ -102,6 +102,13 @@ def show(title: str, summary: Mapping[str, Mapping[str, Any]], reference: str) -
     Console().print(table)
 
 
+def mlp_workloads(tokens: tuple[int, ...], shards: tuple[int, ...]) -> list[tuple[int, int]]:
+    """(tokens, tokens of a shard): the longest context first, then every shard length at the second, then the others."""
+    default = shards[-2]
+    sweep = [(tokens[1], shard) for shard in shards if shard <= tokens[1]]
+    return [(tokens[-1], default), *sweep, *((total, default) for total in tokens[:-1] if total != tokens[1])]
+
+
 class Deadline:
     """When a part of `make gpu` begins no more workloads: a machine that is lent is taken back at its own hour."""
 

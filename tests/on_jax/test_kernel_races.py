@@ -9,12 +9,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreted_kernels
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from shared_specs.blocks import Blocks
 from tests.on_jax.interpreted import FINDS_RACES, assert_true, clean_interpreter, operands
 from tiled_jax.kernels.common import interpreter
 from tiled_jax.kernels.dgated import dgated
+from tiled_jax.kernels.glu_elementwise import glu, glu_backward
 from tiled_jax.kernels.glu_up import glu_up
 from tiled_jax.kernels.linear import dx, linear
 from tiled_jax.kernels.weight_gradient import weight_gradient
@@ -74,8 +76,24 @@ def run_weight_gradient(arrays: dict[str, Any]) -> jax.Array:
     return weight_gradient(acc, arrays["gate"], arrays["up"], **PRODUCT)
 
 
-@pytest.mark.parametrize("kernel", [run_dx, run_weight_gradient])
-def test_no_race_in_a_product(kernel: Any) -> None:
+ELEMENTWISE: dict[str, Any] = {
+    "activation": "silu",
+    "blocks": Blocks(rows=1, columns=256),
+    "interpret": interpreter(detect_races=True),
+}
+
+
+def run_glu(arrays: dict[str, Any]) -> jax.Array:
+    return glu(arrays["gate"][:3], arrays["up"][:3], **ELEMENTWISE)
+
+
+def run_glu_backward(arrays: dict[str, Any]) -> Any:
+    dh, gate, up = (arrays[name][:3] for name in ("up", "gate", "up"))
+    return glu_backward(dh, gate, up, **ELEMENTWISE)
+
+
+@pytest.mark.parametrize("kernel", [run_dx, run_weight_gradient, run_glu, run_glu_backward])
+def test_no_race_in(kernel: Any) -> None:
     jax.block_until_ready(kernel(operands(TOKENS, HIDDEN, INTERMEDIATE, "bfloat16")))
     assert not interpreted_kernels.get_races().races_found
 
@@ -104,4 +122,13 @@ def test_a_missing_fence_or_wait_is_found(kernel: Any, left_out: str, monkeypatc
     monkeypatch.setattr(plgpu, left_out, mutant)
     found = kernel(operands(TOKENS, HIDDEN, INTERMEDIATE, "bfloat16", ("gate", "up")))
     jax.block_until_ready(found)
+    assert interpreted_kernels.get_races().races_found
+
+
+@pytest.mark.parametrize("kernel", [run_glu, run_glu_backward])
+def test_programs_that_share_elements_are_found(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each begins in the middle of the one before it: what both write has one value, and still who writes it is a race."""
+    span = pl.ds
+    monkeypatch.setattr(pl, "ds", lambda start, size: span(start // 2, size))
+    jax.block_until_ready(kernel(operands(TOKENS, HIDDEN, INTERMEDIATE, "bfloat16", ("gate", "up"))))
     assert interpreted_kernels.get_races().races_found

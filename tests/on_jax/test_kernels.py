@@ -207,6 +207,7 @@ MLP_CASES = [
     MLP(dims=(150,), biases=("gate", "up", "down"), reason="two shards, the last one ragged, and every bias"),
     MLP(dims=(150,), keep=1.0, activation="gelu", reason="gate and up of both shards are kept"),
     MLP(dims=(3, 100), keep=0.5, out=128, dtype="float16", frozen=("x",), reason="one kept, one computed again"),
+    MLP(dims=(150,), fused=True, reason="one [gate; up] weight, whose gradient comes in one piece"),
     MLP(dims=(128,), num_shards=1, frozen=("x", "w_gate", "w_up"), reason="w_down alone needs no product before it"),
 ]
 

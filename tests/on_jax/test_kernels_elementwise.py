@@ -28,7 +28,7 @@ def assert_true(found: Any, exact: Array, plain: Array, dtype: str) -> None:
     assert_within(np.asarray(found), exact, limit(relative_error(plain, exact), dtype), dtype)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_glu(activation: str, dtype: str) -> None:
     """3 x 640 elements are no whole number of runs of 1024: the last run is padded."""

@@ -12,7 +12,7 @@ import tests.triton_interpreter  # noqa: F401
 from shared_specs import blocks
 from shared_specs.cli import BenchOptions, InputError, TuneOptions
 from tiled_torch.commands.bench import bench
-from tiled_torch.commands.bench_gpu import Sizes, kernel_runs, mlp_workloads, or_absent, run_part
+from tiled_torch.commands.bench_gpu import Sizes, kernel_runs, or_absent, run_part
 from tiled_torch.commands.peers import PlainMLP, quack_loss, quack_mlp
 from tiled_torch.commands.tune import tune, tune_on
 
@@ -71,12 +71,6 @@ def test_no_workload_begins_after_the_deadline(tmp_path: Path, capsys: pytest.Ca
     ]
     assert all(line.endswith("left out: the 1e-09 minutes of --minutes are over") for line in said)
     assert not list(tmp_path.iterdir())
-
-
-def test_the_longest_context_comes_first_and_no_sweep_has_two_shards_alike() -> None:
-    assert mlp_workloads((8192, 32768, 131072), (2048, 4096, 8192, 16384)) == [
-        (131072, 8192), (32768, 2048), (32768, 4096), (32768, 8192), (32768, 16384), (8192, 8192)
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("make", [quack_mlp, quack_loss], ids=lambda make: make.__name__)

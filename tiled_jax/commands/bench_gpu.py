@@ -13,20 +13,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shared_specs.app.bench import host_seconds, measured
+from shared_specs import costs
+from shared_specs.app.bench import Deadline, host_seconds, measured, mlp_workloads
 from shared_specs.cli import BenchOptions, InputError
-from shared_specs.config import Tiling
+from shared_specs.config import LossOptions, Tiling
 from shared_specs.records import make_record, write_record
-from tiled_jax import tiled_linear_cross_entropy, tiled_mlp
+from tiled_jax import backends, tiled_linear_cross_entropy, tiled_mlp
 from tiled_jax.commands.bench_loss import losses as plain_losses
+from tiled_jax.functional.kernel_loss_steps import KernelLossSteps
+from tiled_jax.functional.loss_math import Part, Rules, make_labels
+from tiled_jax.functional.loss_steps import XLA, LossSteps
 from tiled_jax.functional.shard_math import activate, product, product_of_rows
 from tiled_jax.kernels.dgated import dgated
+from tiled_jax.kernels.glu_elementwise import glu, glu_backward
 from tiled_jax.kernels.glu_up import glu_up
 from tiled_jax.kernels.linear import dx, linear
 from tiled_jax.kernels.weight_gradient import weight_gradient
 
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "flax", "tokamax")
-Runs = dict[str, Callable[[], Any]]
 
 # Llama-3-8B and 70B, as in tiled_torch/commands/bench_gpu.py.
 WIDTHS = {"8b": (4096, 14336), "70b": (8192, 28672)}
@@ -34,8 +38,39 @@ TOKENS = (8192, 32768, 131072)
 VOCAB = 128256
 
 
+class Program:
+    """A run of a jitted function that waits for the results; compiled when it runs first, so that a refusal is its own.
+
+    It keeps what is compiled, which JAX's caches may then forget. in_place: the first argument is a copy that every run
+    hands to the next one with the first result in it, as the loop over shards does.
+    """
+
+    def __init__(self, fn: Callable[..., Any], *arguments: Any, in_place: bool = False) -> None:
+        self._jitted = jax.jit(fn, donate_argnums=0 if in_place else ())
+        self._compiled: Any = None
+        self._in_place = in_place
+        self._arguments = (jnp.copy(arguments[0]), *arguments[1:]) if in_place else arguments
+
+    def __call__(self) -> Any:
+        if self._compiled is None:
+            self._compiled = self._jitted.lower(*self._arguments).compile()
+        results = jax.block_until_ready(self._compiled(*self._arguments))
+        if self._in_place:
+            self._arguments = (jax.tree.leaves(results)[0], *self._arguments[1:])
+        return results
+
+    @property
+    def temp_bytes(self) -> int | None:
+        """What the compiled program uses above its arguments and results; None where it was never compiled."""
+        analysis: Any = None if self._compiled is None else self._compiled.memory_analysis()
+        return None if analysis is None else analysis.temp_size_in_bytes
+
+
+Runs = dict[str, Program]
+
+
 class WallClock:
-    """Seconds of a run that waits for its results; no peak: what a compiled program uses is in its own line."""
+    """Seconds of a run that waits for its results; no peak: what a compiled program uses is `temp_bytes` of its line."""
 
     def seconds(self, run: Callable[[], object]) -> float:
         return host_seconds(run)
@@ -45,28 +80,12 @@ class WallClock:
         return None
 
     def after_failure(self) -> None:
+        """Forgets what was traced for the variant; the other ones keep their compiled programs."""
         jax.clear_caches()
 
 
 def draw(seed: int, *shape: int, dtype: Any, scale: float = 1.0) -> jax.Array:
     return (scale * jax.random.normal(jax.random.key(seed), shape, jnp.float32)).astype(dtype)
-
-
-def _compiled(fn: Callable[..., Any], *arguments: jax.Array) -> Callable[[], Any]:
-    """A run of the program, which is compiled when it runs first, so that a refusal is that variant's own."""
-    program = jax.jit(fn)
-    return lambda: jax.block_until_ready(program(*arguments))
-
-
-def _in_place(fn: Callable[..., jax.Array], acc: jax.Array, *arguments: jax.Array) -> Callable[[], Any]:
-    """As `_compiled`, of a sum whose accumulator is handed from run to run, as the loop over shards does."""
-    program, held = jax.jit(fn, donate_argnums=0), [acc + 0]
-
-    def run() -> jax.Array:
-        held[0] = jax.block_until_ready(program(held[0], *arguments))
-        return held[0]
-
-    return run
 
 
 def _plain(x: jax.Array, w_gate: jax.Array, w_up: jax.Array, w_down: jax.Array) -> jax.Array:
@@ -86,53 +105,62 @@ def kernel_runs(t: int, h: int, i: int, dtype: Any) -> dict[str, tuple[Runs, flo
     x, dy = (draw(seed, t, h, dtype=dtype) for seed in (0, 1))
     w_gate, w_up = (draw(seed, h, i, dtype=dtype, scale=h**-0.5) for seed in (2, 3))
     w_down = draw(4, i, h, dtype=dtype, scale=i**-0.5)
-    gate, up = (draw(seed, t, i, dtype=dtype) for seed in (5, 6))
+    gate, up, dh = (draw(seed, t, i, dtype=dtype) for seed in (5, 6, 7))
 
     def xla_up(x: jax.Array, w_gate: jax.Array, w_up: jax.Array) -> jax.Array:
         return jax.nn.silu(x @ w_gate) * (x @ w_up)
 
-    def xla_down(dy: jax.Array, w_down: jax.Array, gate: jax.Array, up: jax.Array) -> tuple[jax.Array, ...]:
-        dh, g, u = (a.astype(jnp.float32) for a in (dy @ w_down.T, gate, up))
+    def xla_glu(gate: jax.Array, up: jax.Array) -> jax.Array:
+        return (activate("silu", gate.astype(jnp.float32))[0] * up.astype(jnp.float32)).astype(dtype)
+
+    def xla_glu_backward(dh: jax.Array, gate: jax.Array, up: jax.Array) -> tuple[jax.Array, ...]:
+        d, g, u = (a.astype(jnp.float32) for a in (dh, gate, up))
         act, slope = activate("silu", g)
-        return tuple(a.astype(dtype) for a in (dh * u * slope, dh * act, act * u))
+        return tuple(a.astype(dtype) for a in (d * u * slope, d * act, act * u))
+
+    def xla_down(dy: jax.Array, w_down: jax.Array, gate: jax.Array, up: jax.Array) -> tuple[jax.Array, ...]:
+        return xla_glu_backward(dy @ w_down.T, gate, up)
 
     def xla_dx(dgate: jax.Array, dup: jax.Array, w_gate: jax.Array, w_up: jax.Array) -> jax.Array:
-        parts = (product(d, w, (1, 1), jnp.dtype(jnp.float32)) for d, w in ((dup, w_up), (dgate, w_gate)))
-        return sum(parts).astype(dtype)
+        of_up, of_gate = (product(d, w, (1, 1), jnp.dtype(jnp.float32)) for d, w in ((dup, w_up), (dgate, w_gate)))
+        return (of_up + of_gate).astype(dtype)
 
     def xla_sum(acc: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
         return acc + product_of_rows(a, b, acc.dtype)
 
     acc = jnp.zeros((h, i), jnp.float32)
     thi = 2.0 * t * h * i
+    silu: dict[str, Any] = {"activation": "silu"}
     return {
-        "up": (
-            {
-                "xla": _compiled(xla_up, x, w_gate, w_up),
-                "pallas": _compiled(partial(glu_up, activation="silu"), x, w_gate, w_up),
-            },
-            2 * thi,
-        ),
-        "down": (
-            {
-                "xla": _compiled(xla_down, dy, w_down, gate, up),
-                "pallas": _compiled(partial(dgated, activation="silu"), dy, w_down, gate, up),
-            },
-            thi,
-        ),
-        "linear": (
-            {"xla": _compiled(jnp.matmul, gate, w_down), "pallas": _compiled(linear, gate, w_down)},
-            thi,
-        ),
-        "dx": (
-            {"xla": _compiled(xla_dx, gate, up, w_gate, w_up), "pallas": _compiled(dx, gate, up, w_gate, w_up)},
-            2 * thi,
-        ),
-        "weight_gradient": (
-            {"xla": _in_place(xla_sum, acc, x, gate), "pallas": _in_place(weight_gradient, acc, x, gate)},
-            thi,
-        ),
+        "up": (_pair(xla_up, partial(glu_up, **silu), x, w_gate, w_up), 2 * thi),
+        "glu": (_pair(xla_glu, partial(glu, **silu), gate, up), 0.0),
+        "glu_backward": (_pair(xla_glu_backward, partial(glu_backward, **silu), dh, gate, up), 0.0),
+        "down": (_pair(xla_down, partial(dgated, **silu), dy, w_down, gate, up), thi),
+        "linear": (_pair(jnp.matmul, linear, gate, w_down), thi),
+        "dx": (_pair(xla_dx, dx, gate, up, w_gate, w_up), 2 * thi),
+        "weight_gradient": (_pair(xla_sum, weight_gradient, acc, x, gate, in_place=True), thi),
     }
+
+
+def _pair(xla: Callable[..., Any], pallas: Callable[..., Any], *operands: jax.Array, in_place: bool = False) -> Runs:
+    return {
+        "xla": Program(xla, *operands, in_place=in_place),
+        "pallas": Program(pallas, *operands, in_place=in_place),
+    }
+
+
+def logits_runs(rows: int, vocab: int, dtype: Any) -> Runs:
+    """One shard of logits through the loss, whose gradient takes their place: XLA and the kernel."""
+    logits = draw(0, rows, vocab, dtype=dtype, scale=3.0)
+    targets = jnp.asarray(np.random.default_rng(1).integers(0, vocab, rows), jnp.int32)
+    rules, part = Rules(options=LossOptions(), vocab=vocab), Part(0, None, None, None)
+
+    def run(steps: LossSteps, logits: jax.Array, targets: jax.Array) -> Any:
+        labels = make_labels(rules, targets, None, jnp.dtype(jnp.float32))
+        found, dlogits = steps.statistics_and_gradient(rules, logits, part, labels, vocab)
+        return dlogits, found
+
+    return _pair(partial(run, XLA), partial(run, KernelLossSteps(interpret=False)), logits, targets, in_place=True)
 
 
 def mlp_runs(tokens: int, h: int, i: int, shard: int, dtype: Any) -> tuple[Runs, dict[str, float]]:
@@ -157,12 +185,21 @@ def mlp_runs(tokens: int, h: int, i: int, shard: int, dtype: Any) -> tuple[Runs,
         "tokamax": (_tokamax, 18),
     }
     thi = 2.0 * tokens * h * i
-    runs: Runs = {name: _compiled(_with_gradients(fn), *arguments) for name, (fn, _) in forwards.items()}
+    runs: Runs = {name: Program(_with_gradients(fn), *arguments) for name, (fn, _) in forwards.items()}
     flop = {name: units * thi for name, (_, units) in forwards.items()}
     for name in ("plain", "tiled-xla", "tiled-pallas"):
-        runs[f"{name}-forward"] = _compiled(forwards[name][0], *arguments[:-1])
+        runs[f"{name}-forward"] = Program(forwards[name][0], *arguments[:-1])
         flop[f"{name}-forward"] = 6 * thi
     return runs, flop
+
+
+def predicted_bytes(tokens: int, h: int, i: int, shard: int, dtype: Any) -> dict[str, int]:
+    """What the formula says of the `temp_bytes` of the tiled variants with their gradients: an upper bound."""
+    size = jnp.dtype(dtype).itemsize
+    shape = costs.MLPShape(tokens=tokens, hidden=h, intermediate=i, itemsize=size, weight_itemsize=size)
+    plan = costs.plan_mlp("bench", shape, shard_tokens=shard, device=backends.device_kind(), compiled=True)
+    names = ("tiled-xla", "tiled-pallas", "tiled-deterministic", "tiled-in-checkpoint")
+    return dict.fromkeys(names, costs.compiled_peak_bytes(shape, plan, device=backends.device_kind()))
 
 
 def _tokamax(x: jax.Array, w_gate: jax.Array, w_up: jax.Array, w_down: jax.Array) -> jax.Array:
@@ -183,7 +220,7 @@ def loss_runs(tokens: int, h: int, v: int, shards: tuple[int, ...], dtype: Any) 
         for backend in ("xla", "pallas")
     }
     runs = {
-        name: _compiled(jax.value_and_grad(loss, argnums=(0, 1)), x, weight, targets) for name, loss in losses.items()
+        name: Program(jax.value_and_grad(loss, argnums=(0, 1)), x, weight, targets) for name, loss in losses.items()
     }
     return runs, dict.fromkeys(runs, 6.0 * tokens * h * v)
 
@@ -213,21 +250,34 @@ def run_part(
         made = make_record(f"gpu-{options.op}-{name}", "tiled_jax", PACKAGES, lines, gpu=device, shape=shape, **facts)
         print(f"record: {write_record(options.out, made)}", flush=True)
 
-    clock = WallClock()
+    clock, deadline = WallClock(), Deadline(options.minutes)
+
+    def lines_of(runs: Runs, flop: Mapping[str, float], predicted: Mapping[str, int]) -> list[dict[str, Any]]:
+        rows = measured(runs, options.repeats, clock, flop)
+        bytes_of = {
+            name: {"temp_bytes": run.temp_bytes, "predicted_bytes": predicted.get(name)} for name, run in runs.items()
+        }
+        return [{**row, **bytes_of[row["variant"]]} for row in rows]
+
     for name, (h, i) in widths.items():
         if options.op == "kernels":
+            if deadline.leaves_out(name):
+                continue
+            questions = kernel_runs(shards[-2], h, i, dtype)
+            questions["cross_entropy"] = logits_runs(shards[1], vocab, dtype), 0.0
             lines = []
-            for question, (runs, flop) in kernel_runs(shards[-2], h, i, dtype).items():
-                rows = measured(runs, options.repeats, clock, dict.fromkeys(runs, flop))
+            for question, (runs, flop) in questions.items():
+                rows = lines_of(runs, dict.fromkeys(runs, flop) if flop else {}, {})
                 lines += [{"question": question, **row} for row in rows]
             record(name, (shards[-2], h, i), lines)
         elif options.op == "mlp":
-            for total in tokens:
-                for shard in shards if total == tokens[0] else shards[-2:-1]:
-                    runs, work = mlp_runs(total, h, i, shard, dtype)
-                    rows = measured(runs, options.repeats, clock, work)
-                    record(f"{name}-{total}-{shard}", (total, h, i), rows, shard_tokens=shard)
-        else:
-            runs, work = loss_runs(tokens[1], h, vocab, shards, dtype)
-            record(name, (tokens[1], h, vocab), measured(runs, options.repeats, clock, work))
+            for total, shard in mlp_workloads(tokens, shards):
+                if deadline.leaves_out(f"{name}-{total}-{shard}"):
+                    continue
+                runs, flop = mlp_runs(total, h, i, shard, dtype)
+                lines = lines_of(runs, flop, predicted_bytes(total, h, i, shard, dtype))
+                record(f"{name}-{total}-{shard}", (total, h, i), lines, shard_tokens=shard)
+        elif not deadline.leaves_out(name):
+            runs, flop = loss_runs(tokens[1], h, vocab, shards, dtype)
+            record(name, (tokens[1], h, vocab), lines_of(runs, flop, {}))
     return 0

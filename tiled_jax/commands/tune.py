@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from shared_specs.blocks import TUNED, Blocks, write_tuned
 from shared_specs.cli import InputError, TuneOptions
 from shared_specs.config import LossOptions
 from tiled_jax import backends
-from tiled_jax.commands.bench_gpu import WallClock, draw
+from tiled_jax.commands.bench_gpu import Program, WallClock, draw
 from tiled_jax.kernels.common import ARCHITECTURE
 from tiled_jax.kernels.cross_entropy import Columns, RowSlopes, statistics_and_gradient
 from tiled_jax.kernels.dgated import dgated
@@ -42,27 +43,32 @@ def launches(options: TuneOptions, interpret: Any = None) -> dict[str, tuple[tup
     rows = max(1, t // 2)
     logits, ones = draw(5, rows, v, dtype=dtype), jnp.ones(rows)
     of_rows: Any = Columns(jnp.zeros(rows, jnp.int32)), RowSlopes(ones, ones)
-    loss: dict[str, Any] = {"options": LossOptions(), "interpret": interpret}
-    extra = {"activation": "silu", "interpret": interpret}
+
+    def launch(
+        kernel: Callable[..., Any], *operands: Any, in_place: bool = False, **static: Any
+    ) -> Callable[[Blocks], Any]:
+        """One program for each candidate, compiled by its first launch: those that are timed compile nothing."""
+
+        @cache
+        def program(blocks: Blocks) -> Program:
+            fn = partial(kernel, blocks=blocks, interpret=interpret, **static)
+            return Program(fn, *operands, in_place=in_place)
+
+        return lambda blocks: program(blocks)()
+
+    def loss(logits: jax.Array, *of_rows: Any, **static: Any) -> Any:
+        found, dlogits = statistics_and_gradient(logits, *of_rows, options=LossOptions(), **static)
+        return dlogits, found
+
     return {
-        "glu_up": ((i, h), lambda blocks: _wait(glu_up(x, w, w, blocks=blocks, **extra))),
-        "dgated": ((i, h), lambda blocks: _wait(dgated(x, w_down, gate, up, blocks=blocks, **extra))),
-        "linear": ((h, i), lambda blocks: _wait(linear(gate, w_down, blocks=blocks, interpret=interpret))),
-        "dx": ((h, i), lambda blocks: _wait(dx(gate, up, w, w, blocks=blocks, interpret=interpret))),
-        "weight_gradient": (
-            (h, i),
-            lambda blocks: _wait(weight_gradient(acc, x, gate, blocks=blocks, interpret=interpret)),
-        ),
-        "glu_elementwise": ((i,), lambda blocks: _wait(glu(gate, up, blocks=blocks, **extra))),
-        "cross_entropy": (
-            (v,),
-            lambda blocks: _wait(statistics_and_gradient(logits, *of_rows, blocks=blocks, **loss)),
-        ),
+        "glu_up": ((i, h), launch(glu_up, x, w, w, activation="silu")),
+        "dgated": ((i, h), launch(dgated, x, w_down, gate, up, activation="silu")),
+        "linear": ((h, i), launch(linear, gate, w_down)),
+        "dx": ((h, i), launch(dx, gate, up, w, w)),
+        "weight_gradient": ((h, i), launch(weight_gradient, acc, x, gate, in_place=True)),
+        "glu_elementwise": ((i,), launch(glu, gate, up, activation="silu")),
+        "cross_entropy": ((v,), launch(loss, logits, *of_rows, in_place=True)),
     }
-
-
-def _wait(results: Any) -> None:
-    jax.block_until_ready(results)
 
 
 def tune_with(

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from shared_specs import costs
-from shared_specs.app.bench import Deadline, host_seconds, measured
+from shared_specs.app.bench import Deadline, host_seconds, measured, mlp_workloads
 from shared_specs.blocks import DETERMINISTIC, Paths
 from shared_specs.cli import BenchOptions, InputError
 from shared_specs.config import LossOptions, Tiling
@@ -338,13 +338,6 @@ def run_part(
             runs, flop = loss_runs(sizes, dtype, device, shards, peers=True)
             record(sizes, measured(runs, options.repeats, clock, flop))
     return 0
-
-
-def mlp_workloads(tokens: tuple[int, ...], shards: tuple[int, ...]) -> list[tuple[int, int]]:
-    """(tokens, tokens of a shard): the longest context first, then every shard length at the second, then the others."""
-    default = shards[-2]
-    sweep = [(tokens[1], shard) for shard in shards if shard <= tokens[1]]
-    return [(tokens[-1], default), *sweep, *((total, default) for total in tokens[:-1] if total != tokens[1])]
 
 
 def predicted_bytes(sizes: Sizes, dtype: torch.dtype, device: torch.device, shard: int) -> dict[str, int]:
