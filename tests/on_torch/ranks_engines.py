@@ -226,11 +226,14 @@ def refused(engine: str, rank: int, world: int) -> str:
         case "fsdp2 in a closure":
             fully_shard(mlp, mesh=init_device_mesh("cpu", (world,)))
             fn = lambda x: mlp(x)  # noqa: E731
+        case "fsdp2 in a list" | "fsdp2 in a list, training":
+            held = [fully_shard(mlp, mesh=init_device_mesh("cpu", (world,)))]
+            fn = lambda x: held[0](x)  # noqa: E731
         case _:
             fully_shard(mlp.gate, mesh=init_device_mesh("cpu", (world,)))
             fn = mlp.apart
     try:
-        with torch.no_grad():
+        with torch.set_grad_enabled(engine.endswith("training")):
             tile(fn, num_shards=2)(x)
     except UnsupportedError as error:
         return str(error)

@@ -14,7 +14,7 @@ from shared_specs import SpecError, UnsupportedError
 from shared_specs.rounding import relative_error
 from shared_specs.tolerances import DISTRIBUTED_FLOAT64, MODEL_FLOAT32, limit
 from tests.on_torch.test_mlp_exact import operands
-from tiled_torch import TiledMLP, backends, tiled_linear_cross_entropy, tiled_mlp
+from tiled_torch import TiledMLP, backends, tiled_linear_cross_entropy, tiled_loss, tiled_mlp
 
 
 def plain(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
@@ -68,6 +68,46 @@ def test_create_graph_is_refused() -> None:
         "tiled_mlp: create_graph must be False in backward, got True. The hand-written backward has no second "
         "derivative; differentiate the untiled MLP, or use tiled_jax."
     )
+
+
+TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Any], Tensor], Any]] = {
+    "grad": lambda fn, x: torch.func.grad(lambda x: fn(x).sum())(x),
+    "vjp": lambda fn, x: torch.func.vjp(fn, x),
+    "vmap": lambda fn, x: torch.func.vmap(fn)(x[None]),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS.keys())
+@pytest.mark.parametrize("kind", ["mlp", "functional_call", "loss", "generic loss"])
+def test_torch_func_is_refused(kind: str, transform: Any) -> None:
+    x, weights = operands(8)
+    module, targets = TiledMLP(x.shape[-1], 4), torch.zeros(8, dtype=torch.long)
+    name, untiled, fn = {
+        "mlp": ("tiled_mlp", "the untiled MLP", lambda x: tiled_mlp(x, *weights)),
+        "functional_call": (
+            "tiled_mlp",
+            "the untiled MLP",
+            lambda x: torch.func.functional_call(module, dict(module.named_parameters()), (x,)),
+        ),
+        "loss": (
+            "tiled_linear_cross_entropy",
+            "the untiled loss",
+            lambda x: tiled_linear_cross_entropy(x, weights[0], targets),
+        ),
+        "generic loss": ("tiled_loss", "fn", lambda x: tiled_loss(lambda x: x.sin().sum(), x)),
+    }[kind]
+    with pytest.raises(UnsupportedError) as caught:
+        transform(fn, x.detach().to(torch.float32))
+    assert str(caught.value) == (
+        f"{name}: a call must be outside torch.func, got one inside. Differentiate {untiled} itself, or use tiled_jax."
+    )
+
+
+def test_functional_call_alone_is_allowed() -> None:
+    x, weights = operands(8, torch.float64)
+    module = TiledMLP(x.shape[-1], weights[0].shape[0], dtype=x.dtype)
+    found = torch.func.functional_call(module, dict(zip(("w_gate", "w_up", "w_down"), weights, strict=True)), (x,))
+    assert error(found, plain(x, *weights)) <= DISTRIBUTED_FLOAT64
 
 
 def test_in_place_change_is_noticed() -> None:

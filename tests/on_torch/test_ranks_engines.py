@@ -137,7 +137,10 @@ def test_tensor_parallel_layers_inside_tile(ranks, checkpointed):
     run(ranks, "tensor_parallel", checkpointed=checkpointed)
 
 
-@pytest.mark.parametrize("engine", ["ddp", "fsdp1", "fsdp2 in a closure", "fsdp2 method"])
+REFUSED = ("ddp", "fsdp1", "fsdp2 in a closure", "fsdp2 in a list", "fsdp2 in a list, training", "fsdp2 method")
+
+
+@pytest.mark.parametrize("engine", REFUSED)
 def test_engines_that_would_communicate_per_shard_are_refused(ranks, engine):
     for answer in ranks.run("tests.on_torch.ranks_engines:refused", engine=engine):
         assert answer.startswith("tile: fn must be free of communication, got ")

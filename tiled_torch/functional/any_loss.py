@@ -19,6 +19,7 @@ from tiled_torch.functional.activations import wide_dtype
 from tiled_torch.functional.leaves import modules_of
 from tiled_torch.functional.tile import Tiled
 from tiled_torch.functional.units import Units
+from tiled_torch.functional.watch import watched
 
 _NAME = "tiled_loss"
 
@@ -113,7 +114,7 @@ def _refuse_mean(fn: Callable[..., Any], x: Tensor, args: tuple[Any, ...]) -> No
         found = pytree.tree_leaves(fn(*cut))
         return [float(a) for a in found if isinstance(a, Tensor) and a.dim() == 0 and a.is_floating_point()]
 
-    with replay.buffers_kept(modules), replay.random_state_kept(x.device):
+    with replay.random_state_kept(x.device), watched(modules, units.check):
         both, first, second = scalars(0, 2), scalars(0, 1), scalars(1, 2)
     for values in zip(both, first, second, strict=True):
         checks.check_sum(_NAME, *values)

@@ -1,11 +1,11 @@
 """One call of a tiled function: its probe, its loop over shards, and the loop of its backward. No autograd nodes."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage, nn
 from torch.utils import _pytree as pytree
 
 from shared_specs.errors import UnsupportedError, error_text, fail
@@ -13,6 +13,7 @@ from shared_specs.shards import ShardPlan
 from tiled_torch.functional import leaves, replay, rows
 from tiled_torch.functional.sums import RowGradient, WholeGradient
 from tiled_torch.functional.units import Units
+from tiled_torch.functional.watch import watched
 
 PROBE_TOKENS = 2  # with one token, [1, t, ...] and [t, 1, ...] would look alike
 
@@ -35,7 +36,8 @@ class Call:
         leaves.refuse_parted(module.parameters() if module is not None else ())
         self.units = Units(fn, self.modules)
         self.autocast = replay.Autocast(device)
-        self.modes = replay.Modes(self.modules)
+        self.modes: Mapping[nn.Module, bool] = {}  # of every module that the probe sees
+        self.written: Sequence[UntypedStorage] = ()
         self.random = replay.RandomStates(device)
         self.needs = [torch.is_grad_enabled() and tensor.requires_grad for tensor in tensors]
         self.spec: pytree.TreeSpec | None = None
@@ -46,9 +48,13 @@ class Call:
     def probe(self, flat: Sequence[Tensor]) -> None:
         """Runs fn on the first tokens for the form of its results and the tensors it reaches; leaves no other trace."""
         tokens = min(PROBE_TOKENS, self.layout.tokens)
-        derived = leaves.derived_attributes(self.modules)
+        derived = leaves.derived_attributes(self.modules) if torch.is_grad_enabled() else {}
         since = leaves.now()
-        with self._apart(), replay.buffers_kept(self.modules), replay.random_state_kept(self.device):
+        with (
+            self._apart(),
+            replay.random_state_kept(self.device),
+            watched(self.modules, self.units.check) as watch,
+        ):
             pieces = self._pieces(flat, 0, tokens)
             results = self._results(pieces)
             self.forms = [rows.form_of(i, r, tokens, self.layout) for i, r in enumerate(results)]
@@ -57,6 +63,7 @@ class Call:
                 outputs = [r for r in results if isinstance(r, Tensor) and r.requires_grad]
                 found, edges = leaves.reached(outputs, derived, since)
                 self.captures = leaves.captures_of(leaves.owner(self.fn), found, edges, derived, pieces)
+        self.modes, self.written, self.random.generators = watch.modules, watch.written, watch.generators
 
     def forward(self, flat: Sequence[Tensor]) -> list[Tensor | None]:
         """Every result, its rows written shard by shard."""
@@ -173,9 +180,9 @@ class Call:
         with (
             self.autocast.again(),
             self.units.paused(),
-            self.modes.again(),
-            replay.buffers_kept(self.modules),
-            replay.random_state_kept(self.device),
+            replay.modes_again(self.modes),
+            replay.unwritten(self.modes, self.written),
+            self.random.kept(),
         ):
             yield
 

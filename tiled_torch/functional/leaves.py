@@ -69,7 +69,10 @@ def owner(fn: Callable[..., Any]) -> nn.Module | None:
 
 
 def modules_of(fn: Any, depth: int = 4) -> list[nn.Module]:
-    """Every module that fn can be seen to use, without running it: itself, its object, its closure, its globals."""
+    """Modules that fn can be seen to use without running it: itself, its object, its closure, defaults and globals.
+
+    `watch` finds all others that it calls.
+    """
     if isinstance(fn, nn.Module):
         return list(fn.modules())
     if depth == 0:
@@ -82,7 +85,12 @@ def modules_of(fn: Any, depth: int = 4) -> list[nn.Module]:
             found = [fn.func, *fn.args, *fn.keywords.values()]
         case FunctionType():
             cells = [cell.cell_contents for cell in fn.__closure__ or () if _is_filled(cell)]
-            found = [*cells, *(fn.__globals__[name] for name in _names(fn.__code__) if name in fn.__globals__)]
+            defaults = [*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()]
+            found = [
+                *cells,
+                *defaults,
+                *(fn.__globals__[name] for name in _names(fn.__code__) if name in fn.__globals__),
+            ]
     kinds = (nn.Module, MethodType, functools.partial, FunctionType)
     nested = (module for item in found if isinstance(item, kinds) for module in modules_of(item, depth - 1))
     return list(dict.fromkeys(nested))

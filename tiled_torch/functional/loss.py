@@ -25,6 +25,7 @@ from tiled_torch.functional.activations import wide_dtype
 from tiled_torch.functional.casting import after_autocast, autocast_dtype, operand
 from tiled_torch.functional.loss_call import Operands, Problem
 from tiled_torch.functional.loss_shards import Needs, Ranks, SplitTokens, scaled
+from tiled_torch.functional.replay import refuse_transforms
 from tiled_torch.functional.rows import refuse_dtensor
 
 _NAME = "tiled_linear_cross_entropy"
@@ -176,6 +177,7 @@ class Given(NamedTuple):
         backend: str,
     ) -> Tensor | LossResult:
         """The checked call. start, ranks, owners: of a vocabulary split over ranks. split: of tokens split over them too."""
+        refuse_transforms(self.function, "the untiled loss")
         backends.record_run(self.function, backend)
         options = replace(self.loss, class_weight=None, num_valid=None)
         dtype = after_autocast(self.x, autocast_dtype(self.x))

@@ -21,6 +21,7 @@ from tiled_torch.functional import ops
 from tiled_torch.functional.accumulate import main_grad_of, refuse_compiled_main_grad, returned_gradient
 from tiled_torch.functional.casting import after_autocast, autocast_dtype, operand, without_autocast
 from tiled_torch.functional.mlp_shards import kept_up_projections, mlp_backward, mlp_forward, steps_named
+from tiled_torch.functional.replay import refuse_transforms
 from tiled_torch.functional.steps import Weights
 
 EAGER_ORDER = (
@@ -176,6 +177,7 @@ def _check_kinds(function: str, x: Any, weights: Mapping[str, Any], biases: Any)
 def _run(
     x: Tensor, weights: Weights, dtype: torch.dtype, activation: str, plan: ShardPlan, kept_start: int, steps: str
 ) -> Tensor:
+    refuse_transforms("tiled_mlp", "the untiled MLP")
     grads = torch.is_grad_enabled() and any(a is not None and a.requires_grad for a in (x, *weights))
     if not grads:
         return _forward(x, weights, None, dtype, activation, plan, steps)

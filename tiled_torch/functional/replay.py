@@ -1,11 +1,11 @@
 """What a shard's recomputation must find as forward found it: random numbers, autocast, buffers, modes."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 
 from shared_specs.errors import UnsupportedError, error_text
 
@@ -50,6 +50,13 @@ def refuse_capture(function: str) -> None:
         )
 
 
+def refuse_transforms(function: str, untiled: str) -> None:
+    """UnsupportedError inside torch.func, whose tensors the hand-written nodes and products cannot take."""
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        advice = f"Differentiate {untiled} itself, or use tiled_jax."
+        raise UnsupportedError(error_text(function, "a call", "outside torch.func", "one inside", advice=advice))
+
+
 def set_random_state(device: torch.device, state: RandomState) -> None:
     torch.set_rng_state(state[0])
     if len(state) > 1:
@@ -57,36 +64,58 @@ def set_random_state(device: torch.device, state: RandomState) -> None:
 
 
 @contextmanager
-def random_state_kept(device: torch.device) -> Iterator[None]:
-    """What runs inside draws numbers that the program outside never misses."""
-    state = random_state(device)
+def random_state_kept(device: torch.device, generators: Sequence[torch.Generator] = ()) -> Iterator[None]:
+    """What runs inside draws numbers that the program outside never misses. generators: besides the default ones."""
+    state, own = random_state(device), _states(generators)
     try:
         with restored([take() for take in STREAMS]):
             yield
     finally:
         set_random_state(device, state)
+        _set_states(generators, own)
+
+
+def _states(generators: Sequence[torch.Generator]) -> RandomState:
+    return tuple(generator.get_state() for generator in generators)
+
+
+def _set_states(generators: Sequence[torch.Generator], states: RandomState) -> None:
+    for generator, state in zip(generators, states, strict=True):
+        generator.set_state(state)
 
 
 class RandomStates:
-    """The generators' state, and named streams, at the start of every shard; one object where no shard draws a number."""
+    """The generators' states, and named streams, at the start of every shard; one object where no shard draws a number.
+
+    generators: those that fn is known to use besides the default ones.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.states: list[RandomState] = []
+        self.generators: Sequence[torch.Generator] = ()
+        self.states: list[tuple[RandomState, RandomState]] = []
         self.streams: list[list[Streams]] = []
 
     def record(self) -> None:
-        state = random_state(self.device)
-        if self.states and all(map(torch.equal, state, self.states[-1])):
-            state = self.states[-1]
-        self.states.append(state)
+        states = random_state(self.device), _states(self.generators)
+        if self.states and all(all(map(torch.equal, *pair)) for pair in zip(states, self.states[-1], strict=True)):
+            states = self.states[-1]
+        self.states.append(states)
         self.streams.append([take() for take in STREAMS])
 
     @contextmanager
     def again(self, shard: int) -> Iterator[None]:
         """What runs inside draws the numbers that the shard drew."""
-        set_random_state(self.device, self.states[shard])
+        state, own = self.states[shard]
+        set_random_state(self.device, state)
+        _set_states(self.generators, own)
         with restored(self.streams[shard]):
+            yield
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """What runs inside draws numbers that the program outside never misses."""
+        with random_state_kept(self.device, self.generators):
             yield
 
 
@@ -122,39 +151,56 @@ class Autocast:
             yield
 
 
-@contextmanager
-def buffers_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Whatever runs inside leaves no trace in buffers, whether it writes to them or replaces them."""
-    before = [
-        (module, name, buffer, buffer.detach().clone())
-        for module in modules
-        for name, buffer in module._buffers.items()
-        if buffer is not None and not buffer.is_inference()
-    ]
-    try:
-        yield
-    finally:
-        for module, name, buffer, copy in before:
+class Copies:
+    """What fn may write to, as it stood when it was added."""
+
+    def __init__(self) -> None:
+        self.buffers: list[tuple[nn.Module, str, Tensor, Tensor]] = []
+        self.storages: list[tuple[UntypedStorage, UntypedStorage]] = []
+
+    def add_buffers(self, module: nn.Module) -> list[Tensor]:
+        """The module's own buffers, of which it takes copies."""
+        own = [(name, b) for name, b in module._buffers.items() if b is not None and not b.is_inference()]
+        self.buffers += [(module, name, buffer, buffer.detach().clone()) for name, buffer in own]
+        return [buffer for _, buffer in own]
+
+    def add_storage(self, storage: UntypedStorage) -> None:
+        self.storages.append((storage, storage.clone()))
+
+    def put_back(self) -> None:
+        """Whether a buffer was written to or replaced."""
+        for module, name, buffer, copy in self.buffers:
             # Always, because batch norm writes without a new version; through .data, because giving a buffer back what
             # it held is no change to those who saved it.
             buffer.data.copy_(copy)
             if module._buffers.get(name) is not buffer:
                 module._buffers[name] = buffer
+        for storage, copy in self.storages:
+            storage.copy_(copy)
 
 
-class Modes:
-    """`training` of every module, so that a switch between forward and backward does not change what is recomputed."""
+@contextmanager
+def unwritten(modules: Iterable[nn.Module], storages: Iterable[UntypedStorage]) -> Iterator[None]:
+    """Whatever runs inside leaves no trace in the modules' buffers and in storages."""
+    copies = Copies()
+    for module in modules:
+        copies.add_buffers(module)
+    for storage in storages:
+        copies.add_storage(storage)
+    try:
+        yield
+    finally:
+        copies.put_back()
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self.modes = [(module, module.training) for module in modules]
 
-    @contextmanager
-    def again(self) -> Iterator[None]:
-        later = [(module, module.training) for module, _ in self.modes]
-        for module, training in self.modes:
+@contextmanager
+def modes_again(modes: Mapping[nn.Module, bool]) -> Iterator[None]:
+    """`training` of every module as given, so that a later switch does not change what is recomputed."""
+    later = [(module, module.training) for module in modes]
+    for module, training in modes.items():
+        module.training = training
+    try:
+        yield
+    finally:
+        for module, training in later:
             module.training = training
-        try:
-            yield
-        finally:
-            for module, training in later:
-                module.training = training

@@ -15,9 +15,9 @@ from torch.utils import _pytree as pytree
 
 from shared_specs import checks
 from shared_specs.config import Tiling
-from shared_specs.errors import UnsupportedError, error_text, fail, fail_type
+from shared_specs.errors import UnsupportedError, fail, fail_type
 from shared_specs.shards import plan_tokens
-from tiled_torch.functional import rows
+from tiled_torch.functional import replay, rows
 from tiled_torch.functional.call import Call
 
 
@@ -25,7 +25,8 @@ def tile(fn: Callable[..., Any], *, num_shards: int | None = None, tiling: Tilin
     """A function of the same arguments that computes fn shard by shard, with exact gradients.
 
     fn(x)[rows] = fn(x[rows]) is what makes a function token-wise, and is not checked. Of what fn computes only one
-    shard exists at a time; backward runs fn again, shard by shard, on the same random numbers and autocast state.
+    shard exists at a time; backward runs fn again, shard by shard, on the same random numbers and autocast state, with
+    its modules in the mode that forward found, and without a second write to buffers.
 
     A shard of x is [1, t, H] where x has three or more dims, and [t, H] where it has two. Other tensor arguments with
     x's leading dims are cut the same way, unless they are nn.Parameters; every other argument is passed whole. Results
@@ -37,6 +38,13 @@ def tile(fn: Callable[..., Any], *, num_shards: int | None = None, tiling: Tilin
     trainable parameters are known without that, so experts that no first token chose get theirs too. Modules that
     fully_shard wraps inside fn are gathered once for the whole loop, and their gradients are reduced once.
 
+    That run also shows, however fn reaches them, the modules that fn calls, the generators (`generator=`) that it draws
+    from and the plain tensors that PyTorch's operations write in place. Not seen, and so not put back for backward, are
+    what only later tokens reach outside fn's own modules, and other writes: to Python numbers, or by kernels of others.
+
+    Under torch.compile a tiled function runs as it is, between two compiled graphs, so fullgraph=True around it cannot
+    work. `tiled_mlp` and the modules of `tile_model` compile whole.
+
     Args:
         fn: an nn.Module (called, so its hooks run, once per shard) or a function; its first argument is x.
         num_shards: at most this many shards of T, >= 1; None lets the plan choose. See shared_specs.shards.
@@ -45,8 +53,8 @@ def tile(fn: Callable[..., Any], *, num_shards: int | None = None, tiling: Tilin
         A callable. Its x is [T, H] or [B, S, H] (any leading dims); T = 0 runs fn once without tokens.
     Numerics: gradients of what shards share are summed in float32 (float64 for float64) and cast once.
     Memory: keeps the tensor arguments; peak is what fn needs for one shard, plus the float32 sums and, while fn runs a
-        second time, a copy of its modules' buffers. Checkpointing outside does not replay the loop if nothing after it
-        in the checkpointed region saves a tensor.
+        second time, a copy of its modules' buffers and of plain tensors that it writes. Checkpointing outside does not
+        replay the loop if nothing after it in the checkpointed region saves a tensor.
     Raises:
         TypeError: fn cannot be called, x is no tensor, a result is neither a tensor nor None.
         SpecError: x has less than two dims; a result has no row per token; fn reaches a tensor that requires grad and
@@ -88,11 +96,7 @@ class Tiled:
         return self._run(*args, **kwargs)  # torch.compiler would take seconds to load, for nothing
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        if torch._C._are_functorch_transforms_active():
-            advice = "Differentiate fn itself, or use tiled_jax."
-            raise UnsupportedError(
-                error_text(self.function, "a call", "outside torch.func", "one inside", advice=advice)
-            )
+        replay.refuse_transforms(self.function, "fn")
         layout, tensors = rows.split(self.fn, args, kwargs, function=self.function)
         device = tensors[layout.rowed.index(True)].device
         plan = plan_tokens(
@@ -105,7 +109,7 @@ class Tiled:
         token = call.units.open(device)
         with torch.no_grad():
             flat = layout.flat(tensors)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or call.units.loaded:  # the probe also sees who would communicate
             call.probe(flat)
         anchors: tuple[Tensor, ...] = ()
         if any(call.differentiable):

@@ -26,19 +26,23 @@ class Units:
     def __init__(self, fn: Callable[..., Any], modules: Sequence[nn.Module]) -> None:
         self.states: list[tuple[nn.Module, Any]] = []
         self.refused: list[nn.Module] = []
-        if not _engine_loaded():
+        self.loaded = _engine_loaded()
+        if not self.loaded:
             return
-        held = _units_of(fn)
+        self.allowed = [*_units_of(fn), *filter(None, [_outer(fn)])]
         states: dict[int, tuple[nn.Module, Any]] = {}
-        for unit in held:
+        for unit in _units_of(fn):
             state = unit._get_fsdp_state()  # type: ignore[operator]
             states.setdefault(id(state), (unit, state))
         self.states = list(states.values())
         for unit, state in self.states:
             _check_policy(unit, state)
-        self.refused = [
-            module for module in modules if _is_engine(module) and module not in held and module is not _outer(fn)
-        ]
+        self.refused = [module for module in modules if _is_engine(module) and module not in self.allowed]
+
+    def check(self, module: nn.Module) -> None:
+        """UnsupportedError if the module that fn calls communicates, and is not one of the units."""
+        if self.loaded and _is_engine(module) and module not in self.allowed:
+            _refuse(module, None)
 
     def open(self, device: torch.device) -> Tensor | None:
         """Gathers every unit. Returns a token whose gradient, computed last, makes each unit reduce its gradients."""
