@@ -2,11 +2,13 @@
 
 A case is a change to a good call in float32, shapes canonical ([in, out]): `tiled_mlp(x [2, 3, 8], w_gate [8, 12],
 w_up [8, 12], w_down [12, 8])`. In a message, `{w_A_B}` is the pair (A, B) in the half's own layout: `[A, B]` or `[B, A]`.
-Those of the losses: bad_loss_inputs.py.
+Those of the losses: bad_loss_inputs.py. Those of modules: bad_module_inputs.py.
 """
 
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from shared_specs.config import ACTIVATIONS, HALVES, Half, HalfNames, Tiling
 from shared_specs.errors import SpecError, UnsupportedError
@@ -170,6 +172,28 @@ BAD_CASES: tuple[BadCase, ...] = (
         message=f"tiled_mlp: activation must be one of {', '.join(ACTIVATIONS)}, got 'swish2'.",
     ),
     BadCase(
+        id="activation-array",
+        arguments={"activation": np.ones(2)},
+        message=f"tiled_mlp: activation must be one of {', '.join(ACTIVATIONS)}, got array([1., 1.]).",
+    ),
+    BadCase(
+        id="deterministic-kind",
+        arguments={"tiling": Tiling(deterministic="yes")},  # type: ignore[arg-type]
+        error=TypeError,
+        message="tiled_mlp: deterministic must be True or False, got str.",
+    ),
+    BadCase(
+        id="deterministic-missing",
+        arguments={"tiling": Tiling(deterministic=None)},  # type: ignore[arg-type]
+        error=TypeError,
+        message="tiled_mlp: deterministic must be True or False, got NoneType.",
+    ),
+    BadCase(
+        id="backend-array",
+        arguments={"backend": np.ones(2)},
+        message="tiled_mlp: backend must be one of {backends}, got array([1., 1.]).",
+    ),
+    BadCase(
         id="backend-unknown",
         arguments={"backend": "cuda"},
         message="tiled_mlp: backend must be one of {backends}, got 'cuda'.",
@@ -203,6 +227,22 @@ BAD_CASES: tuple[BadCase, ...] = (
         message="tiled_mlp: x must be [..., 8], the input size of w_up, got [2, 3, 9].",
     ),
     BadCase(
+        id="x-of-the-other-width",
+        shapes={"x": (6, 12)},
+        message="tiled_mlp: x must be [..., 8], the hidden size of w_gate, w_up, w_down, got [6, 12].",
+    ),
+    BadCase(
+        id="x-of-the-other-width-and-another-output",
+        shapes={"x": (6, 12), "w_down": (12, 5)},
+        message="tiled_mlp: x must be [..., 8], the hidden size of w_gate, w_up, got [6, 12].",
+    ),
+    BadCase(
+        id="x-of-the-other-width-without-a-gate",
+        shapes={"x": (6, 12)},
+        operands={"w_gate": None},
+        message="tiled_mlp: x must be [..., 8], the hidden size of w_up, w_down, got [6, 12].",
+    ),
+    BadCase(
         id="w_up-not-a-matrix",
         shapes={"w_up": (8,)},
         message="tiled_mlp: w_up must be a matrix {layout}, got [8].",
@@ -216,6 +256,13 @@ BAD_CASES: tuple[BadCase, ...] = (
     BadCase(
         id="every-weight-transposed",
         transposed=("w_gate", "w_up", "w_down"),
+        message="tiled_mlp: w_up must be {w_hidden_intermediate} = {w_8_12}, got {w_12_8}. "
+        "{package} keeps weights {layout}. This one is transposed.",
+    ),
+    BadCase(
+        id="weights-without-a-gate-transposed",
+        operands={"w_gate": None},
+        transposed=("w_up", "w_down"),
         message="tiled_mlp: w_up must be {w_hidden_intermediate} = {w_8_12}, got {w_12_8}. "
         "{package} keeps weights {layout}. This one is transposed.",
     ),

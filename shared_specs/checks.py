@@ -28,8 +28,13 @@ class Operand:
     device: str = ""
 
 
+def _is_one_of(value: object, allowed: Sequence[str]) -> bool:
+    """Of strings only: an array is compared element by element."""
+    return isinstance(value, str) and value in allowed
+
+
 def check_activation(function: str, activation: object) -> None:
-    if activation not in ACTIVATIONS:
+    if not _is_one_of(activation, ACTIVATIONS):
         fail(function, "activation", "one of " + ", ".join(ACTIVATIONS), repr(activation))
 
 
@@ -104,6 +109,7 @@ def resolve_tiling(
     check_count(function, "memory_budget", tiling.memory_budget, x=x, advice="It is a number of bytes.")
     check_keep(function, tiling.keep)
     check_count(function, "vocab_shards", tiling.vocab_shards, x=x)
+    check_flags(function, deterministic=tiling.deterministic)
     for name in unused:
         if getattr(tiling, name):
             fail(function, name, "left out", getattr(tiling, name), advice="This function has no use for it.")
@@ -115,7 +121,7 @@ def resolve_tiling(
 
 def check_backend(function: str, backend: object, names: HalfNames, reasons: Mapping[str, str | None]) -> None:
     """`reasons[name]` says why a backend cannot run here; None where it can."""
-    if backend not in names.backends:
+    if not _is_one_of(backend, names.backends):
         fail(function, "backend", "one of " + ", ".join(names.backends), repr(backend))
     reason = reasons.get(str(backend))
     if reason is not None:
@@ -187,6 +193,7 @@ def check_mlp(
         width = up.shape[0 if names.input_dim_first else 1]
         fail(function, "x", f"[..., {width}], the input size of w_up", show_shape(x.shape))
     if up.shape[0 if names.input_dim_first else 1] != hidden:  # transposed: say what was expected, from w_up itself
+        _check_width(function, x, weights, names)
         intermediate = up.shape[0 if names.input_dim_first else 1]
     _check_weight(function, "w_up", up, ("hidden", hidden), ("intermediate", intermediate), names)
     if "w_gate" in weights:
@@ -201,6 +208,34 @@ def check_mlp(
     others = {**weights, **{f"biases[{name!r}]": bias for name, bias in biases.items()}}
     _check_kinds(function, x, others, master_weights=master_weights)
     _check_devices(function, {"x": x, **others})
+
+
+def hidden_sizes(weights: Mapping[str, Operand], names: HalfNames) -> dict[str, int]:
+    """H as each weight has it: the input size of w_gate and w_up, the output size of w_down."""
+    into = 0 if names.input_dim_first else 1
+    return {name: w.shape[1 - into if name == "w_down" else into] for name, w in weights.items()}
+
+
+def agreed_hidden(sizes: Mapping[str, int]) -> int | None:
+    """The H of at least two weights."""
+    found = list(sizes.values())
+    return next((size for size in found if found.count(size) > 1), None)
+
+
+def _check_width(function: str, x: Operand, weights: Mapping[str, Operand], names: HalfNames) -> None:
+    """SpecError about x, which goes with the other dim of w_up, where two of the weights agree about another H.
+
+    Weights that are all transposed agree as well: those whose H would be more than their I, as in few models, are blamed.
+    """
+    width, sizes = x.shape[-1], hidden_sizes(weights, names)
+    hidden = agreed_hidden(sizes)
+    if hidden is None or width in sizes.values():
+        return
+    out = 1 if names.input_dim_first else 0
+    if hidden > width and all(w.shape[out] == width for name, w in weights.items() if name != "w_down"):
+        return
+    agreeing = [name for name, size in sizes.items() if size == hidden]
+    fail(function, "x", f"[..., {hidden}], the hidden size of {', '.join(agreeing)}", show_shape(x.shape))
 
 
 def _check_biases(function: str, biases: Mapping[str, Operand], widths: Mapping[str, int], *, gated: bool) -> None:
@@ -247,12 +282,12 @@ def check_loss_options(function: str, loss: object) -> None:
     _check_number(function, "loss.logit_scale", loss.logit_scale, "finite", least=-1e300, most=1e300)
     if loss.logit_softcap is not None:
         _check_number(function, "loss.logit_softcap", loss.logit_softcap, "> 0", least=5e-324)
-    if loss.reduction not in LOSS_REDUCTIONS:
+    if not _is_one_of(loss.reduction, LOSS_REDUCTIONS):
         fail(function, "loss.reduction", "one of " + ", ".join(LOSS_REDUCTIONS), repr(loss.reduction))
     if not isinstance(loss.outputs, tuple):
         fail_type(function, "loss.outputs", "a tuple of names", type(loss.outputs).__name__)
     for name in loss.outputs:
-        if name not in LOSS_OUTPUTS:
+        if not _is_one_of(name, LOSS_OUTPUTS):
             fail(function, "loss.outputs", "among " + ", ".join(LOSS_OUTPUTS), repr(name))
     if loss.num_valid is not None and loss.reduction != "mean":
         fail(function, "loss.num_valid", 'left out unless loss.reduction is "mean"', loss.num_valid)
@@ -301,6 +336,16 @@ def check_linear_cross_entropy(
     others = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
     _check_kinds(function, x, others, master_weights=master_weights)
     _check_devices(function, {"x": x, **others, "targets": targets, "loss.class_weight": class_weight})
+
+
+def fail_rows(function: str, index: int, shape: tuple[int, ...], t: int) -> Never:
+    """Output `index` of fn, called with t tokens, has no row per token. Lengths of t are told as such: t is how long the shard
+    happened to be that it was seen with."""
+    rule = "[t, ...], or [1, t, ...] where x has three or more dims, for a shard of t tokens"
+    if function != "tile":
+        rule = f"a scalar or {rule}"
+    got = "[" + ", ".join("t" if size == t else str(size) for size in shape) + "]"
+    fail(function, f"output {index} of fn", rule, got, advice="fn has to return one row for each token of its shard.")
 
 
 def check_sum(function: str, both: float, first: float, second: float) -> None:

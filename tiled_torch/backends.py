@@ -54,9 +54,9 @@ def choose(function: str, backend: str, device: torch.device, dtype: torch.dtype
         reason = "Its kernels compute float32, bfloat16 and float16, and this call is float64."
     if reason is None and device.type != "cuda" and not interpreting():
         reason = f"Its kernels run on a GPU, and this call is on {device}."
+    checks.check_backend(function, backend, TORCH, {"eager": None, "triton": reason})
     if backend == "auto":
         return "triton" if reason is None and device.type == "cuda" else "eager"
-    checks.check_backend(function, backend, TORCH, {"eager": None, "triton": reason})
     return backend
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
+from shared_specs.app.budget import check_budget
 from shared_specs.app.checkpoint import newest_checkpoint, save_checkpoint, save_sharded_checkpoint, write_folder
 from shared_specs.app.job import Job, prepare
 from shared_specs.app.log import NoLog, RunLog, read_log, step_records
@@ -57,7 +58,7 @@ def finetune(trainer: Trainer, options: FinetuneOptions, console: Console | None
 
 
 def _finetune(trainer: Trainer, team: Team, options: FinetuneOptions, console: Console) -> int:
-    job = agreed(team, lambda: prepare(options, trainer.shard_format, team))
+    job = agreed(team, lambda: _prepared(trainer, team, options))
     before = resident_bytes()
     _load(trainer, team, job)
     if team.rank == 0:
@@ -68,6 +69,13 @@ def _finetune(trainer: Trainer, team: Team, options: FinetuneOptions, console: C
         return _Run(trainer, team, job, log, console).run()
     finally:
         log.close()
+
+
+def _prepared(trainer: Trainer, team: Team, options: FinetuneOptions) -> Job:
+    job = prepare(options, trainer.shard_format, team)
+    if options.memory_budget is not None:
+        check_budget(job.config, options, trainer.buffers(job.config, options))
+    return job
 
 
 def _load(trainer: Trainer, team: Team, job: Job) -> None:

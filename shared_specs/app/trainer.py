@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from shared_specs.app.budget import Buffers
 from shared_specs.app.team import ALONE, Team, check_layout
 from shared_specs.cli import FinetuneOptions
 
@@ -68,6 +69,10 @@ class Trainer(Protocol):
 
     def versions(self) -> dict[str, str]:
         """Versions of the packages and the device that decide the numbers, for the log."""
+        ...
+
+    def buffers(self, config: dict[str, Any], options: FinetuneOptions) -> Buffers:
+        """How the tiled layers of this model would be computed; `config` as in `load`, which comes after."""
         ...
 
     def load(self, config: dict[str, Any], tensors: dict[str, np.ndarray] | None, options: FinetuneOptions) -> None:
@@ -134,6 +139,9 @@ class OneDevice:
 
     def leave(self) -> None:
         pass
+
+    def buffers(self, config: dict[str, Any], options: FinetuneOptions) -> Buffers:
+        return Buffers()
 
     def full_weights(self) -> dict[str, np.ndarray]:
         return self.state().weights  # type: ignore[attr-defined]

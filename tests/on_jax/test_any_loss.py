@@ -161,7 +161,8 @@ A_LIST: Any = [1.0]
         (
             lambda x: jax.jit(lambda x: tiled_loss(lambda x: jnp.ones(3), x, num_shards=2))(x),
             SpecError,
-            "tiled_loss: output 0 of fn must be a scalar or [6, ...], got [3] (a shard of 6 tokens). fn has to return one "
+            "tiled_loss: output 0 of fn must be a scalar or [t, ...], or [1, t, ...] where x has three or more dims, for a "
+            "shard of t tokens, got [3]. fn has to return one "
             "row for each token of its shard.",
         ),
     ],

@@ -82,6 +82,20 @@ def test_from_weights_refuses_what_does_not_fit() -> None:
         TiledMLP.from_weights(w_gate, w_up, w_down, biases={"up": jnp.ones(12)}, fused_gate_up=True)
 
 
+def test_from_weights_of_parameters() -> None:
+    """nnx parameters and NumPy arrays are arrays, as for `tiled_mlp`."""
+    x, w_gate, w_up, w_down = operands(3, dtype=jnp.float32)
+    module = TiledMLP.from_weights(nnx.Param(w_gate), np.asarray(w_up), w_down)
+    np.testing.assert_array_equal(module(x), TiledMLP.from_weights(w_gate, w_up, w_down)(x))
+
+
+@pytest.mark.parametrize("argument", ["dtype", "param_dtype"])
+def test_linen_refuses_integers(argument: str) -> None:
+    module = linen.TiledMLP(8, 12, **{argument: jnp.int32})
+    with pytest.raises(SpecError, match=rf"^TiledMLP: {argument} must be one of float32, .*, got int32\."):
+        module.init(jax.random.key(0), jnp.ones((2, 8)))
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, None])
 def test_dtypes(dtype: Any) -> None:
     x = operands(16, dtype=jnp.float32)[0]

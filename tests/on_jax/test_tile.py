@@ -265,12 +265,26 @@ def fn(x: jax.Array) -> jax.Array:
             "shard_tokens.",
         ),
         (lambda x: tile(fn, rngs=3), TypeError, "tile: rngs must be a key, nnx.Rngs, nnx.RngStream or None, got int."),
+        *(
+            (
+                lambda x, rngs=rngs: tile(fn, rngs=rngs),
+                TypeError,
+                f"tile: rngs must be a key, nnx.Rngs, nnx.RngStream or None, got an array {got}. Every shard gets a split of "
+                "the one key.",
+            )
+            for rngs, got in (
+                (jnp.ones(3), "float32 [3]"),
+                (jax.random.split(jax.random.key(0), 3), "key<fry> [3]"),
+                (jax.random.split(jax.random.PRNGKey(0), 3), "uint32 [3, 2]"),
+            )
+        ),
         (lambda x: tile(fn)([1.0]), TypeError, "tile: x, the first argument, must be an array, got list."),
         (lambda x: tile(fn)(x[0]), SpecError, "tile: x must be [tokens, hidden] or more dims, got [8]."),
         (
             lambda x: tile(jnp.sum, num_shards=4)(x),
             SpecError,
-            "tile: output 0 of fn must be [3, ...], got [] (a shard of 3 tokens). fn has to return one row for each "
+            "tile: output 0 of fn must be [t, ...], or [1, t, ...] where x has three or more dims, for a shard of t tokens, "
+            "got []. fn has to return one row for each "
             "token of its shard.",
         ),
         (lambda x: tile(lambda x: 3.0)(x), TypeError, "tile: output 0 of fn must be an array or None, got float."),

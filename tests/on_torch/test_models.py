@@ -113,6 +113,12 @@ def test_untile_restores_the_classes() -> None:
     assert_same(loss_and_gradients(model), expected)
 
 
+@pytest.mark.parametrize("function", [tile_model, untile_model, tiling_paths])
+def test_what_is_no_module_is_refused(function: Any) -> None:
+    with pytest.raises(TypeError, match=rf"^{function.__name__}: model must be a torch\.nn\.Module, got NoneType\.$"):
+        function(None)
+
+
 def test_save_pretrained_and_load(tmp_path: Any) -> None:
     model = tile_model(build("llama"), num_shards=4)
     model.save_pretrained(tmp_path)

@@ -76,15 +76,15 @@ BAD_RESULTS: list[tuple[str, Callable[[], Callable[[Tensor], Any]], type[Excepti
         "scalar",
         lambda: lambda x: (x, x.sum()),
         SpecError,
-        "tile: output 1 of fn must be [1, 4, ...] or [4, ...], got [] (a shard of 4 tokens). "
-        "fn has to return one row for each token of its shard.",
+        "tile: output 1 of fn must be [t, ...], or [1, t, ...] where x has three or more dims, for a shard of t tokens, "
+        "got []. fn has to return one row for each token of its shard.",
     ),
     (
         "summed over tokens",
         lambda: lambda x: x.sum(1),
         SpecError,
-        "tile: output 0 of fn must be [1, 4, ...] or [4, ...], got [1, 6] (a shard of 4 tokens). "
-        "fn has to return one row for each token of its shard.",
+        "tile: output 0 of fn must be [t, ...], or [1, t, ...] where x has three or more dims, for a shard of t tokens, "
+        "got [1, 6]. fn has to return one row for each token of its shard.",
     ),
     ("number", lambda: lambda x: (x, 3), TypeError, "tile: output 1 of fn must be an array or None, got int."),
     (

@@ -98,7 +98,7 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: tiled_loss(lambda x: x.sum(0), draw(4, 6), num_shards=2),
         SpecError,
         "tiled_loss: output 0 of fn must be a scalar or [t, ...], or [1, t, ...] where x has three or more dims, for a shard "
-        "of t tokens, got 1 dim of another length. "
+        "of t tokens, got [6]. "
         "fn has to return one row for each token of its shard.",
     ),
     "a number": (

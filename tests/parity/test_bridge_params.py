@@ -164,6 +164,13 @@ def wider() -> nnx.Module:
     return module
 
 
+def other_activation() -> nnx.Module:
+    """Only its last module has another one."""
+    stack = JaxStack()
+    stack.layers[1] = tiled_jax.TiledMLP(H, I, activation="relu", rngs=nnx.Rngs(0))
+    return stack
+
+
 BAD: dict[str, tuple[Any, Any, str]] = {
     "another layer": (
         mixed,
@@ -197,6 +204,16 @@ BAD: dict[str, tuple[Any, Any, str]] = {
         torch_mlp,
         lambda: jax_mlp(replace(BASE, dtype="bfloat16")),
         "jax_module.w_gate must be [16, 24] float32, got [16, 24] bfloat16 (torch_module.w_gate is [24, 16] float32).",
+    ),
+    "activation": (
+        torch_mlp,
+        lambda: tiled_jax.TiledMLP(H, I, activation="gelu", rngs=nnx.Rngs(0)),
+        "jax_module.activation must be 'silu', that of torch_module, got 'gelu'.",
+    ),
+    "activation of one of several": (
+        TorchStack,
+        other_activation,
+        "jax_module.layers.1.activation must be 'silu', that of torch_module, got 'relu'.",
     ),
 }
 

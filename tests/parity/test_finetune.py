@@ -1,6 +1,8 @@
 """The command of one half against that of the other: same windows, same losses, and one resumes what the other began."""
 
 import io
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,11 +13,13 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from shared_specs.app import loop
 from shared_specs.app.checkpoint import load_checkpoint
 from shared_specs.app.log import LOG_NAME, read_log, step_records
 from shared_specs.app.loop import MODEL_NAME, finetune
 from shared_specs.app.weights import read_model
-from shared_specs.cli import FinetuneOptions
+from shared_specs.cli import FinetuneOptions, InputError
+from shared_specs.errors import SpecError
 from shared_specs.tolerances import DEMO_LOSS_RTOL
 from tests.on_jax.compiling import compiled_once
 from tests.tiny_model import write_text, write_tiny_folder
@@ -58,6 +62,25 @@ def test_commands_have_the_same_words_and_options():
     commands = [{c.name: (c.help, c.options) for c in half.COMMANDS} for half in (torch_main, jax_main)]
     assert commands[0] == commands[1]
     assert commands[0]["finetune"][1] is FinetuneOptions
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("trainer", [TorchTrainer, JaxTrainer])
+def test_least_budget_is_the_one_that_runs(inputs, tmp_path, monkeypatch, trainer, dtype):
+    """A smaller one is refused before anything is written, and would be refused by a layer in the first step."""
+
+    def run_within(budget):
+        return run(trainer, inputs, tmp_path / "run", steps=1, dtype=dtype, memory_budget=budget)
+
+    with pytest.raises(InputError, match=r"^finetune: --memory-budget must be >= \d+ bytes, .*, got 10\.") as caught:
+        run_within(10)
+    assert list(tmp_path.iterdir()) == []
+    least = int(re.search(r">= (\d+)", str(caught.value))[1])
+    assert len(run_within(least)) == 1
+    shutil.rmtree(tmp_path / "run")
+    monkeypatch.setattr(loop, "check_budget", lambda *_: None)
+    with pytest.raises(SpecError, match=rf"memory_budget must be >= {least} bytes, one token at a time"):
+        run_within(least - 1)
 
 
 @pytest.fixture(scope="module")

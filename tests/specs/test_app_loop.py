@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 from safetensors.numpy import load_file
 
+from shared_specs.app.budget import Buffers, check_budget
 from shared_specs.app.checkpoint import load_checkpoint
 from shared_specs.app.log import LOG_NAME, read_log, step_records
 from shared_specs.app.loop import MODEL_NAME, PLOT_NAME, finetune
@@ -22,7 +23,7 @@ from shared_specs.app.team import Alone
 from shared_specs.app.weights import read_model
 from shared_specs.cli import FinetuneOptions, InputError
 from tests.fake_trainer import FakeTrainer
-from tests.tiny_model import write_inputs
+from tests.tiny_model import tiny_config, write_inputs
 
 ROOT = Path(__file__).parents[2]
 STEPS = 6
@@ -242,6 +243,41 @@ def test_bad_input_writes_nothing(options, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_budget_below_the_shortest_shard_writes_nothing(options, tmp_path):
+    least = 5 * 64 * 4  # gate, up, dh and two temporaries of one token; its logits are fewer bytes
+    words = rf"finetune: --memory-budget must be >= {least} bytes, what the shortest shard of a tiled layer takes, got"
+    for budget in (10, least - 1):
+        with pytest.raises(InputError, match=f"^{words} {budget}\\."):
+            run(options(memory_budget=budget))
+    assert list(tmp_path.iterdir()) == []
+    assert run(options(memory_budget=least, steps=2))[0] == 0
+    before = contents(tmp_path)
+    with pytest.raises(InputError, match=words):
+        run(options(memory_budget=10, resume=True))
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "buffers", "least"),
+    [
+        ({"dp": 2}, Buffers(), 5 * 64 * 4),
+        # A token of each rank: its logits of half the vocabulary and their copy, two gathered x, three sums of dx.
+        ({"tp": 2}, Buffers(), (2 * 2 * 136 + 2 * 2 * 32 + 3 * 32) * 4),
+        # Tokens that two ranks do not divide are gathered nowhere.
+        ({"tp": 2, "tokens": 31, "batch": 1}, Buffers(), 2 * 136 * 4),
+        # All 64 tokens are fewer than a kernel's block.
+        ({}, Buffers(kernels=True, multiple_of=128), 3 * 64 * 64 * 4),
+        # Columns of padding: logits, x and dx in two widths, the product of dweight, and the head with its padding.
+        ({}, Buffers(compiled=True, logit_columns=lambda entries: entries + 28), (300 + 4 * 32 + 2 * 32 * 300) * 4),
+    ],
+    ids=["replicas", "split", "split layers alone", "kernels", "padding"],
+)
+def test_least_budget_follows_ranks_and_buffers(options, changes, buffers, least):
+    with pytest.raises(InputError, match=f"must be >= {least} bytes"):
+        check_budget(tiny_config(), options(memory_budget=least - 1, **changes), buffers)
+    check_budget(tiny_config(), options(memory_budget=least, **changes), buffers)
+
+
 def test_bad_input_is_no_lost_process(options):
     """Whatever words it has: a path may be called after what connects processes."""
 
@@ -302,8 +338,9 @@ def test_damaged_log_is_refused(options, tmp_path, content, words):
 def command(options):
     """The command line that says these options."""
     words = [sys.executable, "-m", "tests.fake_trainer", "finetune"]
-    for name in ("model", "text", "tokens", "steps", "batch", "lr", "out", "save_every"):
-        words += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
+    for name in ("model", "text", "tokens", "steps", "batch", "lr", "memory_budget", "out", "save_every"):
+        if getattr(options, name) is not None:
+            words += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
     return [*words, "--resume"] if options.resume else words
 
 
@@ -387,8 +424,9 @@ def test_killed_while_saving_leaves_the_checkpoint_before(options, tmp_path, mon
     [
         ({"text": "none"}, "finetune: --text must be a text file"),
         ({"out": __file__ + "/run"}, "finetune: --out must be a folder that can be made"),
+        ({"memory_budget": 10}, "finetune: --memory-budget must be >= 1280 bytes"),
     ],
-    ids=["text", "out"],
+    ids=["text", "out", "budget"],
 )
 def test_bad_input_on_the_command_line(options, tmp_path, changes, words):
     result = subprocess.run(command(options(**changes)), cwd=ROOT, text=True, capture_output=True)

@@ -12,10 +12,14 @@ import optax
 from flax import nnx
 from jax.experimental import multihost_utils
 
+from shared_specs.app.budget import Buffers
 from shared_specs.app.team import Team
 from shared_specs.app.trainer import ADAMW, TrainerState
 from shared_specs.cli import FinetuneOptions
+from shared_specs.shards import KERNEL_MULTIPLE
+from tiled_jax import backends
 from tiled_jax.commands import team
+from tiled_jax.functional.loss_steps import choose_steps
 from tiled_jax.models import Llama, LlamaConfig, from_hf, next_token_loss, to_hf
 from tiled_jax.parallel import Parallelized, parallelize
 from tiled_jax.parallel.plans import TrainState
@@ -47,6 +51,22 @@ class JaxTrainer:
         modules = {"jax": jax, "flax": flax, "optax": optax}
         device = jax.devices()[0] if not hasattr(self, "_device") else self._device
         return {name: module.__version__ for name, module in modules.items()} | {"device": device.device_kind}
+
+    def buffers(self, config: dict[str, Any], options: FinetuneOptions) -> Buffers:
+        def no_kernel() -> str | None:
+            from tiled_jax.kernels.common import mlp_reason  # where no kernel runs, Mosaic is not loaded
+
+            hidden, intermediate = config["hidden_size"], config["intermediate_size"]
+            return mlp_reason(options.dtype, hidden=hidden, intermediate=intermediate, out=hidden, gated=True)
+
+        # A decoder whose layers are split plans without kernels.
+        kernels = options.tp == 1 and backends.choose("finetune", "auto", no_kernel=no_kernel) == "pallas"
+        return Buffers(
+            device=backends.device_kind(),
+            compiled=True,
+            multiple_of=KERNEL_MULTIPLE if kernels else 1,
+            logit_columns=choose_steps("finetune", "auto", options.dtype).columns,
+        )
 
     def load(self, config: dict[str, Any], tensors: dict[str, np.ndarray] | None, options: FinetuneOptions) -> None:
         self._device = team.devices_of(options.device)[0]

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from shared_specs import checks
 from shared_specs.errors import fail, fail_type, show_shape
 from tiled_jax.functional.loops import vary_over
 from tiled_jax.functional.operands import differing_devices
@@ -141,15 +142,4 @@ def form_of(index: int, result: Any, t: int, layout: Layout) -> Form:
         return Form((*layout.lead, *shape[2:]), shape[2:])
     if shape[:1] == (t,):
         return Form((layout.tokens, *shape[1:]), shape[1:])
-    rule = f"[1, {t}, ...] or [{t}, ...]" if layout.batched else f"[{t}, ...]"
-    if layout.function != "tile":
-        rule = f"a scalar or {rule}"
-    advice = "fn has to return one row for each token of its shard."
-    fail(
-        layout.function,
-        f"output {index} of fn",
-        rule,
-        show_shape(shape),
-        shapes=f"a shard of {t} tokens",
-        advice=advice,
-    )
+    checks.fail_rows(layout.function, index, shape, t)

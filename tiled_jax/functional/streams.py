@@ -7,10 +7,26 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from shared_specs.errors import UnsupportedError, error_text
+from shared_specs.errors import UnsupportedError, error_text, fail_type, show_shape
 from tiled_jax.functional.rows import varied
 
 Path = tuple[Any, ...]
+
+
+def check_rngs(function: str, rngs: Any) -> None:
+    """TypeError for what is neither one key (typed, or the uint32 numbers of one) nor streams nor None."""
+    rule = "a key, nnx.Rngs, nnx.RngStream or None"
+    if not isinstance(rngs, jax.Array | nnx.Rngs | nnx.RngStream | None):
+        fail_type(function, "rngs", rule, type(rngs).__name__)
+    if isinstance(rngs, jax.Array) and not _is_key(rngs):
+        got = f"an array {rngs.dtype} {show_shape(tuple(rngs.shape))}"
+        fail_type(function, "rngs", rule, got, advice="Every shard gets a split of the one key.")
+
+
+def _is_key(value: jax.Array) -> bool:
+    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        return value.ndim == 0
+    return value.dtype == jnp.uint32 and value.shape == jax.eval_shape(jax.random.PRNGKey, 0).shape
 
 
 class Modules:

@@ -17,7 +17,7 @@ from shared_specs.shards import ShardPlan, plan_tokens
 from tiled_jax import backends
 from tiled_jax.functional import rows
 from tiled_jax.functional.loops import varying_of
-from tiled_jax.functional.streams import Modules
+from tiled_jax.functional.streams import Modules, check_rngs
 from tiled_jax.functional.sums import SharedSums
 
 
@@ -68,8 +68,7 @@ def tile(
     if options.memory_budget is not None:
         advice = "The bytes of a generic function are unknown; pass num_shards or shard_tokens."
         fail("tile", "memory_budget", "None", options.memory_budget, advice=advice)
-    if rngs is not None and not isinstance(rngs, jax.Array | nnx.Rngs | nnx.RngStream):
-        fail_type("tile", "rngs", "a key, nnx.Rngs, nnx.RngStream or None", type(rngs).__name__)
+    check_rngs("tile", rngs)
 
     def tiled(*args: Any, **kwargs: Any) -> Any:
         return _call(fn, options, rngs, args, kwargs)

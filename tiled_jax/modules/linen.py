@@ -10,7 +10,7 @@ from flax import linen as nn
 from shared_specs.config import LossOptions, Tiling
 from tiled_jax.modules.linear_params import LinearConfig, Outputs, initialisers, make_linear_config, stacked_init
 from tiled_jax.modules.loss_params import loss_param_axes, loss_param_shapes, make_loss_config
-from tiled_jax.modules.params import Sharding, make_config, param_axes, param_shapes
+from tiled_jax.modules.params import Sharding, check_dtypes, make_config, param_axes, param_shapes
 
 _init_weight, _init_bias = nn.initializers.lecun_normal(), nn.initializers.zeros_init()
 
@@ -53,6 +53,7 @@ class TiledMLP(nn.Module):
             bias=self.bias,
             fused_gate_up=self.fused_gate_up,
         )
+        check_dtypes("TiledMLP", self.dtype, self.param_dtype)
         axes = param_axes(self.sharding, fused_gate_up=self.fused_gate_up)
         params = {}
         for name, shape in shapes.items():
@@ -90,6 +91,7 @@ class TiledLinearCrossEntropy(nn.Module):
     def __call__(self, x: jax.Array, targets: jax.Array, *, num_valid: Any = None) -> Any:
         """[..., H] and [...] -> the loss, or a `LossResult`. `num_valid` replaces that of the options."""
         config = make_loss_config(self.loss, self.num_shards, self.tiling, self.backend)
+        check_dtypes("TiledLinearCrossEntropy", self.dtype, self.param_dtype)
         axes = loss_param_axes(self.sharding)
         params = {}
         for name, shape in loss_param_shapes(self.hidden_size, self.vocab_size, bias=self.bias).items():

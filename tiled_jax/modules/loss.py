@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from shared_specs import checks
+from shared_specs import module_checks
 from shared_specs.config import JAX, LossOptions, Tiling
+from tiled_jax.functional.operands import array, operands
 from tiled_jax.modules.loss_params import loss_param_axes, loss_param_shapes, make_loss_config
-from tiled_jax.modules.params import Sharding
+from tiled_jax.modules.params import Sharding, check_dtypes
 
 _init = {"weight": nnx.initializers.lecun_normal(), "bias": nnx.initializers.zeros_init()}
 
@@ -55,6 +56,7 @@ class TiledLinearCrossEntropy(nnx.Module):
     ) -> None:
         shapes = loss_param_shapes(hidden_size, vocab_size, bias=bias)
         config = make_loss_config(loss, num_shards, tiling, backend)
+        check_dtypes("TiledLinearCrossEntropy", dtype, param_dtype)
         axes = loss_param_axes(sharding)
         for name, shape in shapes.items():
             metadata: dict[str, Any] = {"out_sharding": axes[name]} if axes else {}
@@ -78,22 +80,15 @@ class TiledLinearCrossEntropy(nnx.Module):
         backend: str = "auto",
     ) -> Self:
         """A module around an existing weight [H, V] and bias [V]; they become its parameters without a copy."""
-        hidden = weight.shape[0]
-        checks.check_linear_cross_entropy(
-            "TiledLinearCrossEntropy.from_weights",
-            x=checks.Operand((1, hidden), str(weight.dtype)),
-            weight=checks.Operand(tuple(weight.shape), str(weight.dtype)),
-            targets=checks.Operand((1,), "int32"),
-            bias=None if bias is None else checks.Operand(tuple(bias.shape), str(bias.dtype)),
-            class_weight=None,
-            num_valid=None,
-            names=JAX,
-        )
+        function = "TiledLinearCrossEntropy.from_weights"
+        params = {"weight": array(function, "weight", weight)}
+        params |= {} if bias is None else {"bias": array(function, "bias", bias)}
+        seen = operands(params)
+        module_checks.check_head(function, seen["weight"], seen.get("bias"), JAX)
         # The smallest module with these options; its parameter is replaced by the one given.
         module = cls(1, 1, loss=loss, num_shards=num_shards, tiling=tiling, backend=backend, rngs=nnx.Rngs(0))
-        given = {"weight": weight} | ({} if bias is None else {"bias": bias})
-        for name, value in given.items():
-            setattr(module, name, nnx.Param(jnp.asarray(value)))
+        for name, value in params.items():
+            setattr(module, name, nnx.Param(value))
         return module
 
     def __call__(self, x: jax.Array, targets: jax.Array, *, num_valid: Any = None) -> Any:

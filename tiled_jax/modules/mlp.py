@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from shared_specs import checks
+from shared_specs import checks, module_checks
 from shared_specs.config import JAX, Tiling
-from tiled_jax.modules.params import Sharding, make_config, param_axes, param_shapes
+from tiled_jax.functional.operands import array, operands
+from tiled_jax.modules.params import Sharding, check_dtypes, make_config, param_axes, param_shapes
 
 _init_weight, _init_bias = nnx.initializers.lecun_normal(), nnx.initializers.zeros_init()
 
@@ -59,6 +60,7 @@ class TiledMLP(nnx.Module):
     ) -> None:
         shapes = param_shapes(hidden_size, intermediate_size, gated=gated, bias=bias, fused_gate_up=fused_gate_up)
         self.config = make_config(activation, gated, fused_gate_up, num_shards, keep, tiling, backend)
+        check_dtypes("TiledMLP", dtype, param_dtype)
         self.dtype = dtype
         axes = param_axes(sharding, fused_gate_up=fused_gate_up)
         for name, shape in shapes.items():
@@ -87,18 +89,20 @@ class TiledMLP(nnx.Module):
             w_gate, w_up: [H, I]; w_gate None for a plain MLP. w_down: [I, H_out]. biases: any of gate, up, down.
             fused_gate_up: gate and up are concatenated into one parameter (one copy).
         """
-        biases = dict(biases or {})
-        weights = {name: w for name, w in (("w_gate", w_gate), ("w_up", w_up), ("w_down", w_down)) if w is not None}
-        checks.check_mlp(
-            "TiledMLP.from_weights",
-            x=checks.Operand((1, w_up.shape[0]), str(w_up.dtype)),
-            weights={name: checks.Operand(tuple(w.shape), str(w.dtype)) for name, w in weights.items()},
-            biases={name: checks.Operand(tuple(b.shape), str(b.dtype)) for name, b in biases.items()},
+        function = "TiledMLP.from_weights"
+        weights, given = module_checks.mlp_operands(function, w_gate, w_up, w_down, biases)
+        params = {name: array(function, name, w) for name, w in weights.items()}
+        params |= {f"b_{name}": array(function, f"biases[{name!r}]", b) for name, b in given.items()}
+        seen = operands(params)
+        module_checks.check_mlp_weights(
+            function,
+            weights={name: seen[name] for name in weights},
+            biases={name: seen[f"b_{name}"] for name in given},
             activation=activation,
             names=JAX,
         )
         if fused_gate_up:
-            checks.check_fused_biases("TiledMLP.from_weights", tuple(biases))
+            checks.check_fused_biases(function, tuple(given))
         # The smallest module with these options; its parameters are replaced, all of them, by the ones given.
         module = cls(
             1,
@@ -112,13 +116,12 @@ class TiledMLP(nnx.Module):
             backend=backend,
             rngs=nnx.Rngs(0),
         )
-        params = weights | {f"b_{name}": bias for name, bias in biases.items()}
         for prefix in ("w", "b") if fused_gate_up else ():
             if f"{prefix}_gate" in params:
                 pair = [params.pop(f"{prefix}_{name}") for name in ("gate", "up")]
                 params[f"{prefix}_gate_up"] = jnp.concatenate(pair, axis=-1)
         for name, value in params.items():
-            setattr(module, name, nnx.Param(jnp.asarray(value)))
+            setattr(module, name, nnx.Param(value))
         return module
 
     def __call__(self, x: jax.Array) -> jax.Array:

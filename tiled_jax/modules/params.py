@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shared_specs import checks
+from shared_specs import checks, module_checks
 from shared_specs.config import JAX, Tiling
 from shared_specs.errors import fail, fail_type
 from tiled_jax import backends
@@ -73,6 +73,18 @@ def make_config(
         tiling=checks.resolve_tiling(function, num_shards, keep, tiling),
         backend=backend,
     )
+
+
+def check_dtypes(function: str, dtype: Any, param_dtype: Any) -> None:
+    """SpecError for a dtype that no MLP or loss is computed in; None leaves it to x and the parameters."""
+    for name, value in (("dtype", dtype), ("param_dtype", param_dtype)):
+        if value is None:
+            continue
+        try:
+            found = jnp.dtype(value).name
+        except TypeError:
+            found = repr(value)
+        module_checks.check_param_dtype(function, name, found)
 
 
 def param_shapes(

@@ -21,7 +21,8 @@ def params_to_jax(torch_module: nn.Module, jax_module: Any) -> None:
         jax_module: nnx module with parameters of the same dotted names, weights [in, out]. Changed in place; each
             parameter keeps its sharding. All is checked and converted first, so an error leaves it unchanged.
     Raises:
-        SpecError: names, shapes or dtypes differ. TypeError: a module of the wrong kind, or a value `to_jax` refuses.
+        SpecError: names, shapes, dtypes or activations differ. TypeError: a module of the wrong kind, or a value `to_jax`
+            refuses.
     """
     import jax
     from flax import nnx
@@ -84,7 +85,21 @@ def _twins(function: str, torch_module: Any, jax_module: Any) -> tuple[dict[str,
         fail(function, "jax_module", rule, ", ".join(sorted(theirs)) or "none")
     for name, tensor in ours.items():
         _check_pair(function, name, tensor, theirs[name][...])
+    _check_activations(function, torch_module, jax_module)
     return ours, theirs
+
+
+def _check_activations(function: str, torch_module: nn.Module, jax_module: Any) -> None:
+    """The same parameters make another MLP of another activation."""
+    from flax import nnx
+
+    twins = {_dotted(path): module for path, module in nnx.iter_modules(jax_module)}
+    for path, module in torch_module.named_modules():
+        config = getattr(twins.get(path), "config", None)
+        if isinstance(module, TiledMLP) and getattr(config, "activation", module.activation) != module.activation:
+            name = f"{path}.activation" if path else "activation"
+            rule = f"{module.activation!r}, that of torch_module"
+            fail(function, f"jax_module.{name}", rule, repr(config.activation))  # type: ignore[union-attr]
 
 
 def _check_pair(function: str, name: str, tensor: Tensor, array: "jax.Array") -> None:

@@ -12,10 +12,13 @@ import transformers
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from shared_specs.app.budget import Buffers
 from shared_specs.app.team import ALONE, Team
 from shared_specs.app.trainer import ADAMW, TrainerState
 from shared_specs.cli import FinetuneOptions
 from shared_specs.errors import UnsupportedError
+from shared_specs.shards import KERNEL_MULTIPLE
+from tiled_torch import backends
 from tiled_torch.commands import shards, team
 
 _MOMENTS = {"m": "exp_avg", "v": "exp_avg_sq"}
@@ -50,6 +53,11 @@ class TorchTrainer:
         if torch.cuda.is_available():
             versions["gpu"] = torch.cuda.get_device_name()
         return versions | {"threads": str(torch.get_num_threads())}
+
+    def buffers(self, config: dict[str, Any], options: FinetuneOptions) -> Buffers:
+        kernels = backends.choose("finetune", "auto", self._device, getattr(torch, options.dtype)) == "triton"
+        kind = "cpu" if self._device.type == "cpu" else "gpu"
+        return Buffers(device=kind, kernels=kernels, multiple_of=KERNEL_MULTIPLE if kernels else 1)
 
     def load(self, config: dict[str, Any], tensors: dict[str, np.ndarray] | None, options: FinetuneOptions) -> None:
         self._device, self._options = _device(options.device), options

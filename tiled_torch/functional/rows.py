@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from shared_specs import checks
 from shared_specs.errors import UnsupportedError, error_text, fail, fail_type, show_shape
 
 
@@ -143,12 +144,7 @@ def form_of(index: int, result: Any, t: int, layout: Layout) -> Form | None:
     elif shape[:1] == (t,):
         rest, batched = shape[1:], False
     else:
-        rule = f"[1, {t}, ...] or [{t}, ...]" if layout.batched else f"[{t}, ...]"
-        advice = "fn has to return one row for each token of its shard."
-        if layout.function != "tile":  # tiled_loss, where a scalar is a sum
-            rule = f"a scalar or {rule}"
-        shapes = f"a shard of {t} tokens"
-        fail(layout.function, f"output {index} of fn", rule, show_shape(shape), shapes=shapes, advice=advice)
+        checks.fail_rows(layout.function, index, shape, t)
     lead = layout.lead if batched else (layout.tokens,)
     return Form((*lead, *rest), rest, batched, result.dtype, result.device)
 
@@ -161,11 +157,14 @@ def write(
         if form is not None or result is not None:
             fail(function, f"output {index} of fn", "None for every shard or for none", _show(result))
         return
-    if not isinstance(result, Tensor) or tuple(result.shape) != form.shard_shape(stop - start):
-        fail(function, f"output {index} of fn", show_shape(form.shard_shape(stop - start)), _show(result))
+    t = stop - start
+    if isinstance(result, Tensor) and result.shape[:1] != (t,) and result.shape[:2] != (1, t):
+        checks.fail_rows(function, index, tuple(result.shape), t)
+    if not isinstance(result, Tensor) or tuple(result.shape) != form.shard_shape(t):
+        fail(function, f"output {index} of fn", show_shape(form.shard_shape(t)), _show(result))
     if result.dtype != form.dtype:
         fail(function, f"output {index} of fn", f"of dtype {form.dtype} for every shard", result.dtype)
-    rows[start:stop] = result.reshape(stop - start, *form.rest)
+    rows[start:stop] = result.reshape(t, *form.rest)
 
 
 def _show(result: Any) -> str:

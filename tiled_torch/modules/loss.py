@@ -7,10 +7,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from shared_specs import checks
+from shared_specs import checks, module_checks
 from shared_specs.config import TORCH, LossOptions, LossResult, Tiling
 from tiled_torch import backends
 from tiled_torch.functional.loss import tiled_linear_cross_entropy
+from tiled_torch.modules.params import as_operand, check_dtype
 
 _NAME = "TiledLinearCrossEntropy"
 
@@ -53,6 +54,7 @@ class TiledLinearCrossEntropy(nn.Module):
         checks.check_sizes(_NAME, {"hidden_size": hidden_size, "vocab_size": vocab_size})
         checks.check_flags(_NAME, bias=bias)
         self._set_options(loss, num_shards, tiling, backend)
+        check_dtype(_NAME, dtype)
         self.weight = nn.Parameter(torch.empty((vocab_size, hidden_size), device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(vocab_size, device=device, dtype=dtype)) if bias else None
         self.reset_parameters()
@@ -75,6 +77,10 @@ class TiledLinearCrossEntropy(nn.Module):
         backend: str = "auto",
     ) -> Self:
         """A module around an existing head; weight [V, H] and bias [V] become its parameters without a copy."""
+        function = f"{_NAME}.from_weights"
+        seen = as_operand(function, "weight", weight)
+        seen_bias = None if bias is None else as_operand(function, "bias", bias)
+        module_checks.check_head(function, seen, seen_bias, TORCH)
         module = cls.__new__(cls)
         nn.Module.__init__(module)
         module._set_options(loss, num_shards, tiling, backend)

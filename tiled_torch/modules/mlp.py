@@ -7,11 +7,12 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from shared_specs import checks
+from shared_specs import checks, module_checks
 from shared_specs.config import TORCH, Activation, Tiling
 from tiled_torch import backends
 from tiled_torch.functional.accumulate import fused_halves
 from tiled_torch.functional.mlp import tiled_mlp
+from tiled_torch.modules.params import as_operand, check_dtype
 
 
 class MLPParameters:
@@ -77,6 +78,7 @@ class TiledMLP(MLPParameters, nn.Module):
         H, I = self.hidden_size, self.intermediate_size = hidden_size, intermediate_size  # noqa: E741
         ups = {"gate_up": (2 * I, H)} if fused_gate_up else {"gate": (I, H), "up": (I, H)} if gated else {"up": (I, H)}
         self._set_options(activation, gated, fused_gate_up, num_shards, keep, tiling, backend)
+        check_dtype("TiledMLP", dtype)
         for name, shape in {**ups, "down": (H, I)}.items():
             setattr(self, f"w_{name}", nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
             if bias:
@@ -120,25 +122,20 @@ class TiledMLP(MLPParameters, nn.Module):
             w_gate, w_up: [I, H]; w_gate None for a plain MLP. w_down: [H_out, I]. biases: any of gate, up, down.
             fused_gate_up: gate and up are concatenated into one parameter (one copy).
         """
-        biases = dict(biases or {})
-        weights = {name: w for name, w in (("w_gate", w_gate), ("w_up", w_up), ("w_down", w_down)) if w is not None}
-        checks.check_mlp(
-            "TiledMLP.from_weights",
-            x=_operand(w_up, (1, w_up.shape[-1])),
-            weights={name: _operand(w) for name, w in weights.items()},
-            biases={name: _operand(b) for name, b in biases.items()},
-            activation=activation,
-            names=TORCH,
-        )
+        function = "TiledMLP.from_weights"
+        weights, given = module_checks.mlp_operands(function, w_gate, w_up, w_down, biases)
+        seen = {name: as_operand(function, name, w) for name, w in weights.items()}
+        seen_biases = {name: as_operand(function, f"biases[{name!r}]", b) for name, b in given.items()}
+        module_checks.check_mlp_weights(function, weights=seen, biases=seen_biases, activation=activation, names=TORCH)
         if fused_gate_up:
-            checks.check_fused_biases("TiledMLP.from_weights", tuple(biases))
+            checks.check_fused_biases(function, tuple(given))
         module = cls.__new__(cls)
         nn.Module.__init__(module)
         module._set_options(activation, w_gate is not None, fused_gate_up, num_shards, keep, tiling, backend)
         module.intermediate_size, module.hidden_size = w_up.shape
         named = {name.removeprefix("w_"): w for name, w in weights.items()}
         module._adopt("w", named, fused_gate_up)
-        module._adopt("b", biases, fused_gate_up)
+        module._adopt("b", given, fused_gate_up)
         return module
 
     def _adopt(self, prefix: str, tensors: Mapping[str, Tensor], fused: bool) -> None:
@@ -171,8 +168,3 @@ class TiledMLP(MLPParameters, nn.Module):
         sizes = f"hidden_size={self.hidden_size}, intermediate_size={self.intermediate_size}"
         kind = "gated" if self.gated else "plain"
         return f"{sizes}, {kind}, activation={self.activation}, {self.tiling}, backend={self.backend}"
-
-
-def _operand(tensor: Tensor, shape: tuple[int, ...] | None = None) -> checks.Operand:
-    found: Any = tuple(tensor.shape) if shape is None else shape
-    return checks.Operand(found, str(tensor.dtype).removeprefix("torch."), str(tensor.device))
