@@ -110,6 +110,7 @@ DEFAULTS: Mapping[Kernels, Mapping[str, Mapping[str, Blocks]]] = {
         "sm_90": {
             **_EVERYWHERE,
             "glu_up": _MOSAIC,
+            "glu_up_aux": _MOSAIC,
             "dgated": _MOSAIC,
             "linear": _MOSAIC_WIDE,
             "dx": _MOSAIC_PAIRS,
@@ -150,6 +151,7 @@ TRITON_CANDIDATES: Mapping[str, tuple[Blocks, ...]] = {
 
 PALLAS_CANDIDATES: Mapping[str, tuple[Blocks, ...]] = {
     "glu_up": (_MOSAIC, Blocks(rows=128, columns=128, depth=64, stages=3), Blocks(rows=128, columns=64, depth=64)),
+    "glu_up_aux": (_MOSAIC, Blocks(rows=128, columns=128, depth=64, stages=3), Blocks(rows=128, columns=64, depth=64)),
     "dgated": (_MOSAIC, Blocks(rows=128, columns=128, depth=64, stages=3), Blocks(rows=128, columns=64, depth=64)),
     "linear": (_MOSAIC_WIDE, Blocks(rows=128, columns=256, depth=64, stages=3), _MOSAIC),
     "dx": (

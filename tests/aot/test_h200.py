@@ -20,7 +20,7 @@ from shared_specs.shards import ShardPlan
 from tests.aot import h200
 from tests.aot.conftest import DUMP
 from tiled_jax import tiled_linear_cross_entropy, tiled_mlp
-from tiled_jax.kernels import dgated, glu_up, linear, weight_gradient
+from tiled_jax.kernels import dgated, glu_elementwise, glu_up, glu_up_aux, linear, weight_gradient
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 H, W, V = 4096, 14336, 128256  # Llama-3-8B
@@ -39,6 +39,11 @@ KERNELS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
         lambda x, w_gate, w_up, b: glu_up.glu_up(x, w_gate, w_up, b_gate=b, b_up=b, activation="gelu"),
         (x, w, w, bias),
     ),
+    "glu_up auxiliary": (partial(glu_up_aux.glu_up_auxiliary, activation="silu"), (x, w, pre)),
+    "glu_up auxiliary gelu, bias": (
+        lambda x, w, gate, b: glu_up_aux.glu_up_auxiliary(x, w, gate, b_up=b, activation="gelu"),
+        (x, w, pre, bias),
+    ),
     "dgated": (partial(dgated.dgated, activation="silu"), (x, w_down, pre, pre)),
     "dgated gelu": (partial(dgated.dgated, activation="gelu"), (x, w_down, pre, pre)),
     "linear": (linear.linear, (pre, w_down)),
@@ -47,6 +52,26 @@ KERNELS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "dx plain": (lambda dup, w_up: linear.dx(None, dup, None, w_up), (pre, w)),
     "weight_gradient": (weight_gradient.weight_gradient, (h200.shape(F32, H, W), x, pre)),
 }
+
+
+# Without products: loads, stores and arithmetic of one pass over rows.
+ELEMENTWISE: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+    "glu": (partial(glu_elementwise.glu, activation="silu"), (pre, pre)),
+    "glu gelu": (partial(glu_elementwise.glu, activation="gelu"), (pre, pre)),
+    "glu_backward": (partial(glu_elementwise.glu_backward, activation="silu"), (pre, pre, pre)),
+    "glu_backward gelu": (partial(glu_elementwise.glu_backward, activation="gelu"), (pre, pre, pre)),
+}
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_what_an_elementwise_kernel_needs_is_in_the_table(name: str) -> None:
+    list(h200.kernels(DUMP, known))
+    fn, shapes = ELEMENTWISE[name]
+    h200.compiled(fn, *shapes)
+    (kernel,) = h200.kernels(DUMP, known)
+    print(name, kernel)
+    assert kernel == TABLE[name]
+    assert (kernel["target"], kernel["wgmma"], kernel["spilled_bytes"]) == (90, 0, 0)
 
 
 @pytest.mark.parametrize("name", KERNELS)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from shared_specs.app.bench import measured
-from shared_specs.blocks import CANDIDATES, Blocks, Paths
+from shared_specs.blocks import CANDIDATES, Blocks
 from shared_specs.cli import BenchOptions, InputError, TuneOptions
 from shared_specs.tolerances import FLOOR
 from tests.asserting import assert_within
@@ -27,7 +27,6 @@ from tiled_jax.commands.bench_gpu import (
     run_part,
 )
 from tiled_jax.commands.tune import launches, tune, tune_with
-from tiled_jax.functional.kernel_steps import Kernels
 
 EXPECTED = {
     "kernels": {"xla"},
@@ -144,7 +143,7 @@ def test_tune_writes_the_fastest_candidate(tmp_path: Path) -> None:
     assert set(tried) == set(CANDIDATES["pallas"]["dgated"])
 
 
-KERNELS = ("glu_up", "dgated", "linear", "dx", "weight_gradient", "glu", "statistics_and_gradient")
+KERNELS = ("glu_up", "glu_up_auxiliary", "dgated", "linear", "dx", "weight_gradient", "glu", "statistics_and_gradient")
 
 
 def test_tune_compiles_each_candidate_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,12 +162,11 @@ def test_tune_compiles_each_candidate_once(tmp_path: Path, monkeypatch: pytest.M
         monkeypatch.setattr(tuning, name, stand_in(name))
     assert tune_with(SMALL, launches(SMALL), table) == 0
     of_op = dict(zip(KERNELS, KERNELS, strict=True))
-    of_op |= {"glu": "glu_elementwise", "statistics_and_gradient": "cross_entropy"}
+    of_op |= {"glu_up_auxiliary": "glu_up_aux", "glu": "glu_elementwise", "statistics_and_gradient": "cross_entropy"}
     assert traced == [(name, blocks) for name in KERNELS for blocks in CANDIDATES["pallas"][of_op[name]]]
 
 
-def test_tune_writes_no_paths(tmp_path: Path) -> None:
-    """The table may name the path "auxiliary", which `Kernels` refuses: blocks of every op are all that is written here."""
+def test_tune_writes_blocks_of_every_op(tmp_path: Path) -> None:
     table = tmp_path / "blocks.json"
     table.write_text("[]")
     runs = {op: (shape, lambda blocks: None) for op, (shape, _) in launches(SMALL).items()}
@@ -176,8 +174,6 @@ def test_tune_writes_no_paths(tmp_path: Path) -> None:
     entries = json.loads(table.read_text())
     assert {entry["op"] for entry in entries} == set(CANDIDATES["pallas"])
     assert not any("paths" in entry for entry in entries)
-    with pytest.raises(ValueError, match="no Pallas kernel of the up-projection that takes gate as an input"):
-        Kernels(interpret=False, paths=Paths(up="auxiliary"))
 
 
 def test_without_a_gpu_it_says_so() -> None:

@@ -14,10 +14,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from shared_specs.blocks import Blocks
 from tests.on_jax.interpreted import FINDS_RACES, assert_true, clean_interpreter, operands
+from tiled_jax.functional import shard_math
 from tiled_jax.kernels.common import interpreter
 from tiled_jax.kernels.dgated import dgated
 from tiled_jax.kernels.glu_elementwise import glu, glu_backward
 from tiled_jax.kernels.glu_up import glu_up
+from tiled_jax.kernels.glu_up_aux import glu_up_auxiliary
 from tiled_jax.kernels.linear import dx, linear
 from tiled_jax.kernels.weight_gradient import weight_gradient
 
@@ -59,6 +61,13 @@ def run_dgated(arrays: dict[str, Any]) -> dict[str, Any]:
     return dict(zip(names, dgated(*operands, **options), strict=True))
 
 
+def run_glu_up_auxiliary(arrays: dict[str, Any]) -> dict[str, Any]:
+    """Of a gate that is there already."""
+    gate = shard_math.linear(arrays["x"], arrays["w_gate"], arrays["b_gate"])
+    options = {"activation": "silu", "blocks": STAGES, "interpret": interpreter(detect_races=True)}
+    return {"h": glu_up_auxiliary(arrays["x"], arrays["w_up"], gate, b_up=arrays["b_up"], **options)}
+
+
 PRODUCT: dict[str, Any] = {"blocks": STAGES, "interpret": interpreter(detect_races=True)}
 
 
@@ -98,7 +107,7 @@ def test_no_race_in(kernel: Any) -> None:
     assert not interpreted_kernels.get_races().races_found
 
 
-@pytest.mark.parametrize("kernel", [run_glu_up, run_narrow_glu_up, run_dgated, run_linear])
+@pytest.mark.parametrize("kernel", [run_glu_up, run_narrow_glu_up, run_glu_up_auxiliary, run_dgated, run_linear])
 def test_no_race(kernel: Any) -> None:
     arrays = operands(TOKENS, HIDDEN, INTERMEDIATE, "bfloat16", ("gate", "up"))
     found = kernel(arrays)
@@ -107,7 +116,7 @@ def test_no_race(kernel: Any) -> None:
 
 
 @pytest.mark.parametrize("left_out", ["commit_smem", "wait_smem_to_gmem"])
-@pytest.mark.parametrize("kernel", [run_glu_up, run_dgated, run_linear, run_weight_gradient])
+@pytest.mark.parametrize("kernel", [run_glu_up, run_glu_up_auxiliary, run_dgated, run_linear, run_weight_gradient])
 def test_a_missing_fence_or_wait_is_found(kernel: Any, left_out: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A store may leave before its values are there, or they may be overwritten on their way.
 

@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from shared_specs.blocks import DEFAULTS, Blocks
+from shared_specs.blocks import DEFAULTS, PALLAS_UNMEASURED, Blocks, Paths
 from shared_specs.cases import MLPCase
 from shared_specs.config import ACTIVATIONS
 from shared_specs.errors import UnsupportedError
@@ -30,6 +30,7 @@ from tiled_jax.kernels.activations import activate
 from tiled_jax.kernels.common import interpreter, mlp_reason
 from tiled_jax.kernels.dgated import dgated
 from tiled_jax.kernels.glu_up import gate_and_up, glu_up
+from tiled_jax.kernels.glu_up_aux import glu_up_auxiliary
 
 pytestmark = pytest.mark.usefixtures("clean")
 
@@ -64,6 +65,18 @@ def test_gate_and_up_are_those_of_glu_up() -> None:
 
 
 @pytest.mark.parametrize(
+    ("activation", "dtype", "tokens", "biases"),
+    [("silu", "bfloat16", 200, ()), ("gelu", "float16", 1, ("gate", "up")), ("relu", "bfloat16", 130, ("up",))],
+)
+def test_glu_up_auxiliary(activation: str, dtype: str, tokens: int, biases: tuple[str, ...]) -> None:
+    """h of a gate that a product of XLA has made."""
+    arrays = operands(tokens, H, I, dtype, biases)
+    gate = shard_math.linear(arrays["x"], arrays["w_gate"], arrays.get("b_gate"))
+    options = {"b_up": arrays.get("b_up"), "activation": activation, "interpret": interpreter()}
+    assert_true({"h": glu_up_auxiliary(arrays["x"], arrays["w_up"], gate, **options)}, arrays, dtype, activation)
+
+
+@pytest.mark.parametrize(
     ("activation", "dtype", "tokens"),
     [
         ("silu", "bfloat16", 200),
@@ -86,6 +99,9 @@ def test_one_program_makes_many_blocks() -> None:
     options = {"activation": "silu", "interpret": interpreter()}
     blocks = Blocks(rows=128, columns=128, depth=64, group=2)
     found = {"h": _glu_up(arrays, blocks=blocks, **options)}
+    gate = shard_math.linear(arrays["x"], arrays["w_gate"], None)
+    again = glu_up_auxiliary(arrays["x"], arrays["w_up"], gate, blocks=blocks, **options)
+    assert_true({"h": again}, arrays, "bfloat16", "silu")
     found |= zip(
         ("dgate", "dup", "h_again"),
         dgated(*(arrays[name] for name in ("dy", "w_down", "gate", "up")), blocks=blocks, **options),
@@ -144,27 +160,30 @@ def test_sizes_that_the_blocks_do_not_divide_are_refused() -> None:
     arrays = operands(4, 96, 128, "bfloat16")
     with pytest.raises(ValueError, match="glu_up: H, I = 96, 128 must be multiples of 64, 128"):
         _glu_up(arrays, activation="silu")
+    with pytest.raises(ValueError, match="glu_up_aux: H, I = 96, 128 must be multiples of 64, 128"):
+        glu_up_auxiliary(arrays["x"], arrays["w_up"], arrays["gate"], activation="silu")
     with pytest.raises(ValueError, match="dgated: H, I = 96, 128 must be multiples of 64, 128"):
         dgated(*(arrays[name] for name in ("dy", "w_down", "gate", "up")), activation="silu")
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("op", ["glu_up", "glu_up_keep", "gate_and_up", "dgated"])
+@pytest.mark.parametrize("op", ["glu_up", "glu_up_keep", "gate_and_up", "glu_up_aux", "dgated"])
 def test_lowers_for_cuda(op: str, activation: str, dtype: Any) -> None:
     """Layouts and shared memory of the table's blocks, at the widths of Llama 3 8B; any tokens are the same kernel."""
     assert_lowers(*launches(dtype, activation)[op])
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("op", ["glu_up_keep", "dgated"])
+@pytest.mark.parametrize("op", ["glu_up_keep", "glu_up_aux", "dgated"])
 def test_lowers_inside_shard_map(op: str, check_vma: bool) -> None:
     """The results vary along the axes of every operand, or out_specs that split them would be refused."""
     mesh = jax.make_mesh((2, 4), ("sequence", "tensor"), axis_types=(AxisType.Auto,) * 2)
     fn, shapes = launches(jnp.bfloat16, "silu")[op]
-    split = {"glu_up_keep": P(None, "tensor"), "dgated": P("tensor", None)}[op]
+    split = P("tensor", None) if op == "dgated" else P(None, "tensor")
     specs = {
         "glu_up_keep": (P("sequence", None), split, split, P("tensor"), P("tensor")),
+        "glu_up_aux": (P("sequence", None), split, P("sequence", "tensor")),
         "dgated": (P("sequence", None), split, P("sequence", "tensor"), P("sequence", "tensor")),
     }[op]
     sharded = jax.shard_map(fn, mesh=mesh, in_specs=specs, out_specs=P("sequence", "tensor"), check_vma=check_vma)
@@ -183,6 +202,7 @@ def launches(dtype: Any, activation: str) -> dict[str, tuple[Any, tuple[jax.Shap
         "glu_up": (partial(glu_up, activation=activation), (x, up, up)),
         "glu_up_keep": (biased, (x, up, up, bias, bias)),
         "gate_and_up": (gate_and_up, (x, up, up)),
+        "glu_up_aux": (partial(glu_up_auxiliary, activation=activation), (x, up, pre)),
         "dgated": (partial(dgated, activation=activation), (x, down, pre, pre)),
     }
 
@@ -199,7 +219,7 @@ def _glu_up(arrays: dict[str, Any], **options: Any) -> Any:
 
 
 def test_every_block_size_of_the_table_has_a_launch() -> None:
-    assert {"glu_up", "dgated"} <= set(DEFAULTS["pallas"]["sm_90"])
+    assert {"glu_up", "glu_up_aux", "dgated"} <= set(DEFAULTS["pallas"]["sm_90"])
 
 
 MLP = partial(MLPCase, hidden=64, intermediate=128, dtype="bfloat16", num_shards=2)
@@ -225,11 +245,27 @@ def test_tiled_mlp(case: MLPCase, interpreting: None) -> None:
     assert backends.last_run("tiled_mlp") == "pallas"
 
 
-def forward_and_backward(plan: ShardPlan, keep: float = 0.0) -> Any:
+@pytest.mark.parametrize(
+    "case", [slow_before_0_11(case) for case in (MLP_CASES[0], MLP_CASES[2])], ids=lambda case: case.id
+)
+def test_tiled_mlp_with_gate_as_an_input(case: MLPCase, interpreting: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The path that the table calls auxiliary."""
+    taken = []
+
+    def kernel(*operands: Any, **options: Any) -> jax.Array:
+        taken.append(operands)
+        return glu_up_auxiliary(*operands, **options)
+
+    monkeypatch.setattr("tiled_jax.kernels.glu_up_aux.glu_up_auxiliary", kernel)
+    monkeypatch.setattr("tiled_jax.functional.mlp.paths_for", lambda *key: Paths(up="auxiliary"))
+    assert_case(case, ADAPTERS["jax"].run(case, "pallas"))
+    assert taken
+
+
+def forward_and_backward(plan: ShardPlan, keep: float = 0.0, paths: Paths = PALLAS_UNMEASURED) -> Any:
     """y and the gradients of the MLP through the kernels, compiled and not interpreted: for looking at its program."""
-    call = Call(
-        plan=plan, kept_start=plan.kept_start(keep), activation="silu", kernels=shard_math.Kernels(interpret=False)
-    )
+    kernels = shard_math.Kernels(interpret=False, paths=paths)
+    call = Call(plan=plan, kept_start=plan.kept_start(keep), activation="silu", kernels=kernels)
     return y_and_gradients(lambda x, *w: run(call, x, dict(zip(("w_gate", "w_up", "w_down"), w, strict=True))))
 
 
@@ -244,6 +280,13 @@ def test_the_kernels_run_in_forward_and_in_the_recomputation(keep: float, kernel
     """The forward, gate and up again, and dgated: each is lowered once for the straight-line shard and the loop."""
     traced = jax.jit(forward_and_backward(ShardPlan(4096, 1024), keep)).trace(*mlp_shapes(4096))
     assert traced.lower(lowering_platforms=("cuda",)).as_text().count("mosaic_gpu_v2") == kernels
+
+
+def test_with_gate_as_an_input_the_recomputation_is_of_products_alone() -> None:
+    """The kernel of the forward, and dgated; a second derivative goes through the formulas."""
+    step = forward_and_backward(ShardPlan(4096, 1024), paths=Paths(up="auxiliary"))
+    lowered = jax.jit(step).trace(*mlp_shapes(4096)).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("mosaic_gpu_v2") == 2
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

@@ -27,6 +27,7 @@ from tiled_jax.functional.shard_math import activate, product, product_of_rows
 from tiled_jax.kernels.dgated import dgated
 from tiled_jax.kernels.glu_elementwise import glu, glu_backward
 from tiled_jax.kernels.glu_up import glu_up
+from tiled_jax.kernels.glu_up_aux import glu_up_auxiliary
 from tiled_jax.kernels.linear import dx, linear
 from tiled_jax.kernels.weight_gradient import weight_gradient
 
@@ -131,8 +132,13 @@ def kernel_runs(t: int, h: int, i: int, dtype: Any) -> dict[str, tuple[Runs, flo
     acc = jnp.zeros((h, i), jnp.float32)
     thi = 2.0 * t * h * i
     silu: dict[str, Any] = {"activation": "silu"}
+
+    def auxiliary(x: jax.Array, w_gate: jax.Array, w_up: jax.Array) -> jax.Array:
+        return glu_up_auxiliary(x, w_up, x @ w_gate, **silu)
+
+    ups = _pair(xla_up, partial(glu_up, **silu), x, w_gate, w_up)
     return {
-        "up": (_pair(xla_up, partial(glu_up, **silu), x, w_gate, w_up), 2 * thi),
+        "up": ({**ups, "pallas-auxiliary": Program(auxiliary, x, w_gate, w_up)}, 2 * thi),
         "glu": (_pair(xla_glu, partial(glu, **silu), gate, up), 0.0),
         "glu_backward": (_pair(xla_glu_backward, partial(glu_backward, **silu), dh, gate, up), 0.0),
         "down": (_pair(xla_down, partial(dgated, **silu), dy, w_down, gate, up), thi),

@@ -20,6 +20,7 @@ from tiled_jax.kernels.cross_entropy import Columns, RowSlopes, statistics_and_g
 from tiled_jax.kernels.dgated import dgated
 from tiled_jax.kernels.glu_elementwise import glu
 from tiled_jax.kernels.glu_up import glu_up
+from tiled_jax.kernels.glu_up_aux import glu_up_auxiliary
 from tiled_jax.kernels.linear import dx, linear
 from tiled_jax.kernels.weight_gradient import weight_gradient
 
@@ -62,6 +63,7 @@ def launches(options: TuneOptions, interpret: Any = None) -> dict[str, tuple[tup
 
     return {
         "glu_up": ((i, h), launch(glu_up, x, w, w, activation="silu")),
+        "glu_up_aux": ((i, h), launch(glu_up_auxiliary, x, w, gate, activation="silu")),
         "dgated": ((i, h), launch(dgated, x, w_down, gate, up, activation="silu")),
         "linear": ((h, i), launch(linear, gate, w_down)),
         "dx": ((h, i), launch(dx, gate, up, w, w)),

@@ -26,10 +26,6 @@ class Kernels:
     paths: Paths = PALLAS_UNMEASURED
     token_order: bool = False
 
-    def __post_init__(self) -> None:
-        if self.paths.up == "auxiliary":
-            raise ValueError("Kernels: there is no Pallas kernel of the up-projection that takes gate as an input")
-
 
 def through_kernel(kernel: Callable[..., Any], formula: Callable[..., Any], kernels: Kernels, **static: Any) -> Any:
     """`kernel` of the same operands as `formula`, whose derivative is the formula's.
@@ -62,6 +58,15 @@ def hidden(
     options: dict[str, Any] = {"activation": activation, "keep": keep, "interpret": interpret}
     found = glu_up(x, w["w_gate"], w["w_up"], b_gate=w.get("b_gate"), b_up=w.get("b_up"), **options)
     return (found[0], {"gate": found[1], "up": found[2]}) if keep else (found, {})
+
+
+def hidden_of_gate(
+    x: jax.Array, w_up: jax.Array, b_up: jax.Array | None, gate: jax.Array, interpret: Any, *, activation: str
+) -> jax.Array:
+    """h [t, I] of a gated MLP whose gate is there."""
+    from tiled_jax.kernels.glu_up_aux import glu_up_auxiliary
+
+    return glu_up_auxiliary(x, w_up, gate, b_up=b_up, activation=activation, interpret=interpret)
 
 
 def activated(pre: Mapping[str, jax.Array], interpret: Any, *, activation: str) -> jax.Array:

@@ -119,7 +119,20 @@ def hidden_and_pre(
         return through_kernel(kernel_steps.hidden, formula, kernels, activation=activation, keep=keep)(
             x, _up_weights(w)
         )
+    if kernels is not None and kernels.paths.up == "auxiliary" and "w_gate" in w and not keep:
+        return _hidden_of_gate(x, w, activation, kernels), {}
     return formula(x, w, kernels)
+
+
+def _hidden_of_gate(x: jax.Array, w: Weights, activation: str, kernels: Kernels) -> jax.Array:
+    """h of one shard: gate by XLA's product, then the kernel that makes up and h in one pass."""
+
+    def formula(x: jax.Array, w_up: jax.Array, b_up: jax.Array | None, gate: jax.Array) -> jax.Array:
+        return _activated({"gate": gate, "up": linear(x, w_up, b_up)}, activation)
+
+    gate = linear(x, w["w_gate"], w.get("b_gate"), kernels)
+    made = through_kernel(kernel_steps.hidden_of_gate, formula, kernels, activation=activation)
+    return made(x, w["w_up"], w.get("b_up"), gate)
 
 
 def down(h: jax.Array, w: Weights, kernels: Kernels | None = None) -> jax.Array:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from shared_specs.blocks import Blocks, blocks_for
+from shared_specs.blocks import Blocks, blocks_for, paths_for
 
 ARCHITECTURE = "sm_90"
 KERNEL_DTYPES = ("bfloat16", "float16")
@@ -198,6 +198,8 @@ def mlp_reason(
         return f"The Pallas kernels take {' or '.join(KERNEL_DTYPES)}, found {jnp.dtype(dtype)}."
     H, I = hidden, intermediate  # noqa: E741
     products = [("glu_up", I, H), ("dgated", I, out)] if gated else [("linear", I, H), ("dx", I, out)]
+    if gated and paths_for("pallas", ARCHITECTURE, str(jnp.dtype(dtype)), (I, H)).up == "auxiliary":
+        products.append(("glu_up_aux", I, H))
     if deterministic:
         products += [("linear", out, I), ("dx", H, I), ("weight_gradient", H, I), ("weight_gradient", I, out)]
     for op, n, k in products:
