@@ -10,6 +10,7 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from shared_specs.blocks import CANDIDATES, Blocks
 from shared_specs.config import LossOptions, LossResult, Tiling
 from tests.on_jax.interpreted import FINDS_RACES
 from tiled_jax import tiled_linear_cross_entropy
@@ -50,6 +51,14 @@ def test_every_launch_in_place(options: LossOptions, dtype: Any) -> None:
         text = lowered(partial(launch, options=options), logits, *operands)
         assert text.count("mosaic_gpu_v2") == 1
         assert ("output_operand_alias" in text) == (launch is not kernel.statistics)
+
+
+@pytest.mark.parametrize("blocks", CANDIDATES["pallas"]["cross_entropy"][1:], ids=str)
+def test_what_tune_may_choose_lowers_for_cuda(blocks: Blocks) -> None:
+    number, index = (jax.ShapeDtypeStruct((64,), kind) for kind in (jnp.float32, jnp.int32))
+    launch = partial(kernel.statistics_and_gradient, options=PLAIN, blocks=blocks)
+    operands = jax.ShapeDtypeStruct((64, V), jnp.bfloat16), kernel.Columns(index), kernel.RowSlopes(number, number)
+    assert lowered(launch, *operands).count("mosaic_gpu_v2") == 1
 
 
 def operands(*lead: int) -> list[jax.ShapeDtypeStruct]:

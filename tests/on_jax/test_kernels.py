@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from shared_specs.blocks import DEFAULTS, PALLAS_UNMEASURED, Blocks, Paths
+from shared_specs.blocks import CANDIDATES, DEFAULTS, PALLAS_UNMEASURED, Blocks, Paths
 from shared_specs.cases import MLPCase
 from shared_specs.config import ACTIVATIONS
 from shared_specs.errors import UnsupportedError
@@ -172,6 +172,16 @@ def test_sizes_that_the_blocks_do_not_divide_are_refused() -> None:
 def test_lowers_for_cuda(op: str, activation: str, dtype: Any) -> None:
     """Layouts and shared memory of the table's blocks, at the widths of Llama 3 8B; any tokens are the same kernel."""
     assert_lowers(*launches(dtype, activation)[op])
+
+
+@pytest.mark.parametrize(
+    ("op", "blocks"),
+    [(op, blocks) for op in ("glu_up", "glu_up_aux", "dgated") for blocks in CANDIDATES["pallas"][op][1:]],
+    ids=str,
+)
+def test_what_tune_may_choose_lowers_for_cuda(op: str, blocks: Blocks) -> None:
+    fn, shapes = launches(jnp.bfloat16, "silu")[op]
+    assert_lowers(partial(fn, blocks=blocks), shapes)
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

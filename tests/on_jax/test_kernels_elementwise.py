@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from shared_specs.blocks import CANDIDATES, Blocks
 from shared_specs.config import ACTIVATIONS
 from shared_specs.oracle.mlp import activate
 from shared_specs.rounding import DTYPES, relative_error, round_to
@@ -70,6 +71,13 @@ def test_glu_lowers_for_cuda(activation: str, dtype: Any) -> None:
     a = jax.ShapeDtypeStruct((100, LLAMA_3_8B), dtype)
     for fn, operands in ((glu, (a, a)), (glu, (None, a)), (glu_backward, (a, a, a)), (glu_backward, (a, None, a))):
         assert "mosaic_gpu_v2" in lowered(partial(fn, activation=activation), *operands)
+
+
+@pytest.mark.parametrize("blocks", CANDIDATES["pallas"]["glu_elementwise"][1:], ids=str)
+def test_what_tune_may_choose_lowers_for_cuda(blocks: Blocks) -> None:
+    a = jax.ShapeDtypeStruct((100, LLAMA_3_8B), jnp.bfloat16)
+    for fn, operands in ((glu, (a, a)), (glu_backward, (a, a, a))):
+        assert "mosaic_gpu_v2" in lowered(partial(fn, activation="silu", blocks=blocks), *operands)
 
 
 def lowered(fn: Any, *shapes: jax.ShapeDtypeStruct) -> str:
