@@ -20,8 +20,7 @@ OLD_TORCH_ENV := .venv-old-torch/.installed
 INSTALL_PROJECT := -m pip install --quiet --no-deps --no-build-isolation --editable .
 # Without the one test that asks an index, so that this needs no network.
 FAST := tests/specs tests/meta --deselect tests/meta/test_lock.py::test_the_lock_of_this_python_resolves_to_itself
-# Without the resources of compiled kernels, which are those of one version of triton.
-OLD_TORCH := tests/specs tests/on_torch tests/parity --ignore tests/on_torch/test_kernels_aot.py
+OLD_TORCH := tests/specs tests/on_torch tests/parity
 # triton 3.6's interpreter does what NumPy no longer likes.
 OLD_TRITON := -W "ignore:Conversion of an array with ndim:DeprecationWarning"
 NEW_JAX := tests/specs tests/on_jax tests/meta/test_lock.py tests/meta/test_examples.py
