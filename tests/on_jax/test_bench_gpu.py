@@ -1,6 +1,8 @@
 """`bench --device gpu` at tiny sizes on a CPU: what a GPU session will run must run; the kernels say why they cannot."""
 
 import json
+import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,11 @@ import pytest
 from shared_specs.app.bench import measured
 from shared_specs.blocks import CANDIDATES, Blocks
 from shared_specs.cli import BenchOptions, InputError, TuneOptions
+from shared_specs.rounding import relative_error
 from shared_specs.tolerances import FLOOR
 from tests.asserting import assert_within
 from tests.on_jax.counting import temp_bytes
+from tests.on_jax.interpreted import clean_interpreter
 from tiled_jax.commands import tune as tuning
 from tiled_jax.commands.bench import bench
 from tiled_jax.commands.bench_gpu import (
@@ -26,7 +30,8 @@ from tiled_jax.commands.bench_gpu import (
     predicted_bytes,
     run_part,
 )
-from tiled_jax.commands.tune import launches, tune, tune_with
+from tiled_jax.commands.tune import launches, tune, tune_with, ways
+from tiled_jax.kernels.common import interpreter
 
 EXPECTED = {
     "kernels": {"xla"},
@@ -135,9 +140,17 @@ def test_tune_writes_the_fastest_candidate(tmp_path: Path) -> None:
         if blocks.stages == 4:
             raise RuntimeError("more shared memory than there is")
 
+    def either(chosen: Any) -> Any:
+        """ "dual" and "vendor" are the faster ones; what they run with is what has been chosen."""
+        assert chosen["dgated"].stages == 3
+        slow, fast = partial(time.sleep, 0.02), lambda: None
+        return {"up": {"vendor": slow, "dual": fast}, "down": {"vendor": fast, "dgated": slow}}
+
     options = TuneOptions(repeats=1)
-    assert tune_with(options, {"dgated": ((14336, 4096), run)}, table) == 0
-    (entry,) = json.loads(table.read_text())
+    assert tune_with(options, {"dgated": ((14336, 4096), run)}, either, table) == 0
+    entry, paths = json.loads(table.read_text())
+    assert (paths["op"], paths["shape"]) == ("paths", [14336, 4096])
+    assert (paths["paths"]["up"], paths["paths"]["down"]) == ("dual", "vendor")
     assert (entry["kernels"], entry["op"], entry["shape"]) == ("pallas", "dgated", [14336, 4096])
     assert entry["blocks"]["stages"] == 3
     assert set(tried) == set(CANDIDATES["pallas"]["dgated"])
@@ -160,7 +173,7 @@ def test_tune_compiles_each_candidate_once(tmp_path: Path, monkeypatch: pytest.M
 
     for name in KERNELS:
         monkeypatch.setattr(tuning, name, stand_in(name))
-    assert tune_with(SMALL, launches(SMALL), table) == 0
+    assert tune_with(SMALL, launches(SMALL), lambda chosen: {}, table) == 0
     of_op = dict(zip(KERNELS, KERNELS, strict=True))
     of_op |= {"glu_up_auxiliary": "glu_up_aux", "glu": "glu_elementwise", "statistics_and_gradient": "cross_entropy"}
     assert traced == [(name, blocks) for name in KERNELS for blocks in CANDIDATES["pallas"][of_op[name]]]
@@ -170,10 +183,29 @@ def test_tune_writes_blocks_of_every_op(tmp_path: Path) -> None:
     table = tmp_path / "blocks.json"
     table.write_text("[]")
     runs = {op: (shape, lambda blocks: None) for op, (shape, _) in launches(SMALL).items()}
-    assert tune_with(SMALL, runs, table) == 0
+    assert tune_with(SMALL, runs, lambda chosen: {}, table) == 0
     entries = json.loads(table.read_text())
-    assert {entry["op"] for entry in entries} == set(CANDIDATES["pallas"])
-    assert not any("paths" in entry for entry in entries)
+    assert {entry["op"] for entry in entries} == {*CANDIDATES["pallas"], "paths"}
+
+
+def test_tune_compares_every_way_to_make_an_mlp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each makes the same h, or the same gradients, with the blocks it is given."""
+    chosen = {op: CANDIDATES["pallas"][op][0] for op in ("glu_up", "glu_up_aux", "dgated")}
+    options = TuneOptions(hidden=64, intermediate=128, tokens=130, dtype="bfloat16", repeats=1)
+    for name in ("glu_up", "glu_up_auxiliary", "dgated"):
+        monkeypatch.setattr(tuning, name, partial(getattr(tuning, name), interpret=interpreter()))
+    with clean_interpreter():
+        found = {part: {way: run() for way, run in runs.items()} for part, runs in ways(options, chosen).items()}
+    assert {part: list(runs) for part, runs in found.items()} == {
+        "up": ["vendor", "auxiliary", "dual"],
+        "down": ["vendor", "dgated"],
+    }
+    h, d = found["down"]["vendor"]
+    pairs = [(found["up"][way], found["up"]["vendor"]) for way in ("auxiliary", "dual")]
+    pairs += zip(found["down"]["dgated"], (d["gate"], d["up"], h), strict=True)
+    for one, other in pairs:
+        one, other = (np.asarray(a, np.float32) for a in (one, other))
+        assert relative_error(one, other) <= float(jnp.finfo(jnp.bfloat16).eps)
 
 
 def test_without_a_gpu_it_says_so() -> None:

@@ -147,7 +147,7 @@ def test_dgated_beside_infinity(activation: str) -> None:
             *(arrays[name] for name in ("dy", "w_down", "gate", "up")), activation=activation, interpret=interpreter()
         )
         pre = {name: arrays[name] for name in ("gate", "up")}
-        h, d = shard_math._pre_activation_gradients(
+        h, d = shard_math.pre_activation_gradients(
             arrays["dy"], pre, {"w_down": arrays["w_down"]}, activation, ("w_gate", "w_up")
         )
         pairs = jax.device_get(tuple(zip(found, (d["gate"], d["up"], h), strict=True)))

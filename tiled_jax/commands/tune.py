@@ -1,6 +1,6 @@
 """`python -m tiled_jax tune`: measures the Pallas kernels' block sizes for one model's widths and writes them to the table."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import cache, partial
 from pathlib import Path
@@ -9,12 +9,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shared_specs.app.tune import best_blocks
-from shared_specs.blocks import TUNED, Blocks, write_tuned
+from shared_specs.app.tune import best_blocks, fastest
+from shared_specs.blocks import TUNED, Blocks, Paths, write_tuned
 from shared_specs.cli import InputError, TuneOptions
 from shared_specs.config import LossOptions
 from tiled_jax import backends
 from tiled_jax.commands.bench_gpu import Program, WallClock, draw
+from tiled_jax.functional import shard_math
+from tiled_jax.functional.kernel_steps import Weights
 from tiled_jax.kernels.common import ARCHITECTURE
 from tiled_jax.kernels.cross_entropy import Columns, RowSlopes, statistics_and_gradient
 from tiled_jax.kernels.dgated import dgated
@@ -32,7 +34,7 @@ def tune(options: TuneOptions) -> int:
         raise InputError(f"tune: a GPU must be there that the kernels run on. {reason or 'The interpreter is on.'}")
     if options.dtype == "float32":
         raise InputError("tune: --dtype must be bfloat16 or float16, the kernels' dtypes, got float32.")
-    return tune_with(options, launches(options), Path(TUNED))
+    return tune_with(options, launches(options), partial(ways, options), Path(TUNED))
 
 
 def launches(options: TuneOptions, interpret: Any = None) -> dict[str, tuple[tuple[int, ...], Callable[[Blocks], Any]]]:
@@ -73,15 +75,52 @@ def launches(options: TuneOptions, interpret: Any = None) -> dict[str, tuple[tup
     }
 
 
+def ways(options: TuneOptions, chosen: Mapping[str, Blocks]) -> dict[str, dict[str, Callable[[], Any]]]:
+    """Question -> every way to make that part of an MLP, the kernels with these blocks; XLA's products first."""
+    t, h, i, dtype = options.tokens, options.hidden, options.intermediate, jnp.dtype(options.dtype)
+    x, dy = draw(0, t, h, dtype=dtype), draw(1, t, h, dtype=dtype)
+    w = {"w_gate": draw(2, h, i, dtype=dtype), "w_up": draw(3, h, i, dtype=dtype)}
+    w_down, pre = draw(4, i, h, dtype=dtype), {"gate": draw(5, t, i, dtype=dtype), "up": draw(6, t, i, dtype=dtype)}
+
+    def auxiliary(x: jax.Array, w: Weights) -> jax.Array:
+        gate = shard_math.linear(x, w["w_gate"], None)
+        return glu_up_auxiliary(x, w["w_up"], gate, activation="silu", blocks=chosen["glu_up_aux"])
+
+    def dual(x: jax.Array, w: Weights) -> jax.Array:
+        return glu_up(x, w["w_gate"], w["w_up"], activation="silu", blocks=chosen["glu_up"])
+
+    def vendor_down(dy: jax.Array, w_down: jax.Array, pre: Mapping[str, jax.Array]) -> Any:
+        return shard_math.pre_activation_gradients(dy, pre, {"w_down": w_down}, "silu", ("w_gate", "w_up"))
+
+    def kernel_down(dy: jax.Array, w_down: jax.Array, pre: Mapping[str, jax.Array]) -> Any:
+        return dgated(dy, w_down, pre["gate"], pre["up"], activation="silu", blocks=chosen["dgated"])
+
+    return {
+        "up": {
+            "vendor": Program(lambda x, w: shard_math.hidden(x, w, "silu"), x, w),
+            "auxiliary": Program(auxiliary, x, w),
+            "dual": Program(dual, x, w),
+        },
+        "down": {"vendor": Program(vendor_down, dy, w_down, pre), "dgated": Program(kernel_down, dy, w_down, pre)},
+    }
+
+
 def tune_with(
-    options: TuneOptions, runs: dict[str, tuple[tuple[int, ...], Callable[[Blocks], Any]]], table: Path
+    options: TuneOptions,
+    runs: Mapping[str, tuple[tuple[int, ...], Callable[[Blocks], Any]]],
+    ways: Callable[[Mapping[str, Blocks]], Mapping[str, Mapping[str, Callable[[], Any]]]],
+    table: Path,
 ) -> int:
-    """Times the candidates of these launches and writes any table."""
+    """Times the candidates of these launches, then the ways to make an MLP with the chosen ones, and writes any table."""
     key = {"kernels": "pallas", "architecture": ARCHITECTURE, "dtype": options.dtype}
-    entries = []
-    for op, (shape, run) in runs.items():
-        chosen = best_blocks("pallas", op, run, WallClock(), options.repeats)
-        entries.append({**key, "op": op, "shape": list(shape), "blocks": asdict(chosen)})
+    chosen = {op: best_blocks("pallas", op, run, WallClock(), options.repeats) for op, (_, run) in runs.items()}
+    entries: list[dict[str, Any]] = [
+        {**key, "op": op, "shape": list(shape), "blocks": asdict(chosen[op])} for op, (shape, _) in runs.items()
+    ]
+    parts: dict[str, Any] = {part: fastest(found, WallClock(), options.repeats) for part, found in ways(chosen).items()}
+    print(", ".join(f"{part}: {way}" for part, way in parts.items()))
+    shape = [options.intermediate, options.hidden]
+    entries.append({**key, "op": "paths", "shape": shape, "paths": asdict(Paths(**parts))})
     write_tuned(entries, table)
     print(f"{len(entries)} entries written to {table}; commit it together with a record of `make gpu PART=kernels`")
     return 0

@@ -170,7 +170,7 @@ def gradients(
 
     sums: the sums over the shards before this one (`sum_shape`), to which the gradients of weights and biases are added.
     """
-    h, d = _pre_activation_gradients(dy, pre, w, activation, wanted, kernels)
+    h, d = pre_activation_gradients(dy, pre, w, activation, wanted, kernels)
     out = {}
 
     def add(name: str, rows: jax.Array, d: jax.Array) -> None:
@@ -225,7 +225,7 @@ def _dx(d: Mapping[str, jax.Array], w: Weights, kernels: Kernels | None = None) 
     return (parts[0] + parts[1] if "gate" in d else parts[0]).astype(dtype)
 
 
-def _pre_activation_gradients(
+def pre_activation_gradients(
     dy: jax.Array,
     pre: Mapping[str, jax.Array],
     w: Weights,
@@ -239,7 +239,7 @@ def _pre_activation_gradients(
     if kernels is not None and "gate" in pre and kernels.paths.down == "dgated":
 
         def formula(dy: jax.Array, pre: Mapping[str, jax.Array], w_down: jax.Array) -> Any:
-            return _pre_activation_gradients(dy, pre, {"w_down": w_down}, activation, wanted)
+            return pre_activation_gradients(dy, pre, {"w_down": w_down}, activation, wanted)
 
         return through_kernel(kernel_steps.dgated, formula, kernels, activation=activation)(dy, pre, w["w_down"])
     dh = _dx({"up": dy}, {"up": w["w_down"]}, kernels)
