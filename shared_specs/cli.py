@@ -182,15 +182,17 @@ class BenchOptions:
     device: Literal["cpu", "gpu"] = _option("cpu", help="where; the GPU's workloads are those of `make gpu`")
     workload: str | None = _option(None, metavar="NAME", help="one workload; without it every workload of the op (CPU)")
     repeats: int = _option(7, help="timed runs of each variant, interleaved")
-    minutes: float = _option(4.0, help="on a GPU: begin no workload after so many minutes")
+    minutes: float | None = _option(None, help="on a GPU: begin no workload after so many minutes; without it 4")
     out: str = _option("benchmarks/records", metavar="FOLDER", help="folder the record is written to")
 
     def check(self) -> None:
         """Raise InputError for the first option that is out of range."""
         if self.repeats < 1:
             raise InputError(f"bench: --repeats must be >= 1, got {self.repeats}.")
-        if not self.minutes > 0:
+        if self.minutes is not None and not self.minutes > 0:
             raise InputError(f"bench: --minutes must be > 0, got {self.minutes:g}.")
+        if self.minutes is not None and self.device != "gpu":
+            raise InputError("bench: --minutes must be left out on a cpu, where every workload runs to its end.")
         ops = (*WORKLOADS, "kernels") if self.device == "gpu" else tuple(WORKLOADS)
         if self.op not in ops:
             raise InputError(f"bench: --op must be one of {', '.join(ops)} on a {self.device}, got {self.op}.")

@@ -112,8 +112,9 @@ def mlp_workloads(tokens: tuple[int, ...], shards: tuple[int, ...]) -> list[tupl
 class Deadline:
     """When a part of `make gpu` begins no more workloads: a machine that is lent is taken back at its own hour."""
 
-    def __init__(self, minutes: float) -> None:
-        self.minutes, self.end = minutes, time.monotonic() + 60 * minutes
+    def __init__(self, minutes: float | None) -> None:
+        self.minutes = 4.0 if minutes is None else minutes
+        self.end = time.monotonic() + 60 * self.minutes
 
     def leaves_out(self, workload: object) -> bool:
         """Whether it is over; then says which workload is left out."""

@@ -156,7 +156,16 @@ def test_tune_writes_the_fastest_candidate(tmp_path: Path) -> None:
     assert set(tried) == set(CANDIDATES["pallas"]["dgated"])
 
 
-KERNELS = ("glu_up", "glu_up_auxiliary", "dgated", "linear", "dx", "weight_gradient", "glu", "statistics_and_gradient")
+KERNELS = (
+    "glu_up",
+    "glu_up_auxiliary",
+    "dgated",
+    "linear",
+    "dx",
+    "weight_gradient",
+    "glu_backward",
+    "statistics_and_gradient",
+)
 
 
 def test_tune_compiles_each_candidate_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +184,11 @@ def test_tune_compiles_each_candidate_once(tmp_path: Path, monkeypatch: pytest.M
         monkeypatch.setattr(tuning, name, stand_in(name))
     assert tune_with(SMALL, launches(SMALL), lambda chosen: {}, table) == 0
     of_op = dict(zip(KERNELS, KERNELS, strict=True))
-    of_op |= {"glu_up_auxiliary": "glu_up_aux", "glu": "glu_elementwise", "statistics_and_gradient": "cross_entropy"}
+    of_op |= {
+        "glu_up_auxiliary": "glu_up_aux",
+        "glu_backward": "glu_elementwise",
+        "statistics_and_gradient": "cross_entropy",
+    }
     assert traced == [(name, blocks) for name in KERNELS for blocks in CANDIDATES["pallas"][of_op[name]]]
 
 

@@ -122,6 +122,7 @@ def test_without_a_gpu_it_says_so():
         ({"op": "kernels"}, "bench: --op must be one of mlp, loss on a cpu, got kernels."),
         ({"op": "mlp", "device": "gpu", "workload": "1b-4k"}, "bench: --workload must be left out with --device gpu"),
         ({"op": "mlp", "device": "gpu", "minutes": 0.0}, "bench: --minutes must be > 0, got 0."),
+        ({"op": "mlp", "minutes": 3.0}, "bench: --minutes must be left out on a cpu"),
     ],
 )
 def test_bad_options(given, message):

@@ -14,14 +14,10 @@ from shared_specs.rounding import relative_error
 from tests.adapters import ADAPTERS
 from tests.asserting import assert_within
 from tests.on_torch.counting import LiveBytes, saved_bytes
+from tests.on_torch.tile_checks import HIDDEN, Counting, draw
 from tiled_torch import tile
 
-HIDDEN, TOKENS = 6, 10
-
-
-def draw(*shape: int, grad: bool = True, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_(grad)
+TOKENS = 10
 
 
 def mlp(*between: nn.Module) -> Any:
@@ -114,22 +110,6 @@ def test_autocast_cache_is_neither_read_nor_left_behind():
         results.append(torch.autograd.grad(loss, list(module.parameters())))
     truth = torch.autograd.grad(exact(exact(exact(x.double()))).sum(), list(exact.parameters()))
     assert_as_accurate(results[0], results[1], truth)
-
-
-class Counting(nn.Module):
-    """Writes one buffer in place and replaces another."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(HIDDEN, HIDDEN)
-        self.register_buffer("tokens", torch.zeros(()))
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.tokens += x.shape[0]
-            self.calls = self.calls + 1
-        return self.linear(x)
 
 
 @pytest.mark.parametrize("closure", [False, True])

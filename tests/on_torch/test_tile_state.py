@@ -9,27 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.on_torch.tile_checks import HIDDEN, assert_same, draw, make
+from tests.on_torch.tile_checks import HIDDEN, Counting, assert_same, draw, make
 from tiled_torch import tile, tiled_loss
 
 TOKENS, SHARDS = 10, 5
 Fn = Callable[..., Any]
-
-
-class Counting(nn.Module):
-    """Writes one buffer in place and replaces another."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(HIDDEN, HIDDEN)
-        self.register_buffer("tokens", torch.zeros(()))
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.tokens += x.numel() // HIDDEN
-            self.calls = self.calls + 1
-        return self.linear(x)
 
 
 class Calling:

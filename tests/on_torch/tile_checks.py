@@ -28,6 +28,22 @@ class Many(nn.Module):
         return self.down(h), (h, extra), None
 
 
+class Counting(nn.Module):
+    """Writes one buffer in place and replaces another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(HIDDEN, HIDDEN)
+        self.register_buffer("tokens", torch.zeros(()))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.tokens += x.numel() // HIDDEN
+            self.calls = self.calls + 1
+        return self.linear(x)
+
+
 def parts(result: Any) -> list[Any]:
     return pytree.tree_leaves(result)
 

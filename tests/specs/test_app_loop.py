@@ -14,7 +14,6 @@ import pytest
 from rich.console import Console
 from safetensors.numpy import load_file
 
-from shared_specs.app.budget import Buffers, check_budget
 from shared_specs.app.checkpoint import load_checkpoint
 from shared_specs.app.log import LOG_NAME, read_log, step_records
 from shared_specs.app.loop import MODEL_NAME, PLOT_NAME, finetune
@@ -23,7 +22,7 @@ from shared_specs.app.team import Alone
 from shared_specs.app.weights import read_model
 from shared_specs.cli import FinetuneOptions, InputError
 from tests.fake_trainer import FakeTrainer
-from tests.tiny_model import tiny_config, write_inputs
+from tests.tiny_model import write_inputs
 
 ROOT = Path(__file__).parents[2]
 STEPS = 6
@@ -255,27 +254,6 @@ def test_budget_below_the_shortest_shard_writes_nothing(options, tmp_path):
     with pytest.raises(InputError, match=words):
         run(options(memory_budget=10, resume=True))
     assert contents(tmp_path) == before
-
-
-@pytest.mark.parametrize(
-    ("changes", "buffers", "least"),
-    [
-        ({"dp": 2}, Buffers(), 5 * 64 * 4),
-        # A token of each rank: its logits of half the vocabulary and their copy, two gathered x, three sums of dx.
-        ({"tp": 2}, Buffers(), (2 * 2 * 136 + 2 * 2 * 32 + 3 * 32) * 4),
-        # Tokens that two ranks do not divide are gathered nowhere.
-        ({"tp": 2, "tokens": 31, "batch": 1}, Buffers(), 2 * 136 * 4),
-        # All 64 tokens are fewer than a kernel's block.
-        ({}, Buffers(kernels=True, multiple_of=128), 3 * 64 * 64 * 4),
-        # Columns of padding: logits, x and dx in two widths, the product of dweight, and the head with its padding.
-        ({}, Buffers(compiled=True, logit_columns=lambda entries: entries + 28), (300 + 4 * 32 + 2 * 32 * 300) * 4),
-    ],
-    ids=["replicas", "split", "split layers alone", "kernels", "padding"],
-)
-def test_least_budget_follows_ranks_and_buffers(options, changes, buffers, least):
-    with pytest.raises(InputError, match=f"must be >= {least} bytes"):
-        check_budget(tiny_config(), options(memory_budget=least - 1, **changes), buffers)
-    check_budget(tiny_config(), options(memory_budget=least, **changes), buffers)
 
 
 def test_bad_input_is_no_lost_process(options):

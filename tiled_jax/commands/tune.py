@@ -20,7 +20,7 @@ from tiled_jax.functional.kernel_steps import Weights
 from tiled_jax.kernels.common import ARCHITECTURE
 from tiled_jax.kernels.cross_entropy import Columns, RowSlopes, statistics_and_gradient
 from tiled_jax.kernels.dgated import dgated
-from tiled_jax.kernels.glu_elementwise import glu
+from tiled_jax.kernels.glu_elementwise import glu_backward
 from tiled_jax.kernels.glu_up import glu_up
 from tiled_jax.kernels.glu_up_aux import glu_up_auxiliary
 from tiled_jax.kernels.linear import dx, linear
@@ -70,7 +70,7 @@ def launches(options: TuneOptions, interpret: Any = None) -> dict[str, tuple[tup
         "linear": ((h, i), launch(linear, gate, w_down)),
         "dx": ((h, i), launch(dx, gate, up, w, w)),
         "weight_gradient": ((h, i), launch(weight_gradient, acc, x, gate, in_place=True)),
-        "glu_elementwise": ((i,), launch(glu, gate, up, activation="silu")),
+        "glu_elementwise": ((i,), launch(glu_backward, up, gate, up, activation="silu")),
         "cross_entropy": ((v,), launch(loss, logits, *of_rows, in_place=True)),
     }
 

@@ -107,7 +107,7 @@ def weights_of(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Weight
 
 
 def kernel_runs(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> dict[str, tuple[Runs, float]]:
-    """Question -> (its variants, FLOP): one shard, the vendor's library first. The five ratios that decide the paths."""
+    """Question -> (its variants, FLOP): one shard, PyTorch or the vendor's library first: what decides the paths."""
     t, h, i = sizes.tokens, sizes.hidden, sizes.width
     w = weights_of(sizes, dtype, device)
     x, dy = (draw(t, h, like=dtype, device=device) for _ in range(2))
