@@ -1,5 +1,6 @@
 """`tiled_mlp` through the Pallas kernels: its numbers in JAX's GPU interpreter, its program, and what they cannot do."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -52,8 +53,9 @@ def test_tiled_mlp(case: MLPCase, interpreting: None) -> None:
     assert backends.last_run("tiled_mlp") == "pallas"
 
 
+# Other numbers than above: the adapter computes a case once.
 @pytest.mark.parametrize(
-    "case", [slow_before_0_11(case) for case in (MLP_CASES[0], MLP_CASES[2])], ids=lambda case: case.id
+    "case", [slow_before_0_11(replace(MLP_CASES[i], seed=1)) for i in (0, 2)], ids=lambda case: case.id
 )
 def test_tiled_mlp_with_gate_as_an_input(case: MLPCase, interpreting: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The path that the table calls auxiliary."""
