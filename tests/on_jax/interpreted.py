@@ -1,4 +1,7 @@
-"""Kernels in JAX's GPU interpreter: operands, the float64 truth of what they return, and a clean state between tests."""
+"""Kernels in JAX's GPU interpreter: operands, the float64 truth of what they return, and a clean state between tests.
+
+And what a lowered one says of where its results go.
+"""
 
 import threading
 from collections.abc import Iterator
@@ -97,3 +100,10 @@ def assert_true(found: dict[str, Any], arrays: dict[str, Any], dtype: str, activ
         assert str(value.dtype) == dtype
         allowed = limit(relative_error(plain[name], exact[name]), dtype)
         assert_within(np.asarray(value), exact[name], allowed, f"{activation} {dtype} {name}")
+
+
+def written_over(fn: Any, *shapes: Any) -> int:
+    """How many results of the kernels of a program, compiled and not interpreted, take the place of an operand."""
+    text = jax.jit(fn).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu_v2" in text
+    return text.count("output_operand_alias<")

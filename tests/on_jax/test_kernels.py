@@ -15,7 +15,7 @@ from shared_specs.config import ACTIVATIONS
 from shared_specs.tolerances import FLOOR
 from tests.asserting import assert_within
 from tests.on_jax import untiled
-from tests.on_jax.interpreted import assert_true, operands
+from tests.on_jax.interpreted import assert_true, operands, written_over
 from tiled_jax.functional import shard_math
 from tiled_jax.kernels.activations import activate
 from tiled_jax.kernels.common import interpreter
@@ -190,6 +190,27 @@ def test_lowers_inside_shard_map(op: str, check_vma: bool) -> None:
     sharded = jax.shard_map(fn, mesh=mesh, in_specs=specs, out_specs=P("sequence", "tensor"), check_vma=check_vma)
     with jax.set_mesh(mesh):
         assert_lowers(sharded, shapes)
+
+
+@pytest.mark.parametrize(("op", "results"), [("dgated", 2), ("glu_up_aux", 1), ("glu_up", 0)])
+def test_results_that_take_the_place_of_an_operand(op: str, results: int) -> None:
+    """dgate and dup that of gate and up, h of a gate that is an input that of gate."""
+    fn, shapes = launches(jnp.bfloat16, "silu")[op]
+    assert written_over(fn, *shapes) == results
+
+
+def test_dgated_of_a_batch() -> None:
+    """One launch after the other, each in place: what is there under vmap is what is there without."""
+    arrays = operands(64, H, I, "bfloat16")
+    first = [arrays[name] for name in ("dy", "w_down", "gate", "up")]
+    second = [first[0] * 2, first[1], first[3], first[2]]
+    run = partial(dgated, activation="silu", interpret=interpreter())
+    batch = [jnp.stack(pair) for pair in zip(first, second, strict=True)]
+    batch[1] = first[1]
+    found = jax.vmap(run, (0, None, 0, 0))(*batch)
+    for i, alone in enumerate((run(*first), run(*second))):
+        for a, b in zip(found, alone, strict=True):
+            np.testing.assert_array_equal(np.asarray(a[i]), np.asarray(b))
 
 
 def launches(dtype: Any, activation: str) -> dict[str, tuple[Any, tuple[jax.ShapeDtypeStruct, ...]]]:

@@ -15,6 +15,7 @@ from shared_specs.rounding import DTYPES, relative_error, round_to
 from shared_specs.tolerances import limit
 from tests.asserting import assert_within
 from tests.on_jax import untiled
+from tests.on_jax.interpreted import written_over
 from tiled_jax.kernels.common import interpreter
 from tiled_jax.kernels.glu_elementwise import glu, glu_backward
 
@@ -71,6 +72,17 @@ def test_glu_lowers_for_cuda(activation: str, dtype: Any) -> None:
     a = jax.ShapeDtypeStruct((100, LLAMA_3_8B), dtype)
     for fn, operands in ((glu, (a, a)), (glu, (None, a)), (glu_backward, (a, a, a)), (glu_backward, (a, None, a))):
         assert "mosaic_gpu_v2" in lowered(partial(fn, activation=activation), *operands)
+
+
+def test_results_take_the_place_of_operands() -> None:
+    a = jax.ShapeDtypeStruct((100, LLAMA_3_8B), jnp.bfloat16)
+    for fn, shapes, results in (
+        (glu, (a, a), 1),
+        (glu, (None, a), 1),
+        (glu_backward, (a, a, a), 3),
+        (glu_backward, (a, None, a), 2),
+    ):
+        assert written_over(partial(fn, activation="silu"), *shapes) == results
 
 
 @pytest.mark.parametrize("blocks", CANDIDATES["pallas"]["glu_elementwise"][1:], ids=str)

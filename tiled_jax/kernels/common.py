@@ -128,16 +128,51 @@ def launch_persistent(
     count: int,
     blocks: Blocks,
     interpret: Any,
+    over: Sequence[int] = (),
 ) -> Any:
-    """Results of these shapes, of a kernel that goes through `count` blocks by `for_each_block`, from its operands."""
-    return launch(
+    """`launch_over` of results of these shapes, of a kernel that goes through `count` blocks by `for_each_block`."""
+    return launch_over(
         body,
+        operands,
         [shaped_like(shape, dtype, *operands) for shape in shapes],
+        over=over,
         name=name,
         grid=persistent_grid(count, interpret),
         warpgroups=blocks.warps // 4 + 1,
         interpret=interpret,
-    )(*operands)
+    )
+
+
+def launch_over(
+    body: Any, operands: Sequence[jax.Array], out: Sequence[Any], *, over: Sequence[int], interpret: Any, **options: Any
+) -> tuple[jax.Array, ...]:
+    """What `body(*operands, *results)` writes, the first results in place of the operands that `over` counts off.
+
+    Where no ref can be taken of the operands (`takes_ref`) all results are new. An operand that somebody else still
+    needs is copied by XLA. Under `vmap` an in-place kernel runs once after the other.
+    """
+    if not over or not takes_ref(interpret, *operands):
+        return launch(body, out, interpret=interpret, **options)(*operands)
+    fresh = out[len(over) :]
+
+    def written_over(*refs: Any) -> None:
+        body(*refs[: len(operands)], *(refs[i] for i in over), *refs[len(operands) :])
+
+    call = launch_in_place(written_over, fresh, interpret=interpret, **options)
+
+    @jax.custom_batching.sequential_vmap
+    def in_place(*operands: jax.Array) -> tuple[jax.Array, ...]:
+        def run(state: Any) -> None:
+            refs = dict(enumerate(operands)) | dict(zip(over, state[0], strict=True))
+            for ref, value in zip(state[1], call(*(refs[i] for i in range(len(operands)))), strict=True):
+                ref[...] = value
+
+        # The zeros are never written: the whole of them is replaced.
+        owned = tuple(operands[i] for i in over), tuple(zeros(result) for result in fresh)
+        written, made = pl.run_state(run)(owned)
+        return *written, *made
+
+    return in_place(*operands)
 
 
 def launch_in_place(

@@ -41,7 +41,7 @@ def dgated(
     blocks: Blocks | None = None,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(dgate, dup, h), each [t, I], of one shard.
+    """(dgate, dup, h), each [t, I], of one shard: dgate in place of gate, and dup of up.
 
     With dh = dy w_down^T: dgate = dh * up * act'(gate), dup = dh * act(gate), h = act(gate) * up, which the gradient of
     w_down needs. dh itself is never stored.
@@ -49,7 +49,9 @@ def dgated(
     Args:
         dy: [t, H], bfloat16 | float16; any t >= 1 (padded to whole blocks here).
         w_down: [I, H], dtype of dy. H a multiple of blocks.depth, I of blocks.columns.
-        gate, up: [t, I], dtype of dy: the pre-activations.
+        gate, up: [t, I], dtype of dy: the pre-activations. Their memory becomes that of dgate and dup where t is whole
+            blocks and the caller has no other use for them (not inside `shard_map` with check_vma=True on jax 0.11,
+            which lets no kernel write to what varies over devices).
         activation: one of shared_specs.ACTIVATIONS.
         blocks: None takes those of shared_specs.blocks.
         interpret: parameters of the interpreter (`common.interpreter`), or None to compile for the device.
@@ -139,6 +141,7 @@ def dgated(
         (dy, weight, gate, up),
         [(block_rows * rows, I)] * 3,
         dtype,
+        over=(2, 3),
         name="dgated",
         count=block_rows * block_columns,
         blocks=blocks,

@@ -1,4 +1,4 @@
-"""The activation of an MLP, gated or plain, forward and backward, on pre-activations that a product has stored.
+"""The activation of an MLP, gated or plain, forward and backward, in place of pre-activations that a product has stored.
 
 One pass over memory: a program of 128 threads takes one run of elements, 16 bytes a thread and array, and keeps it in
 registers. For shapes whose products are faster in the vendor's library than in `glu_up` and `dgated`.
@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 
 from shared_specs.blocks import Blocks
 from tiled_jax.kernels.activations import activate
-from tiled_jax.kernels.common import default_blocks, launch, shaped_like
+from tiled_jax.kernels.common import default_blocks, launch_over, shaped_like
 
 _GRID_AXIS = "run"
 
@@ -81,7 +81,7 @@ def _launch(
     blocks: Blocks | None,
     interpret: Any,
 ) -> Any:
-    """`formula` of float32 values, element by element."""
+    """`formula` of float32 values, element by element; its results take the place of as many operands."""
     (t, I), dtype = operands[0].shape, operands[0].dtype  # noqa: E741
     run = (blocks or default_blocks("glu_elementwise", dtype, (I,))).columns
     whole = run // gcd(run, I)  # tokens that fill runs exactly
@@ -95,5 +95,6 @@ def _launch(
             ref[span] = value.astype(dtype)
 
     out = [shaped_like((rows * I,), dtype, *operands) for _ in range(results)]
-    found = launch(kernel, out, name=name, grid={_GRID_AXIS: rows * I // run}, interpret=interpret)(*flat)
+    grid = {_GRID_AXIS: rows * I // run}
+    found = launch_over(kernel, flat, out, over=range(results), name=name, grid=grid, interpret=interpret)
     return tuple(result.reshape(rows, I)[:t] for result in found)

@@ -40,12 +40,12 @@ def glu_up_auxiliary(
     blocks: Blocks | None = None,
     interpret: Any = None,
 ) -> jax.Array:
-    """h = act(gate) * (x w_up + b_up), [t, I], of one shard.
+    """h = act(gate) * (x w_up + b_up), [t, I], of one shard, in place of gate.
 
     Args:
         x: [t, H], bfloat16 | float16; any t >= 1 (padded to whole blocks here).
         w_up: [H, I], dtype of x. H a multiple of blocks.depth, I of blocks.columns.
-        gate: [t, I], dtype of x: the pre-activation, bias and all.
+        gate: [t, I], dtype of x: the pre-activation, bias and all. Its memory becomes that of h as in `dgated`.
         b_up: [I], dtype of x, or None.
         activation: one of shared_specs.ACTIVATIONS.
         blocks: None takes those of shared_specs.blocks.
@@ -138,6 +138,7 @@ def glu_up_auxiliary(
         (x, w_up, gate, *biases),
         [(block_rows * rows, I)],
         dtype,
+        over=(2,),
         name="glu_up_aux",
         count=block_rows * block_columns,
         blocks=blocks,

@@ -22,14 +22,11 @@ from tiled_jax.kernels.common import (
     block_spec,
     default_blocks,
     for_each_block,
-    launch_in_place,
     launch_persistent,
     narrowed,
-    persistent_grid,
     pipeline,
     supports_transposed_reads,
     swizzled,
-    takes_ref,
 )
 
 
@@ -62,8 +59,7 @@ def weight_gradient(
     as_stored = supports_transposed_reads(interpret)
     a = a if as_stored else a.T
 
-    def kernel(acc_gmem: Any, a_gmem: Any, b_gmem: Any, *result_gmem: Any) -> None:
-        (sum_gmem,) = result_gmem or (acc_gmem,)
+    def kernel(acc_gmem: Any, a_gmem: Any, b_gmem: Any, sum_gmem: Any) -> None:
         warpgroup = lax.axis_index(WARPGROUP_AXIS)
         own_rows = pl.ds(warpgroup * own, own)
 
@@ -110,16 +106,14 @@ def weight_gradient(
             collective_axes=WARPGROUP_AXIS,
         )
 
-    count = block_rows * block_columns
-    options: dict[str, Any] = {"name": "weight_gradient", "interpret": interpret}
-    if not takes_ref(interpret, acc, a, b):
-        found = launch_persistent(kernel, (acc, a, b), [(M, N)], jnp.float32, count=count, blocks=blocks, **options)
-        return found[0]
-    grid = persistent_grid(count, interpret)
-    call = launch_in_place(kernel, (), grid=grid, warpgroups=warpgroups + 1, **options)
-
-    @jax.custom_batching.sequential_vmap
-    def in_place(acc: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
-        return pl.run_state(lambda ref: call(ref, a, b))(acc)
-
-    return in_place(acc, a, b)
+    return launch_persistent(
+        kernel,
+        (acc, a, b),
+        [(M, N)],
+        jnp.float32,
+        name="weight_gradient",
+        count=block_rows * block_columns,
+        blocks=blocks,
+        interpret=interpret,
+        over=(0,),
+    )[0]
