@@ -9,18 +9,21 @@ from shared_specs.app.bench import Clock, interleave
 from shared_specs.blocks import CANDIDATES, Blocks, Kernels
 
 
-def best_blocks(kernels: Kernels, op: str, run: Callable[[Blocks], Any], clock: Clock, repeats: int) -> Blocks:
-    """The fastest candidate of those that compile; `run` makes one launch with these blocks."""
+def best_blocks(
+    kernels: Kernels, op: str, with_blocks: Callable[[Blocks], Callable[[], Any]], clock: Clock, repeats: int
+) -> Blocks:
+    """The fastest candidate of those that compile; `with_blocks` returns what launches with these blocks."""
     runs: dict[str, Callable[[], Any]] = {}
     found: dict[str, Blocks] = {}
     for candidate in CANDIDATES[kernels][op]:
         name = ", ".join(f"{field} {value}" for field, value in asdict(candidate).items())
+        run = with_blocks(candidate)
         try:
-            run(candidate)
+            run()
         except Exception as error:  # more shared memory than there is
             print(f"{op}: {name}: left out: {type(error).__name__}: {str(error)[:120]}")
             continue
-        runs[name], found[name] = lambda candidate=candidate: run(candidate), candidate
+        runs[name], found[name] = run, candidate
     if not runs:
         raise RuntimeError(f"tune: no candidate of {op} runs")
     chosen = fastest(runs, clock, repeats)

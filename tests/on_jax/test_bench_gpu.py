@@ -26,8 +26,10 @@ from tiled_jax.commands.bench_gpu import (
     WallClock,
     draw,
     logits_runs,
+    loss_runs,
     mlp_runs,
     predicted_bytes,
+    predicted_loss_bytes,
     run_part,
 )
 from tiled_jax.commands.tune import launches, tune, tune_with, ways
@@ -60,6 +62,8 @@ def test_every_part_writes_records(op: str, tmp_path: Path) -> None:
         products = {"up", "down", "linear", "dx", "weight_gradient"}
         assert questions == products | {"glu", "glu_backward", "cross_entropy"}
         assert {line["question"] for line in ran if line["tflops"] is not None} == products
+    if op == "loss":
+        assert all((line["predicted_bytes"] is not None) == (line["variant"] != "plain") for line in ran)
     if op == "mlp":
         found = [(record["shape"]["tokens"], record["shard_tokens"]) for record in records]
         assert sorted(found) == [(40, 16), (48, 8), (48, 16), (48, 32), (56, 16)]
@@ -114,12 +118,43 @@ def test_the_tiled_variants_keep_to_the_prediction() -> None:
     assert predicted["tiled-xla"] / 2 < found <= predicted["tiled-xla"] < plain
 
 
-def test_in_place_the_first_result_is_the_next_argument() -> None:
-    start, step = jnp.zeros(3), jnp.ones(3)
-    run = Program(jnp.add, start, step, in_place=True)
-    for total in (1, 2, 3):
-        np.testing.assert_array_equal(np.asarray(run()), np.full(3, total))
-    assert not start.is_deleted()
+def test_the_tiled_losses_keep_to_the_prediction() -> None:
+    runs, _ = loss_runs(512, 64, 1000, (64, 128), jnp.float32)
+    predicted = predicted_loss_bytes(512, 64, 1000, (64, 128), jnp.float32)
+    assert predicted.keys() == runs.keys() - {"plain"}
+    for name in ("plain", "tiled-xla-64", "tiled-xla-128"):
+        runs[name]()
+        if name != "plain":
+            assert predicted[name] / 2 < runs[name].temp_bytes <= predicted[name] < runs["plain"].temp_bytes
+
+
+def test_every_launch_has_copies_of_what_it_writes_over() -> None:
+    """So that what is timed is never the result of the launch before, and nothing is copied under the clock."""
+    gate, up = jnp.full(3, 2.0), jnp.ones(3)
+    run = Program(lambda gate, up: gate * up + 1, gate, up, over=(0,), launches=3)
+    assert run.seconds() > 0
+    for _ in range(2):
+        np.testing.assert_array_equal(np.asarray(run()), np.full(3, 3.0))
+    assert not gate.is_deleted()
+
+
+def test_launches_are_timed_one_behind_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock runs once for all of them, and the copies are there before."""
+    events = []
+
+    def host_seconds(run: Any) -> float:
+        events.append("start")
+        run()
+        events.append("end")
+        return 6.0
+
+    monkeypatch.setattr("tiled_jax.commands.bench_gpu.host_seconds", host_seconds)
+    copy = jnp.copy
+    monkeypatch.setattr(jnp, "copy", lambda a: (events.append("copy"), copy(a))[1])
+    x = jnp.ones(3)
+    run = Program(jnp.negative, x, over=(0,), launches=3)
+    run()
+    assert (WallClock().seconds(run), events) == (2.0, ["copy", *["copy"] * 3, "start", "end"])
 
 
 def test_the_gradient_of_logits_takes_their_place() -> None:
@@ -135,10 +170,13 @@ def test_tune_writes_the_fastest_candidate(tmp_path: Path) -> None:
     table, tried = tmp_path / "blocks.json", []
     table.write_text("[]")
 
-    def run(blocks: Blocks) -> None:
-        tried.append(blocks)
-        if blocks.stages == 4:
-            raise RuntimeError("more shared memory than there is")
+    def with_blocks(blocks: Blocks) -> Any:
+        def run() -> None:
+            tried.append(blocks)
+            if blocks.stages == 4:
+                raise RuntimeError("more shared memory than there is")
+
+        return run
 
     def either(chosen: Any) -> Any:
         """ "dual" and "vendor" are the faster ones; what they run with is what has been chosen."""
@@ -147,7 +185,7 @@ def test_tune_writes_the_fastest_candidate(tmp_path: Path) -> None:
         return {"up": {"vendor": slow, "dual": fast}, "down": {"vendor": fast, "dgated": slow}}
 
     options = TuneOptions(repeats=1)
-    assert tune_with(options, {"dgated": ((14336, 4096), run)}, either, table) == 0
+    assert tune_with(options, {"dgated": ((14336, 4096), with_blocks)}, either, table) == 0
     entry, paths = json.loads(table.read_text())
     assert (paths["op"], paths["shape"]) == ("paths", [14336, 4096])
     assert (paths["paths"]["up"], paths["paths"]["down"]) == ("dual", "vendor")
@@ -195,7 +233,7 @@ def test_tune_compiles_each_candidate_once(tmp_path: Path, monkeypatch: pytest.M
 def test_tune_writes_blocks_of_every_op(tmp_path: Path) -> None:
     table = tmp_path / "blocks.json"
     table.write_text("[]")
-    runs = {op: (shape, lambda blocks: None) for op, (shape, _) in launches(SMALL).items()}
+    runs = {op: (shape, lambda blocks: lambda: None) for op, (shape, _) in launches(SMALL).items()}
     assert tune_with(SMALL, runs, lambda chosen: {}, table) == 0
     entries = json.loads(table.read_text())
     assert {entry["op"] for entry in entries} == {*CANDIDATES["pallas"], "paths"}

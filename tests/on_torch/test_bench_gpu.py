@@ -46,6 +46,9 @@ def test_every_part_writes_records(op: str, tmp_path: Path) -> None:
     assert {line["variant"] for line in lines} >= PEERS[op]
     for line in lines:  # compiled forms and peers may be missing here, with their reason; ours may not
         assert "median_seconds" in line or (line["left_out"] and not line["variant"].startswith("tiled"))
+    if op == "loss":
+        tiled = {line["variant"] for line in lines if line["variant"].startswith("tiled")}
+        assert all(record["predicted_bytes"].keys() == tiled for record in records)
     assert all(record["gpu"] == {"name": "cpu"} and record["shape"]["hidden"] == 16 for record in records)
 
 
@@ -119,10 +122,22 @@ def test_without_a_gpu_it_says_so():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"op": "kernels"}, "bench: --op must be one of mlp, loss on a cpu, got kernels."),
+        ({"op": "kernels"}, "bench: --op must be one of mlp, loss, accuracy on a cpu, got kernels."),
         ({"op": "mlp", "device": "gpu", "workload": "1b-4k"}, "bench: --workload must be left out with --device gpu"),
         ({"op": "mlp", "device": "gpu", "minutes": 0.0}, "bench: --minutes must be > 0, got 0."),
         ({"op": "mlp", "minutes": 3.0}, "bench: --minutes must be left out on a cpu"),
+        (
+            {"op": "accuracy", "device": "gpu"},
+            "bench: --op must be one of mlp, loss, kernels on a gpu, got accuracy.",
+        ),
+        (
+            {"op": "accuracy", "workload": "1b-4k"},
+            "bench: --workload must be one of smollm2-135m-256-shards, got 1b-4k.",
+        ),
+        (
+            {"op": "accuracy", "repeats": 3},
+            "bench: --repeats must be left out with --op accuracy, which times nothing.",
+        ),
     ],
 )
 def test_bad_options(given, message):

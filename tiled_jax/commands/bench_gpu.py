@@ -5,7 +5,7 @@ and a variant that cannot run is a line with the reason.
 """
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from shared_specs.app.bench import Deadline, host_seconds, measured, mlp_workloa
 from shared_specs.cli import BenchOptions, InputError
 from shared_specs.config import LossOptions, Tiling
 from shared_specs.records import make_record, write_record
+from shared_specs.shards import ShardPlan
 from tiled_jax import backends, tiled_linear_cross_entropy, tiled_mlp
 from tiled_jax.commands.bench_loss import losses as plain_losses
 from tiled_jax.functional.kernel_loss_steps import KernelLossSteps
@@ -37,28 +38,40 @@ PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "flax", "
 WIDTHS = {"8b": (4096, 14336), "70b": (8192, 28672)}
 TOKENS = (8192, 32768, 131072)
 VOCAB = 128256
+# Of one kernel: about ten milliseconds.
+LAUNCHES = 8
 
 
 class Program:
     """A run of a jitted function that waits for the results; compiled when it runs first, so that a refusal is its own.
 
-    It keeps what is compiled, which JAX's caches may then forget. in_place: the first argument is a copy that every run
-    hands to the next one with the first result in it, as the loop over shards does.
+    It keeps what is compiled, which JAX's caches may then forget.
+
+    over: the arguments whose memory results take, as in the loop over shards. Every launch gets copies of its own.
+    launches: how many are timed one behind the other, so that the device does not wait for the host in between.
     """
 
-    def __init__(self, fn: Callable[..., Any], *arguments: Any, in_place: bool = False) -> None:
-        self._jitted = jax.jit(fn, donate_argnums=0 if in_place else ())
+    def __init__(self, fn: Callable[..., Any], *arguments: Any, over: Sequence[int] = (), launches: int = 1) -> None:
+        self._jitted = jax.jit(fn, donate_argnums=tuple(over))
         self._compiled: Any = None
-        self._in_place = in_place
-        self._arguments = (jnp.copy(arguments[0]), *arguments[1:]) if in_place else arguments
+        self._arguments, self._over, self._launches = arguments, over, launches
 
     def __call__(self) -> Any:
         if self._compiled is None:
             self._compiled = self._jitted.lower(*self._arguments).compile()
-        results = jax.block_until_ready(self._compiled(*self._arguments))
-        if self._in_place:
-            self._arguments = (jax.tree.leaves(results)[0], *self._arguments[1:])
-        return results
+        return jax.block_until_ready(self._compiled(*self._own()))
+
+    def seconds(self) -> float:
+        """Of one launch; the copies are made before the clock starts."""
+        if self._compiled is None:
+            self()
+        own = jax.block_until_ready([self._own() for _ in range(self._launches)])
+        return host_seconds(lambda: jax.block_until_ready([self._compiled(*arguments) for arguments in own][-1])) / len(
+            own
+        )
+
+    def _own(self) -> list[Any]:
+        return [jnp.copy(a) if i in self._over else a for i, a in enumerate(self._arguments)]
 
     @property
     def temp_bytes(self) -> int | None:
@@ -71,10 +84,10 @@ Runs = dict[str, Program]
 
 
 class WallClock:
-    """Seconds of a run that waits for its results; no peak: what a compiled program uses is `temp_bytes` of its line."""
+    """Seconds of a launch by the host's clock; no peak: what a compiled program uses is `temp_bytes` of its line."""
 
     def seconds(self, run: Callable[[], object]) -> float:
-        return host_seconds(run)
+        return run.seconds() if isinstance(run, Program) else host_seconds(run)
 
     def peak(self, run: Callable[[], object]) -> int | None:
         run()
@@ -138,21 +151,19 @@ def kernel_runs(t: int, h: int, i: int, dtype: Any) -> dict[str, tuple[Runs, flo
 
     ups = _pair(xla_up, partial(glu_up, **silu), x, w_gate, w_up)
     return {
-        "up": ({**ups, "pallas-auxiliary": Program(auxiliary, x, w_gate, w_up)}, 2 * thi),
-        "glu": (_pair(xla_glu, partial(glu, **silu), gate, up), 0.0),
-        "glu_backward": (_pair(xla_glu_backward, partial(glu_backward, **silu), dh, gate, up), 0.0),
-        "down": (_pair(xla_down, partial(dgated, **silu), dy, w_down, gate, up), thi),
+        "up": ({**ups, "pallas-auxiliary": Program(auxiliary, x, w_gate, w_up, launches=LAUNCHES)}, 2 * thi),
+        "glu": (_pair(xla_glu, partial(glu, **silu), gate, up, over=(0,)), 0.0),
+        "glu_backward": (_pair(xla_glu_backward, partial(glu_backward, **silu), dh, gate, up, over=(0, 1, 2)), 0.0),
+        "down": (_pair(xla_down, partial(dgated, **silu), dy, w_down, gate, up, over=(2, 3)), thi),
         "linear": (_pair(jnp.matmul, linear, gate, w_down), thi),
         "dx": (_pair(xla_dx, dx, gate, up, w_gate, w_up), 2 * thi),
-        "weight_gradient": (_pair(xla_sum, weight_gradient, acc, x, gate, in_place=True), thi),
+        "weight_gradient": (_pair(xla_sum, weight_gradient, acc, x, gate, over=(0,)), thi),
     }
 
 
-def _pair(xla: Callable[..., Any], pallas: Callable[..., Any], *operands: jax.Array, in_place: bool = False) -> Runs:
-    return {
-        "xla": Program(xla, *operands, in_place=in_place),
-        "pallas": Program(pallas, *operands, in_place=in_place),
-    }
+def _pair(xla: Callable[..., Any], pallas: Callable[..., Any], *operands: jax.Array, over: Sequence[int] = ()) -> Runs:
+    ways = {"xla": xla, "pallas": pallas}
+    return {name: Program(fn, *operands, over=over, launches=LAUNCHES) for name, fn in ways.items()}
 
 
 def logits_runs(rows: int, vocab: int, dtype: Any) -> Runs:
@@ -166,7 +177,7 @@ def logits_runs(rows: int, vocab: int, dtype: Any) -> Runs:
         found, dlogits = steps.statistics_and_gradient(rules, logits, part, labels, vocab)
         return dlogits, found
 
-    return _pair(partial(run, XLA), partial(run, KernelLossSteps(interpret=False)), logits, targets, in_place=True)
+    return _pair(partial(run, XLA), partial(run, KernelLossSteps(interpret=False)), logits, targets, over=(0,))
 
 
 def mlp_runs(tokens: int, h: int, i: int, shard: int, dtype: Any) -> tuple[Runs, dict[str, float]]:
@@ -231,6 +242,17 @@ def loss_runs(tokens: int, h: int, v: int, shards: tuple[int, ...], dtype: Any) 
     return runs, dict.fromkeys(runs, 6.0 * tokens * h * v)
 
 
+def predicted_loss_bytes(tokens: int, h: int, v: int, shards: tuple[int, ...], dtype: Any) -> dict[str, int]:
+    """What the formula says of the `temp_bytes` of the tiled losses: an upper bound."""
+    size, device = jnp.dtype(dtype).itemsize, backends.device_kind()
+    shape = costs.LossShape(tokens=tokens, hidden=h, vocab=v, itemsize=size, weight_itemsize=size)
+    return {
+        f"tiled-{backend}-{shard}": costs.compiled_loss_peak_bytes(shape, ShardPlan(tokens, shard), device=device)
+        for shard in shards
+        for backend in ("xla", "pallas")
+    }
+
+
 def bench_gpu(options: BenchOptions) -> int:
     """One part of `make gpu`: kernels, mlp or loss."""
     if jax.default_backend() != "gpu":
@@ -285,5 +307,6 @@ def run_part(
                 record(f"{name}-{total}-{shard}", (total, h, i), lines, shard_tokens=shard)
         elif not deadline.leaves_out(name):
             runs, flop = loss_runs(tokens[1], h, vocab, shards, dtype)
-            record(name, (tokens[1], h, vocab), lines_of(runs, flop, {}))
+            predicted = predicted_loss_bytes(tokens[1], h, vocab, shards, dtype)
+            record(name, (tokens[1], h, vocab), lines_of(runs, flop, predicted))
     return 0

@@ -1,8 +1,8 @@
 """`python -m tiled_jax tune`: measures the Pallas kernels' block sizes for one model's widths and writes them to the table."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from shared_specs.blocks import TUNED, Blocks, Paths, write_tuned
 from shared_specs.cli import InputError, TuneOptions
 from shared_specs.config import LossOptions
 from tiled_jax import backends
-from tiled_jax.commands.bench_gpu import Program, WallClock, draw
+from tiled_jax.commands.bench_gpu import LAUNCHES, Program, WallClock, draw
 from tiled_jax.functional import shard_math
 from tiled_jax.functional.kernel_steps import Weights
 from tiled_jax.kernels.common import ARCHITECTURE
@@ -37,8 +37,11 @@ def tune(options: TuneOptions) -> int:
     return tune_with(options, launches(options), partial(ways, options), Path(TUNED))
 
 
-def launches(options: TuneOptions, interpret: Any = None) -> dict[str, tuple[tuple[int, ...], Callable[[Blocks], Any]]]:
-    """Op -> (what its blocks are looked up by, one launch on random data of its own)."""
+Launches = dict[str, tuple[tuple[int, ...], Callable[[Blocks], Callable[[], Any]]]]
+
+
+def launches(options: TuneOptions, interpret: Any = None) -> Launches:
+    """Op -> (what its blocks are looked up by, what makes its launch on random data from blocks)."""
     t, h, i, v, dtype = options.tokens, options.hidden, options.intermediate, options.vocab, jnp.dtype(options.dtype)
     x, w, w_down = draw(0, t, h, dtype=dtype), draw(1, h, i, dtype=dtype), draw(2, i, h, dtype=dtype)
     gate, up = draw(3, t, i, dtype=dtype), draw(4, t, i, dtype=dtype)
@@ -48,16 +51,13 @@ def launches(options: TuneOptions, interpret: Any = None) -> dict[str, tuple[tup
     of_rows: Any = Columns(jnp.zeros(rows, jnp.int32)), RowSlopes(ones, ones)
 
     def launch(
-        kernel: Callable[..., Any], *operands: Any, in_place: bool = False, **static: Any
-    ) -> Callable[[Blocks], Any]:
-        """One program for each candidate, compiled by its first launch: those that are timed compile nothing."""
-
-        @cache
+        kernel: Callable[..., Any], *operands: Any, over: Sequence[int] = (), **static: Any
+    ) -> Callable[[Blocks], Program]:
         def program(blocks: Blocks) -> Program:
             fn = partial(kernel, blocks=blocks, interpret=interpret, **static)
-            return Program(fn, *operands, in_place=in_place)
+            return Program(fn, *operands, over=over, launches=LAUNCHES)
 
-        return lambda blocks: program(blocks)()
+        return program
 
     def loss(logits: jax.Array, *of_rows: Any, **static: Any) -> Any:
         found, dlogits = statistics_and_gradient(logits, *of_rows, options=LossOptions(), **static)
@@ -65,13 +65,13 @@ def launches(options: TuneOptions, interpret: Any = None) -> dict[str, tuple[tup
 
     return {
         "glu_up": ((i, h), launch(glu_up, x, w, w, activation="silu")),
-        "glu_up_aux": ((i, h), launch(glu_up_auxiliary, x, w, gate, activation="silu")),
-        "dgated": ((i, h), launch(dgated, x, w_down, gate, up, activation="silu")),
+        "glu_up_aux": ((i, h), launch(glu_up_auxiliary, x, w, gate, over=(2,), activation="silu")),
+        "dgated": ((i, h), launch(dgated, x, w_down, gate, up, over=(2, 3), activation="silu")),
         "linear": ((h, i), launch(linear, gate, w_down)),
         "dx": ((h, i), launch(dx, gate, up, w, w)),
-        "weight_gradient": ((h, i), launch(weight_gradient, acc, x, gate, in_place=True)),
-        "glu_elementwise": ((i,), launch(glu_backward, up, gate, up, activation="silu")),
-        "cross_entropy": ((v,), launch(loss, logits, *of_rows, in_place=True)),
+        "weight_gradient": ((h, i), launch(weight_gradient, acc, x, gate, over=(0,))),
+        "glu_elementwise": ((i,), launch(glu_backward, up, gate, up, over=(0, 1, 2), activation="silu")),
+        "cross_entropy": ((v,), launch(loss, logits, *of_rows, over=(0,))),
     }
 
 
@@ -89,25 +89,31 @@ def ways(options: TuneOptions, chosen: Mapping[str, Blocks]) -> dict[str, dict[s
     def dual(x: jax.Array, w: Weights) -> jax.Array:
         return glu_up(x, w["w_gate"], w["w_up"], activation="silu", blocks=chosen["glu_up"])
 
-    def vendor_down(dy: jax.Array, w_down: jax.Array, pre: Mapping[str, jax.Array]) -> Any:
+    def vendor_down(dy: jax.Array, w_down: jax.Array, gate: jax.Array, up: jax.Array) -> Any:
+        pre = {"gate": gate, "up": up}
         return shard_math.pre_activation_gradients(dy, pre, {"w_down": w_down}, "silu", ("w_gate", "w_up"))
 
-    def kernel_down(dy: jax.Array, w_down: jax.Array, pre: Mapping[str, jax.Array]) -> Any:
-        return dgated(dy, w_down, pre["gate"], pre["up"], activation="silu", blocks=chosen["dgated"])
+    def kernel_down(dy: jax.Array, w_down: jax.Array, gate: jax.Array, up: jax.Array) -> Any:
+        return dgated(dy, w_down, gate, up, activation="silu", blocks=chosen["dgated"])
+
+    program = partial(Program, launches=LAUNCHES)
 
     return {
         "up": {
-            "vendor": Program(lambda x, w: shard_math.hidden(x, w, "silu"), x, w),
-            "auxiliary": Program(auxiliary, x, w),
-            "dual": Program(dual, x, w),
+            "vendor": program(lambda x, w: shard_math.hidden(x, w, "silu"), x, w),
+            "auxiliary": program(auxiliary, x, w),
+            "dual": program(dual, x, w),
         },
-        "down": {"vendor": Program(vendor_down, dy, w_down, pre), "dgated": Program(kernel_down, dy, w_down, pre)},
+        "down": {
+            name: program(fn, dy, w_down, pre["gate"], pre["up"], over=(2, 3))
+            for name, fn in {"vendor": vendor_down, "dgated": kernel_down}.items()
+        },
     }
 
 
 def tune_with(
     options: TuneOptions,
-    runs: Mapping[str, tuple[tuple[int, ...], Callable[[Blocks], Any]]],
+    runs: Mapping[str, tuple[tuple[int, ...], Callable[[Blocks], Callable[[], Any]]]],
     ways: Callable[[Mapping[str, Blocks]], Mapping[str, Mapping[str, Callable[[], Any]]]],
     table: Path,
 ) -> int:

@@ -21,6 +21,7 @@ from shared_specs.blocks import DETERMINISTIC, Paths
 from shared_specs.cli import BenchOptions, InputError
 from shared_specs.config import LossOptions, Tiling
 from shared_specs.records import make_record, write_record
+from shared_specs.shards import ShardPlan
 from tiled_torch import tiled_linear_cross_entropy, tiled_mlp
 from tiled_torch.commands.peers import PlainMLP, liger_loss, peer_variants, quack_loss, quack_mlp
 from tiled_torch.functional.activations import combine_, combine_backward
@@ -336,7 +337,8 @@ def run_part(
             if deadline.leaves_out(sizes):
                 continue
             runs, flop = loss_runs(sizes, dtype, device, shards, peers=True)
-            record(sizes, measured(runs, options.repeats, clock, flop))
+            predicted = predicted_loss_bytes(sizes, dtype, device, shards)
+            record(sizes, measured(runs, options.repeats, clock, flop), predicted_bytes=predicted)
     return 0
 
 
@@ -349,6 +351,21 @@ def predicted_bytes(sizes: Sizes, dtype: torch.dtype, device: torch.device, shar
     working = costs.peak_bytes(shape, plan, device="cpu" if device.type == "cpu" else "gpu", kernels=True)
     kept = {"tiled": 0.0, "tiled-keep-1": 1.0}
     return {name: results + working + costs.saved_bytes(shape, plan, keep=keep) for name, keep in kept.items()}
+
+
+def predicted_loss_bytes(
+    sizes: Sizes, dtype: torch.dtype, device: torch.device, shards: tuple[int, ...]
+) -> dict[str, int]:
+    """What the formula says of the `peak_bytes` of the tiled losses: beyond x, the weight and targets."""
+    t, h, v = sizes.tokens, sizes.hidden, sizes.width
+    shape = costs.LossShape(tokens=t, hidden=h, vocab=v, itemsize=dtype.itemsize, weight_itemsize=dtype.itemsize)
+    kind, gradients = "cpu" if device.type == "cpu" else "gpu", (t * h + v * h) * dtype.itemsize
+    return {
+        f"tiled-{shard}-{backend}": gradients
+        + costs.loss_peak_bytes(shape, ShardPlan(t, shard), device=kind, kernels=backend == "triton")
+        for shard in shards
+        for backend in ("triton", "eager")
+    }
 
 
 def _gpu(device: torch.device) -> dict[str, Any]:

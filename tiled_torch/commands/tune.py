@@ -78,9 +78,12 @@ def tune_on(options: TuneOptions, device: torch.device, table: Path) -> int:
     return 0
 
 
-def _trying(op: str, run: Callable[[], Any]) -> Callable[[Blocks], None]:
-    def with_blocks(blocks: Blocks) -> None:
-        launch.trying[op] = blocks
-        run()
+def _trying(op: str, run: Callable[[], Any]) -> Callable[[Blocks], Callable[[], None]]:
+    def with_blocks(blocks: Blocks) -> Callable[[], None]:
+        def launch_with_them() -> None:
+            launch.trying[op] = blocks
+            run()
+
+        return launch_with_them
 
     return with_blocks
