@@ -120,9 +120,12 @@ types: $(ENV) ## pyright, where it can run
 .PHONY: bench-env
 bench-env: $(BENCH_ENV) ## add the libraries measured against to .venv
 
+# The shortest first.
+OPS ?= accuracy mlp loss
+
 .PHONY: bench
-bench: $(BENCH_ENV) ## the benchmarks of both halves, one after the other
-	for op in mlp loss; do for half in tiled_torch tiled_jax; do \
+bench: $(BENCH_ENV) ## the benchmarks of both halves, one after the other; OPS=accuracy, mlp, loss (all three without it)
+	for op in $(OPS); do for half in tiled_torch tiled_jax; do \
 	  $(BIN)/python -m $$half bench --op $$op $(ARGS) || exit 1; \
 	done; done
 

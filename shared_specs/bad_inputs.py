@@ -37,11 +37,11 @@ class BadCase:
     id: str
     message: str
     error: type[Exception] = SpecError
-    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    dtypes: dict[str, str] = field(default_factory=dict)
-    arguments: dict[str, Any] = field(default_factory=dict)
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
+    dtypes: dict[str, str] = field(default_factory=dict[str, str])
+    arguments: dict[str, Any] = field(default_factory=dict[str, Any])
     transposed: tuple[str, ...] = ()
-    operands: dict[str, Any] = field(default_factory=dict)
+    operands: dict[str, Any] = field(default_factory=dict[str, Any])
     elsewhere: tuple[str, ...] = ()
     target: int = 1
     class_weight: tuple[int, ...] | None = None

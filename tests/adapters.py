@@ -36,6 +36,11 @@ def loss_results(case: LossCase, result: Any) -> tuple[dict[str, Any], list[str]
     return kept, ["loss", *(name for name in case.outputs if name in DIFFERENTIABLE_OUTPUTS)]
 
 
+def fused_frozen(case: MLPCase, name: str) -> bool:
+    """Whether x or a parameter of a module with one [gate; up] weight needs no gradient."""
+    return name.replace("_gate_up", "_gate") in case.frozen
+
+
 class NumpyAdapter:
     """The specification itself behind the same calls, so that the suite can be tried without a framework."""
 
@@ -124,7 +129,9 @@ class TorchAdapter:
         operands = (weights.get("w_gate"), weights["w_up"], weights["w_down"])
         if case.fused:
             module = TiledMLP.from_weights(*operands, fused_gate_up=True, **options)
-            return module(x), dict(module.named_parameters())
+            for name, param in module.named_parameters():
+                param.requires_grad_(not fused_frozen(case, name))
+            return module(x), {name: param for name, param in module.named_parameters() if param.requires_grad}
         leaves = {name: weight for name, weight in weights.items() if name not in case.frozen}
         return tiled_mlp(x, *operands, **options), leaves
 
@@ -221,11 +228,13 @@ class JaxAdapter:
             graph, state = nnx.split(module)
             params = {path[0]: value for path, value in nnx.to_flat_state(state)}
 
-            def call_module(operands: dict[str, Any]) -> Any:
-                values = {(name,): params[name].replace(operands[name]) for name in params}
-                return nnx.merge(graph, nnx.from_flat_state(values))(operands["x"])
+            given = {"x": (wanted | fixed)["x"]} | {name: param[...] for name, param in params.items()}
 
-            return call_module, {"x": wanted["x"]} | {name: param[...] for name, param in params.items()}
+            def call_module(operands: dict[str, Any]) -> Any:
+                values = {(name,): params[name].replace((given | operands)[name]) for name in params}
+                return nnx.merge(graph, nnx.from_flat_state(values))((given | operands)["x"])
+
+            return call_module, {name: value for name, value in given.items() if not fused_frozen(case, name)}
 
         def call(operands: dict[str, Any]) -> Any:
             weights, biases = split(operands | fixed)

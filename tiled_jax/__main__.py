@@ -34,7 +34,7 @@ COMMANDS = (
     ),
     Command(
         name="bench",
-        help="Time one operation against its plain form and against peers, and write a record.",
+        help="Measure one operation against its plain form and against peers, and write a record.",
         options=BenchOptions,
         run=_bench,
     ),

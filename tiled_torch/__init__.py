@@ -7,6 +7,8 @@ Example:
     torch.Size([2, 5, 8])
 """
 
+from typing import TYPE_CHECKING
+
 from shared_specs.config import Checkpointing as Checkpointing
 from shared_specs.config import Compile as Compile
 from shared_specs.config import DataParallel as DataParallel
@@ -29,6 +31,11 @@ from tiled_torch.modules import TiledLinearReturnBias as TiledLinearReturnBias
 from tiled_torch.modules import TiledMLP as TiledMLP
 from tiled_torch.parallel import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
 from tiled_torch.parallel import vocab_parallel_linear_cross_entropy as vocab_parallel_linear_cross_entropy
+
+if TYPE_CHECKING:
+    from tiled_torch.models import tile_model as tile_model
+    from tiled_torch.models import untile_model as untile_model
+    from tiled_torch.parallel import parallelize as parallelize
 
 __all__ = [
     "Checkpointing",

@@ -28,7 +28,7 @@ def plot_runs(runs: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -> No
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(alpha=0.3)
         axes.legend()
-    memory.set_ylim(bottom=0)
+    memory.set_ylim(0, 1.05 * memory.dataLim.y1)
     save_figure(figure, path)
 
 

@@ -13,7 +13,7 @@ from shared_specs.records import read_records
 ROOT = Path(__file__).parents[2]
 README, RECORDS = ROOT / "README.md", ROOT / "benchmarks" / "records"
 BLOCK = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.S)
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
 
 Record = dict[str, Any]
 
@@ -46,6 +46,43 @@ def op_table(records: list[Record], op: str, half: str) -> str:
     return _rows(["time / plain", *workloads], rows, record)
 
 
+def bytes_table(records: list[Record], half: str) -> str:
+    """Peak bytes of every variant of the MLP in MiB, with what `costs.py` says of them behind, a column a workload.
+
+    That is an upper bound of a program that XLA compiles. Variants that are products alone have none of either.
+    """
+    record = latest(records, "mlp", half)
+    name, behind = ("temp_bytes", "at most") if half == "tiled_jax" else ("peak_bytes", "predicted")
+    results = [result for result in record["results"] if name in result] if record else []
+    if record is None or not any("predicted_bytes" in result for result in results):
+        return "No record yet.\n"
+    workloads = list(dict.fromkeys(result["workload"] for result in results))
+    variants = list(dict.fromkeys(result["variant"] for result in results))
+    cells = {(r["variant"], r["workload"]): _mebibytes(r[name], r.get("predicted_bytes")) for r in results}
+    rows = [[variant, *(cells.get((variant, workload), "") for workload in workloads)] for variant in variants]
+    return _rows([f"peak MiB ({behind})", *workloads], rows, record)
+
+
+def _mebibytes(measured: int, predicted: int | None) -> str:
+    return f"{measured / MIB:.1f}" + ("" if predicted is None else f" ({predicted / MIB:.1f})")
+
+
+def accuracy_table(records: list[Record], half: str) -> str:
+    """The worst weight-gradient error of every variant, and the worst ratio of one to the plain error of the same weight."""
+    record = latest(records, "accuracy", half)
+    if record is None:
+        return "No record yet.\n"
+    several = len({result["workload"] for result in record["results"]}) > 1
+    rows = []
+    for result in record["results"]:
+        name = f"{result['variant']}, {result['workload']}" if several else result["variant"]
+        if "left_out" in result:
+            rows.append([name, "left out", ""])
+            continue
+        rows.append([name, f"{result['worst_weight_error']:.2%}", f"{result['ratio_to_plain']:.2f}"])
+    return _rows(["variant", "worst weight-gradient error", "error / plain, worst weight"], rows, record)
+
+
 def demo_table(records: list[Record], kind: str) -> str:
     """Loss, peak memory and speed of every run of the demo, beside what the plain model would need."""
     record = latest(records, kind)
@@ -65,6 +102,10 @@ TABLES: dict[str, Callable[[list[Record]], str]] = {
     "mlp-jax": lambda records: op_table(records, "mlp", "tiled_jax"),
     "loss-torch": lambda records: op_table(records, "loss", "tiled_torch"),
     "loss-jax": lambda records: op_table(records, "loss", "tiled_jax"),
+    "mlp-bytes-torch": lambda records: bytes_table(records, "tiled_torch"),
+    "mlp-bytes-jax": lambda records: bytes_table(records, "tiled_jax"),
+    "accuracy-torch": lambda records: accuracy_table(records, "tiled_torch"),
+    "accuracy-jax": lambda records: accuracy_table(records, "tiled_jax"),
     "demo": lambda records: demo_table(records, "demo"),
     "demo-long": lambda records: demo_table(records, "demo-long"),
 }

@@ -125,7 +125,7 @@ class CollectiveCase:
     id: str
     name: str
     shapes: tuple[tuple[int, ...], ...]
-    arguments: dict[str, Any] = field(default_factory=dict)
+    arguments: dict[str, Any] = field(default_factory=dict[str, Any])
 
     @property
     def ranks(self) -> int:

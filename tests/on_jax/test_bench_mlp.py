@@ -7,8 +7,11 @@ from dataclasses import replace
 import jax
 import pytest
 
+from shared_specs import costs
 from shared_specs.workloads import MLP_WORKLOADS
+from tests.on_jax.counting import temp_bytes
 from tiled_jax.commands import bench
+from tiled_jax.commands.peers import TILED, y_and_gradients
 
 SMALL = replace(MLP_WORKLOADS[0], name="small", tokens=2048, hidden=16, intermediate=24)
 
@@ -18,6 +21,21 @@ def test_every_variant_computes_the_plain_gradients_and_is_reported() -> None:
     assert [row["variant"] for row in rows] == list(bench.variants(1024))
     assert {(row["workload"], row["shards"], row["repeats"]) for row in rows} == {("small", 2, 1)}
     assert all(row["temp_bytes"] > 0 and math.isfinite(row["median_seconds"]) for row in rows)
+    predicted = {row["variant"]: row["predicted_bytes"] for row in rows if "predicted_bytes" in row}
+    assert predicted.keys() == {"tiled", "tiled-keep-0.5", "tiled-keep-1"}
+    kept = 2 * SMALL.tokens * SMALL.intermediate * 4
+    assert predicted["tiled-keep-1"] - predicted["tiled"] == kept
+
+
+@pytest.mark.parametrize("name", list(TILED))
+def test_the_tiled_variants_keep_to_the_prediction(name: str) -> None:
+    """Four shards: a compiler that drops optimization barriers has no part in it."""
+    T, H, I = 4096, 64, 256  # noqa: E741
+    shape = costs.MLPShape(tokens=T, hidden=H, intermediate=I)
+    predicted = bench.predicted_bytes(shape, costs.plan_mlp("test", shape))[name]
+    arguments = (jax.ShapeDtypeStruct(size, "float32") for size in ((T, H), (H, I), (H, I), (I, H), (T, H)))
+    used = temp_bytes(y_and_gradients(bench.variants(1024)[name]), *arguments)
+    assert predicted / 2 < used <= predicted
 
 
 @pytest.mark.parametrize("wrong", [0, 1, 2, 3])

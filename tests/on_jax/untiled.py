@@ -1,7 +1,7 @@
 """The MLP and the loss without shards, as anyone would write them, and what differentiates them: the things to compare
 with."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -20,12 +20,21 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 def mlp(
-    x: jax.Array, w_gate: jax.Array | None, w_up: jax.Array, w_down: jax.Array, activation: str = "silu"
+    x: jax.Array,
+    w_gate: jax.Array | None,
+    w_up: jax.Array,
+    w_down: jax.Array,
+    activation: str = "silu",
+    biases: Mapping[str, jax.Array] | None = None,
 ) -> jax.Array:
-    up = jnp.dot(x, w_up, precision="highest")
+    def linear(name: str, x: jax.Array, w: jax.Array) -> jax.Array:
+        y = jnp.dot(x, w, precision="highest")
+        return y + biases[name] if biases and name in biases else y
+
+    up = linear("up", x, w_up)
     act = ACTIVATIONS[activation]
-    h = act(up) if w_gate is None else act(jnp.dot(x, w_gate, precision="highest")) * up
-    return jnp.dot(h, w_down, precision="highest")
+    h = act(up) if w_gate is None else act(linear("gate", x, w_gate)) * up
+    return linear("down", h, w_down)
 
 
 def operands(

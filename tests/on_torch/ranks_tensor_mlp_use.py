@@ -221,11 +221,28 @@ def refused(rank: int, world: int, what: str) -> str:
             options["tiling"] = Tiling(memory_budget=10)
         case "module":
             return message_of(lambda: TensorParallelTiledMLP(HIDDEN, 15))
+        case "grad" | "vjp" | "vmap":
+            return message_of(lambda: transformed(what, lambda x: call({**given, "x": x}, **options), given["x"]))
+        case "no bias beside DTensors":
+            given = {
+                n: a if n == "x" else distribute_tensor(a, mesh, [Shard(PLACEMENTS[n])])
+                for n, a in operands(8, gated=True, bias=False).items()
+            } | {"b_up": None}
+            options = {}
         case "create_graph":
             given["x"].requires_grad_()
             y = call(given, **options)
             return message_of(lambda: torch.autograd.grad(y.sum(), given["x"], create_graph=True))
     return message_of(lambda: call(given, **options))
+
+
+def transformed(what: str, fn: Callable[[Tensor], Tensor], x: Tensor) -> Any:
+    match what:
+        case "grad":
+            return torch.func.grad(lambda x: fn(x).sum())(x)
+        case "vjp":
+            return torch.func.vjp(fn, x)
+    return torch.func.vmap(fn)(x[None])
 
 
 def message_of(run: Callable[[], Any]) -> str:

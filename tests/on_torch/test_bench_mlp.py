@@ -7,8 +7,10 @@ import pytest
 import torch
 from torch import nn
 
+from shared_specs import costs
+from shared_specs.tolerances import COST_BYTES
 from shared_specs.workloads import MLP_WORKLOADS
-from tests.on_torch.counting import GemmFlop
+from tests.on_torch.counting import GemmFlop, LiveBytes
 from tiled_torch.commands import bench
 from tiled_torch.commands.peers import PlainMLP, own_variants, products_alone
 
@@ -22,6 +24,42 @@ def test_every_variant_computes_the_plain_gradients_and_is_reported() -> None:
     assert [row["variant"] for row in rows if row["variant"] not in ("liger", "deepspeed")] == own
     assert {(row["workload"], row["shards"], row["repeats"]) for row in rows} == {("small", 2, 1)}
     assert all(math.isfinite(row["median_seconds"]) for row in rows)
+    counted = {row["variant"]: row["peak_bytes"] for row in rows if "peak_bytes" in row}
+    assert set(counted) == {row["variant"] for row in rows if not row["variant"].startswith("products")}
+    predicted = {row["variant"]: row["predicted_bytes"] for row in rows if "predicted_bytes" in row}
+    assert predicted.keys() == {"tiled", "tiled-keep-0.5", "tiled-keep-1"}
+    assert {name: counted[name] for name in predicted} == pytest.approx(predicted, rel=COST_BYTES)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_peak_bytes_are_those_above_inputs_outputs_and_gradients(dtype: str) -> None:
+    """Of the plain MLP gate, up, act(gate), h and two gradients of them at once; of the tiled one what the formula says."""
+    T, H, I = 2048, 32, 128  # noqa: E741
+    mlp = PlainMLP(H, I, getattr(torch, dtype))
+    x = torch.randn(1, T, H, dtype=mlp.up_proj.weight.dtype, requires_grad=True)
+    itemsize, dy = x.dtype.itemsize, torch.randn(1, T, H, dtype=x.dtype)
+    peaks = {
+        name: bench.peak_bytes(bench._step(forward, mlp, x, dy), mlp, x) for name, forward in own_variants(mlp).items()
+    }
+    assert 6 * T * I * itemsize <= peaks["plain"] <= 7 * T * I * itemsize
+    shape = costs.MLPShape(tokens=T, hidden=H, intermediate=I, itemsize=itemsize, weight_itemsize=itemsize)
+    predicted = bench.predicted_bytes(shape, costs.plan_mlp("test", shape))
+    assert {name: peaks[name] for name in predicted} == pytest.approx(predicted, rel=COST_BYTES)
+
+
+def test_the_meter_leaves_out_results_whenever_they_come() -> None:
+    with LiveBytes() as counted:
+        first = torch.ones(100)
+        large = torch.ones(1000)
+        last = large + 1
+        del large
+        view, later = last[:10], torch.ones(500)
+    assert counted.peak == 4 * 2100
+    assert counted.peak_above([]) == counted.peak
+    assert counted.peak_above([view]) == 4 * 1100
+    assert counted.peak_above([first, view]) == 4 * 1000
+    assert counted.peak_above([first, view, later, torch.ones(7)]) == 4 * 1000
+    assert counted.now == 4 * 1600
 
 
 def test_a_variant_that_computes_another_y_stops_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:

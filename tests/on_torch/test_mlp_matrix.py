@@ -1,5 +1,6 @@
 """Every combination of batch, length, shards, dims, layouts, frozen x, biases and accumulation, against plain PyTorch in
-float64: the table that would have caught the known defects of sequence-tiled MLPs."""
+float64: the table that would have caught the known defects of sequence-tiled MLPs. Then the combinations of everything else,
+every two options at least, that the JAX half runs too (tests/on_jax/test_mlp_matrix.py)."""
 
 import itertools
 from typing import Any
@@ -9,8 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shared_specs.cases import MLPCase
+from shared_specs.inputs import make_inputs
 from shared_specs.rounding import relative_error
 from shared_specs.tolerances import DISTRIBUTED_FLOAT64
+from tests.adapters import ADAPTERS
+from tests.asserting import assert_within
+from tests.matrix import MATRIX
 from tiled_torch import tiled_mlp
 
 HIDDEN, INTERMEDIATE = 6, 10
@@ -65,3 +71,31 @@ def test_matrix(S: int, num_shards: int, bias: bool, keep: float) -> None:
         assert len(results[0]) == len(results[1]) == 1 + len(params) + x_grad
         for ours, theirs in zip(*results, strict=True):
             assert relative_error(ours.numpy(), theirs.numpy()) <= DISTRIBUTED_FLOAT64, (dims, x_layout, dy_layout)
+
+
+ACTIVATIONS = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda a: F.gelu(a, approximate="tanh"),
+    "relu": F.relu,
+    "relu_squared": lambda a: F.relu(a) ** 2,
+}
+
+
+@pytest.mark.parametrize("case", MATRIX, ids=lambda case: case.id)
+def test_options(case: MLPCase) -> None:
+    arrays = {name: torch.from_numpy(array) for name, array in make_inputs(case).items()}
+    dy = arrays.pop("dy")
+    wanted = {name: array.requires_grad_() for name, array in arrays.items() if name not in case.frozen}
+
+    def linear(name: str, x: Tensor) -> Tensor:
+        return F.linear(x, arrays[f"w_{name}"].T, arrays.get(f"b_{name}"))
+
+    up, act = linear("up", arrays["x"]), ACTIVATIONS[case.activation]
+    y = linear("down", act(linear("gate", arrays["x"])) * up if case.gated else act(up))
+    gradients = torch.autograd.grad(y, list(wanted.values()), dy)
+    expected = {"y": y.detach()} | {f"d{name}": gradient for name, gradient in zip(wanted, gradients, strict=True)}
+    found = ADAPTERS["torch"].run(case)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert_within(found[name], value.numpy(), DISTRIBUTED_FLOAT64, name)

@@ -14,6 +14,7 @@ from shared_specs.app.log import RunLog
 from shared_specs.app.predict import plain_step
 from shared_specs.app.progress import show_bytes
 from shared_specs.tolerances import DEMO_LOSS_RTOL
+from tests.pictures import assert_shows, bars, curves, saved_figures
 from tests.tiny_model import tiny_config
 
 GIB = 2**30
@@ -83,11 +84,32 @@ def test_table_has_every_run_and_the_prediction():
     assert "predicted" not in shown(table(runs[:1]))
 
 
-def test_picture_and_record(tmp_path):
+def test_picture(tmp_path, monkeypatch):
+    figures, path = saved_figures(monkeypatch), tmp_path / "demo.png"
+    monkeypatch.setattr(demo_report, "machine_bytes", lambda: 2.75 * GIB)
+    runs = [result("torch, plain", [2.5, 2.25]), result("torch, tiled", [2.625, 2.375, 2.0])]
+    runs.append(result("torch, long", [1.75], tokens=10**5, long=True))
+    picture(runs, path)
+    loss, memory = figures[0].axes
+    assert curves(loss) == {"torch, plain": [(1, 2.5), (2, 2.25)], "torch, tiled": [(1, 2.625), (2, 2.375), (3, 2.0)]}
+    predicted = (BEFORE + plain_step(tiny_config(), 10**5).peak) / GIB
+    assert bars(memory) == {
+        "torch, plain\n64 tokens": 2,
+        "torch, tiled\n64 tokens": 3,
+        "torch, long\n100000 tokens": 1,
+        "plain, predicted\n100000 tokens": predicted,
+    }
+    assert curves(memory) == {"memory of this machine": [(2.75, 0), (2.75, 1)]}
+    assert_shows(path, figures[0])
+
+    picture(runs[2:], path)  # one step has no curve
+    (memory,) = figures[1].axes
+    assert list(bars(memory)) == ["torch, long\n100000 tokens", "plain, predicted\n100000 tokens"]
+    assert_shows(path, figures[1])
+
+
+def test_record():
     runs = [result("torch, plain", [2.5, 2.25]), result("torch, long", [1.75], long=True)]
-    for name, some in (("both", runs), ("long", runs[1:])):
-        picture(some, tmp_path / name)
-        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
     written = json.loads(json.dumps(record("demo", runs, 12.0)))
     assert written["kind"] == "demo"
     assert written["hardware"]["memory_bytes"]

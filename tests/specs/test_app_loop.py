@@ -68,7 +68,6 @@ def test_what_a_run_leaves(options, tmp_path):
     assert code == 0
     assert sorted(path.name for path in out.iterdir()) == ["checkpoints", LOG_NAME, MODEL_NAME, PLOT_NAME]
     assert [path.name for path in (out / "checkpoints").iterdir()] == [f"step-{STEPS:08d}"]
-    assert (out / PLOT_NAME).read_bytes().startswith(b"\x89PNG")
     for step in range(1, STEPS + 1):
         assert f"step {step}/{STEPS}  loss " in shown
     assert "tokens/s" in shown

@@ -7,20 +7,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from shared_specs import costs
 from shared_specs.app.bench import chosen_workloads, interleave, require_parity, show, summarise
 from shared_specs.cli import BenchOptions
 from shared_specs.records import make_record, write_record
 from shared_specs.rounding import relative_error
+from shared_specs.shards import ShardPlan
 from shared_specs.tolerances import BENCH_GRADIENTS
 from shared_specs.workloads import MLPWorkload
-from tiled_jax import tiled_mlp
+from tiled_jax.commands.bench_accuracy import bench_accuracy
 from tiled_jax.commands.bench_loss import bench_loss
+from tiled_jax.commands.peers import TILED, variants, y_and_gradients
 
 PACKAGES = ("jax", "jaxlib", "flax", "numpy")
-MLP = Callable[..., jax.Array]
 
 
 def bench(options: BenchOptions) -> int:
@@ -31,6 +31,8 @@ def bench(options: BenchOptions) -> int:
         return bench_gpu(options)
     if options.op == "loss":
         return bench_loss(options)
+    if options.op == "accuracy":
+        return bench_accuracy(options)
     parity = require_parity("jax")
     print(f"parity: {parity}", flush=True)
     results: list[dict[str, Any]] = []
@@ -45,10 +47,17 @@ def bench(options: BenchOptions) -> int:
 def measure(workload: MLPWorkload, repeats: int) -> list[dict[str, Any]]:
     """One result a variant, after checking that every variant computes the same y and gradients."""
     arguments = _arguments(workload)
-    shape = costs.MLPShape(tokens=workload.tokens, hidden=workload.hidden, intermediate=workload.intermediate)
+    itemsize = arguments[0].dtype.itemsize
+    shape = costs.MLPShape(
+        tokens=workload.tokens,
+        hidden=workload.hidden,
+        intermediate=workload.intermediate,
+        itemsize=itemsize,
+        weight_itemsize=itemsize,
+    )
     plan = costs.plan_mlp("bench", shape)
     compiled = {
-        name: jax.jit(_y_and_gradients(fn)).lower(*arguments).compile()
+        name: jax.jit(y_and_gradients(fn)).lower(*arguments).compile()
         for name, fn in variants(plan.shard_tokens).items()
     }
     check_gradients({name: run(*arguments) for name, run in compiled.items()})
@@ -59,9 +68,12 @@ def measure(workload: MLPWorkload, repeats: int) -> list[dict[str, Any]]:
     )
     show(f"{title}, {len(plan)} shards", summary, "plain")
     shared = {"workload": workload.name, "shards": len(plan), "repeats": repeats}
-    return [
-        {"variant": name, **shared, **row, "temp_bytes": _temp_bytes(compiled[name])} for name, row in summary.items()
-    ]
+    predicted = predicted_bytes(shape, plan)
+    memory = {
+        name: {"temp_bytes": _temp_bytes(run)} | ({"predicted_bytes": predicted[name]} if name in predicted else {})
+        for name, run in compiled.items()
+    }
+    return [{"variant": name, **shared, **row, **memory[name]} for name, row in summary.items()]
 
 
 def _temp_bytes(program: Any) -> int:
@@ -69,28 +81,10 @@ def _temp_bytes(program: Any) -> int:
     return program.memory_analysis().temp_size_in_bytes
 
 
-def variants(shard_tokens: int) -> dict[str, MLP]:
-    """Name -> the MLP as a function of x and its three weights."""
-    return {
-        "plain": plain,
-        "checkpoint": jax.checkpoint(plain),
-        "scan-checkpoint": partial(scan_checkpoint, shard_tokens),
-        "tiled": tiled_mlp,
-        "tiled-keep-0.5": partial(tiled_mlp, keep=0.5),
-        "tiled-keep-1": partial(tiled_mlp, keep=1.0),
-    }
-
-
-def plain(x: jax.Array, w_gate: jax.Array, w_up: jax.Array, w_down: jax.Array) -> jax.Array:
-    product = partial(jnp.dot, precision="highest")
-    return product(jax.nn.silu(product(x, w_gate)) * product(x, w_up), w_down)
-
-
-def scan_checkpoint(shard_tokens: int, x: jax.Array, *weights: jax.Array) -> jax.Array:
-    """What JAX users write today; the tokens have to be a multiple of the shard."""
-    body = jax.checkpoint(lambda x: plain(x, *weights), prevent_cse=False)
-    shards = x.reshape(-1, shard_tokens, x.shape[-1])
-    return lax.scan(lambda _, shard: (None, body(shard)), None, shards)[1].reshape(x.shape)
+def predicted_bytes(shape: costs.MLPShape, plan: ShardPlan) -> dict[str, int]:
+    """What the formulas say of the tiled variants' `temp_bytes`: an upper bound."""
+    peak = costs.compiled_peak_bytes(shape, plan)
+    return {name: peak + costs.saved_bytes(shape, plan, keep=keep) for name, keep in TILED.items()}
 
 
 def _arguments(workload: MLPWorkload) -> tuple[jax.Array, ...]:
@@ -103,16 +97,6 @@ def _arguments(workload: MLPWorkload) -> tuple[jax.Array, ...]:
         jnp.asarray(scale * rng.standard_normal(size, np.float32), workload.dtype)
         for size, scale in zip(shapes, scales, strict=True)
     )
-
-
-def _y_and_gradients(fn: MLP) -> Callable[..., tuple[jax.Array, ...]]:
-    """y is returned too: a forward whose result nobody reads would lose its last product."""
-
-    def run(*arguments: jax.Array) -> tuple[jax.Array, ...]:
-        y, pull = jax.vjp(fn, *arguments[:-1])
-        return y, *pull(arguments[-1])
-
-    return run
 
 
 def _wait(run: Callable[..., Any], arguments: tuple[jax.Array, ...]) -> None:

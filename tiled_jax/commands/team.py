@@ -124,7 +124,7 @@ def leave() -> None:
     jax.distributed.shutdown()
 
 
-def devices_of(name: str) -> list[jax.Device]:
+def devices_of(name: str) -> list[jax.Device]:  # pyright: ignore[reportInvalidTypeForm]
     """All devices of a kind, of every process."""
     if name == "auto":
         return jax.devices()

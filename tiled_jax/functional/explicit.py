@@ -30,7 +30,8 @@ def through_auto_axes(
     if not split:
         return fn(x, dict(w), *more)
     out = specs(jax.typeof(x).sharding.spec[0])
-    return jax.sharding.auto_axes(fn, axes=tuple(sorted(split)), out_sharding=out)(x, dict(w), *more)
+    auto: Callable[..., Any] = jax.sharding.auto_axes(fn, axes=tuple(sorted(split)), out_sharding=out)
+    return auto(x, dict(w), *more)
 
 
 def _axes(*arrays: jax.Array) -> set[str]:

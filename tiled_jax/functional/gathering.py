@@ -107,8 +107,8 @@ def for_each_gathered(
     plan: ShardPlan,
     kept_start: int,
     fetch: Callable[[Any, int], Gathered],
-    recomputed: Body[tuple[Gathered, Any]],
-    kept: Body[tuple[Gathered, Any]],
+    recomputed: Body[Any],
+    kept: Body[Any],
     carry: Any,
 ) -> Any:
     """carry = body.run(start, tokens, (gathered, carry)) for every shard, as `loops.for_each_shard` but in token order.
@@ -122,8 +122,8 @@ def for_each_gathered(
         return carry
     t, last = plan.shard_tokens, len(plan) - 1
     first_kept = min(-(-kept_start // t), len(plan))
-    ahead = fetch(last * t, plan.tokens - last * t)
-    following = fetch(0, t) if last else None
+    ahead: Gathered = fetch(last * t, plan.tokens - last * t)
+    following: Gathered = fetch(0, t) if last else None
     carry = (recomputed if last < first_kept else kept).run(last * t, plan.tokens - last * t, (ahead, carry))
     ahead = following
     for body, start, stop in ((recomputed, 0, min(first_kept, last)), (kept, first_kept, last)):

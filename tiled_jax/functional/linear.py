@@ -4,7 +4,7 @@ they are stored.
 `custom_vjp`: forward keeps x and the tiles as stored, never a gathered one; backward gathers every tile once more.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import pairwise
@@ -172,7 +172,8 @@ def tiled_linear(
         return _rows(call, x, weight, padded)
     # The loops cut arrays at places known only at run time, which a dim with a sharding in its type does not allow.
     spec = jax.typeof(x).sharding.spec
-    auto = jax.sharding.auto_axes(partial(_rows, call), axes=explicit, out_sharding=P(*spec[:-1], None))
+    out = P(*spec[:-1], None)
+    auto: Callable[..., Any] = jax.sharding.auto_axes(partial(_rows, call), axes=explicit, out_sharding=out)
     return auto(x, weight, padded)
 
 

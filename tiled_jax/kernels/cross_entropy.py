@@ -218,7 +218,7 @@ def _launch(
         if slopes_gmem is None:
             return
 
-        at = RowSlopes(*(None if ref is None else ref[row] for ref in slopes_gmem))
+        at = RowSlopes._make(None if ref is None else ref[row] for ref in slopes_gmem)
         top, log_total = score(sign * best)[0], jnp.log(total)
         pull = at.pull if at.of_lse is None else at.pull + at.of_lse * (top + log_total)
 
@@ -229,6 +229,7 @@ def _launch(
             p = jnp.exp(log_p)
             dz = p * pull
             if at.entropy_slope is not None:
+                assert at.entropy is not None
                 dz -= at.entropy_slope * jnp.where(p > 0, p * (log_p + at.entropy), 0.0)
             if at.share is not None:
                 dz -= at.share if columns_gmem.weight is None else times_weight(at.share, first, size)

@@ -6,6 +6,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.core import Tracer
 
 from tiled_jax.modules.linear_params import (
     Outputs,
@@ -83,9 +84,8 @@ class TiledLinear(nnx.Module):
         plain = None if init_linear is None else plain_params(name, "init_linear", init_linear)
         if plain is not None:
             check_plain(name, "init_linear.", *plain, config.tiles, has_bias=bias)
-        draw, metadata = stacked_init(inits["weight"], config.tiles), {}
-        if sharding is not None:
-            metadata = {"out_sharding": (None, None, *config.axes)}
+        draw = stacked_init(inits["weight"], config.tiles)
+        metadata: dict[str, Any] = {} if sharding is None else {"out_sharding": (None, None, *config.axes)}
         # Drawn in the order of nnx.Linear. `init_linear` changes values, never the number of draws.
         self.weight = nnx.Param(draw(rngs.params(), config.tiles.shape, param_dtype), **metadata)
         key = rngs.params() if bias else None
@@ -151,7 +151,7 @@ class TiledLinear(nnx.Module):
         for name, value in values.items():
             old = getattr(self, name)[...]
             value = value.astype(old.dtype)
-            traced = isinstance(old, jax.core.Tracer) or isinstance(value, jax.core.Tracer)
+            traced = isinstance(old, Tracer) or isinstance(value, Tracer)
             getattr(self, name)[...] = value if traced else jax.device_put(value, old.sharding)
 
     def _params(self) -> dict[str, jax.Array]:

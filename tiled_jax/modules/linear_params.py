@@ -44,7 +44,8 @@ class LinearConfig:
         float32 parameters beside a 16-bit dtype are handed over as they are, so that their gradients stay float32.
         """
         parts = self._parts(x)
-        dtype = compute_dtype(parts[0], {**params, **dict(enumerate(parts[1:]))}, dtype)
+        others = {f"x[{part}]": value for part, value in enumerate(parts[1:], 1)}
+        dtype = compute_dtype(parts[0], {**params, **others}, dtype)
         params = as_operands(params, dtype)
         parts = [part.astype(dtype) for part in parts]
         joined = self.tiles.inputs.join(parts) if self.input_is_already_split else self.tiles.inputs.pad(parts[0])

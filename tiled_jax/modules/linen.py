@@ -140,7 +140,8 @@ class TiledLinear(nn.Module):
         draw = stacked_init(inits["weight"], config.tiles)
         if self.sharding is not None:
             draw = nn.with_partitioning(draw, (None, None, *config.axes))
-        params = {"weight": self.param("weight", draw, config.tiles.shape, self.param_dtype)}
+        # What `param` returns is out of its box.
+        params: dict[str, Any] = {"weight": self.param("weight", draw, config.tiles.shape, self.param_dtype)}
         if self.bias:
             params["bias"] = self.param("bias", inits["bias"], (self.out_features,), self.param_dtype)
         return params

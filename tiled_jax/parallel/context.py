@@ -46,8 +46,9 @@ def context_slice(batch: Mapping[str, Any], *, ignore_index: int = -100, axis_na
     name = "context_slice"
     axis = mesh_axis(name, axis_name)
     given = _arrays(name, batch, axis)
-    if given.get("labels") is not None and given.get("shift_labels") is None:
-        given["shift_labels"] = jnp.pad(given["labels"][:, 1:], ((0, 0), (0, 1)), constant_values=ignore_index)
+    labels = given.get("labels")
+    if labels is not None and given.get("shift_labels") is None:
+        given["shift_labels"] = jnp.pad(labels[:, 1:], ((0, 0), (0, 1)), constant_values=ignore_index)
     tokens = next(value.shape[1] for value in given.values() if value is not None) // axis.size
     start = axis.index * tokens
 

@@ -27,8 +27,8 @@ def embedded(model: Llama, ids: jax.Array, shard: int | None, mapped: Mapped) ->
     """[T, H] rows of the table of a device's tokens, with all R T ids of its tensor axis; shard: see `over_shards`."""
     axis, place, state = mapped.axes.tensor, mapped.placements["embed", "embedding"], nnx.state(model.embed)
     if axis is None and mapped.reshards and place.shard_dim == -1:
-        return _by_columns(state["embedding"].get_value(), ids, mapped)
-    table = mapped.gather(state, ("embed",))["embedding"].get_value()
+        return _by_columns(_value(state, "embedding"), ids, mapped)
+    table = _value(mapped.gather(state, ("embed",)), "embedding")
     if axis is None or place.tensor_dim is None:
         return _rows(table, own_rows(ids, axis) if axis is not None and mapped.sequence_parallel else ids)
     summed = table.astype(wide(table.dtype))  # the shards' gradients
@@ -45,10 +45,15 @@ def embedded(model: Llama, ids: jax.Array, shard: int | None, mapped: Mapped) ->
     return over_shards(rows, ids.reshape(ranks, -1), shard)[0]
 
 
+def _value(parameters: nnx.State, name: str) -> jax.Array:
+    variable: Any = parameters[name]
+    return variable.get_value()
+
+
 def _rows(table: jax.Array, ids: jax.Array) -> jax.Array:
     """table[ids], NaN where there is no such row."""
     known = (ids >= 0) & (ids < table.shape[0])
-    rows = lookup(False, jnp.where(known, ids, table.shape[0]), table)
+    rows: Any = lookup(False, jnp.where(known, ids, table.shape[0]), table)
     return jnp.where(known[:, None], rows, jnp.full_like(rows, jnp.nan))
 
 
@@ -71,7 +76,7 @@ def head_loss(model: Llama, x: jax.Array, targets: jax.Array, mapped: Mapped) ->
     if axis is not None:
         return _exchanged_head_loss(model, x, state, targets, axis, mapped)
     whole = mapped.gather(state, ("embed",) if model.head is None else ("head",))
-    head = whole["embedding"].get_value().T if model.head is None else whole["kernel"].get_value()
+    head = _value(whole, "embedding").T if model.head is None else _value(whole, "kernel")
     if tensor is None or not tensor.loss_parallel:
         return _own_rows_loss(model, x, head, targets, mapped)
     axis, count = tensor.axis, targets.size

@@ -72,7 +72,8 @@ def vocab_parallel_embedding(
     known = (ids >= 0) & (ids < vocab)
     at = ids - (axis.index * local).astype(ids.dtype)
     mine = known & (at >= 0) & (at < local)
-    rows = lookup(deterministic, jnp.where(mine, at, local).reshape(-1), weight).reshape(shape)
+    found: Any = lookup(deterministic, jnp.where(mine, at, local).reshape(-1), weight)
+    rows = found.reshape(shape)
     # Each device's own share of a NaN would be a NaN too; one is enough.
     rows = jnp.where(known[..., None], rows, jnp.full_like(rows, jnp.nan))
     return movements.sum_scattered(rows, axis, dim) if reduce_scatter_embeddings else movements.summed(rows, axis)

@@ -304,7 +304,7 @@ def _check(
     return check_mesh(name, mesh, axis_name)
 
 
-def _checked_init(layer: nnx.Module, init_method: Any, default: InitMethod) -> InitMethod:
+def _checked_init(layer: nnx.Module, init_method: InitMethod | None, default: InitMethod) -> InitMethod:
     if init_method is not None and not callable(init_method):
         fail_type(type(layer).__name__, "init_method", "a function or None", type(init_method).__name__)
     return init_method or default

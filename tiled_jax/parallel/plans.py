@@ -172,6 +172,7 @@ def _computing_in(model: nnx.Module, dtype: str | None) -> Any:
     if dtype is None:
         return nnx.graphdef(model)
     model = nnx.merge(*nnx.split(model))  # whose attributes are its own
+    module: Any
     for _, module in nnx.iter_modules(model):
         if getattr(module, "dtype", None) is not None:
             module.dtype = jnp.dtype(dtype)

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from flax import nnx
 from jax import lax
+from jax.core import Tracer
 
 from shared_specs.errors import fail, fail_type
 from shared_specs.partitions import RANDOM_STREAMS, stream_coordinates
@@ -161,7 +162,7 @@ class RandomStates:
 
 
 def _is_key(value: Any) -> bool:
-    return isinstance(value, jax.Array) and jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
+    return isinstance(value, jax.Array) and jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key)
 
 
 def _key(function: str, argument: str, seed: Any) -> jax.Array:
@@ -174,15 +175,19 @@ def _key(function: str, argument: str, seed: Any) -> jax.Array:
 
 def _check_integer(function: str, argument: str, value: Any, rule: str = "an integer") -> None:
     known = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    integers = isinstance(value, jax.Array | np.ndarray) and jax.numpy.issubdtype(value.dtype, jax.numpy.integer)
-    if not known and not (integers and value.ndim == 0):
+    integer_array = (
+        isinstance(value, jax.Array | np.ndarray)
+        and value.ndim == 0
+        and jax.numpy.issubdtype(value.dtype, jax.numpy.integer)
+    )
+    if not known and not integer_array:
         fail_type(function, argument, rule, type(value).__name__)
     if known and value < 0:
         fail(function, argument, ">= 0", value)
 
 
 def _known(key: jax.Array) -> bool:
-    return not isinstance(key, jax.core.Tracer)
+    return not isinstance(key, Tracer)
 
 
 def _same(a: jax.Array, b: jax.Array) -> bool:

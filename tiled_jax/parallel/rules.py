@@ -126,7 +126,7 @@ def place(
     names = _names(function, name, len(shape), metadata, rules)
     if names is None:
         return Placement(_longest(shape, axes), None, len(shape))
-    logical = {**LOGICAL, **rules.logical}
+    logical: dict[str, Split | None] = {**LOGICAL, **rules.logical}
     splits: dict[str, int] = {}
     for index, dim in enumerate(names):
         split = _split(function, name, dim, logical, axes)

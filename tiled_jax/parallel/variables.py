@@ -15,7 +15,8 @@ HERE = "parallelize"
 
 def split(model: nnx.Module) -> tuple[Any, nnx.State, nnx.State]:
     """Graph, parameters and everything else."""
-    return nnx.split(model, nnx.Param, ...)
+    graph, parameters, others = nnx.split(model, nnx.Param, ...)
+    return graph, parameters, others
 
 
 def of_rank(variables: nnx.State, axes: tuple[str, ...]) -> nnx.State:

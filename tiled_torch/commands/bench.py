@@ -12,16 +12,15 @@ from shared_specs.app.bench import chosen_workloads, interleave, require_parity,
 from shared_specs.cli import BenchOptions
 from shared_specs.records import make_record, write_record
 from shared_specs.rounding import relative_error
+from shared_specs.shards import ShardPlan
 from shared_specs.tolerances import BENCH_GRADIENTS
 from shared_specs.workloads import MLPWorkload
+from tiled_torch.commands.bench_accuracy import bench_accuracy
 from tiled_torch.commands.bench_loss import bench_loss
-from tiled_torch.commands.peers import PlainMLP, own_variants, peer_variants, products_alone
+from tiled_torch.commands.live_bytes import LiveBytes
+from tiled_torch.commands.peers import PEER_NOTE, TILED, PlainMLP, own_variants, peer_variants, products_alone
 
 PACKAGES = ("torch", "liger-kernel", "deepspeed", "numpy")
-PEER_NOTE = (
-    "liger and deepspeed run their own sharding functions on the plain PyTorch MLP, with the same weights and shard "
-    "count; their fused elementwise kernels need a GPU and are not used"
-)
 
 
 def bench(options: BenchOptions) -> int:
@@ -32,6 +31,8 @@ def bench(options: BenchOptions) -> int:
         return bench_gpu(options)
     if options.op == "loss":
         return bench_loss(options)
+    if options.op == "accuracy":
+        return bench_accuracy(options)
     parity = require_parity("torch")
     print(f"parity: {parity}", flush=True)
     results: list[dict[str, Any]] = []
@@ -50,13 +51,22 @@ def measure(workload: MLPWorkload, repeats: int) -> list[dict[str, Any]]:
     mlp = PlainMLP(workload.hidden, workload.intermediate, dtype)
     x = torch.randn(1, workload.tokens, workload.hidden, dtype=dtype, requires_grad=True)
     dy = torch.randn_like(x)
-    shape = costs.MLPShape(tokens=workload.tokens, hidden=workload.hidden, intermediate=workload.intermediate)
+    shape = costs.MLPShape(
+        tokens=workload.tokens,
+        hidden=workload.hidden,
+        intermediate=workload.intermediate,
+        itemsize=dtype.itemsize,
+        weight_itemsize=dtype.itemsize,
+    )
     plan = costs.plan_mlp("bench", shape)
     peers, missing = peer_variants(mlp, len(plan))
     for name, reason in missing.items():
         print(f"{name}: left out: {reason}", file=sys.stderr)
-    runs = {name: _step(forward, mlp, x, dy) for name, forward in (own_variants(mlp) | peers).items()}
+    runs: dict[str, Callable[[], Any]] = {
+        name: _step(forward, mlp, x, dy) for name, forward in (own_variants(mlp) | peers).items()
+    }
     check_results(runs, mlp, x)
+    measured = {name: peak_bytes(run, mlp, x) for name, run in runs.items()}
     for name, recomputed in (("products-18", 0.0), ("products-20", 0.5), ("products-22", 1.0)):
         runs[name] = products_alone(mlp, x[0], dy[0], plan.shard_tokens, recomputed=recomputed)
     summary = summarise(interleave(runs, repeats), "plain")
@@ -65,7 +75,26 @@ def measure(workload: MLPWorkload, repeats: int) -> list[dict[str, Any]]:
     )
     show(f"{title}, {len(plan)} shards", summary, "plain")
     shared = {"workload": workload.name, "shards": len(plan), "repeats": repeats}
-    return [{"variant": name, **shared, **row} for name, row in summary.items()]
+    predicted = predicted_bytes(shape, plan)
+    memory = {
+        name: {"peak_bytes": peak} | ({"predicted_bytes": predicted[name]} if name in predicted else {})
+        for name, peak in measured.items()
+    }
+    return [{"variant": name, **shared, **row, **memory.get(name, {})} for name, row in summary.items()]
+
+
+def peak_bytes(run: Callable[[], Tensor], mlp: PlainMLP, x: Tensor) -> int:
+    """The most bytes that one run has beyond x, dy, the weights, y and the gradients."""
+    with LiveBytes() as counted:
+        y = run()
+    gradients = (leaf.grad for leaf in (x, *mlp.parameters()))
+    return counted.peak_above([y, *(grad for grad in gradients if grad is not None)])
+
+
+def predicted_bytes(shape: costs.MLPShape, plan: ShardPlan) -> dict[str, int]:
+    """What the formulas say of the tiled variants' `peak_bytes`."""
+    peak = costs.peak_bytes(shape, plan)
+    return {name: peak + costs.saved_bytes(shape, plan, keep=keep) for name, keep in TILED.items()}
 
 
 def _step(forward: Callable[[Tensor], Tensor], mlp: PlainMLP, x: Tensor, dy: Tensor) -> Callable[[], Tensor]:

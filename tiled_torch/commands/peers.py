@@ -17,6 +17,12 @@ from torch.utils.checkpoint import checkpoint
 
 from tiled_torch import tiled_mlp
 
+PEER_NOTE = (
+    "liger and deepspeed run their own sharding functions on the plain PyTorch MLP, with the same weights and shard "
+    "count; their fused elementwise kernels need a GPU and are not used"
+)
+TILED = {"tiled": 0.0, "tiled-keep-0.5": 0.5, "tiled-keep-1": 1.0}  # name -> keep
+
 
 class PlainMLP(nn.Module):
     """down(silu(gate(x)) * up(x)), with the attribute names the peers expect."""
@@ -41,9 +47,7 @@ def own_variants(mlp: PlainMLP) -> dict[str, Callable[[Tensor], Any]]:
         "plain": mlp,
         "checkpoint": lambda x: checkpoint(mlp, x, use_reentrant=False),
         "checkpoint-reentrant": lambda x: checkpoint(mlp, x, use_reentrant=True),
-        "tiled": lambda x: tiled_mlp(x, *mlp.weights),
-        "tiled-keep-0.5": lambda x: tiled_mlp(x, *mlp.weights, keep=0.5),
-        "tiled-keep-1": lambda x: tiled_mlp(x, *mlp.weights, keep=1.0),
+        **{name: lambda x, keep=keep: tiled_mlp(x, *mlp.weights, keep=keep) for name, keep in TILED.items()},
     }
 
 

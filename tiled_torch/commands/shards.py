@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
 FORMAT = "torch.distributed.checkpoint"
 _MOMENTS = {"m": "exp_avg", "v": "exp_avg_sq"}
@@ -20,7 +20,7 @@ def save(folder: Path, parameters: Mapping[str, Tensor], optimizer: torch.optim.
     Args:
         group: of all ranks, for what they have to tell each other; None where there is one.
     """
-    dcp.save(
+    state_dict_saver.save(
         _state(parameters, optimizer), checkpoint_id=folder, process_group=group, no_dist=not dist.is_initialized()
     )
 
@@ -31,7 +31,7 @@ def load(folder: Path, parameters: Mapping[str, Tensor], optimizer: torch.optim.
     state = _state(parameters, optimizer)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # which is meant
-        dcp.load(state, checkpoint_id=folder, process_group=group, no_dist=not dist.is_initialized())
+        state_dict_loader.load(state, checkpoint_id=folder, process_group=group, no_dist=not dist.is_initialized())
     for parameter in parameters.values():
         optimizer.state[parameter]["step"].fill_(state["step"].item())
 

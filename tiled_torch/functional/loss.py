@@ -198,7 +198,7 @@ class Given(NamedTuple):
         named: dict[str, Any] = dict(zip(("log_probs", "lse", "entropy", "accuracy"), found, strict=True))
         return LossResult(value, **{name: named[name] for name in options.outputs}) if options.outputs else value
 
-    def _compiled(self, given: Operands, problem: Problem, needs: Needs) -> tuple[Tensor | None, ...]:
+    def _compiled(self, given: Operands, problem: Problem, needs: Needs) -> tuple[Tensor, *tuple[Tensor | None, ...]]:
         if any(main_grad_of(a) is not None for a in (self.weight, self.bias)):
             raise UnsupportedError(
                 f"{self.function}: main_grad must be None under torch.compile, got a buffer. A compiled backward returns "

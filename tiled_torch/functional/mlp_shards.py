@@ -1,6 +1,6 @@
 """The two loops of the tiled MLP: forward and backward over the shards of one plan. No autograd here.
 
-What a shard computes is in `steps.py` (PyTorch operations) and `kernel_steps.py` (Triton kernels).
+What a shard computes is in `steps.py` (PyTorch operations; on some CPUs `onednn_steps.py`) and `kernel_steps.py` (Triton).
 Letters: T tokens, H hidden, I intermediate, t tokens of a shard. x: [T, H]; w_gate, w_up: [I, H]; w_down: [H_out, I].
 Nothing of shape [T, I] is ever allocated: the buffers are [t, I] and every shard reuses them.
 """
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from shared_specs.shards import ShardPlan
+from tiled_torch.functional import onednn_steps
 from tiled_torch.functional.accumulate import GradientSum, main_grad_of
 from tiled_torch.functional.steps import EAGER, Steps, Weights
 
@@ -22,11 +23,6 @@ def steps_named(name: str, x: Tensor, weights: Weights, dtype: torch.dtype) -> S
     from tiled_torch.functional.kernel_steps import steps_for  # imports triton
 
     return steps_for(x, weights, dtype, deterministic=name == "deterministic")
-
-
-def buffers_of(count: int, longest: int, like: Tensor, width: int) -> list[Tensor]:
-    """Scratch of one call: `count` times [longest, width], which every shard reuses."""
-    return [torch.empty((longest, width), dtype=like.dtype, device=like.device) for _ in range(count)]
 
 
 def kept_up_projections(
@@ -55,9 +51,10 @@ def mlp_forward(
     """Writes y [T, H_out], whose dtype is the compute dtype; `kept` holds gate and up of the last tokens."""
     w, gated = w.cast(y.dtype), w.w_gate is not None
     kept_start = plan.tokens - (kept[1].shape[0] if kept else 0)
-    buffers = buffers_of(2 if gated else 1, plan.longest, y, w.w_up.shape[0])
+    steps = onednn_steps.steps_for(steps, x, w, plan, y.dtype)
+    buffers = steps.buffers(2 if gated else 1, plan.longest, y, w.w_up.shape[0])
     for start, stop in plan.spans:
-        scratch = [buffer[: stop - start] for buffer in buffers]
+        scratch = steps.scratch(buffers, stop - start)
         if kept and start >= kept_start:
             rows = slice(start - kept_start, stop - kept_start)
             h = steps.combine(activation, kept[0][rows] if gated else None, kept[1][rows], scratch[0])
@@ -89,9 +86,10 @@ def mlp_backward(
     sums = gradient_sums(weights, needs_dw, main_grads, single=single, dtype=dtype, steps=steps)
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_dx else None
     kept_start = plan.tokens - (kept[1].shape[0] if kept else 0)
-    buffers = buffers_of(3 if gated else 2, plan.longest, dy, w.w_up.shape[0])
+    steps = onednn_steps.steps_for(steps, x, w, plan, dtype)
+    buffers = steps.buffers(3 if gated else 2, plan.longest, dy, w.w_up.shape[0])
     for start, stop in plan.spans:
-        scratch = [buffer[: stop - start] for buffer in buffers]
+        scratch = steps.scratch(buffers, stop - start)
         gate, up = (scratch[0] if gated else None), scratch[-2]
         x_shard, dy_shard = x[start:stop].to(dtype), dy[start:stop]
         if kept and start >= kept_start:

@@ -30,6 +30,14 @@ class Weights(NamedTuple):
 class Steps:
     """The steps by PyTorch operations: products by the vendor's library, elementwise work by row blocks."""
 
+    def buffers(self, count: int, longest: int, like: Tensor, width: int) -> list[Tensor]:
+        """Scratch of one call: `count` times [longest, width], which every shard reuses."""
+        return [torch.empty((longest, width), dtype=like.dtype, device=like.device) for _ in range(count)]
+
+    def scratch(self, buffers: list[Tensor], tokens: int) -> list[Tensor]:
+        """The buffers of one shard, [tokens, width] once they are written."""
+        return [buffer[:tokens] for buffer in buffers]
+
     def linear(self, x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
         """x @ w.T + bias into out."""
         return torch.mm(x, w.T, out=out) if bias is None else torch.addmm(bias, x, w.T, out=out)
@@ -63,7 +71,7 @@ class Steps:
         return (outs[0] if gate is not None else None), outs[-1], dh
 
     def dx(self, dgate: Tensor | None, dup: Tensor, w: Weights, dx: Tensor) -> None:
-        """dx = dup @ w_up + dgate @ w_gate, in the dtype of dx."""
+        """dx = dup @ w_up + dgate @ w_gate, in the dtype of dx. Nothing of the shard needs h any more."""
         rows = dx if dx.dtype == dup.dtype else torch.empty_like(dx, dtype=dup.dtype)
         torch.mm(dup, w.w_up, out=rows)
         if dgate is not None and w.w_gate is not None:

@@ -58,9 +58,9 @@ def cross_entropy_kernel(
             if SMOOTH:
                 if CLASSES:
                     omega = tl.load(class_weight + start + j, mask=j < width, other=0.0).to(tl.float32)
-                    weighted += tl.sum(tl.where(j < width, z * omega, 0.0))
+                    weighted += tl.sum(tl.where(j < width, z * omega, 0.0))  # pyright: ignore[reportOperatorIssue]
                 else:
-                    weighted += tl.sum(tl.where(j < width, z, 0.0))
+                    weighted += tl.sum(tl.where(j < width, z, 0.0))  # pyright: ignore[reportOperatorIssue]
             z = tl.where(j < width, z, -float("inf"))
             higher = tl.maximum(top, tl.max(z))
             shift = tl.where(higher == -float("inf"), 0.0, higher)  # nothing but -inf so far

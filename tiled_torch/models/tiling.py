@@ -105,7 +105,6 @@ def untile_model(model: nn.Module) -> nn.Module:
     """
     if not isinstance(model, nn.Module):
         fail_type("untile_model", "model", "a torch.nn.Module", type(model).__name__)
-    module: Any
     for module in model.modules():
         if not isinstance(module, Tiled | TiledCausalLM):
             continue
@@ -116,8 +115,9 @@ def untile_model(model: nn.Module) -> nn.Module:
             raise UnsupportedError(
                 error_text("untile_model", "model", "free of classes added after tiling", got, advice=advice)
             )
-        module.__class__ = module._untiled
-        del module._tiling, module._backend
+        tiled: Any = module
+        tiled.__class__ = tiled._untiled
+        del tiled._tiling, tiled._backend
     return model
 
 

@@ -1,6 +1,7 @@
 """What runs across ranks: collectives with gradients, layers split over ranks, losses over a split vocabulary."""
 
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 from tiled_torch.parallel.checkpoint import CheckpointWithoutOutput as CheckpointWithoutOutput
 from tiled_torch.parallel.checkpoint import checkpoint as checkpoint
@@ -47,6 +48,15 @@ from tiled_torch.parallel.random import RandomStates as RandomStates
 from tiled_torch.parallel.random import seed_parallel as seed_parallel
 from tiled_torch.parallel.sharded_state import sharded_state_dict as sharded_state_dict
 from tiled_torch.parallel.tiled_state import whole_state_dict as whole_state_dict
+
+if TYPE_CHECKING:  # as _ON_FIRST_USE
+    from tiled_torch.parallel.checkpoint_policies import apply_checkpointing as apply_checkpointing
+    from tiled_torch.parallel.compile_plan import backward_context as backward_context
+    from tiled_torch.parallel.meta_device import materialize as materialize
+    from tiled_torch.parallel.plan_registry import Plan as Plan
+    from tiled_torch.parallel.plan_registry import plan_of as plan_of
+    from tiled_torch.parallel.plan_registry import register_plan as register_plan
+    from tiled_torch.parallel.plans import parallelize as parallelize
 
 __all__ = [
     "CheckpointWithoutOutput",

@@ -31,7 +31,8 @@ from tiled_torch.parallel.failed_calls import named
 from tiled_torch.parallel.groups import RankGroup, backend_of, not_compiled, rank_group
 
 T = TypeVar("T")
-gather_equal = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.12
+# Renamed in torch 2.12. With async_op it returns the work.
+gather_equal: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _met: "weakref.WeakKeyDictionary[Any, set[Hashable]]" = weakref.WeakKeyDictionary()
 
 

@@ -57,7 +57,7 @@ class Checkpointed:
 
     def __getstate__(self) -> dict[str, Any]:
         """As nn.Module's, which leaves out what is compiled: it is this module's, and a copy would compute with its weights."""
-        state = super().__getstate__()  # type: ignore[misc]
+        state: Any = super().__getstate__()
         state.pop("_compiled_inside", None)
         return state
 

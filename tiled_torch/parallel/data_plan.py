@@ -75,7 +75,10 @@ def _replicated(model: nn.Module, mesh: DeviceMesh, data: DataParallel) -> nn.Mo
     return engine
 
 
-def _reduce_in(state: Any, bucket: torch.distributed.GradBucket) -> Future[Tensor]:
+def _reduce_in(
+    state: Any,
+    bucket: torch.distributed.GradBucket,  # pyright: ignore[reportPrivateImportUsage]
+) -> Future[Tensor]:
     """The mean of a bucket of gradients over the replicas, computed in another dtype than theirs.
 
     Once a model of this process was parallelized with compiled autograd, DDP gives (gradient, parameter) instead, one by

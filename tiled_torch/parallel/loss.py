@@ -22,6 +22,7 @@ from tiled_torch.functional.activations import wide_dtype
 from tiled_torch.functional.casting import operand
 from tiled_torch.functional.loss import Given
 from tiled_torch.functional.loss_math import Coefficients, Columns, Statistics
+from tiled_torch.functional.replay import refuse_transforms
 from tiled_torch.functional.rows import is_dtensor, refuse_dtensor
 from tiled_torch.parallel import transport
 from tiled_torch.parallel.agreement import agree
@@ -130,6 +131,7 @@ def vocab_parallel_linear_cross_entropy(
 @not_compiled
 def _agreed(given: Given, call: Any, alike: dict[str, Any], owners: Any, backend: str) -> Tensor | LossResult:
     """Runs a call that all ranks make alike."""
+    refuse_transforms(given.function, "the untiled loss")  # before the ranks say anything to each other
     plan, cuts, vocab, _, ranks = call
     wanted, operands = torch.is_grad_enabled(), (given.x, given.weight, given.bias)
     alike |= {
@@ -144,7 +146,7 @@ def _agreed(given: Given, call: Any, alike: dict[str, Any], owners: Any, backend
     }
     agree(ranks.over, given.x.device, alike)
     split = SplitSequence(ranks.over, plan) if isinstance(plan, SequencePlan) else None
-    return given.run(*call, split, owners, backend=backend)
+    return given.run(*call, split=split, owners=owners, backend=backend)
 
 
 def _tokens(over: RankGroup, x: Any, sequence_parallel: Any, split_sizes: Any) -> tuple[int, ...] | None:

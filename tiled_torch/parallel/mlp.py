@@ -23,6 +23,7 @@ from tiled_torch.functional import mlp_shards as whole
 from tiled_torch.functional.accumulate import local_main_grad, main_grad_of, returned_gradient
 from tiled_torch.functional.casting import without_autocast
 from tiled_torch.functional.mlp import EAGER_ORDER, checked, plan_for, plan_options, shape_of, tiled_mlp
+from tiled_torch.functional.replay import refuse_transforms
 from tiled_torch.functional.rows import is_dtensor, refuse_dtensor
 from tiled_torch.functional.steps import Weights
 from tiled_torch.parallel import mlp_shards, transport
@@ -144,7 +145,7 @@ class _Local:
     @classmethod
     def of(cls, weights: Mapping[str, Tensor | None], biases: Any, group: Any) -> "_Local":
         of_biases = biases if isinstance(biases, Mapping) else {}
-        named = {**weights, **{f"biases[{name!r}]": bias for name, bias in of_biases.items()}}
+        named: dict[str, Any] = {**weights, **{f"biases[{name!r}]": bias for name, bias in of_biases.items()}}
         named = {name: tensor for name, tensor in named.items() if tensor is not None}
         if not any(map(is_dtensor, named.values())):
             return cls(weights, biases, group, {})
@@ -154,11 +155,11 @@ class _Local:
         for name, tensor in named.items():
             _check_placement(name, tensor, mesh)
         return cls(
-            {name: None if w is None else w.to_local() for name, w in weights.items()},
-            {name: bias.to_local() for name, bias in of_biases.items()},
+            {name: named[name].to_local() if name in named else None for name in weights},
+            {name: bias if bias is None else bias.to_local() for name, bias in of_biases.items()},
             mesh,
             {name: tensor for name, tensor in named.items() if main_grad_of(tensor) is not None},
-            named["w_up"].shape[0],
+            named["w_up"].shape[0] if "w_up" in named else None,  # which is refused with the other wrong operands
         )
 
     def largest(self, shape: Any, ranks: int) -> Any:
@@ -253,6 +254,7 @@ def _rows(a: Tensor) -> Tensor:
 
 
 def _run(x: Tensor, weights: Weights, call: _Call) -> Tensor:
+    refuse_transforms(_NAME, "the untiled MLP")  # before the ranks say anything to each other
     call.agree(x, weights)
     if not (torch.is_grad_enabled() and any(a is not None and a.requires_grad for a in (x, *weights))):
         return call.forward(x, weights, None)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shared_specs.partitions import SequencePlan
-from tiled_torch.functional.mlp_shards import add_down_gradients, add_up_gradients, buffers_of, gradient_sums
+from tiled_torch.functional.mlp_shards import add_down_gradients, add_up_gradients, gradient_sums
 from tiled_torch.functional.steps import EAGER, Steps, Weights
 from tiled_torch.parallel.groups import RankGroup
 from tiled_torch.parallel.sequence import Gathers, Scattered, gathered
@@ -53,7 +53,7 @@ def sequence_forward(
     w, gated, spans = w.cast(y.dtype), w.w_gate is not None, plan.spans
     kept_start = _rows(plan) - (kept[1].shape[0] if kept else 0)
     first_kept = _first_kept(plan, kept_start)
-    buffers = buffers_of(2 if gated else 1, _longest(plan), y, w.w_up.shape[0])
+    buffers = steps.buffers(2 if gated else 1, _longest(plan), y, w.w_up.shape[0])
     sums = Scattered(over, plan, y)
 
     def down(shard: int, h: Tensor) -> None:
@@ -62,7 +62,7 @@ def sequence_forward(
         sums.start(shard, steps.linear(h, w.w_down, None, partial))
 
     for shard, x_shard in gathered(over, plan, x, y.dtype, range(first_kept)):
-        scratch = [buffer[: x_shard.shape[0]] for buffer in buffers]
+        scratch = steps.scratch(buffers, x_shard.shape[0])
         down(shard, steps.hidden(activation, x_shard, w, scratch))
         del x_shard  # before the next gather starts
     for shard, (start, stop) in enumerate(spans[first_kept:], first_kept):
@@ -100,12 +100,12 @@ def sequence_backward(
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_dx else None
     sums = None if dx is None else Scattered(over, plan, dx)
     kept_start = _rows(plan) - (kept[1].shape[0] if kept else 0)
-    buffers = buffers_of(3 if gated else 2, _longest(plan), dy, w.w_up.shape[0])
+    buffers = steps.buffers(3 if gated else 2, _longest(plan), dy, w.w_up.shape[0])
     first_kept = _first_kept(plan, kept_start)
     needed = (one for shard in range(len(plan)) for one in _in_order(x, dy, shard, kept=shard >= first_kept))
     gathers = Gathers(over, plan, needed, dtype)
     for shard, (start, stop) in enumerate(spans):
-        scratch, x_shard = [buffer[: stop - start] for buffer in buffers], None
+        scratch, x_shard = steps.scratch(buffers, stop - start), None
         gate, up = (scratch[0] if gated else None), scratch[-2]
         if kept and shard >= first_kept:
             rows = slice(start - kept_start, stop - kept_start)

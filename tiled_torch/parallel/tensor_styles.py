@@ -21,7 +21,7 @@ from tiled_torch.parallel.mlp import tensor_parallel_mlp
 from tiled_torch.parallel.vocab_rows import own_rows
 
 # The backward of a linear layer views gradients as rows, which uneven parts that were gathered are not.
-_EVEN_TOKENS = torch.__version__ < (2, 12)
+_EVEN_TOKENS = torch.__version__ < (2, 12)  # pyright: ignore[reportOperatorIssue]
 
 
 def distribute(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
@@ -198,9 +198,10 @@ class TiledMLPStyle(ParallelStyle):
         for name, _ in list(module.named_parameters()):
             placement = {"w_down": Shard(1), "b_down": Replicate()}.get(name, Shard(0))
             distribute(module, name, device_mesh, placement)
-        module.__class__ = _mlp_class(type(module))  # keeps parameters, hooks and state_dict keys
-        module._sequence_parallel, module._tensor_mesh = self.sequence_parallel, device_mesh
-        return module
+        split: Any = module
+        split.__class__ = _mlp_class(type(module))  # keeps parameters, hooks and state_dict keys
+        split._sequence_parallel, split._tensor_mesh = self.sequence_parallel, device_mesh
+        return split
 
 
 class _SplitMLP:
@@ -257,8 +258,9 @@ class TiledLossStyle(ParallelStyle):
         assert isinstance(module, TiledLinearCrossEntropy)
         for name in ("weight", "bias"):
             distribute(module, name, device_mesh, Shard(0))
-        module.__class__ = _loss_class(type(module))
-        return module
+        split: Any = module
+        split.__class__ = _loss_class(type(module))
+        return split
 
 
 class _SplitLoss:

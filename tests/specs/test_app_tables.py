@@ -1,0 +1,66 @@
+"""The tables of the README that are made of bytes and of errors."""
+
+from shared_specs.app.tables import TABLES, render
+
+HARDWARE = {"cpu": "c", "cores": 1, "memory_bytes": 2**30}
+BASE = {"date": "2026-01-01T00:00:00Z", "hardware": HARDWARE, "versions": {"python": "3.11"}}
+
+
+def table(name, *records):
+    return TABLES[name](list(records)).splitlines()
+
+
+def test_bytes():
+    results = [
+        {"variant": "plain", "workload": "w", "peak_bytes": 96 * 2**20},
+        {"variant": "tiled", "workload": "w", "peak_bytes": 19 * 2**20, "predicted_bytes": 20 * 2**20},
+        {"variant": "products-18", "workload": "w"},
+        {"variant": "plain", "workload": "v", "peak_bytes": 2**19},
+    ]
+    record = BASE | {"kind": "mlp", "half": "tiled_torch", "results": results}
+    lines = table("mlp-bytes-torch", record)
+    assert lines[:4] == [
+        "| peak MiB (predicted) | w | v |",
+        "| --- | --- | --- |",
+        "| plain | 96.0 | 0.5 |",
+        "| tiled | 19.0 (20.0) |  |",
+    ]
+    assert lines[4:] == ["", "2026-01-01, c, 1 cores, 1 GiB; python 3.11."]
+    assert table("mlp-bytes-jax", record) == ["No record yet."]
+
+
+def test_bytes_of_compiled_programs():
+    results = [{"variant": "tiled", "workload": "w", "temp_bytes": 2**20, "predicted_bytes": 2**21}]
+    record = BASE | {"kind": "mlp", "half": "tiled_jax", "results": results}
+    lines = table("mlp-bytes-jax", record)
+    assert (lines[0], lines[2]) == ("| peak MiB (at most) | w |", "| tiled | 1.0 (2.0) |")
+    older = record | {"results": [{"variant": "tiled", "workload": "w", "temp_bytes": 2**20}]}
+    assert table("mlp-bytes-jax", older) == ["No record yet."]
+
+
+def test_accuracy():
+    results = [
+        {"variant": "plain", "workload": "w", "worst_weight_error": 0.00327, "ratio_to_plain": 1.0},
+        {"variant": "liger", "workload": "w", "worst_weight_error": 0.01807, "ratio_to_plain": 5.694},
+        {"variant": "deepspeed", "workload": "w", "left_out": "ImportError: none"},
+    ]
+    record = BASE | {"kind": "accuracy", "half": "tiled_torch", "results": results}
+    assert table("accuracy-torch", record)[:5] == [
+        "| variant | worst weight-gradient error | error / plain, worst weight |",
+        "| --- | --- | --- |",
+        "| plain | 0.33% | 1.00 |",
+        "| liger | 1.81% | 5.69 |",
+        "| deepspeed | left out |  |",
+    ]
+    assert table("accuracy-jax", record) == ["No record yet."]
+    several = record | {"half": "tiled_jax", "results": [results[0], results[1] | {"workload": "v"}]}
+    assert table("accuracy-jax", several)[2:4] == ["| plain, w | 0.33% | 1.00 |", "| liger, v | 1.81% | 5.69 |"]
+
+
+def test_a_number_that_differs_is_noticed():
+    results = [{"variant": "tiled", "workload": "w", "worst_weight_error": 0.003, "ratio_to_plain": 0.91}]
+    record = BASE | {"kind": "accuracy", "half": "tiled_jax", "results": results}
+    written = render("<!-- table: accuracy-jax -->\n<!-- end -->", [record])
+    assert render(written, [record]) == written
+    tampered = written.replace("0.91", "0.71")
+    assert render(tampered, [record]) == written != tampered

@@ -1,0 +1,45 @@
+"""The variants of one MLP that `bench` measures against each other: plain, checkpointed, ours."""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from tiled_jax import tiled_mlp
+
+MLP = Callable[..., jax.Array]
+TILED = {"tiled": 0.0, "tiled-keep-0.5": 0.5, "tiled-keep-1": 1.0}  # name -> keep
+
+
+def variants(shard_tokens: int) -> dict[str, MLP]:
+    """Name -> the MLP as a function of x and its three weights."""
+    return {
+        "plain": plain,
+        "checkpoint": jax.checkpoint(plain),
+        "scan-checkpoint": partial(scan_checkpoint, shard_tokens),
+        **{name: partial(tiled_mlp, keep=keep) for name, keep in TILED.items()},
+    }
+
+
+def plain(x: jax.Array, w_gate: jax.Array, w_up: jax.Array, w_down: jax.Array) -> jax.Array:
+    product = partial(jnp.dot, precision="highest")
+    return product(jax.nn.silu(product(x, w_gate)) * product(x, w_up), w_down)
+
+
+def scan_checkpoint(shard_tokens: int, x: jax.Array, *weights: jax.Array) -> jax.Array:
+    """What JAX users write today; the tokens have to be a multiple of the shard."""
+    body = jax.checkpoint(lambda x: plain(x, *weights), prevent_cse=False)
+    shards = x.reshape(-1, shard_tokens, x.shape[-1])
+    return lax.scan(lambda _, shard: (None, body(shard)), None, shards)[1].reshape(x.shape)
+
+
+def y_and_gradients(fn: MLP) -> Callable[..., tuple[jax.Array, ...]]:
+    """y is returned too: a forward whose result nobody reads would lose its last product."""
+
+    def run(*arguments: jax.Array) -> tuple[jax.Array, ...]:
+        y, pull = jax.vjp(fn, *arguments[:-1])
+        return y, *pull(arguments[-1])
+
+    return run
