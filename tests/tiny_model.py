@@ -1,4 +1,4 @@
-"""A Llama of a few thousand weights on disk, in either form the commands read, and a text for it."""
+"""A decoder of a few thousand weights on disk, in either form the commands read, and a text for it."""
 
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,10 @@ CONFIG: dict[str, Any] = {
     "bos_token_id": 256,
     "eos_token_id": 257,
 }
+
+# What makes it another kind: of Mistral's the heads are wider than the hidden size, of Qwen2's some projections have biases.
+MISTRAL: dict[str, Any] = {"model_type": "mistral", "head_dim": 16, "sliding_window": 48, "tie_word_embeddings": False}
+QWEN2: dict[str, Any] = {"model_type": "qwen2", "head_dim": None}
 
 
 def tiny_config(**changes: Any) -> dict[str, Any]:
@@ -76,9 +80,12 @@ def write_tiny_folder(folder: Path, **changes: Any) -> Path:
 
 
 def write_tiny_gguf(path: Path, **changes: Any) -> Path:
-    """A GGUF file of the tiny model, as llama.cpp's converter writes one: matrices Q8_0, query and key rows permuted."""
+    """A GGUF file of the tiny model, as llama.cpp's converter writes one.
+
+    Matrices are Q8_0, and of a Llama the query and key rows are permuted.
+    """
     config = tiny_config(**changes)
-    writer = GGUFWriter(path, "llama")
+    writer = GGUFWriter(path, config["model_type"])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -86,12 +93,13 @@ def write_tiny_gguf(path: Path, **changes: Any) -> Path:
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_rope_dimension_count(config["head_dim"])
+    if config["model_type"] == "llama":
+        writer.add_rope_dimension_count(config["head_dim"])
     writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     words = vocabulary()
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
+    writer.add_tokenizer_pre("smollm" if config["model_type"] == "llama" else config["model_type"])
     writer.add_token_list(words)
     writer.add_token_types([TokenType.CONTROL if word.startswith("<|") else TokenType.NORMAL for word in words])
     writer.add_token_merges([" ".join(pair) for pair in MERGES])
@@ -125,7 +133,7 @@ _GGUF_NAMES = {
 
 def _add_tensor(writer: GGUFWriter, name: str, weight: np.ndarray, config: dict[str, Any]) -> None:
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}.get(name.split(".")[-2])
-    if heads:
+    if heads and config["model_type"] == "llama":
         weight = weight.reshape(heads, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
     for theirs, ours in _GGUF_NAMES.items():
         name = name.replace(theirs, ours)

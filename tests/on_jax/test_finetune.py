@@ -20,14 +20,14 @@ from shared_specs.app.log import read_log, step_records
 from shared_specs.app.loop import MODEL_NAME, finetune
 from shared_specs.app.trainer import ADAMW
 from shared_specs.app.weights import read_model
-from shared_specs.cli import FinetuneOptions
+from shared_specs.cli import FinetuneOptions, InputError
 from shared_specs.config import Tiling
 from shared_specs.errors import UnsupportedError
 from shared_specs.tolerances import DEMO_LOSS_RTOL, MODEL_FLOAT32
 from tests.asserting import assert_within
 from tests.on_jax.compiling import compiled_once
 from tests.on_jax.test_llama import loaded as load_model
-from tests.tiny_model import tiny_config, tiny_weights, write_text, write_tiny_folder, write_tiny_gguf
+from tests.tiny_model import MISTRAL, tiny_config, tiny_weights, write_text, write_tiny_folder, write_tiny_gguf
 from tiled_jax import backends
 from tiled_jax.__main__ import COMMANDS
 from tiled_jax.commands.finetune import JaxTrainer
@@ -218,6 +218,13 @@ def test_resumed_run_has_the_losses_of_the_uninterrupted_one(options: Any, tiled
     assert run(options(num_shards=5, resume=True)) == tiled_losses
 
 
+def test_a_context_longer_than_the_window_is_refused(options: Any, tmp_path: Path) -> None:
+    folder = write_tiny_folder(tmp_path / "mistral", **MISTRAL)
+    with pytest.raises(InputError, match=r"^finetune: --tokens must be <= 48, the sliding window .*, got 49\."):
+        run(options(model=str(folder), tokens=49))
+    assert not (tmp_path / "run").exists()
+
+
 def test_device_that_is_not_here_is_refused(options: Any, tmp_path: Path) -> None:
     if jax.default_backend() == "gpu":
         pytest.skip("JAX sees a GPU here")
@@ -248,11 +255,11 @@ def test_the_command_runs_where_torch_cannot_be_imported(inputs: Path, tmp_path:
 def test_a_model_it_cannot_do_is_one_line_and_exit_code_2(
     inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}
-    folder = write_tiny_folder(tmp_path / "yarn", rope_parameters=rope)
+    folder = write_tiny_folder(tmp_path / "other", hidden_act="sillu")
     words = ["--model", str(folder), "--text", str(inputs / "text"), "--out", str(tmp_path / "run"), "--tokens", "40"]
     assert main("tiled_jax", COMMANDS, ["finetune", *words]) == 2
     shown = capsys.readouterr().err
     assert shown.count("\n") == 1
-    assert "rope_type must be one of default, linear, llama3, got 'yarn'" in shown
+    assert "hidden_act must be one of silu, " in shown
+    assert "got 'sillu'" in shown
     assert not (tmp_path / "run").exists()

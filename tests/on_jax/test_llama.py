@@ -12,7 +12,7 @@ from shared_specs import SpecError, Tiling, UnsupportedError
 from shared_specs.tolerances import FLOOR, MODEL_FLOAT32
 from tests.asserting import assert_within
 from tests.on_jax.counting import temp_bytes
-from tests.tiny_model import tiny_config, tiny_weights
+from tests.tiny_model import MISTRAL, tiny_config, tiny_weights
 from tiled_jax import TiledMLP
 from tiled_jax.models import Llama, LlamaConfig, attention, causal_attention, from_hf, next_token_loss, to_hf
 from tiled_jax.models.llama import Attention
@@ -234,7 +234,9 @@ def test_wrong_weights_are_refused(change: Any, message: str) -> None:
     ("changes", "error", "message"),
     [
         ({"hidden_act": "tanh"}, UnsupportedError, "hidden_act must be one of silu"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, UnsupportedError, "rope_type must be one of"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, UnsupportedError, "rope_type must be one of .*got 'longrope'"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, SpecError, "rope_parameters must be .* with factor,"),
+        ({"model_type": "gemma"}, UnsupportedError, "model_type must be one of llama, mistral, qwen2, got 'gemma'"),
         ({"num_key_value_heads": 3}, SpecError, "a divisor of num_attention_heads=4, got 3"),
         ({"head_dim": 7}, SpecError, "head_dim must be even"),
         ({"hidden_size": None}, SpecError, "hidden_size must be an integer >= 1, got None"),
@@ -244,6 +246,14 @@ def test_wrong_weights_are_refused(change: Any, message: str) -> None:
 def test_configurations_it_cannot_do_are_refused(changes: Any, error: Any, message: str) -> None:
     with pytest.raises(error, match=f"^LlamaConfig.from_hf: .*{message}"):
         LlamaConfig.from_hf(tiny_config() | changes)
+
+
+def test_a_sequence_longer_than_the_window_is_refused() -> None:
+    graph, parameters = loaded(tiny_config(**MISTRAL | {"sliding_window": 8}))
+    run = lambda tokens: nnx.merge(graph, parameters)(jnp.zeros((1, tokens), jnp.int32))  # noqa: E731
+    assert jax.eval_shape(lambda: run(8)).shape == (1, 8, 272)
+    with pytest.raises(UnsupportedError, match=r"^Llama: the tokens of a sequence must be <= 8, .* got 9\."):
+        jax.eval_shape(lambda: run(9))
 
 
 def test_older_spelling_of_the_configuration() -> None:

@@ -96,6 +96,14 @@ LLAMAS: dict[str, tuple[Axes, Any, Any, Any, dict[str, Any], AxisType]] = {
         ODD,
         AxisType.Auto,
     ),
+    "fsdp 2 x tp 2, biases of q, k and v": (
+        {"dp_shard": 2, "tp": 2},
+        FSDP,
+        TensorParallel(),
+        None,
+        {"model_type": "qwen2"},
+        AxisType.Auto,
+    ),
     "fsdp 2 x context 2 x tp 2": (
         {"dp_shard": 2, "cp": 2, "tp": 2},
         DataParallel(context_axis="cp", reduce_dtype=None),
@@ -123,7 +131,7 @@ def reference(changes: dict[str, Any], tokens: int) -> Any:
 IN_EVERY_RUN = (
     *("one device", "dp 2", "fsdp 8", "sp 8", "fsdp 2 x tp 2, whole tokens"),
     *("fsdp 2 x context 2 x tp 2", "fsdp 4, few tokens", "dp 8", "everything"),
-    *("fsdp 2, sums in bfloat16", "replicas 2 x fsdp 2 x tp 2, float32 sums"),
+    *("fsdp 2, sums in bfloat16", "fsdp 2 x tp 2, biases of q, k and v", "replicas 2 x fsdp 2 x tp 2, float32 sums"),
 )
 
 

@@ -185,6 +185,13 @@ def test_rows_that_sequence_parallelism_cannot_deal_out() -> None:
         plan.gradients.lower(plan.shapes.parameters, np.zeros((1, 7), np.int32))
 
 
+def test_sequences_longer_than_the_window_of_attention() -> None:
+    shapes = llama_shapes(model_type="mistral", sliding_window=8)
+    plan = parallelize(shapes, mesh_of(dp_shard=2, cp=2), ParallelConfig(data=DataParallel(context_axis="cp")))
+    with pytest.raises(UnsupportedError, match=r"the tokens of a sequence must be <= 8, the sliding window .*, got 10"):
+        plan.gradients.lower(plan.shapes.parameters, np.zeros((2, 11), np.int32))
+
+
 def test_rules_that_do_not_fit() -> None:
     class Model(nnx.Module):
         def __init__(self) -> None:

@@ -23,7 +23,7 @@ from shared_specs.app.weights import read_model
 from shared_specs.cli import FinetuneOptions, flag
 from shared_specs.tolerances import DEMO_LOSS_RTOL, MODEL_FLOAT32, limit
 from tests.ranks import LOOPBACK, Ranks
-from tests.tiny_model import write_inputs, write_tiny_folder
+from tests.tiny_model import QWEN2, write_inputs, write_tiny_folder
 from tiled_torch.commands.finetune import TorchTrainer
 
 pytestmark = pytest.mark.ranks
@@ -141,6 +141,20 @@ def test_context_parallel_ranks_go_on_in_another_layout(inputs, two, tmp_path):
         assert_same_model(found, inputs)
     record = step_records(read_log(plain))[-1]
     assert record["tokens_per_second"] * record["seconds"] == pytest.approx(4 * 48), "the tokens of all ranks"
+
+
+def test_split_layers_with_biases_of_queries_keys_and_values(inputs, two, tmp_path):
+    """Of a Qwen2 model, whose plan is the registry's; then its weights and moments sharded."""
+    model = str(write_tiny_folder(tmp_path / "model", **QWEN2))
+    assert run_alone(inputs, tmp_path / "alone", model=model, steps=2) == 0
+    out, shared = tmp_path / "run", {"model": model, "checkpointing": True}
+    run_on(
+        two,
+        options(inputs, out, **shared, tp=2, steps=1),
+        options(inputs, out, **shared, fsdp=2, steps=2, resume=True),
+    )
+    assert losses(out) == pytest.approx(losses(tmp_path / "alone"), rel=DEMO_LOSS_RTOL)
+    assert_same_model(out, tmp_path)
 
 
 @pytest.mark.parametrize("axis", ["fsdp", "cp"])

@@ -14,10 +14,10 @@ from shared_specs.app.trainer import Trainer, TrainerState
 from shared_specs.cli import FinetuneOptions
 from shared_specs.tolerances import DEMO_LOSS_RTOL, MODEL_FLOAT32
 from tests.asserting import assert_within
-from tests.tiny_model import tiny_config, tiny_weights
+from tests.tiny_model import QWEN2, tiny_config, tiny_weights
 from tiled_jax.commands.finetune import JaxTrainer
 from tiled_jax.models import Llama, LlamaConfig, from_hf, next_token_loss, to_hf
-from tiled_jax.models.rope import rotary_frequencies
+from tiled_jax.models.rope import rotary_angles, rotary_frequencies
 from tiled_torch.commands.finetune import TorchTrainer, build_model
 
 CPU = torch.device("cpu")
@@ -29,6 +29,8 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 2048}
+WIDE = {"head_dim": 32, "max_position_embeddings": 8192}
 CONFIGS = {
     "smollm2": tiny_config(),
     "untied": tiny_config(tie_word_embeddings=False),
@@ -44,6 +46,18 @@ CONFIGS = {
     "theta": tiny_config(rope_theta=500000.0),
     "eps": tiny_config(rms_norm_eps=1e-2),
     "one-layer": tiny_config(num_hidden_layers=1),
+    "qwen2-yarn": tiny_config(**QWEN2 | WIDE, rope_parameters=YARN),
+}
+# Of yarn every term that may be left out; the ramp between the pairs is several pairs long.
+ROPES = {
+    "default": YARN,
+    "factor given": YARN | {"attention_factor": 0.7},
+    "scales": YARN | {"mscale": 0.7, "mscale_all_dim": 0.3},
+    "one scale": YARN | {"mscale": 0.7},
+    "turns": YARN | {"beta_fast": 8, "beta_slow": 2, "truncate": False},
+    "nothing": YARN | {"beta_fast": None, "attention_factor": None, "truncate": None},
+    "few positions": YARN | {"original_max_position_embeddings": 4},
+    "factor 1": YARN | {"factor": 1.0, "mscale": 0.7, "mscale_all_dim": 0.3},
 }
 
 
@@ -86,6 +100,17 @@ def test_rotary_frequencies_are_those_of_transformers(name: str) -> None:
     theirs = build_model(config, tiny_weights(config), CPU).model.rotary_emb.inv_freq.numpy()
     ours = rotary_frequencies(LlamaConfig.from_hf(config).rope, config["head_dim"])
     assert_within(ours, theirs, np.finfo(np.float32).eps, "frequencies")
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_angles_of_yarn_are_those_of_transformers(name: str) -> None:
+    config = tiny_config(**WIDE, rope_parameters=ROPES[name])
+    theirs = build_model(config, tiny_weights(config), CPU).model.rotary_emb
+    positions = torch.arange(64)[None]
+    rope = LlamaConfig.from_hf(config).rope
+    assert_within(rotary_frequencies(rope, 32), theirs.inv_freq.numpy(), np.finfo(np.float32).eps, "frequencies")
+    for ours, expected in zip(rotary_angles(rope, 32, 64), theirs(torch.zeros(()), positions), strict=True):
+        assert_within(np.asarray(ours), expected[0, :, :16].numpy(), MODEL_FLOAT32, "angles")
 
 
 def trainers(**changes: Any) -> list[Trainer]:

@@ -111,7 +111,8 @@ class JaxTrainer:
         # optax raises a float to the power of an integer count, which strict promotion refuses.
         with jax.numpy_dtype_promotion("standard"):
             updates, optimizer = self._adamw.update(gradients, optimizer, parameters)
-        return optax.apply_updates(parameters, updates), optimizer, loss
+        trained: Any = optax.apply_updates(parameters, updates)
+        return trained, optimizer, loss
 
     def _step_of_plan(
         self, parameters: nnx.State, optimizer: optax.OptState, tokens: jax.Array
@@ -180,7 +181,8 @@ class JaxTrainer:
 
         places = jax.tree.map(lambda _: self._place, self._parameters) if self._plan is None else self._place
         like = jax.tree.map(lambda a, place: _at(a, place), self._parameters, places)
-        states, count = load(folder, dict.fromkeys(("parameters", *_MOMENTS.values()), like))
+        wanted: Any = dict.fromkeys(("parameters", *_MOMENTS.values()), like)
+        states, count = load(folder, wanted)
         self._parameters = states.pop("parameters")
         self._set_optimizer(count, states)
 

@@ -1,24 +1,15 @@
-"""What the decoder needs to know of a Hugging Face Llama configuration, and the refusal of what it cannot do."""
+"""What the decoder needs to know of a Hugging Face configuration, and the refusal of what it cannot do."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from shared_specs.config import HF_ACTIVATIONS, Activation
+from shared_specs.decoders import DECODERS, ROPE_TERMS, biases, rope_parameters, sliding_window
 from shared_specs.errors import SpecError, UnsupportedError, error_text
 
 _HERE = "LlamaConfig.from_hf"
-# For every kind of scaling its terms by their Hugging Face name.
-_ROPE_TERMS = {
-    "default": {},
-    "linear": {"factor": "factor"},
-    "llama3": {
-        "factor": "factor",
-        "low_freq_factor": "low_freq_factor",
-        "high_freq_factor": "high_freq_factor",
-        "original_max_position_embeddings": "original_positions",
-    },
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,10 +17,14 @@ class Rope:
     """Rotary positions: the base `theta` and the scaling.
 
     Attributes:
-        kind: "default" (none), "linear" (every frequency divided by `factor`) or "llama3" (long wavelengths divided
-            by `factor`, short ones kept, a linear ramp between the two).
-        low_freq_factor, high_freq_factor, original_positions: llama3 only; the ramp lies between the wavelengths
-            original_positions / high_freq_factor and original_positions / low_freq_factor, in tokens.
+        kind: "default" (none), "linear" (every frequency divided by `factor`), "llama3" or "yarn" (long wavelengths
+            divided by `factor`, short ones kept, a linear ramp between the two).
+        original_positions: of the model before it was scaled, llama3 and yarn only.
+        low_freq_factor, high_freq_factor: llama3 only; the ramp is linear in the turns that a pair makes over the
+            original positions, and lies between these two numbers of them.
+        beta_slow, beta_fast, truncate: yarn only; the ramp is linear in the number of the pair, and lies between those
+            that make so many turns, which with `truncate` are rounded away from each other.
+        attention_factor: yarn only; what cosines and sines are multiplied with.
     """
 
     theta: float
@@ -38,11 +33,23 @@ class Rope:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_positions: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaConfig:
-    """Sizes and options of a Llama decoder. Field names are those of Hugging Face, apart from `rope` and `activation`."""
+    """Sizes and options of a Llama decoder, or of a Mistral or Qwen2 one, which differ in their biases and windows.
+
+    Field names are those of Hugging Face, apart from `rope` and `activation`.
+
+    Attributes:
+        attention_bias: of the projections of queries, keys and values. attention_out_bias: of the one behind attention.
+        sliding_window: tokens that a query of the model sees, its own included; None for all before it. The decoder
+            has no windows, so a sequence may be no longer.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -55,17 +62,27 @@ class LlamaConfig:
     activation: Activation
     tie_word_embeddings: bool
     attention_bias: bool
+    attention_out_bias: bool
     mlp_bias: bool
+    sliding_window: int | None
     rope: Rope
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "LlamaConfig":
         """The configuration of a Hugging Face `config.json`, of transformers 5 (`rope_parameters`) or older.
 
+        Args:
+            config: its `model_type` is llama, mistral or qwen2, or missing, which is llama; other terms that are missing
+                have transformers' defaults of that model_type.
         Raises:
             SpecError: a size is missing, or the heads do not share the keys evenly.
-            UnsupportedError: an activation or a kind of rope scaling that this decoder does not have.
+            UnsupportedError: a model_type, an activation or a kind of rope scaling that this decoder does not have.
         """
+        model_type = config.get("model_type", "llama")
+        if model_type not in DECODERS:
+            raise UnsupportedError(error_text(_HERE, "model_type", f"one of {', '.join(DECODERS)}", repr(model_type)))
+        config = {"model_type": model_type, **DECODERS[model_type].defaults, **config}
+        has = biases(config)
         heads = _size(config, "num_attention_heads")
         hidden_size = _size(config, "hidden_size")
         self = cls(
@@ -74,13 +91,15 @@ class LlamaConfig:
             intermediate_size=_size(config, "intermediate_size"),
             num_hidden_layers=_size(config, "num_hidden_layers"),
             num_attention_heads=heads,
-            num_key_value_heads=config.get("num_key_value_heads") or heads,
+            num_key_value_heads=config["num_key_value_heads"] or heads,
             head_dim=config.get("head_dim") or hidden_size // heads,
-            rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-            activation=_activation(config.get("hidden_act", "silu")),
-            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-            attention_bias=bool(config.get("attention_bias", False)),
-            mlp_bias=bool(config.get("mlp_bias", False)),
+            rms_norm_eps=float(config["rms_norm_eps"]),
+            activation=_activation(config["hidden_act"]),
+            tie_word_embeddings=bool(config["tie_word_embeddings"]),
+            attention_bias=has.qkv,
+            attention_out_bias=has.out,
+            mlp_bias=has.mlp,
+            sliding_window=sliding_window(config),
             rope=_rope(config),
         )
         if heads % self.num_key_value_heads:
@@ -106,20 +125,31 @@ def _activation(name: str) -> Activation:
 
 
 def _rope(config: Mapping[str, Any]) -> Rope:
-    """From `rope_parameters`, or from `rope_theta` and `rope_scaling` as older configurations say it."""
-    given = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    theta = float(given.get("rope_theta", config.get("rope_theta", 10000.0)))
-    kind = given.get("rope_type", given.get("type", "default"))
-    if kind not in _ROPE_TERMS:
+    given = rope_parameters(config)
+    kind, theta = given["rope_type"], float(given["rope_theta"])
+    if kind not in ROPE_TERMS:
         advice = "Convert the model, or use the PyTorch half."
         raise UnsupportedError(
-            error_text(_HERE, "rope_type", f"one of {', '.join(_ROPE_TERMS)}", repr(kind), advice=advice)
+            error_text(_HERE, "rope_type", f"one of {', '.join(ROPE_TERMS)}", repr(kind), advice=advice)
         )
-    if kind == "default":
-        return Rope(theta=theta)
-    missing = [name for name in _ROPE_TERMS[kind] if name not in given]
+    missing = [name for name in ROPE_TERMS[kind] if given.get(name) is None]
     if missing:
         rule = f"complete for rope_type {kind}, with {' and '.join(missing)}"
         raise SpecError(error_text(_HERE, "rope_parameters", rule, given))
-    terms = {ours: given[theirs] for theirs, ours in _ROPE_TERMS[kind].items()}
-    return Rope(theta=theta, kind=kind, **terms)
+    theirs = {"original_max_position_embeddings": "original_positions"}
+    terms = {theirs.get(name, name): given[name] for name in ROPE_TERMS[kind]}
+    return Rope(theta=theta, kind=kind, **terms, **(_yarn(given) if kind == "yarn" else {}))
+
+
+def _yarn(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The terms of yarn that may be left out, as transformers fills them in."""
+    found: dict[str, Any] = {name: given[name] for name in ("beta_fast", "beta_slow") if given.get(name)}
+    attention, factor = given.get("attention_factor"), given["factor"]
+    if attention is None:
+        mscale, all_dim = given.get("mscale"), given.get("mscale_all_dim")
+        attention = _mscale(factor, mscale) / _mscale(factor, all_dim) if mscale and all_dim else _mscale(factor, 1)
+    return found | {"truncate": bool(given.get("truncate", True)), "attention_factor": float(attention)}
+
+
+def _mscale(factor: float, weight: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

@@ -10,7 +10,7 @@ from flax import nnx
 from jax import lax
 
 from shared_specs.config import Tiling
-from shared_specs.errors import fail
+from shared_specs.errors import UnsupportedError, error_text, fail
 from tiled_jax.models.attention import causal_attention, precision_of
 from tiled_jax.models.config import LlamaConfig
 from tiled_jax.models.mlp import PlainMLP
@@ -22,7 +22,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 class Llama(nnx.Module):
-    """Next-token logits of a pre-norm decoder with rotary positions, grouped heads and a gated MLP.
+    """Next-token logits of a pre-norm decoder with rotary positions, grouped heads and a gated MLP: Llama, Mistral, Qwen2.
 
     Args:
         config: sizes and options, `LlamaConfig.from_hf(...)` for a Hugging Face model.
@@ -33,6 +33,7 @@ class Llama(nnx.Module):
         rngs: initialises the parameters, which `from_hf` replaces.
     Raises:
         SpecError: tiling options with plain=True, or another dtype.
+        UnsupportedError: called with a sequence longer than `config.sliding_window`.
     Memory: all layers are one loop over stacked parameters (`layers`, leading dim num_hidden_layers), compiled once.
         With checkpointing backward keeps 4 * batch * tokens * hidden_size bytes a layer.
     Source: Touvron et al. 2023, LLaMA; names and numerics of the Hugging Face implementation.
@@ -76,7 +77,7 @@ class Llama(nnx.Module):
 
     def hidden(self, tokens: jax.Array) -> jax.Array:
         """What the head sees: [batch, tokens] int32 -> [batch * tokens, hidden_size] of the compute dtype."""
-        angles = rotary_angles(self.config.rope, self.config.head_dim, tokens.shape[1])
+        angles = sequence_angles(self.config, tokens.shape[1])
         graph, parameters = nnx.split(self.layers)
 
         def layer(x: jax.Array, parameters: nnx.State) -> tuple[jax.Array, None]:
@@ -120,11 +121,11 @@ class Attention(nnx.Module):
     def __init__(self, config: LlamaConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
         self.head_dim = config.head_dim
         queries, keys = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
-        linear = partial(_linear, bias=config.attention_bias, dtype=dtype, rngs=rngs)
-        self.q = linear(config.hidden_size, queries)
-        self.k = linear(config.hidden_size, keys)
-        self.v = linear(config.hidden_size, keys)
-        self.o = linear(queries, config.hidden_size)
+        linear = partial(_linear, dtype=dtype, rngs=rngs)
+        self.q = linear(config.hidden_size, queries, config.attention_bias)
+        self.k = linear(config.hidden_size, keys, config.attention_bias)
+        self.v = linear(config.hidden_size, keys, config.attention_bias)
+        self.o = linear(queries, config.hidden_size, config.attention_out_bias)
 
     def __call__(self, x: jax.Array, angles: Angles) -> jax.Array:
         """[batch * tokens, hidden_size] -> the same; `angles` tell how many tokens a sequence has."""
@@ -141,6 +142,19 @@ class Attention(nnx.Module):
 
         y = attend(q, k, v)
         return self.o(y.reshape(x.shape[0], -1))
+
+
+def sequence_angles(config: LlamaConfig, tokens: int) -> Angles:
+    """Cosine and sine of all positions of sequences of so many tokens, which no window may cut.
+
+    Raises:
+        UnsupportedError: the model's sliding window is shorter.
+    """
+    if config.sliding_window is not None and tokens > config.sliding_window:
+        rule = f"<= {config.sliding_window}, the sliding window of this model"
+        advice = "The decoder's attention has no windows."
+        raise UnsupportedError(error_text("Llama", "the tokens of a sequence", rule, tokens, advice=advice))
+    return rotary_angles(config.rope, config.head_dim, tokens)
 
 
 def _linear(inputs: int, outputs: int, bias: bool, dtype: jnp.dtype, rngs: nnx.Rngs) -> nnx.Linear:

@@ -35,12 +35,14 @@ _IN_LAYER: dict[str, Path] = {
     },
 }
 _HF_OUTER = {path: name for name, path in _OUTER.items()}
-_HF_IN_LAYER = {("layers", *path): name for name, path in _IN_LAYER.items()}
+_HF_IN_LAYER: dict[tuple[Any, ...], str] = {("layers", *path): name for name, path in _IN_LAYER.items()}
 _TRANSPOSED = ("kernel", "w_gate", "w_up", "w_down")
 
 
 def from_hf(
-    parameters: nnx.State, tensors: Mapping[str, np.ndarray], device: jax.Device | nnx.State | None = None
+    parameters: nnx.State,
+    tensors: Mapping[str, np.ndarray],
+    device: "jax.Device | nnx.State | None" = None,  # pyright: ignore[reportInvalidTypeForm]  # of which jax has no stub
 ) -> nnx.State:
     """The parameters with the values of `tensors`, copied, in the dtype of each parameter.
 

@@ -20,9 +20,9 @@ from shared_specs.sequence_costs import compiled_sequence_peak_bytes, plan_seque
 from tiled_jax import backends
 from tiled_jax.functional.shard_math import wide
 from tiled_jax.models import Llama, causal_attention
-from tiled_jax.models.llama import Angles, Attention, DecoderLayer
+from tiled_jax.models.llama import Angles, Attention, DecoderLayer, sequence_angles
 from tiled_jax.models.mlp import PlainMLP
-from tiled_jax.models.rope import rotary_angles, rotate
+from tiled_jax.models.rope import rotate
 from tiled_jax.modules import TiledMLP
 from tiled_jax.modules.params import as_operands, compute_dtype
 from tiled_jax.parallel.context import context_attention, context_slice
@@ -48,7 +48,7 @@ def decoder_loss(model: Llama, tokens: jax.Array, mapped: Mapped) -> tuple[jax.A
     _check_rows(inputs.size, mapped)
     shard = _shard_tokens(model, inputs.size, mapped)
     x = embedded(model, inputs.reshape(-1), shard, mapped).astype(model.embed.embedding[...].dtype)
-    angles = rotary_angles(model.config.rope, model.config.head_dim, tokens.shape[1] - 1)
+    angles = sequence_angles(model.config, tokens.shape[1] - 1)
     graph, parameters = nnx.split(model.layers)
     sequences = tokens.shape[0]
 
@@ -131,8 +131,9 @@ def _mlp(mlp: nnx.Module, x: jax.Array, mapped: Mapped) -> jax.Array:
     if axis is None:
         return mlp(x)  # type: ignore[operator]
     if isinstance(mlp, PlainMLP):
-        bias, mlp.b_down = mlp.b_down, None
-        y = reduced(mlp(entered(x, mapped)), mapped)
+        plain: Any = mlp  # which sets its parameters by name
+        bias, plain.b_down = plain.b_down, None
+        y = reduced(plain(entered(x, mapped)), mapped)
         return y if bias is None else y + bias[...].astype(y.dtype)
     assert isinstance(mlp, TiledMLP)
     params = {name: value[...] for name, value in vars(mlp).items() if isinstance(value, nnx.Param)}
@@ -158,8 +159,8 @@ def _shard_tokens(model: Llama, rows: int, mapped: Mapped) -> int | None:
     """
     if not mapped.sequence_parallel or model.plain:
         return None
-    axis, mlp = str(mapped.axes.tensor), model.layers.mlp
-    ranks, tiling = mapped.axes.size[axis], mlp.config.tiling
+    mlp: Any = model.layers.mlp  # a TiledMLP, as the model is not plain
+    ranks, tiling = mapped.axes.size[str(mapped.axes.tensor)], mlp.config.tiling
     shape = costs.MLPShape(
         tokens=rows,
         hidden=model.config.hidden_size,

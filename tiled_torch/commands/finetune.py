@@ -1,4 +1,4 @@
-"""The PyTorch half of `finetune`: a Hugging Face Llama, tiled, under AdamW, in one process or in those of torchrun."""
+"""The PyTorch half of `finetune`: a Hugging Face decoder, tiled, under AdamW, in one process or in those of torchrun."""
 
 import os
 from pathlib import Path
@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 from torch.distributed.tensor import DTensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from shared_specs.app.budget import Buffers
 from shared_specs.app.team import ALONE, Team
@@ -75,7 +75,7 @@ class TorchTrainer:
             fused=True,  # no temporaries of the size of the model
         )
 
-    def _alone(self, config: dict[str, Any], tensors: dict[str, np.ndarray] | None) -> LlamaForCausalLM:
+    def _alone(self, config: dict[str, Any], tensors: dict[str, np.ndarray] | None) -> Any:
         model = self._tiled(build_model(config, tensors, self._device))
         if self._options.checkpointing:
             # The second name is the older one within transformers 5, deprecated where the first exists.
@@ -93,9 +93,9 @@ class TorchTrainer:
         model = parallelize(self._tiled(empty_model(config)), mesh, parallel)
         weights = None if tensors is None else {name: _to_tensor(array) for name, array in tensors.items()}
         materialize(model, device=self._device, weights=weights)
-        return with_positions(model, config, self._device).train()
+        return with_positions(model, self._device).train()
 
-    def _tiled(self, model: LlamaForCausalLM) -> LlamaForCausalLM:
+    def _tiled(self, model: PreTrainedModel) -> PreTrainedModel:
         if self._tiling is not None:
             from tiled_torch.models import tile_model
 
@@ -166,25 +166,24 @@ class TorchTrainer:
         shards.load(folder, self._parameters, self._optimizer, getattr(self._team, "control", None))
 
 
-def empty_model(config: dict[str, Any]) -> LlamaForCausalLM:
-    """A Llama on the meta device, its attention in blocks (SDPA).
+def empty_model(config: dict[str, Any]) -> PreTrainedModel:
+    """transformers' own model of this model_type on the meta device, its attention in blocks (SDPA).
 
     Raises:
         UnsupportedError: transformers cannot make one of this configuration.
     """
     try:
         with torch.device("meta"):
-            return LlamaForCausalLM._from_config(LlamaConfig(**config), attn_implementation="sdpa", dtype=torch.float32)
+            own = AutoConfig.for_model(**config)
+            return AutoModelForCausalLM.from_config(own, attn_implementation="sdpa", dtype=torch.float32)
     except Exception as error:  # transformers says by all kinds of it what is wrong with a configuration
         reason = f"{type(error).__name__}: {error}"
-        text = "finetune: --model must have a configuration that transformers makes a Llama of"
+        text = "finetune: --model must have a configuration that transformers makes a model of"
         raise UnsupportedError(f"{text}, got one with {reason}") from error
 
 
-def build_model(
-    config: dict[str, Any], tensors: dict[str, np.ndarray] | None, device: torch.device
-) -> LlamaForCausalLM:
-    """A Llama in training mode with these weights (copied), or zeros where a checkpoint is loaded next.
+def build_model(config: dict[str, Any], tensors: dict[str, np.ndarray] | None, device: torch.device) -> PreTrainedModel:
+    """A model in training mode with these weights (copied), or zeros where a checkpoint is loaded next.
 
     Built without memory first: a random initialisation would be thrown away.
     """
@@ -198,12 +197,12 @@ def build_model(
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     model.load_state_dict(weights, strict=True, assign=True)
     model.tie_weights()
-    return with_positions(model, config, device).train()
+    return with_positions(model, device).train()
 
 
-def with_positions(model: LlamaForCausalLM, config: dict[str, Any], device: torch.device) -> LlamaForCausalLM:
+def with_positions(model: Any, device: torch.device) -> Any:
     """The same model with the frequencies of its positions, a buffer that no state dict holds."""
-    model.model.rotary_emb = type(model.model.rotary_emb)(config=LlamaConfig(**config)).to(device)
+    model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config).to(device)
     return model
 
 
