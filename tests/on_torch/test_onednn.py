@@ -167,3 +167,22 @@ def test_what_is_asked_of_the_machine(
     monkeypatch.setattr(onednn_steps, "_FACTS", path)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     assert onednn_steps.pays_here.__wrapped__() is pays
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised inside torch's own tracer
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
+@pytest.mark.parametrize("keep", [0.0, 0.5])
+def test_under_torch_compile(keep: float, gated: bool, everywhere: list[tuple[int, ...]]) -> None:
+    """The registered operators make the same products: to the last bit those of a call outside."""
+    x, weights = operands(64, 32, 96, gated=gated)
+
+    def step(x: Tensor) -> Tensor:
+        return tiled_mlp(x, *weights, num_shards=4, keep=keep).square().sum()
+
+    torch.compiler.reset()
+    leaves = [x, *(w for w in weights if w is not None)]
+    expected = torch.autograd.grad(step(x), leaves)
+    outside = len(everywhere)
+    found = torch.autograd.grad(torch.compile(step, fullgraph=True, backend="aot_eager")(x), leaves)
+    assert len(everywhere) == 2 * outside > 0
+    assert all(map(torch.equal, found, expected))

@@ -30,6 +30,9 @@ def kept_up_projections(
 ) -> tuple[Tensor, Tensor]:
     """gate and up of the tokens from `kept_start` on, each [kept tokens, I] (gate [0, I] without a gate)."""
     w, width = w.cast(dtype), w.w_up.shape[0]
+    whole = onednn_steps.steps_for(steps, x, w, plan, dtype)
+    if kept_start < plan.tokens and x.dtype == dtype and isinstance(whole, onednn_steps.OneDNNSteps):
+        return onednn_steps.up_projections_of_rows(x[kept_start:], w)
     up = torch.empty((plan.tokens - kept_start, width), dtype=dtype, device=x.device)
     gate = torch.empty_like(up if w.w_gate is not None else up[:0])
     for start, stop in plan.spans:

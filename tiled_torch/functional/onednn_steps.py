@@ -65,6 +65,12 @@ if hasattr(torch.ops.mkldnn, "_linear_pointwise") and torch.ops.mkldnn._linear_p
     register_flop_formula(torch.ops.mkldnn._linear_pointwise)(_flop)
 
 
+def up_projections_of_rows(x: Tensor, w: Weights) -> tuple[Tensor, Tensor]:
+    """gate and up [rows, I] (gate [0, I] without a gate), in one product each: what is kept needs its memory anyway."""
+    up = product(x, w.w_up, w.b_up)
+    return torch.empty_like(up[:0]) if w.w_gate is None else product(x, w.w_gate, w.b_gate), up
+
+
 class OneDNNSteps(Steps):
     """Of one call: it knows which tensors are its buffers."""
 
