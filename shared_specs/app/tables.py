@@ -18,9 +18,15 @@ MIB, GIB = 2**20, 2**30
 Record = dict[str, Any]
 
 
-def latest(records: list[Record], kind: str, half: str | None = None) -> Record | None:
-    """The newest record of a kind, and of one half where it is named."""
-    found = [record for record in records if record["kind"] == kind and half in (None, record["half"])]
+def latest(records: list[Record], kind: str, half: str | None = None, jax: str = "") -> Record | None:
+    """The newest record of a kind, and of one half where it is named, and of the versions of JAX that begin so."""
+    found = [
+        record
+        for record in records
+        if record["kind"] == kind
+        and half in (None, record["half"])
+        and record["versions"].get("jax", "").startswith(jax)
+    ]
     return found[-1] if found else None
 
 
@@ -34,9 +40,9 @@ def _rows(header: list[str], rows: list[list[str]], source: Record) -> str:
     return "\n".join(lines)
 
 
-def op_table(records: list[Record], op: str, half: str) -> str:
+def op_table(records: list[Record], op: str, half: str, jax: str = "") -> str:
     """Time of every variant of an op relative to the plain one, a column a workload."""
-    record = latest(records, op, half)
+    record = latest(records, op, half, jax)
     if record is None:
         return "No record yet.\n"
     workloads = list(dict.fromkeys(result["workload"] for result in record["results"]))
@@ -99,7 +105,8 @@ def demo_table(records: list[Record], kind: str) -> str:
 
 TABLES: dict[str, Callable[[list[Record]], str]] = {
     "mlp-torch": lambda records: op_table(records, "mlp", "tiled_torch"),
-    "mlp-jax": lambda records: op_table(records, "mlp", "tiled_jax"),
+    "mlp-jax": lambda records: op_table(records, "mlp", "tiled_jax", jax="0.10"),
+    "mlp-jax-new": lambda records: op_table(records, "mlp", "tiled_jax", jax="0.11"),
     "loss-torch": lambda records: op_table(records, "loss", "tiled_torch"),
     "loss-jax": lambda records: op_table(records, "loss", "tiled_jax"),
     "mlp-bytes-torch": lambda records: bytes_table(records, "tiled_torch"),

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from shared_specs import Tiling, costs
@@ -115,6 +116,17 @@ def test_peak_bytes(keep: float, T: int, gated: bool, everywhere: list[tuple[int
     assert abs(found - expected) <= COST_BYTES * expected
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=lambda mode: mode.__name__)
+def test_without_gradients(mode: Any, everywhere: list[tuple[int, ...]]) -> None:
+    x, weights = operands(64, 32, 96)
+    expected = tiled_mlp(x, *weights, num_shards=4)
+    before = len(everywhere)
+    with mode():
+        found = tiled_mlp(x, *weights, num_shards=4)
+    assert len(everywhere) > before
+    assert torch.equal(found, expected)
+
+
 def test_nan_and_infinity_pass_through(everywhere: list[tuple[int, ...]]) -> None:
     x, weights = operands(64, 32, 96)
     with torch.no_grad():
@@ -128,12 +140,16 @@ def test_nan_and_infinity_pass_through(everywhere: list[tuple[int, ...]]) -> Non
     assert torch.equal(~x.grad.isfinite().all(1), bad)
 
 
-def chosen(steps: Steps = EAGER, dtype: torch.dtype = torch.float32, hidden: int = 512, out: int = 512) -> Steps:
+def chosen(
+    steps: Steps = EAGER, dtype: torch.dtype = torch.float32, hidden: int = 512, out: int = 512, x: Tensor | None = None
+) -> Steps:
     """Of a call of 4096 tokens; nothing is computed, so that the operands need no memory."""
     w = Weights(None, torch.empty(1).expand(1024, hidden), torch.empty(1).expand(out, 1024))
-    return onednn_steps.steps_for(steps, torch.empty(1).expand(4096, hidden), w, ShardPlan(4096, 1024), dtype)
+    x = torch.empty(1).expand(4096, hidden) if x is None else x
+    return onednn_steps.steps_for(steps, x, w, ShardPlan(4096, 1024), dtype)
 
 
+@pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN")  # by torch's own context manager
 def test_where_it_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(onednn_steps, "pays_here", lambda: True)
     assert isinstance(chosen(), onednn_steps.OneDNNSteps)
@@ -143,6 +159,9 @@ def test_where_it_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen(hidden=514) is EAGER  # rows of dx would be more bytes than the buffers
     assert chosen(out=514) is EAGER
     assert chosen(hidden=8, out=8) is EAGER  # too small to pay
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert chosen() is EAGER
+    assert chosen(x=TwoTensor(torch.ones(4096, 512), torch.ones(4096, 512))) is EAGER
     others = type("KernelSteps", (Steps,), {"paths": Paths()})()
     assert chosen(others) is others
     monkeypatch.setattr(onednn_steps, "pays_here", lambda: False)

@@ -38,6 +38,17 @@ def test_bytes_of_compiled_programs():
     assert table("mlp-bytes-jax", older) == ["No record yet."]
 
 
+def test_a_table_for_each_set_of_versions_of_jax():
+    def record(version, ratio):
+        results = [{"variant": "tiled", "workload": "w", "ratio_to_plain": ratio}]
+        return BASE | {"kind": "mlp", "half": "tiled_jax", "versions": {"jax": version}, "results": results}
+
+    records = [record("0.10.2", 1.01), record("0.11.2", 1.02), record("0.10.2", 1.03)]
+    assert table("mlp-jax", *records)[2] == "| tiled | 1.03 |"
+    assert table("mlp-jax-new", *records)[2] == "| tiled | 1.02 |"
+    assert table("mlp-jax-new", records[0]) == ["No record yet."]
+
+
 def test_accuracy():
     results = [
         {"variant": "plain", "workload": "w", "worst_weight_error": 0.00327, "ratio_to_plain": 1.0},

@@ -27,7 +27,8 @@ _FACTS = Path("/proc/cpuinfo")
 @cache
 def pays_here() -> bool:
     """Whether this machine has the operator, and a processor on which it is the faster one: AMD's with AVX-512."""
-    if not hasattr(torch.ops.mkldnn, "_linear_pointwise") or torch.backends.cpu.get_cpu_capability() != "AVX512":
+    there = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    if not there or torch.backends.cpu.get_cpu_capability() != "AVX512":
         return False
     return _FACTS.exists() and "AuthenticAMD" in _FACTS.read_text()
 
@@ -36,13 +37,15 @@ def steps_for(steps: Steps, x: Tensor, w: Weights, plan: ShardPlan, dtype: torch
     """`steps`, or, where these are PyTorch's and it pays, those below; for the loops over one plan.
 
     Their products return rows [t, H] while only two buffers [t, I] are in use, so that 2 H <= I keeps the peak.
+    `torch.backends.mkldnn.flags(enabled=False)` switches them off.
     """
     I, H = w.w_up.shape  # noqa: E741
     H = max(H, w.w_down.shape[0])
-    pays = steps is EAGER and x.device.type == "cpu" and dtype == torch.float32 and 2 * H <= I and pays_here()
-    if not pays or plan.longest * H * I < SMALLEST or not torch.backends.mkldnn.is_available():
+    wanted = steps is EAGER and x.device.type == "cpu" and dtype == torch.float32 and 2 * H <= I
+    if not wanted or plan.longest * H * I < SMALLEST or not (pays_here() and torch.backends.mkldnn.enabled):
         return steps
-    return OneDNNSteps()
+    plain = all(type(a) in (Tensor, torch.nn.Parameter) for a in (x, *w) if a is not None)
+    return OneDNNSteps() if plain else steps  # a tensor of another class has products of its own
 
 
 def product(a: Tensor, w: Tensor, bias: Tensor | None = None, added: Tensor | None = None) -> Tensor:
