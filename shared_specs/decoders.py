@@ -51,6 +51,8 @@ ROPE_TERMS: Mapping[str, tuple[str, ...]] = {
 }
 # Of yarn, besides these, `truncate`; each may be left out or null.
 YARN_NUMBERS = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+# Heads of which only a part turns: in other decoders, not in these.
+PARTIAL = "partial_rotary_factor"
 _ORIGINAL = "original_max_position_embeddings"
 _THETA = 10000.0
 
@@ -95,6 +97,8 @@ def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
     older = given.pop("type", None)
     kind = given.setdefault("rope_type", older or "default")
     given.setdefault("rope_theta", float(config.get("rope_theta") or _THETA))
+    if config.get(PARTIAL) is not None:
+        given.setdefault(PARTIAL, config[PARTIAL])
     if kind in ("llama3", "yarn"):
         outside = config.get(_ORIGINAL)  # which transformers prefers
         if outside is not None:

@@ -4,7 +4,15 @@ from numbers import Integral, Real
 from typing import Any, TypeGuard
 
 from shared_specs.cli import InputError
-from shared_specs.decoders import DECODERS, ROPE_TERMS, YARN_NUMBERS, biases, rope_parameters, sliding_window
+from shared_specs.decoders import (
+    DECODERS,
+    PARTIAL,
+    ROPE_TERMS,
+    YARN_NUMBERS,
+    biases,
+    rope_parameters,
+    sliding_window,
+)
 
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _SIZES = (*_REQUIRED, "num_key_value_heads", "head_dim", "max_position_embeddings")
@@ -129,6 +137,8 @@ def _rope_parameters(config: dict[str, Any], source: str) -> dict[str, Any]:
     for name in YARN_NUMBERS if kind == "yarn" else ():
         if given.get(name) is not None and not _is_number(given[name]):
             raise _unusable(source, f"{name} of its rotary positions", "a number", given[name])
+    if given.get(PARTIAL, 1) != 1:
+        raise _unusable(source, f"{PARTIAL} of its rotary positions", "1 or left out", given[PARTIAL])
     return given
 
 

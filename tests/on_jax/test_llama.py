@@ -240,6 +240,7 @@ def test_wrong_weights_are_refused(change: Any, message: str) -> None:
         ({"num_key_value_heads": 3}, SpecError, "a divisor of num_attention_heads=4, got 3"),
         ({"head_dim": 7}, SpecError, "head_dim must be even"),
         ({"hidden_size": None}, SpecError, "hidden_size must be an integer >= 1, got None"),
+        ({"partial_rotary_factor": 0.5}, UnsupportedError, "partial_rotary_factor must be 1 or left out, got 0.5"),
         ({"rope_parameters": {"rope_type": "linear"}}, SpecError, "rope_parameters must be .* with factor"),
     ],
 )

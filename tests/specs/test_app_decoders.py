@@ -96,6 +96,10 @@ REFUSED = {
         "rope_scaling": {"rope_type": "llama3", "factor": 2.0}
     },
     "factor of its rotary positions must be a number > 0, got None": {"rope_scaling": {"rope_type": "yarn"}},
+    "partial_rotary_factor of its rotary positions must be 1 or left out, got 0.5": {"partial_rotary_factor": 0.5},
+    r"partial_rotary_factor of .* must be 1 or left out, got 0\.25": {
+        "rope_parameters": {"partial_rotary_factor": 0.25}
+    },
     "beta_fast of its rotary positions must be a number, got '32'": {"rope_scaling": YARN | {"beta_fast": "32"}},
     "original_max_position_embeddings of its rotary positions must be a number > 0, got 0": {
         "rope_scaling": YARN | {"original_max_position_embeddings": 0}

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shared_specs.config import HF_ACTIVATIONS, Activation
-from shared_specs.decoders import DECODERS, ROPE_TERMS, biases, rope_parameters, sliding_window
+from shared_specs.decoders import DECODERS, PARTIAL, ROPE_TERMS, biases, rope_parameters, sliding_window
 from shared_specs.errors import SpecError, UnsupportedError, error_text
 
 _HERE = "LlamaConfig.from_hf"
@@ -132,6 +132,8 @@ def _rope(config: Mapping[str, Any]) -> Rope:
         raise UnsupportedError(
             error_text(_HERE, "rope_type", f"one of {', '.join(ROPE_TERMS)}", repr(kind), advice=advice)
         )
+    if given.get(PARTIAL, 1) != 1:
+        raise UnsupportedError(error_text(_HERE, PARTIAL, "1 or left out", given[PARTIAL]))
     missing = [name for name in ROPE_TERMS[kind] if given.get(name) is None]
     if missing:
         rule = f"complete for rope_type {kind}, with {' and '.join(missing)}"
