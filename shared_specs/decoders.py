@@ -97,8 +97,10 @@ def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
     older = given.pop("type", None)
     kind = given.setdefault("rope_type", older or "default")
     given.setdefault("rope_theta", float(config.get("rope_theta") or _THETA))
-    if config.get(PARTIAL) is not None:
-        given.setdefault(PARTIAL, config[PARTIAL])
+    part = given.pop(PARTIAL, None)  # null is as good as none
+    part = config.get(PARTIAL) if part is None else part
+    if part is not None:
+        given[PARTIAL] = part
     if kind in ("llama3", "yarn"):
         outside = config.get(_ORIGINAL)  # which transformers prefers
         if outside is not None:

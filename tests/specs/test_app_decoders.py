@@ -130,6 +130,14 @@ def test_positions_before_they_were_scaled(given, outside, original):
     assert complete_config(saved_config(config), "saved")["rope_parameters"] == config["rope_parameters"]
 
 
+@pytest.mark.parametrize("place", [{}, {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": None}}])
+def test_all_of_a_head_turns_where_nothing_is_said_of_it(place):
+    config = tiny_config(**place, partial_rotary_factor=None)
+    assert "partial_rotary_factor" not in config["rope_parameters"]
+    with pytest.raises(InputError, match=r"partial_rotary_factor .* must be 1 or left out, got 0\.5\."):
+        tiny_config(**place, partial_rotary_factor=0.5)
+
+
 def test_context_of_positions_that_are_scaled_already():
     """Configurations with yarn give the positions before or after it."""
     for changes, reach in (({}, 256), ({"original_max_position_embeddings": 16}, 64)):

@@ -1,9 +1,10 @@
 """The steps of the MLP on a CPU whose own instructions oneDNN uses and Intel's library (MKL) does not.
 
-PyTorch computes float32 products by MKL, which on processors of other makers stays below what their AVX-512 units can do:
-about a tenth of the time of the products below. oneDNN, which PyTorch brings along for other dtypes, compiles its own code
-for the processor at hand. Its operator returns new memory and cannot write into a buffer. So here a buffer is empty until a
-product gives it its memory, and is emptied before the next one: never more than the buffers of `Steps`.
+PyTorch computes float32 products by MKL, which on processors of other makers stays below what their AVX-512 units can do
+(in the records of `bench --op mlp` all of `tiled-keep-1` takes less time than MKL's products alone, `products-18`). oneDNN,
+which PyTorch brings along for other dtypes, compiles its own code for the processor at hand. Its operator returns new memory
+and cannot write into a buffer. So here a buffer is empty until a product gives it its memory, and is emptied before the next
+one: never more than the buffers of `Steps`.
 """
 
 from collections.abc import Callable
