@@ -15,6 +15,8 @@ BENCH_ENV := .venv/.installed-bench
 NEW_JAX_ENV := .venv-new-jax/.installed
 AOT_ENV := .venv-aot/.installed
 FLOAT8_ENV := .venv-float8/.installed
+DEEPSPEED_ENV := .venv-deepspeed/.installed
+AOT_TRITON_ENV := .venv-triton36/.installed
 OLD_TORCH_ENV := .venv-old-torch/.installed
 # The project goes in with the setuptools of the lock, and pip resolves nothing for it.
 INSTALL_PROJECT := -m pip install --quiet --no-deps --no-build-isolation --editable .
@@ -25,12 +27,22 @@ OLD_TORCH := tests/specs tests/on_torch tests/parity
 OLD_TRITON := -W "ignore:Conversion of an array with ndim:DeprecationWarning"
 NEW_JAX := tests/specs tests/on_jax tests/meta/test_lock.py tests/meta/test_examples.py
 
-SIDE_BY_SIDE = -n $(JOBS) --dist loadfile
-test float8 test-new-jax test-old-torch: export OMP_NUM_THREADS := 1
+# What JAX compiled for the tests is kept here between runs: half of their time. Nothing is kept where it is empty.
+export TILED_JAX_CACHE ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/tiled-mlp/jax
+
+# A worker that dies ends the run: pytest-xdist 3.8 waits for ever for the rest of its file where it starts another one.
+SIDE_BY_SIDE = -n $(JOBS) --dist loadfile --max-worker-restart=0
+test float8 deepspeed aot-triton test-new-jax test-old-torch: export OMP_NUM_THREADS := 1
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# What `make gpu` runs under: output as it comes, Triton on the device, JAX's memory piece by piece, no host name looked up.
+gpu: export PYTHONUNBUFFERED := 1
+gpu: export TRITON_INTERPRET := 0
 gpu: export JAX_PLATFORMS := cuda,cpu
 gpu: export XLA_PYTHON_CLIENT_PREALLOCATE := false
+gpu: export GLOO_SOCKET_IFNAME := lo
+gpu: export NCCL_SOCKET_IFNAME := lo
+gpu: export JAX_COMPILATION_CACHE_DIR := $(or $(JAX_COMPILATION_CACHE_DIR),$(CURDIR)/out/jax-cache)
 
 ##@ Everyday
 
@@ -59,7 +71,7 @@ test: $(ENV) ## every test but the slow ones and those that need a GPU
 
 .PHONY: test-slow
 test-slow: $(ENV) ## the tests that take minutes each
-	TILED_REQUIRE=torch,jax $(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)
+	TILED_AOT_TRITON=1 TILED_REQUIRE=torch,jax $(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)
 
 .PHONY: test-fast
 test-fast: $(ENV) ## the specification and the repository's own rules
@@ -87,9 +99,21 @@ aot: ## the JAX half compiled for an H200 without a GPU: registers, spills, byte
 	$(MAKE) --no-print-directory $(AOT_ENV) NEW_JAX_PYTHON="$$python"
 	TILED_AOT=1 TILED_REQUIRE=jax .venv-aot/bin/python -m pytest tests/aot $(ARGS)
 
+# The Triton of GPU machines beside .venv's, on Python's path before it.
+.PHONY: aot-triton
+aot-triton: $(AOT_TRITON_ENV) ## the Triton kernels compiled without a GPU, by both versions: registers, spills, serialised products
+	for packages in "" $(CURDIR)/.venv-triton36; do \
+	  TILED_AOT_TRITON=1 TILED_REQUIRE=torch PYTHONPATH=$$packages $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup \
+	    --max-worker-restart=0 tests/on_torch/test_kernels_aot.py $(ARGS) || exit 1; \
+	done
+
 .PHONY: float8
 float8: $(FLOAT8_ENV) ## the float8 option of parallelize with torchao itself, its products emulated
 	TILED_FLOAT8=1 TILED_REQUIRE=torch PYTHONPATH=$(CURDIR)/.venv-float8 $(BIN)/python -m pytest tests/float8 $(ARGS)
+
+.PHONY: deepspeed
+deepspeed: $(DEEPSPEED_ENV) ## ZeRO-1, 2 and 3 with DeepSpeed's own engine on two ranks
+	TILED_ZERO=1 TILED_REQUIRE=torch PYTHONPATH=$(CURDIR)/.venv-deepspeed $(BIN)/python -m pytest tests/zero $(ARGS)
 
 ##@ Changing the code
 
@@ -129,26 +153,41 @@ bench: $(BENCH_ENV) ## the benchmarks of both halves, one after the other; OPS=a
 	  $(BIN)/python -m $$half bench --op $$op $(ARGS) || exit 1; \
 	done; done
 
-# On a machine with an NVIDIA GPU, by the interpreter at hand: .venv holds builds for CPUs. Each part ends within minutes,
-# writes records as it goes, and can be repeated. JAX takes the GPU's memory piece by piece, so that both fit.
+# On a machine with an NVIDIA GPU, by the interpreter at hand: .venv holds builds for CPUs. Each part ends by itself in time
+# and leaves one archive in OUT; it is ended by force after GPU_SECONDS. Where there is no .git, TILED_COMMIT tells the commit.
 GPU_PYTHON := $(if $(PYTHON),$(PYTHON),python3)
-PART ?= parity kernels mlp loss
-HALF ?= tiled_torch tiled_jax
-GPU_parity = $(GPU_PYTHON) -m pytest -m gpu tests/gpu
-GPU_kernels = for half in $(HALF); do $(GPU_PYTHON) -m $$half bench --device gpu --op kernels --repeats 20 $(ARGS) || exit 1; done
-GPU_mlp = for half in $(HALF); do $(GPU_PYTHON) -m $$half bench --device gpu --op mlp --repeats 3 $(ARGS) || exit 1; done
-GPU_tune = for half in $(HALF); do $(GPU_PYTHON) -m $$half tune $(ARGS) || exit 1; done
-GPU_loss = for half in $(HALF); do $(GPU_PYTHON) -m $$half bench --device gpu --op loss --repeats 5 $(ARGS) || exit 1; done
+PART ?= parity torch jax tune
+OUT ?= out/gpu
+GPU_SECONDS ?= 510
+# For pytest; for `bench`, such as BENCH_ARGS="--widths 8b"; for `tune`. --toy in the last two tries them without a GPU.
+PYTEST_ARGS ?=
+BENCH_ARGS ?=
+TUNE_ARGS ?=
+GPU_RUN := timeout --kill-after=10 $(GPU_SECONDS) $(GPU_PYTHON) -m
+GPU_parity = $(GPU_RUN) shared_specs.app.gpu_parity --out $(OUT) $(PYTEST_ARGS)
+GPU_torch = $(GPU_RUN) tiled_torch bench --device gpu --op all --out $(OUT) $(BENCH_ARGS)
+GPU_jax = $(GPU_RUN) tiled_jax bench --device gpu --op all --out $(OUT) $(BENCH_ARGS)
+GPU_tune = $(GPU_RUN) tiled_torch tune --minutes 4 --out $(OUT) $(TUNE_ARGS); first=$$?; \
+  $(GPU_RUN) tiled_jax tune --minutes 4 --out $(OUT) $(TUNE_ARGS) && exit $$first
 
 .PHONY: gpu
-gpu: ## on a GPU: PART=parity, kernels, mlp, loss (all four without it) or tune; HALF=tiled_torch or tiled_jax (both without it)
-	for part in $(PART); do \
+gpu: ## on a GPU, 8.5 minutes each: PART=parity, torch, jax, tune; BENCH_ARGS="--widths 8b", PYTEST_ARGS, TUNE_ARGS, OUT
+	@failed=0; for part in $(PART); do \
+	  echo "== $$part"; \
 	  case $$part in \
-	    parity) $(GPU_parity) $(ARGS) ;; kernels) $(GPU_kernels) ;; mlp) $(GPU_mlp) ;; loss) $(GPU_loss) ;; \
-	    tune) $(GPU_tune) ;; \
-	    *) echo "make gpu: PART must be among parity, kernels, mlp, loss, tune, got $$part"; false ;; \
-	  esac || exit 1; \
-	done
+	    parity) ($(GPU_parity)) ;; torch) ($(GPU_torch)) ;; jax) ($(GPU_jax)) ;; tune) ($(GPU_tune)) ;; \
+	    *) echo "make gpu: PART must be among parity, torch, jax, tune, got $$part" >&2; false ;; \
+	  esac || failed=$$?; \
+	done; exit $$failed
+
+# By Python 3.12, which machines with a GPU have here; deepspeed comes as source and becomes a wheel by .venv's torch.
+WHEELS := out/wheels
+.PHONY: gpu-wheels
+gpu-wheels: $(ENV) ## what a GPU machine without a network lacks (requirements/gpu.txt), as wheels in out/wheels to take along
+	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir $(WHEELS) $$(grep ^deepspeed requirements/gpu.txt)
+	grep -v -e ^deepspeed -e '^#' requirements/gpu.txt | $(BIN)/python -m pip download --quiet --no-deps \
+	  --only-binary=:all: --python-version 3.12 --implementation cp --platform manylinux_2_28_x86_64 \
+	  --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 --dest $(WHEELS) -r /dev/stdin
 
 ##@ Tidying
 
@@ -159,7 +198,7 @@ clean: ## remove caches and build outputs, keep the environments
 
 .PHONY: clean-env
 clean-env: ## remove the environments
-	rm -rf .venv .venv-new-jax .venv-aot .venv-float8 .venv-old-torch
+	rm -rf .venv .venv-new-jax .venv-aot .venv-deepspeed .venv-float8 .venv-old-torch .venv-triton36
 
 $(ENV): requirements/main.txt requirements/no-deps.txt
 	@python=$$(.ci/find-python 3.11 "$(PYTHON)") || \
@@ -193,6 +232,16 @@ $(AOT_ENV): requirements/new-jax.txt requirements/aot.txt
 
 $(FLOAT8_ENV): requirements/float8.txt $(ENV)
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target .venv-float8 -r requirements/float8.txt
+	@touch $@
+
+# It comes as source, which .venv's torch and setuptools make a wheel of; none of its kernels is compiled.
+$(DEEPSPEED_ENV): requirements/deepspeed.txt $(ENV)
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --upgrade \
+	  --target .venv-deepspeed -r requirements/deepspeed.txt
+	@touch $@
+
+$(AOT_TRITON_ENV): requirements/aot-triton.txt $(ENV)
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target .venv-triton36 -r requirements/aot-triton.txt
 	@touch $@
 
 $(OLD_TORCH_ENV): requirements/old-torch.txt requirements/no-deps.txt

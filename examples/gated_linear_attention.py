@@ -1,6 +1,6 @@
 """A model of one's own for `parallelize`: gated linear attention, a state instead of a softmax, and its plan.
 
-The styles of `tiled_torch.parallel.tensor_styles` say how each layer is split; PyTorch's own ones fit where they exist.
+The styles of `tiled_torch.plans.tensor_styles` say how each layer is split; PyTorch's own ones fit where they exist.
 `tests/on_torch/test_ranks_plans.py` compares this model under every configuration with one process.
 """
 
@@ -15,7 +15,7 @@ from shared_specs.config import TensorParallel
 from shared_specs.parallel_checks import TensorSizes, check_divides
 from tiled_torch import TiledLinearCrossEntropy, TiledMLP
 from tiled_torch.parallel import Plan, register_plan
-from tiled_torch.parallel.tensor_styles import Embedding, Norm, TiledLossStyle, TiledMLPStyle, Whole
+from tiled_torch.plans.tensor_styles import Embedding, Norm, TiledLossStyle, TiledMLPStyle, Whole
 
 HIDDEN, HEADS, VOCAB = 16, 4, 37
 

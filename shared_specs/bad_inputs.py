@@ -146,6 +146,33 @@ BAD_CASES: tuple[BadCase, ...] = (
         halves=("jax",),
     ),
     BadCase(
+        id="token_axes",
+        arguments={"tiling": Tiling(token_axes="data")},
+        message="tiled_mlp: token_axes must be left out, got 'data'. It is for tiled_mlp and tiled_linear_cross_entropy of "
+        "tiled_jax.",
+        halves=("torch",),
+    ),
+    BadCase(
+        id="token_axes-kind",
+        arguments={"tiling": Tiling(token_axes=("data", 3))},
+        error=TypeError,
+        message="tiled_mlp: token_axes must be a name, or a tuple of names, tuples of names and None, got int in ('data', 3).",
+        halves=("jax",),
+    ),
+    BadCase(
+        id="token_axes-twice",
+        arguments={"tiling": Tiling(token_axes=("data", "data"))},
+        message="tiled_mlp: token_axes must be each axis once, got ('data', 'data').",
+        halves=("jax",),
+    ),
+    BadCase(
+        id="token_axes-no-mesh",
+        arguments={"tiling": Tiling(token_axes="data")},
+        message="tiled_mlp: token_axes must be axes of the mesh that is here (no mesh), got data. Call it under jax.set_mesh, "
+        "or on arrays that are on the mesh.",
+        halves=("jax",),
+    ),
+    BadCase(
         id="keep-above-one",
         arguments={"keep": 1.5},
         message=f"tiled_mlp: keep must be in [0, 1], got 1.5.{_KEEP}",
@@ -175,6 +202,12 @@ BAD_CASES: tuple[BadCase, ...] = (
         id="activation-array",
         arguments={"activation": np.ones(2)},
         message=f"tiled_mlp: activation must be one of {', '.join(ACTIVATIONS)}, got array([1., 1.]).",
+    ),
+    BadCase(
+        id="activation-function",
+        arguments={"activation": abs},
+        message=f"tiled_mlp: activation must be one of {', '.join(ACTIVATIONS)}, got the function abs. Give its name: a "
+        "function cannot be told from one that only looks like it.",
     ),
     BadCase(
         id="deterministic-kind",
@@ -217,9 +250,9 @@ BAD_CASES: tuple[BadCase, ...] = (
         message="tiled_mlp: biases must be a mapping or None, got list.",
     ),
     BadCase(
-        id="x-vector",
-        shapes={"x": (8,)},
-        message="tiled_mlp: x must be [tokens, hidden] or more dims, got [8].",
+        id="x-number",
+        shapes={"x": ()},
+        message="tiled_mlp: x must be [hidden], [tokens, hidden] or more dims, got [].",
     ),
     BadCase(
         id="x-width",

@@ -26,7 +26,12 @@ class Blocks:
         warps: of a program (Triton) or of its computing warpgroups (Pallas: 4 each).
         stages: blocks of K in flight at once.
         group: block rows that the raster goes through before the next block column, for the L2 cache.
-        halves: pieces of the epilogue, 1 or 2: two need half the registers.
+        halves: pieces of the epilogue, a power of two: two need half the registers.
+        persistent: Triton: as many programs as the device runs at once, each of which makes several blocks (dgated).
+        turns: Pallas: each computing warpgroup has a block of its own, so that the epilogue of one runs beside the products
+            of another; else they share the rows of one block.
+        resident: Pallas's cross entropy: programs of a multiprocessor, each of which makes row after row; 0: one a row.
+        cluster: Pallas: neighbouring block rows of so many programs, which copy the weights of their block column once.
     """
 
     rows: int
@@ -36,6 +41,10 @@ class Blocks:
     stages: int = 4
     group: int = 8
     halves: int = 1
+    persistent: bool = False
+    turns: bool = False
+    resident: int = 0
+    cluster: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,10 +68,13 @@ class Paths:
 DETERMINISTIC = Paths(up="dual", down="dgated", weight_gradient="kernel", products="kernel")
 # IEEE float32 products use no tensor cores in Triton, so the vendor's are the faster ones whatever the shape.
 FLOAT32 = Paths(up="vendor", down="vendor")
-# Not measured yet: a fused down-projection has to reach 79% of the vendor's rate to pay, a fused up-projection 94%.
-UNMEASURED = Paths()
-# The same of XLA's library; the Pallas kernels of the up- and down-projection also save memory: h alone is written.
-PALLAS_UNMEASURED = Paths(up="dual", down="dgated")
+# Not measured yet: the vendor's products and one elementwise pass, which cannot lose. A fused down-projection has to reach
+# 79% of the vendor's rate to pay, a fused up-projection 94%.
+UNMEASURED = Paths(down="vendor")
+# The same of XLA's library. Compiled for an H200 (16384 tokens in shards of 2048, H = 4096, I = 14336, bfloat16) the MLP's
+# temporary bytes are 504 MiB so, 472 with up="dual" and 616 with down="vendor", which stores dh in float32; all are far
+# within `costs.compiled_peak_bytes`, 1392 MiB.
+PALLAS_UNMEASURED = Paths()
 
 # Clean ahead of time (no spill in a loop with tensor-core instructions, shared memory within the limit). sm_80 has no
 # tensor memory accelerator and 64 x 128 is its largest dual block without spills.
@@ -71,9 +83,16 @@ _SINGLE_80 = Blocks(rows=128, columns=128, depth=32, stages=3)
 _DUAL = Blocks(rows=128, columns=128, depth=64)
 _WIDE = Blocks(rows=128, columns=256, depth=64, stages=3)
 _SPLIT = Blocks(rows=128, columns=128, depth=64, halves=2)
+# Registers and shared memory for two programs on one multiprocessor: the products of one run under the other's epilogue.
+PAIR = Blocks(rows=128, columns=128, depth=64, stages=3, halves=2)
+# The wide block reads 125 bytes of shared memory a clock where the square one reads 160 of the 128 that there are.
+PERSISTENT = Blocks(rows=128, columns=256, depth=64, stages=3, halves=8, persistent=True)
 _SPLIT_80 = Blocks(rows=128, columns=128, depth=32, stages=3, halves=2)
 _ROWS = Blocks(rows=1, columns=1024, warps=4, stages=1)
 _LOGITS = Blocks(rows=1, columns=4096, warps=8, stages=1)
+# 1024 threads of more than 32 registers are a multiprocessor's only program: 132 rows of 257 KB in flight are 34 MB, which
+# an H200's L2 cache still holds when the second sweep comes; six programs each are 203 MB, which it does not.
+ROW_ALONE = Blocks(rows=1, columns=16384, warps=32, stages=1)
 
 # IEEE float32 has no tensor cores and twice the bytes: no spills, and shared memory of every architecture suffices.
 _FLOAT32_PRODUCT = Blocks(rows=64, columns=64, depth=16, stages=2)
@@ -102,6 +121,10 @@ _SM_90 = {
 _MOSAIC = Blocks(rows=128, columns=128, depth=64, warps=8, stages=4)
 _MOSAIC_WIDE = Blocks(rows=128, columns=256, depth=64, warps=8, stages=4)
 _MOSAIC_PAIRS = Blocks(rows=128, columns=256, depth=32, warps=8, stages=4)  # two products a step
+_MOSAIC_TURNS = Blocks(rows=64, columns=128, depth=64, turns=True)  # each of the two has a block of its own
+# Of the dual up-projection alone: so dgated spills 72 bytes (jax 0.11). In turns a block of dgated with 128 registers of
+# sums a thread, 64 x 256 or 128 x 128, fits into shared memory only with depth=32, and spills 16 to 5722 bytes.
+_MOSAIC_PAIR = Blocks(rows=128, columns=128, depth=64, cluster=2)
 _MOSAIC_ADDING = Blocks(rows=128, columns=128, depth=64, warps=8, stages=5)  # two sums in registers
 
 DEFAULTS: Mapping[Kernels, Mapping[str, Mapping[str, Blocks]]] = {
@@ -139,20 +162,46 @@ TRITON_CANDIDATES: Mapping[str, tuple[Blocks, ...]] = {
         _SPLIT,
         _WIDE,
         Blocks(rows=128, columns=256, depth=64, stages=3, halves=2),
+        PAIR,
         _SINGLE_80,
     ),
-    "dgated": (_FLOAT32_PRODUCT, _SPLIT, _DUAL, Blocks(rows=128, columns=128, depth=64, stages=3, halves=2), _SPLIT_80),
+    "dgated": (
+        _FLOAT32_PRODUCT,
+        _SPLIT,
+        PAIR,
+        Blocks(rows=128, columns=128, depth=64, halves=2, persistent=True),
+        PERSISTENT,
+        _SPLIT_80,
+    ),
     "dx": (_FLOAT32_PRODUCT, _WIDE, Blocks(rows=128, columns=256, depth=64, group=16), _DUAL, _SINGLE_80),
     "weight_gradient": (_FLOAT32_PRODUCT, _DUAL, Blocks(rows=128, columns=128, depth=64, group=16), _SINGLE_80),
     "linear": (_FLOAT32_PRODUCT, _WIDE, _DUAL, _SINGLE_80),
     "glu_elementwise": (_ROWS, Blocks(rows=1, columns=2048, warps=8, stages=1)),
-    "cross_entropy": (_LOGITS, Blocks(rows=1, columns=8192, warps=16, stages=1), Blocks(rows=1, columns=2048, warps=4)),
+    "cross_entropy": (
+        _LOGITS,
+        Blocks(rows=1, columns=8192, warps=16, stages=1),
+        Blocks(rows=1, columns=2048, warps=4),
+        ROW_ALONE,
+    ),
 }
 
 PALLAS_CANDIDATES: Mapping[str, tuple[Blocks, ...]] = {
-    "glu_up": (_MOSAIC, Blocks(rows=128, columns=128, depth=64, stages=3), Blocks(rows=128, columns=64, depth=64)),
+    "glu_up": (
+        _MOSAIC,
+        Blocks(rows=128, columns=128, depth=64, stages=3),
+        Blocks(rows=128, columns=64, depth=64),
+        _MOSAIC_TURNS,
+        Blocks(rows=128, columns=64, depth=64, stages=6, turns=True),
+        _MOSAIC_PAIR,
+    ),
     "glu_up_aux": (_MOSAIC, Blocks(rows=128, columns=128, depth=64, stages=3), Blocks(rows=128, columns=64, depth=64)),
-    "dgated": (_MOSAIC, Blocks(rows=128, columns=128, depth=64, stages=3), Blocks(rows=128, columns=64, depth=64)),
+    "dgated": (
+        _MOSAIC,
+        Blocks(rows=128, columns=128, depth=64, stages=3),
+        Blocks(rows=128, columns=64, depth=64),
+        _MOSAIC_TURNS,
+        Blocks(rows=64, columns=128, depth=64, stages=6, turns=True),
+    ),
     "linear": (_MOSAIC_WIDE, Blocks(rows=128, columns=256, depth=64, stages=3), _MOSAIC),
     "dx": (
         _MOSAIC_PAIRS,
@@ -161,12 +210,34 @@ PALLAS_CANDIDATES: Mapping[str, tuple[Blocks, ...]] = {
     ),
     "weight_gradient": (_MOSAIC_ADDING, Blocks(rows=128, columns=128, depth=128, stages=2), _MOSAIC),
     "glu_elementwise": (_ROWS, Blocks(rows=1, columns=2048, warps=4, stages=1)),
-    "cross_entropy": (_LOGITS, Blocks(rows=1, columns=2048, warps=4, stages=1)),
+    "cross_entropy": (
+        _LOGITS,
+        Blocks(rows=1, columns=2048, warps=4, stages=1),
+        Blocks(rows=1, columns=8192, warps=4, stages=1, resident=1),
+        Blocks(rows=1, columns=4096, warps=4, stages=1, resident=2),
+    ),
 }
 CANDIDATES: Mapping[Kernels, Mapping[str, tuple[Blocks, ...]]] = {
     "triton": TRITON_CANDIDATES,
     "pallas": PALLAS_CANDIDATES,
 }
+# Of Triton's, those that spill in a loop of products there, by either version of Triton.
+SPILLING: Mapping[str, Mapping[str, tuple[Blocks, ...]]] = {
+    "sm_80": {
+        "glu_up": TRITON_CANDIDATES["glu_up"][1:4],
+        "glu_up_aux": TRITON_CANDIDATES["glu_up_aux"][2:4],
+        "dgated": (Blocks(rows=128, columns=128, depth=64, halves=2, persistent=True),),
+        "dx": (Blocks(rows=128, columns=256, depth=64, group=16),),
+        "linear": (_WIDE,),
+    },
+    "sm_100": {"glu_up_aux": (_WIDE,)},
+}
+
+
+def candidates_on(kernels: Kernels, op: str, architecture: str) -> dict[int, Blocks]:
+    """Place among the op's candidates -> candidate, of those that run on an architecture without spills in their loops."""
+    left_out = SPILLING.get(architecture, {}).get(op, ())
+    return {number: blocks for number, blocks in enumerate(CANDIDATES[kernels][op]) if blocks not in left_out}
 
 
 def blocks_for(kernels: Kernels, op: str, architecture: str, dtype: str, shape: tuple[int, ...]) -> Blocks:

@@ -123,6 +123,7 @@ class LossCase:
         dims: leading dims of x and the dims of targets. vocab: V.
         ignored: which targets are ignored: none, some (every third), all, first, last (half of them each).
         class_weight, bias: whether there is one. num_valid: what the mean divides by.
+        class_scale: factor on the class weights.
         upstream: factor on the upstream gradient of the loss, as a loss scaler's.
         scale: factor on x, for extreme logits. frozen: operands without gradients, among x, weight and bias.
         the rest: fields of LossOptions.
@@ -138,6 +139,7 @@ class LossCase:
     ignore_index: int = -100
     bias: bool = False
     class_weight: bool = False
+    class_scale: float = 1.0
     num_valid: float | None = None
     label_smoothing: float = 0.0
     z_loss: float = 0.0
@@ -161,7 +163,7 @@ class LossCase:
         parts += [name for name in ("bias", "class_weight") if getattr(self, name)]
         parts += [
             f"{name}{getattr(self, name):g}"
-            for name in ("logit_scale", "upstream", "scale")
+            for name in ("logit_scale", "class_scale", "upstream", "scale")
             if getattr(self, name) != 1
         ]
         parts += [f"index{self.ignore_index}"] if self.ignore_index != -100 else []
@@ -250,9 +252,26 @@ def _loss_cases() -> tuple[LossCase, ...]:
             dims=(96,),
             reason="1/num_valid underflows float16",
         ),
+        replace(
+            base,
+            dtype="float16",
+            z_loss=1e6,
+            num_valid=1e3,
+            reason="a z_loss far above 1: infinite where its part is stored as it is",
+        ),
+        replace(
+            base, dtype="float16", logit_scale=1e-6, upstream=1e6, reason="logits that are scaled to nearly nothing"
+        ),
         replace(base, dtype="bfloat16", dims=(256,), num_shards=256, reason="float32 sums: 256 shards, no drift"),
         replace(base, dtype="bfloat16", dims=(4, 32), vocab=512, hidden=64, bias=True, reason="larger sums"),
         replace(base, seed=1, dims=(64,), num_shards=8, vocab_shards=2, reason="T divisible by N"),
+    ]
+    weighted = replace(base, dtype="float16", class_weight=True)
+    cases += [
+        replace(
+            weighted, class_scale=scale, label_smoothing=smoothing, reason="a mean, whatever the scale of the weights"
+        )
+        for scale, smoothing in ((1e-9, 0.0), (1e5, 0.1))
     ]
     return tuple(cases)
 

@@ -9,7 +9,7 @@ only the words of `config.HalfNames` differ.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Never
+from typing import Never, cast
 
 from shared_specs.config import ACTIVATIONS, LOSS_OUTPUTS, LOSS_REDUCTIONS, HalfNames, LossOptions, Tiling
 from shared_specs.errors import UnsupportedError, error_text, fail, fail_type, show_shape
@@ -34,8 +34,14 @@ def _is_one_of(value: object, allowed: Sequence[str]) -> bool:
 
 
 def check_activation(function: str, activation: object) -> None:
-    if not _is_one_of(activation, ACTIVATIONS):
-        fail(function, "activation", "one of " + ", ".join(ACTIVATIONS), repr(activation))
+    if _is_one_of(activation, ACTIVATIONS):
+        return
+    name = getattr(activation, "__name__", type(activation).__name__)
+    got = f"the function {name}" if callable(activation) else repr(activation)
+    advice = (
+        "Give its name: a function cannot be told from one that only looks like it." if callable(activation) else ""
+    )
+    fail(function, "activation", "one of " + ", ".join(ACTIVATIONS), got, advice=advice)
 
 
 def check_keep(function: str, keep: object) -> None:
@@ -90,10 +96,12 @@ def resolve_tiling(
     *,
     x: tuple[int, ...] | None = None,
     unused: Sequence[str] = ("vocab_shards",),
+    token_axes: bool = False,
 ) -> Tiling:
     """The checked long form of the tiling arguments; the long and the short form exclude each other.
 
-    `unused` names the fields that the function has no use for: they must be left at their defaults.
+    `unused` names the fields that the function has no use for: they must be left at their defaults. `token_axes`: whether it
+    can cut tokens along mesh axes by itself.
     """
     if tiling is not None:
         if not isinstance(tiling, Tiling):
@@ -110,6 +118,7 @@ def resolve_tiling(
     check_keep(function, tiling.keep)
     check_count(function, "vocab_shards", tiling.vocab_shards, x=x)
     check_flags(function, deterministic=tiling.deterministic)
+    check_token_axes(function, tiling.token_axes, token_axes)
     for name in unused:
         if getattr(tiling, name):
             fail(function, name, "left out", getattr(tiling, name), advice="This function has no use for it.")
@@ -117,6 +126,26 @@ def resolve_tiling(
     if len(given) > 1:
         fail(function, "tiling", "given one of num_shards, shard_tokens, memory_budget", " and ".join(given))
     return tiling
+
+
+def check_token_axes(function: str, axes: object, usable: bool) -> None:
+    """An axis name, or a tuple with for each leading dim of x a name, a tuple of names, or None."""
+    if axes is None:
+        return
+    if not usable:
+        advice = "It is for tiled_mlp and tiled_linear_cross_entropy of tiled_jax."
+        fail(function, "token_axes", "left out", repr(axes), advice=advice)
+    names = [name for entry in _entries(axes) for name in _entries(entry)]
+    if wrong := [name for name in names if name is not None and not isinstance(name, str)]:
+        rule = "a name, or a tuple of names, tuples of names and None"
+        fail_type(function, "token_axes", rule, f"{type(wrong[0]).__name__} in {axes!r}")
+    given = [name for name in names if name is not None]
+    if len({*given}) < len(given):
+        fail(function, "token_axes", "each axis once", repr(axes))
+
+
+def _entries(value: object) -> tuple[object, ...]:
+    return cast(tuple[object, ...], value) if isinstance(value, tuple) else (value,)
 
 
 def check_backend(function: str, backend: object, names: HalfNames, reasons: Mapping[str, str | None]) -> None:
@@ -180,8 +209,8 @@ def check_mlp(
     also go with a 16-bit x, as in Flax, where they are cast to x's dtype inside the call.
     """
     check_activation(function, activation)
-    if len(x.shape) < 2:
-        fail(function, "x", "[tokens, hidden] or more dims", show_shape(x.shape))
+    if not x.shape:
+        fail(function, "x", "[hidden], [tokens, hidden] or more dims", show_shape(x.shape))
     up = weights["w_up"]
     for name, weight in weights.items():
         if len(weight.shape) != 2:
@@ -346,17 +375,6 @@ def fail_rows(function: str, index: int, shape: tuple[int, ...], t: int) -> Neve
         rule = f"a scalar or {rule}"
     got = "[" + ", ".join("t" if size == t else str(size) for size in shape) + "]"
     fail(function, f"output {index} of fn", rule, got, advice="fn has to return one row for each token of its shard.")
-
-
-def check_sum(function: str, both: float, first: float, second: float) -> None:
-    """SpecError where fn's scalar of two tokens is plainly the mean of those of each alone, and not their sum.
-
-    Sum and mean differ by the mean: where that is no visible part of its terms, or not a number, nothing can be told.
-    """
-    mean, size = (first + second) / 2, max(abs(first), abs(second))
-    if abs(both - mean) <= 1e-4 * abs(mean) and abs(mean) > 1e-2 * size:
-        advice = "Return sums (reduction='sum') and divide the results by a count."
-        fail(function, "fn", "a sum over its tokens", "a mean", advice=advice)
 
 
 def check_vocab_parallel_logits(function: str, logits: Operand, target: Operand) -> None:

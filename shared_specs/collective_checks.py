@@ -1,5 +1,6 @@
 """What a collective requires of the shape of its input before anything is sent. Integers only, one text for both halves."""
 
+import math
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -121,3 +122,22 @@ def check_exchange_of_all(
         fail(function, "output_split_sizes", rule, [list(row) for row in found["output_split_sizes"]])
     check_padded_part(function, "the rows of a device by input_split_sizes", tuple(map(sum, given)), shape, 0)
     return given
+
+
+def check_partitions(function: str, number: object, shape: tuple[int, ...]) -> int:
+    """The size of each of `num_partitions` equal parts of the last dim."""
+    if isinstance(number, bool) or not isinstance(number, int):
+        fail_type(function, "num_partitions", "an integer", type(number).__name__)
+    if not shape:
+        fail(function, "tensor", "of one dim or more", show_shape(shape))
+    if number < 1 or shape[-1] % number:
+        fail(function, "num_partitions", f"a divisor of {shape[-1]}", number, shapes=f"tensor is {show_shape(shape)}")
+    return shape[-1] // number
+
+
+def check_elements(function: str, shape: tuple[int, ...], ranks: int) -> None:
+    """A tensor's elements, in one row, are cut into equal parts."""
+    elements = math.prod(shape)
+    if elements % ranks:
+        rule, shapes = f"a multiple of the {ranks} ranks they are split over", f"tensor is {show_shape(shape)}"
+        fail(function, "the elements of tensor", rule, elements, shapes=shapes, advice="Pad it.")

@@ -40,6 +40,9 @@ class Tiling:
         deterministic: whether results are the same to the last bit at every shard count (MLP). Every product is then made
             by a kernel of the project's own, which adds in one order; UnsupportedError where none can run, and in
             tiled_jax where gradients of weights are asked of shards of two lengths.
+        token_axes: mesh axes that cut the tokens of a call outside of `jax.shard_map` (tiled_jax), as in a PartitionSpec: a
+            name, or for each leading dim of x a name, a tuple of names, or None. The call is then a `jax.shard_map` over
+            them. None finds out by itself how tokens are cut.
     """
 
     num_shards: int | None = None
@@ -48,6 +51,7 @@ class Tiling:
     keep: float = 0.0
     vocab_shards: int | None = None
     deterministic: bool = False
+    token_axes: Any = None
 
 
 LossReduction = Literal["mean", "sum", "none"]
@@ -71,7 +75,8 @@ class LossOptions:
         reduction: "mean" over the valid tokens (weighted by class_weight), "sum", or "none" ([*tokens]).
         class_weight: [V] array or None, as `weight` of torch.nn.functional.cross_entropy; gets no gradient.
         num_valid: what "mean" divides by, a number or 0-d array > 0, where the count is not this call's own (gradient
-            accumulation, data parallel); None counts (sums the class weights of) the valid targets.
+            accumulation, data parallel); None counts (sums the class weights of) the valid targets. An array that holds 0
+            gives an infinite loss, or 0 where no target is valid.
         outputs: any of "log_probs" (of the targets, 0 where ignored), "lse", "entropy", each [*tokens] and with
             gradients, and "accuracy" (reduced as the loss is, unweighted; no gradient). With any the result is a
             `LossResult`. The first three make backward compute the logits again: 8 THV FLOP instead of 6.
@@ -91,6 +96,14 @@ class LossOptions:
     def gradients_in_forward(self) -> bool:
         """Whether one upstream number scales every gradient, so that they can be computed with the loss."""
         return self.reduction != "none" and not set(self.outputs) & set(DIFFERENTIABLE_OUTPUTS)
+
+    def gradients_with_loss(self, dtype: str) -> bool:
+        """`gradients_in_forward` for logits of this dtype.
+
+        False for float16 with a z_loss, whose part of the gradients of the logits is proportional to the log-sum-exp: how
+        large they are, which float16 cannot do without, is known only once every log-sum-exp is.
+        """
+        return self.gradients_in_forward and not (dtype == "float16" and self.z_loss)
 
 
 class LossResult(NamedTuple):
@@ -138,23 +151,32 @@ class ParallelLinearOptions:
             which has to be given: None, elsewhere all ranks, is refused, so that an expert never talks to ranks that hold
             other experts. Nothing is looked up from a registry. Its parameters get `allreduce=False`, by which data-parallel
             engines that know the mark reduce their gradients over the expert-data-parallel group instead.
-        gradient_accumulation_fusion: add weight gradients to `weight.main_grad` in float32 (tiled_torch).
+        explicit_expert_comm: no collective in the layer; the caller makes those around an expert's layers. A column layer
+            takes x as it is and leaves its gradient a partial sum, a row layer returns a partial sum, to which no bias is
+            added. Weights are split as ever.
+        gradient_accumulation_fusion: add weight gradients, made in float32, to `weight.main_grad` (tiled_torch): a float32
+            buffer, or one of 16 bits, which is rounded once in each backward.
         async_grad_reduce: reduce the input gradient while the weight gradient is computed (tiled_torch; XLA schedules
             by itself).
         defer_weight_grad: keep x and dy and compute the weight gradient when `deferred_weight_grad()` is called
             (tiled_torch).
+        wgrad_deferral_limit: with defer_weight_grad, keep x and dy of at most this many calls; backward of further ones
+            computes the weight gradient at once. 0: of all (tiled_torch).
     """
 
     sequence_dim: int = 0
     stride: int = 1
     disable_grad_reduce: bool = False
     is_expert: bool = False
+    explicit_expert_comm: bool = False
     gradient_accumulation_fusion: bool = False
     async_grad_reduce: bool = True
     defer_weight_grad: bool = False
+    wgrad_deferral_limit: int = 0
 
 
-CheckpointingMode = Literal["full", "layers", "products"]
+CheckpointingMode = Literal["full", "layers", "products", "op"]
+SELECTIVE_MODES = ("products", "op")  # of CheckpointingMode: those that keep what operators return
 Reshard = Literal["default", "always", "never"]
 
 
@@ -181,7 +203,8 @@ class Checkpointing:
 
     Args:
         mode: "full" keeps each layer's input only; "layers" does so for every `every`-th layer and keeps all of the
-            others; "products" keeps the results of every second matrix product of a layer.
+            others; "products" keeps the results of every second matrix product of a layer; "op" keeps beside those what
+            attention returns and what a device gets of a sum that is split, so that neither is computed again.
         every: k of "layers", >= 1; left at None otherwise.
         offload: keep what is kept in host memory (tiled_jax, where the backend has it).
     """

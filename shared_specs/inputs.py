@@ -70,7 +70,7 @@ def make_loss_inputs(case: LossCase) -> dict[str, Array]:
     if case.bias:
         arrays["bias"] = (0.5 * rng.standard_normal(case.vocab)).astype(stored)
     if case.class_weight:
-        arrays["class_weight"] = rng.uniform(0.25, 2.0, case.vocab).astype(wide)
+        arrays["class_weight"] = (case.class_scale * rng.uniform(0.25, 2.0, case.vocab)).astype(wide)
     flat = rng.integers(0, case.vocab, int(np.prod(case.dims)))
     tokens = np.arange(flat.size)
     ignored = {

@@ -39,16 +39,39 @@ def check_linear_options(
     if options.stride is None:
         fail_type(function, "options.stride", "an integer", "None")
     check_count(function, "options.stride", options.stride)
+    limit = options.wgrad_deferral_limit
+    if isinstance(limit, bool) or not isinstance(limit, int):
+        fail_type(function, "options.wgrad_deferral_limit", "an integer", type(limit).__name__)
+    if limit < 0 or (limit and not options.defer_weight_grad):
+        rule = ">= 0" if limit < 0 else "0 without options.defer_weight_grad"
+        fail(function, "options.wgrad_deferral_limit", rule, limit)
     if options.disable_grad_reduce and kind == "row":
         advice = "The input gradient of a row-parallel layer is never a partial sum."
         fail(function, "options.disable_grad_reduce", "False", True, advice=advice)
     if options.disable_grad_reduce and sequence_parallel:
         advice = "The gradient of a rank's tokens is the sum over the ranks."
         fail(function, "options.disable_grad_reduce", "False with sequence_parallel", True, advice=advice)
+    if options.explicit_expert_comm:
+        check_explicit(function, sequence_parallel=(sequence_parallel, False))
     if options.is_expert and not group_given:
         advice = "An expert's layers are split over another group than the rest of the model."
         fail(function, "group", "given with options.is_expert", None, advice=advice)
     return options
+
+
+def check_explicit(function: str, **arguments: tuple[object, object]) -> None:
+    """With options.explicit_expert_comm every argument, given as (value, rule), that asks for a collective is left out."""
+    advice = "The caller makes the collectives around an expert's layers."
+    for name, (value, rule) in arguments.items():
+        if value != rule:
+            fail(function, name, f"{rule} with options.explicit_expert_comm", value, advice=advice)
+
+
+def check_explicit_bias(function: str, options: ParallelLinearOptions, *, added: bool) -> None:
+    """A row layer whose output stays a partial sum adds no bias to it, which would be counted once for each rank."""
+    if options.explicit_expert_comm and added:
+        advice = "Add it once, to the sum over the ranks; a module returns it with skip_bias_add."
+        fail(function, "bias", "left out with options.explicit_expert_comm", "one that is added", advice=advice)
 
 
 def check_parallel_linear(

@@ -17,6 +17,12 @@ _PARAMETERS = (
 )
 _TENSOR_PARALLEL = (keyword("sequence_parallel", False), keyword("split_sizes", None))
 
+_EXPERT_GROUPS = (
+    keyword("group", None, TORCH),
+    keyword("expert_group", None, TORCH),
+    keyword("expert_parallel_group", None, TORCH),
+)
+
 
 def _collective(*more: Argument) -> tuple[Argument, ...]:
     return (Argument("x"), *more, *_GROUP)
@@ -167,6 +173,45 @@ PARALLEL_SIGNATURES: dict[str, tuple[Argument, ...]] = {
         keyword("group", None, TORCH),
     ),
     "deferred_weight_grad": (Argument("weight", halves=TORCH),),
+    "split_tensor_along_last_dim": (
+        Argument("tensor"),
+        Argument("num_partitions"),
+        Argument("contiguous_split_chunks", False, halves=TORCH),
+    ),
+    "split_tensor_into_1d_equal_chunks": (
+        Argument("tensor"),
+        Argument("new_buffer", False, halves=TORCH),
+        *_GROUP,
+    ),
+    "gather_split_1d_tensor": (Argument("tensor"), *_GROUP),
+    "get_grad_norm": (
+        Argument("parameters", halves=TORCH),
+        Argument("norm_type", 2.0, halves=TORCH),
+        *_EXPERT_GROUPS,
+    ),
+    "clip_grad_norm_": (
+        Argument("parameters", halves=TORCH),
+        Argument("max_norm", halves=TORCH),
+        Argument("norm_type", 2.0, halves=TORCH),
+        *_EXPERT_GROUPS,
+    ),
+    "reduce_sequence_parallel_grads": (Argument("parameters", halves=TORCH), keyword("group", None, TORCH)),
+    "set_tensor_model_parallel_attributes": (
+        Argument("tensor", halves=TORCH),
+        Argument("is_parallel", halves=TORCH),
+        Argument("dim", halves=TORCH),
+        Argument("stride", halves=TORCH),
+    ),
+    "set_defaults_if_not_set_tensor_model_parallel_attributes": (Argument("tensor", halves=TORCH),),
+    "copy_tensor_model_parallel_attributes": (
+        Argument("destination_tensor", halves=TORCH),
+        Argument("source_tensor", halves=TORCH),
+    ),
+    "param_is_not_tensor_parallel_duplicate": (
+        Argument("param", halves=TORCH),
+        Argument("group", None, halves=TORCH),
+        Argument("expert_group", None, halves=TORCH),
+    ),
     "sharded_state_dict": (Argument("module", halves=TORCH), Argument("tensors", None, halves=TORCH)),
     "inference_path": (
         Argument("device", halves=TORCH),
@@ -194,6 +239,7 @@ PARALLEL_ONLY: dict[Half, tuple[str, ...]] = {
         "CheckpointWithoutOutput",
         "InferencePath",
         "Plan",
+        "VocabUtility",  # one class of shared_specs
         "apply_checkpointing",
         "backward_context",
         "checkpoint",
@@ -207,6 +253,7 @@ PARALLEL_ONLY: dict[Half, tuple[str, ...]] = {
         "Parallelized",
         "RandomStates",  # without an argument there
         "TrainState",
+        "VocabUtility",
         "checkpoint_without_output",
         "checkpointed",
         "mesh_coordinates",

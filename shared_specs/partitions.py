@@ -3,12 +3,9 @@
 import math
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Literal
 
 from shared_specs.errors import fail
 from shared_specs.shards import TARGET_TOKENS, plan_tokens
-
-Reduction = Literal["none", "sum over tensor ranks", "sum over sequence ranks", "mean over data ranks"]
 
 
 def bounds(total: int, parts: int) -> tuple[int, ...]:
@@ -36,6 +33,28 @@ def vocab_range(vocab: int, ranks: int, rank: int) -> tuple[int, int]:
     return range_of(vocab, ranks, rank)
 
 
+class VocabUtility:
+    """Equal parts of a vocabulary by Megatron-LM's names: (first, last) entries of a rank, the last one excluded.
+
+    `vocab_range` is the rule for parts that differ by one entry.
+    """
+
+    @staticmethod
+    def vocab_range_from_per_partition_vocab_size(
+        per_partition_vocab_size: int, rank: int, world_size: int
+    ) -> tuple[int, int]:
+        """Of ranks that hold `per_partition_vocab_size` entries each. world_size is not needed, and there for its place."""
+        del world_size
+        return rank * per_partition_vocab_size, (rank + 1) * per_partition_vocab_size
+
+    @staticmethod
+    def vocab_range_from_global_vocab_size(global_vocab_size: int, rank: int, world_size: int) -> tuple[int, int]:
+        """Of a vocabulary that the ranks share evenly; SpecError where they cannot."""
+        return even_range(
+            "vocab_range_from_global_vocab_size", "global_vocab_size", global_vocab_size, world_size, rank
+        )
+
+
 @dataclass(frozen=True)
 class VocabPartition:
     """Entries [start, start + size) of `vocab`; a rank's rows beyond `size` are padding and stand for nothing."""
@@ -59,29 +78,6 @@ def vocab_partition(function: str, vocab_size: int | None, local: int, ranks: in
         rule = f">= {stop - start} entries on rank {rank} of {ranks} for a vocabulary of {vocab_size}"
         fail(function, "the partition of the vocabulary", rule, local)
     return VocabPartition(rank * local, max(0, min(local, vocab_size - rank * local)), vocab_size)
-
-
-@dataclass(frozen=True)
-class MLPPartition:
-    """Which slice of a [in, out] MLP one rank holds and what its partial results still need.
-
-    Gate and up are split by column (I), down by row (I): y is a partial sum over tensor ranks, and so is dx.
-    Every weight gradient is complete for the slice it belongs to; with tokens split as well it is a partial sum
-    over the ranks that hold other tokens.
-    """
-
-    columns: tuple[int, int]
-    y: Reduction = "sum over tensor ranks"
-    dx: Reduction = "sum over tensor ranks"
-    dw: Reduction = "none"
-
-
-def mlp_partition(intermediate: int, tensor_ranks: int, rank: int, *, sequence_ranks: int = 1) -> MLPPartition:
-    """The slice of I held by `rank` of `tensor_ranks`, and the reductions that are left to do."""
-    columns = even_range("mlp_partition", "intermediate_size", intermediate, tensor_ranks, rank)
-    partial: Reduction = "sum over tensor ranks" if tensor_ranks > 1 else "none"
-    dw: Reduction = "sum over sequence ranks" if sequence_ranks > 1 else "none"
-    return MLPPartition(columns, y=partial, dx=partial, dw=dw)
 
 
 @dataclass(frozen=True)

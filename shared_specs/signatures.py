@@ -163,4 +163,4 @@ PUBLIC = (
     "vocab_parallel_cross_entropy",
     "vocab_parallel_linear_cross_entropy",
 )
-PUBLIC_ONLY: dict[Half, tuple[str, ...]] = {"torch": ("tile_model", "untile_model"), "jax": ("linen",)}
+PUBLIC_ONLY: dict[Half, tuple[str, ...]] = {"torch": ("tile_model", "tiling_paths", "untile_model"), "jax": ("linen",)}

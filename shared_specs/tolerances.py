@@ -21,6 +21,14 @@ DISTRIBUTED_FLOAT64 = 1e-12
 # Variants of one benchmark in float32 against the plain one, relative L2: they must compute the same thing.
 BENCH_GRADIENTS = 1e-5
 
+# Two ways to compute one thing on a GPU, relative L2 of a whole result. 16 bits: gate, up, h, dh, dgate and dup are each
+# rounded once in either, by half a unit at most (bfloat16: 0.17% on average); together that is 0.5%, and 1.6% allows each
+# three times its part. A tile that is missing or made of other operands is off by far more in its rows, which are looked at one
+# by one. What sums weight gradients in 16 bits, shard by shard, is less exact and not wrong.
+GPU_RESULTS = {"float64": 1e-11, "float32": BENCH_GRADIENTS, "bfloat16": 1.6e-2, "float16": 2e-3}
+GPU_WORST_ROW = 4.0
+GPU_PEERS = 0.1
+
 # Measured bytes against `costs.py`.
 COST_BYTES = 0.05
 
@@ -34,3 +42,13 @@ MODEL_FLOAT32 = 2e-5
 def limit(baseline_error: float, dtype: str) -> float:
     """Largest relative L2 error allowed for a result in `dtype` whose baseline errs by `baseline_error`."""
     return FACTOR * baseline_error + FLOOR[dtype]
+
+
+def between(dtype: str, *, peer: bool = False) -> float:
+    """Largest relative L2 distance of two ways to compute one thing in `dtype`; peer: one of them may sum in 16 bits."""
+    return max(GPU_RESULTS[dtype], GPU_PEERS if peer else 0.0)
+
+
+def between_rows(dtype: str, *, peer: bool = False) -> float:
+    """The same of the row that is furthest off."""
+    return GPU_WORST_ROW * between(dtype, peer=peer)

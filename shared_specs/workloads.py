@@ -1,5 +1,6 @@
 """Named shapes that benchmarks run, with the reason for each."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -83,8 +84,76 @@ ACCURACY_WORKLOADS = (
         reason="the MLP of SmolLM2-135M: so many sums of 16-bit weight gradients that their rounding shows",
     ),
 )
-WORKLOADS: dict[str, tuple[MLPWorkload, ...] | tuple[LossWorkload, ...] | tuple[AccuracyWorkload, ...]] = {
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshWorkload:
+    """One gated SiLU MLP over a mesh: x [B, S, H] with its batch over all devices; weights whole or sharded over them."""
+
+    name: str
+    sharded_weights: bool
+    reason: str
+    devices: int = 8
+    sequences: int = 16
+    tokens: int = 512
+    hidden: int = 576
+    intermediate: int = 1536
+    dtype: str = "float32"
+    shards: int = 4  # of a device's own tokens
+
+
+MESH_WORKLOADS = (
+    MeshWorkload(
+        name="smollm2-135m-dp-8",
+        sharded_weights=False,
+        reason="data parallelism under plain jit: nothing but the sums of the weight gradients has to be moved",
+    ),
+    MeshWorkload(
+        name="smollm2-135m-fsdp-8",
+        sharded_weights=True,
+        reason="fully-sharded weights under plain jit: they are gathered once a pass, not once a shard",
+    ),
+)
+WORKLOADS: dict[
+    str,
+    tuple[MLPWorkload, ...] | tuple[LossWorkload, ...] | tuple[AccuracyWorkload, ...] | tuple[MeshWorkload, ...],
+] = {
     "mlp": MLP_WORKLOADS,
     "loss": LOSS_WORKLOADS,
     "accuracy": ACCURACY_WORKLOADS,
+    "mesh": MESH_WORKLOADS,
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPUSizes:
+    """What `bench --device gpu` measures.
+
+    Attributes:
+        widths: name -> (H, I). tokens: of whole calls, ascending. shards: tokens of a shard, ascending; the last but one
+            is what everything but the sweep over them runs with. vocab: V.
+    """
+
+    widths: Mapping[str, tuple[int, int]]
+    tokens: tuple[int, ...]
+    shards: tuple[int, ...]
+    vocab: int
+    dtype: str
+
+
+# Llama-3-8B and 70B.
+GPU_SIZES = GPUSizes(
+    widths={"8b": (4096, 14336), "70b": (8192, 28672)},
+    tokens=(8192, 32768, 131072),
+    shards=(2048, 4096, 8192, 16384),
+    vocab=128256,
+    dtype="bfloat16",
+)
+# Every path of the harness on a CPU, the kernels in Triton's interpreter.
+TOY_SIZES = GPUSizes(
+    widths={"toy": (16, 32), "toy-wide": (24, 48)},
+    tokens=(130, 140, 150),
+    shards=(64, 128, 140),
+    vocab=50,
+    dtype="float32",
+)

@@ -12,6 +12,7 @@ import numpy as np
 from shared_specs.cases import LossCase, MLPCase
 from shared_specs.config import DIFFERENTIABLE_OUTPUTS, LossResult, Tiling
 from shared_specs.inputs import is_frozen, loss_options, make_inputs, make_loss_inputs
+from tests.asserting import assert_near
 
 Array = np.ndarray[Any, Any]
 Results = dict[str, Array | None]
@@ -88,6 +89,8 @@ class TorchAdapter:
             return tensor.transpose(0, 1).contiguous(), lambda base: base.transpose(0, 1)
         if layout == "expanded":
             return tensor[..., :1, :].clone(), lambda base: base.expand(tensor.shape)
+        if layout != "contiguous":
+            raise ValueError(f"a layout must be contiguous, sliced, transposed or expanded, got {layout!r}")
         return tensor, lambda base: base
 
     def run(self, case: MLPCase, backend: str = "eager") -> Results:
@@ -111,7 +114,7 @@ class TorchAdapter:
         if x is not base and "x" in grads:  # the gradient must also arrive behind the view
             (behind,) = torch.autograd.grad(y, [base], dy_view(dy_base))
             (expected,) = torch.autograd.grad(x, [base], grads["x"])
-            torch.testing.assert_close(behind, expected)
+            assert_near(behind, expected, "the gradient behind the view")
         if "w_gate_up" in grads:
             grads |= dict(zip(("w_gate", "w_up"), grads.pop("w_gate_up").chunk(2), strict=True))
         if "b_gate_up" in grads:

@@ -35,6 +35,18 @@ def assert_within(actual: Array | None, expected: Array, allowed: float, what: s
         raise AssertionError(f"{what}: relative error {error:.3e}, allowed {allowed:.3e}")
 
 
+def assert_near(actual: Any, expected: Any, what: str = "the values") -> None:
+    """Two tensors of one dtype that hold the same few numbers, computed in two ways: at most its floor apart."""
+    __tracebackhide__ = True
+    if actual is None:
+        raise AssertionError(f"{what}: got None")
+    names = [str(each.dtype).removeprefix("torch.") for each in (actual, expected)]
+    if names[0] != names[1]:
+        raise AssertionError(f"{what}: dtype {names[0]} instead of {names[1]}")
+    found, wanted = (each.detach().cpu().double().numpy() for each in (actual, expected))
+    assert_within(found, wanted, limit(0.0, names[0]), what)
+
+
 def assert_case(case: MLPCase | LossCase, actual: dict[str, Array | None]) -> None:
     """Every quantity of the case, no more and no less, in its dtype and within its limit.
 

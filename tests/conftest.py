@@ -3,23 +3,38 @@
 A missing framework is a skip with its reason on a laptop and a failure where TILED_REQUIRE names it (CI).
 """
 
+import gc
 import importlib.metadata
 import importlib.util
 import os
+from collections.abc import Iterator
 
+import hypothesis
 import pytest
+
+from tests.devices import has_cuda
+from tests.ranks import Ranks
+
+# A property is tried with the same examples each time, however busy the machine is.
+hypothesis.settings.register_profile("suite", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("suite")
 
 # Read when jax is first imported, so they are set before any test module is.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_NUMPY_DTYPE_PROMOTION", "strict")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# Triton decides when a kernel is defined whether a GPU or its interpreter runs it; torch may import it at any time.
-if not os.path.exists("/dev/nvidiactl"):
+# Triton decides when a kernel is defined whether a GPU or its interpreter runs it; torch may import it at any time. Who sets
+# it has decided: `make gpu` says 0.
+if not has_cuda():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 # Compiling is most of the time of JAX's tests. TILED_OPTIMIZE=1, as in make test-new-jax, does it as for users; without it
 # LLVM optimizes nothing, while buffers, collectives and the order of operations stay what XLA's own passes make them.
-XLA_FLAGS = {"xla_force_host_platform_device_count": "8"}
-if not any(map(os.environ.get, ("TILED_OPTIMIZE", "TILED_AOT"))) and not os.path.exists("/dev/nvidiactl"):
+# XLA ends the process where virtual devices wait 40 s for each other, which a machine that stalls for a while is no fault of.
+XLA_FLAGS = {
+    "xla_force_host_platform_device_count": "8",
+    "xla_cpu_collective_call_terminate_timeout_seconds": "240",
+}
+if not any(map(os.environ.get, ("TILED_OPTIMIZE", "TILED_AOT"))) and not has_cuda():
     XLA_FLAGS |= {"xla_backend_optimization_level": "0", "xla_llvm_disable_expensive_passes": "true"}
 for _flag, _value in XLA_FLAGS.items():
     if _flag not in os.environ.get("XLA_FLAGS", ""):
@@ -39,8 +54,11 @@ def has(framework: str) -> bool:
     return found
 
 
-# What needs packages that .venv does not have: `make aot` and `make float8` name these folders, nothing else collects them.
-collect_ignore = [folder for folder in ("aot", "float8") if not os.environ.get(f"TILED_{folder.upper()}")]
+# What needs packages that .venv does not have: `make aot`, `make float8` and `make deepspeed` name these folders, nothing else
+# collects them.
+collect_ignore = [folder for folder in ("aot", "float8", "zero") if not os.environ.get(f"TILED_{folder.upper()}")]
+# Minutes of compiling that `make aot-triton` does for both versions of Triton.
+collect_ignore += ["on_torch/test_kernels_aot.py"] if not os.environ.get("TILED_AOT_TRITON") else []
 collect_ignore += [
     folder
     for folder, needs in (("on_torch", ["torch"]), ("on_jax", ["jax"]), ("parity", ["torch", "jax"]))
@@ -55,6 +73,24 @@ def pytest_report_header() -> list[str]:
         version = importlib.metadata.version(name) if found else "not installed: its tests are left out"
         lines.append(f"{name}: {version}")
     return [*lines, f"TILED_REQUIRE: {','.join(REQUIRED) or 'not set'}", f"XLA_FLAGS:{os.environ['XLA_FLAGS']}"]
+
+
+@pytest.fixture(scope="session")
+def pools() -> Iterator[dict[int, Ranks]]:
+    """One, two and four gloo ranks, by their number, started by the first call: processes that have imported torch once."""
+    with Ranks(1) as one, Ranks(2) as two, Ranks(4) as four:
+        yield {1: one, 2: two, 4: four}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _what_earlier_files_left_is_not_searched_for_garbage() -> None:
+    """Compiled programs and modules by the million: a search took seconds each time that a library asked for one."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # so that the interpreter's end frees them
 
 
 @pytest.fixture(autouse=True)

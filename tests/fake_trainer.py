@@ -6,16 +6,47 @@
 import os
 import sys
 import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from shared_specs.app.budget import Buffers
 from shared_specs.app.command import Command, main
 from shared_specs.app.loop import finetune
-from shared_specs.app.trainer import OneDevice, TrainerState
+from shared_specs.app.stored import Array
+from shared_specs.app.team import ALONE, Team, check_layout
+from shared_specs.app.trainer import TrainerState
 from shared_specs.cli import FinetuneOptions
 
 _EMBED = "model.embed_tokens.weight"
+
+
+class OneDevice:
+    """What a trainer that runs on one device in one process has instead of teams and shards."""
+
+    shard_format = ""
+    sharded = False
+
+    def join(self, options: FinetuneOptions) -> Team:
+        check_layout(options, 1, "devices", "This half trains on one device.")
+        return ALONE
+
+    def leave(self) -> None:
+        pass
+
+    def buffers(self, config: dict[str, Any], options: FinetuneOptions) -> Buffers:
+        return Buffers()
+
+    def full_weights(self) -> Iterator[tuple[str, np.ndarray]]:
+        return iter(self.state().weights.items())  # type: ignore[attr-defined]
+
+    def save_shards(self, folder: Path) -> None:
+        raise NotImplementedError
+
+    def load_shards(self, folder: Path) -> None:
+        raise NotImplementedError
 
 
 class FakeTrainer(OneDevice):
@@ -27,9 +58,9 @@ class FakeTrainer(OneDevice):
     def versions(self) -> dict[str, str]:
         return {"fake": "1"}
 
-    def load(self, config: dict[str, Any], tensors: dict[str, np.ndarray], options: FinetuneOptions) -> None:
+    def load(self, config: dict[str, Any], weights: Mapping[str, Array], options: FinetuneOptions) -> None:
         self.config, self.options = config, options
-        self.weights = {name: array.copy() for name, array in tensors.items()}
+        self.weights = {name: np.array(array[...]) for name, array in weights.items()}
         self.momentum = np.zeros_like(self.weights[_EMBED])
         self.steps = 0
 
@@ -56,9 +87,9 @@ class FakeTrainer(OneDevice):
         return TrainerState(weights=weights, optimizer=optimizer)
 
     def load_state(self, state: TrainerState) -> None:
-        self.weights = {name: array.copy() for name, array in state.weights.items()}
-        self.momentum = state.optimizer[f"m.{_EMBED}"].copy()
-        self.steps = int(state.optimizer["step"])
+        self.weights = {name: np.array(array[...]) for name, array in state.weights.items()}
+        self.momentum = np.array(state.optimizer[f"m.{_EMBED}"][...])
+        self.steps = int(state.optimizer["step"][...])
 
 
 if __name__ == "__main__":
@@ -66,6 +97,7 @@ if __name__ == "__main__":
         name="finetune",
         help="Fine-tune.",
         options=FinetuneOptions,
+        extras="cli",
         run=lambda options: finetune(FakeTrainer(), options),
     )
     sys.exit(main("fake", [command]))

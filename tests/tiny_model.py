@@ -75,7 +75,7 @@ def write_tiny_folder(folder: Path, **changes: Any) -> Path:
     """A Hugging Face folder of the tiny model."""
     folder.mkdir(parents=True)
     config = tiny_config(**changes)
-    write_model(folder, config, tiny_weights(config), tiny_tokenizer())
+    write_model(folder, config, tiny_weights(config).items(), tiny_tokenizer())
     return folder
 
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
-from tiled_torch.kernels import launch
+from tiled_torch.core import launch
 
 if not triton.__version__.startswith(("3.6.", "3.9.")):
     raise ImportError(f"tests/triton_interpreter.py: written for Triton 3.6 and 3.9, found {triton.__version__}")

@@ -10,7 +10,7 @@ from shared_specs import checks, config
 
 # For functions whose computation no kernel has; the reason is about the code of today, not about the machine.
 NO_KERNEL = "tiled_jax has no Pallas kernel for this operation yet; the XLA path runs on every device."
-# "1" runs the Pallas kernels in JAX's GPU interpreter on any machine, for tests: see tiled_jax.kernels.common.
+# "1" runs the Pallas kernels in JAX's GPU interpreter on any machine, for tests: see tiled_jax.core.mosaic.
 INTERPRET = "TILED_PALLAS_INTERPRET"
 
 _last: dict[str, str] = {}

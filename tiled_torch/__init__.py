@@ -34,6 +34,7 @@ from tiled_torch.parallel import vocab_parallel_linear_cross_entropy as vocab_pa
 
 if TYPE_CHECKING:
     from tiled_torch.models import tile_model as tile_model
+    from tiled_torch.models import tiling_paths as tiling_paths
     from tiled_torch.models import untile_model as untile_model
     from tiled_torch.parallel import parallelize as parallelize
 
@@ -59,6 +60,7 @@ __all__ = [
     "tiled_linear_cross_entropy",
     "tiled_loss",
     "tiled_mlp",
+    "tiling_paths",
     "untile_model",
     "usable_backends",
     "vocab_parallel_cross_entropy",
@@ -68,7 +70,7 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     """What takes seconds to import (transformers, DTensor and FSDP) loads on first use."""
-    if name in ("tile_model", "untile_model"):
+    if name in ("tile_model", "tiling_paths", "untile_model"):
         from tiled_torch import models
 
         return getattr(models, name)

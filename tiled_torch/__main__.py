@@ -14,8 +14,10 @@ def _finetune(options: FinetuneOptions) -> int:
 
 
 def _bench(options: BenchOptions) -> int:
+    from shared_specs.app.output import check_records
     from tiled_torch.commands.bench import bench
 
+    check_records(options.out)
     return bench(options)
 
 
@@ -30,18 +32,21 @@ COMMANDS = (
         name="finetune",
         help="Fine-tune a causal language model on a text file at a given context length.",
         options=FinetuneOptions,
+        extras="cli,hf,torch",
         run=_finetune,
     ),
     Command(
         name="bench",
         help="Measure one operation against its plain form and against peers, and write a record.",
         options=BenchOptions,
+        extras="bench,jax,test,torch",  # its parity tests drive both halves
         run=_bench,
     ),
     Command(
         name="tune",
         help="Measure the GPU kernels' block sizes for one model's widths and write them to the table.",
         options=TuneOptions,
+        extras="cli,torch",
         run=_tune,
     ),
 )

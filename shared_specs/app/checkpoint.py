@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
 
-from shared_specs.app.team import ALONE, Team
+from shared_specs.app.output import writing
+from shared_specs.app.stored import stored_arrays, write_arrays
+from shared_specs.app.team import ALONE, Team, agreed
 from shared_specs.app.tokenizer import ModelTokenizer
 from shared_specs.app.trainer import TrainerState
-from shared_specs.app.weights import contiguous, write_model
+from shared_specs.app.weights import write_model
 from shared_specs.cli import InputError
 
 _FOLDER = "checkpoints"
@@ -31,7 +32,7 @@ class Checkpoint:
     Attributes:
         folder: a model folder too, loadable by `transformers`, unless the state is in shards.
         record: what the loop noted: `step`, the fixed options and the digest of the text.
-        state: None where it is in shards.
+        state: its arrays, which stay in their files; None where it is in shards.
         shard_format: of what `shards` holds; None where there are none.
     """
 
@@ -55,8 +56,9 @@ def save_checkpoint(
     """Write the checkpoint of `record["step"]` below `out`, then remove the older ones. Returns its folder."""
 
     def write(folder: Path) -> None:
-        write_model(folder, config, state.weights, tokenizer)
-        save_file(contiguous(state.optimizer), folder / "optimizer.safetensors")
+        write_model(folder, config, state.weights.items(), tokenizer)
+        shapes = {name: array.shape for name, array in state.optimizer.items()}
+        write_arrays(folder / "optimizer.safetensors", shapes, state.optimizer.items())
 
     return _save(out, record, write, ALONE)
 
@@ -111,7 +113,7 @@ def load_checkpoint(out: Path, team: Team = ALONE) -> Checkpoint | None:
         record = json.loads((folder / "run.json").read_text())
         if "shard_format" in record:
             return Checkpoint(folder, record, None)
-        weights, optimizer = (load_file(folder / f"{name}.safetensors") for name in ("model", "optimizer"))
+        weights, optimizer = (stored_arrays(folder / f"{name}.safetensors") for name in ("model", "optimizer"))
     except (OSError, ValueError, SafetensorError) as error:  # in the processes that did not verify
         raise _damaged(folder, str(error)) from error
     return Checkpoint(folder, record, TrainerState(weights=weights, optimizer=optimizer))
@@ -125,21 +127,43 @@ def write_folder(
     All processes of a team write into it; `seal` is then called by process 0 alone. Every byte is on the disk before the
     name changes, so `target` is never a part of a folder: it is the old one, the new one or, where one is replaced, for
     the instant between two renames none.
+
+    Raises:
+        InputError: one of the processes could not write, on a full disk for example; what it wrote is gone, and `target`
+            as it was.
     """
     partial = target.with_name(_PARTIAL + target.name)
-    if team.rank == 0:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        for leftover in target.parent.glob(_PARTIAL + "*"):
-            shutil.rmtree(leftover)
-        partial.mkdir()
-    team.gather(None)  # nobody writes before the folder is there
-    write(partial)
-    team.gather(None)  # nor renames before all have written
-    if team.rank == 0:
-        if seal is not None:
-            seal(partial)
-        _put(partial, target)
-    team.gather(None)
+    try:
+        _write(partial, target, write, team, seal)
+    except InputError:
+        if team.rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)  # a full disk has room again
+        raise
+
+
+def _write(
+    partial: Path,
+    target: Path,
+    write: Callable[[Path], None],
+    team: Team,
+    seal: Callable[[Path], None] | None,
+) -> None:
+    def begin() -> None:
+        if team.rank == 0:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            for leftover in target.parent.glob(_PARTIAL + "*"):
+                shutil.rmtree(leftover)
+            partial.mkdir()
+
+    def finish() -> None:
+        if team.rank == 0:
+            if seal is not None:
+                seal(partial)
+            _put(partial, target)
+
+    # Nobody writes before the folder is there, nor renames it before all have written.
+    for work in (begin, lambda: write(partial), finish):
+        agreed(team, writing(target.parent, work))
 
 
 def _put(partial: Path, target: Path) -> None:
@@ -148,7 +172,11 @@ def _put(partial: Path, target: Path) -> None:
     if target.exists():
         replaced = target.with_name(f"{_PARTIAL}replaced-{target.name}")
         target.rename(replaced)
-        partial.rename(target)
+        try:
+            partial.rename(target)
+        except OSError:
+            replaced.rename(target)
+            raise
         shutil.rmtree(replaced)
     else:
         partial.rename(target)

@@ -2,15 +2,17 @@
 
 import dataclasses
 import inspect
+import io
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
-
-import typer
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from shared_specs.app.team import USER_ERRORS, SaidElsewhere, let_first_speak
 from shared_specs.cli import flag, parse_size
+
+_LONGEST_WORD = 300
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,12 +23,14 @@ class Command:
         name: the word.
         help: one line for --help.
         options: a dataclass of `shared_specs.cli`.
+        extras: of the package tiled-mlp, with which all that the command imports is installed.
         run: does the work and returns the exit code; imports its framework itself, so that --help needs none.
     """
 
     name: str
     help: str
     options: type
+    extras: str
     run: Callable[[Any], int]
 
 
@@ -35,33 +39,60 @@ def main(package: str, commands: Sequence[Command], arguments: Sequence[str] | N
 
     What the user can mend (options, files, unsupported models) is one line on stderr and exit code 2.
     """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a path may have characters that the terminal has not
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        return _run(package, commands, words)
+    except SaidElsewhere:
+        return 2
+    except USER_ERRORS as error:
+        return _fail(str(error))
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing in ("", "shared_specs", "tiled_torch", "tiled_jax"):
+            raise
+        extras = next((command.extras for command in commands if command.name in words), commands[0].extras)
+        text = f"{package}: the package {missing} is not installed. Install it with pip install 'tiled-mlp[{extras}]'."
+        return _fail(text)
+
+
+def _run(package: str, commands: Sequence[Command], words: Sequence[str]) -> int:
+    import typer  # here, so that main can say that it is missing
+
     app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
     # With a callback a single command keeps its name instead of becoming the whole program.
     app.callback(help=f"Token-wise layers of long-context training, tiled: {package}.")(lambda: None)
     for command in commands:
         app.command(command.name, help=command.help)(_typed_function(command))
     try:
-        code = app(args=arguments, prog_name=f"python -m {package}", standalone_mode=False)
-    except SaidElsewhere:
-        return 2
-    except USER_ERRORS as error:
-        return _fail(str(error))
+        code = app(args=words, prog_name=f"python -m {package}", standalone_mode=False)
     except typer.TyperException as error:
-        return _fail(error.format_message())
-    except ModuleNotFoundError as error:
-        missing = (error.name or "").partition(".")[0]
-        if missing in ("", "shared_specs", "tiled_torch", "tiled_jax"):
-            raise
-        return _fail(
-            f"{package}: the package {missing} is not installed. Install it with pip install 'tiled-mlp[all]'."
-        )
+        return _fail(_told(package, commands, words, error.format_message()))
     return code if isinstance(code, int) else 0
 
 
+def _told(package: str, commands: Sequence[Command], words: Sequence[str], message: str) -> str:
+    """typer's message in our words, where it is about a value that is none of its option's kind."""
+    command = next((each for each in commands if each.name in words[:1]), None)
+    found = re.match(r"Invalid value for '(--[a-z-]+)'", message)
+    if command is None or found is None:
+        return f"{command.name if command else package}: {message}"
+    field = next(field for field in dataclasses.fields(command.options) if flag(field.name) == found[1])
+    rule = "a number" if float in (field.type, *get_args(field.type)) else "a whole number"
+    if get_origin(field.type) is Literal:
+        rule = f"one of {', '.join(get_args(field.type))}"
+    pairs = [(*word.split("=", 1), following)[:2] for word, following in zip(words, (*words[1:], ""), strict=True)]
+    given = [value for name, value in pairs if name == found[1]]
+    return f"{command.name}: {found[1]} must be {rule}, got {given[-1]}."
+
+
 def _fail(message: str) -> int:
-    """One line, whatever the message was made of."""
+    """One line, whatever the message was made of; a value of a thousand letters is not all shown."""
     let_first_speak()
-    print(" ".join(message.split()), file=sys.stderr)
+    line = " ".join(word if len(word) <= _LONGEST_WORD else f"{word[:_LONGEST_WORD]}..." for word in message.split())
+    print(line, file=sys.stderr)
     return 2
 
 
@@ -84,6 +115,8 @@ def _typed_function(command: Command) -> Callable[..., int]:
 
 
 def _parameter(field: dataclasses.Field) -> inspect.Parameter:
+    import typer
+
     kind = str | None if field.metadata["size"] else field.type
     # The bare flag for a switch: `--plain`, without a `--no-plain` that would do nothing.
     option = typer.Option(

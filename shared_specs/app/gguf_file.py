@@ -1,11 +1,13 @@
 """A GGUF file of the architecture `llama` or `qwen2` in Hugging Face terms: configuration and dequantised weights."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from gguf import GGUFReader, ReaderTensor, dequantize
 
+from shared_specs.app.stored import Index, StoredArray
 from shared_specs.cli import InputError
 
 _ARCHITECTURES = ("llama", "qwen2")  # Mistral's files say llama
@@ -88,24 +90,50 @@ class GgufModel:
             )
         return config
 
-    def tensors(self, config: dict[str, Any]) -> dict[str, np.ndarray]:
-        """float32 weights with Hugging Face names and layouts."""
+    def weights(self, config: dict[str, Any]) -> dict[str, StoredArray]:
+        """float32 weights with Hugging Face names and layouts.
+
+        Raises:
+            InputError: one of them is none of a decoder, or quantised in a way that NumPy code cannot undo.
+        """
         permuted = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
         if config["model_type"] != "llama":
             permuted = {}  # of other architectures llama.cpp turns the same pairs as Hugging Face
-        weights = {}
+        weights, known = {}, set()
         for tensor in self._reader.tensors:
-            kind = tensor.name.split(".")[-2]
-            weight = self._dequantised(tensor)
-            if kind in permuted:
-                weight = unpermute_rotary(weight, permuted[kind])
-            weights[self._name(tensor.name)] = np.ascontiguousarray(weight)
+            if tensor.tensor_type not in known:
+                self._dequantised(tensor, tensor.data[:1])
+                known.add(tensor.tensor_type)
+            heads = permuted.get(tensor.name.split(".")[-2])
+            shape = tuple(int(size) for size in reversed(tensor.shape))
+            weights[self._name(tensor.name)] = StoredArray(shape, partial(self._read, tensor, heads))
         return weights
 
-    def _dequantised(self, tensor: ReaderTensor) -> np.ndarray:
+    def _read(self, tensor: ReaderTensor, heads: int | None, index: Index) -> np.ndarray:
+        """What an index selects; of the file only the rows that it names are read, and their memory is given back."""
+        data = tensor.data
+        slices = () if index is ... else index
+        start, stop, step = slices[0].indices(data.shape[0]) if slices else (0, data.shape[0], 1)
+        if heads is not None or step != 1:  # other rows of the file than those of the weight
+            start, stop = 0, data.shape[0]
+        row = data.nbytes // data.shape[0]
+        # Not the reader's own memory-mapped array: its pages stay this process's as long as the reader.
+        part = np.fromfile(
+            self.path,
+            data.dtype,
+            count=max(stop - start, 0) * row // data.itemsize,
+            offset=tensor.data_offset + start * row,
+        )
+        found = self._dequantised(tensor, part.reshape(-1, *data.shape[1:]))
+        if heads is not None:
+            found = unpermute_rotary(found, heads)
+        if heads is None and step == 1 and slices:
+            slices = (slice(None), *slices[1:])
+        return found[slices]
+
+    def _dequantised(self, tensor: ReaderTensor, data: np.ndarray) -> np.ndarray:
         try:
-            # Never the memory-mapped array itself: it is read-only and outlived by the weights.
-            return np.array(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
+            return np.array(dequantize(data, tensor.tensor_type), dtype=np.float32)
         except NotImplementedError as error:
             raise InputError(
                 f"finetune: --model {self.path}: {tensor.name} is quantised as {tensor.tensor_type.name}, which has no "

@@ -1,5 +1,6 @@
 """The log of a run: JSON lines, one record a step, readable while the run goes on and after a kill."""
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,8 @@ class RunLog:
         self._file.flush()
 
     def close(self) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):  # of a line that a full disk did not take, for which write raised
+            self._file.close()
 
 
 class NoLog:
@@ -60,6 +62,20 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
             raise _damaged(folder, f"line {number} is no record")
         records.append(record)
     return records
+
+
+def run_header(folder: Path, records: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The options and the digest of the text that a run began with; None where it was ended while it wrote them.
+
+    Raises:
+        InputError: its first record has none.
+    """
+    if not records:
+        return None
+    header = records[0]
+    if not (isinstance(header.get("options"), dict) and isinstance(header.get("text_sha256"), str)):
+        raise _damaged(folder, "its first record is not that of a beginning")
+    return header
 
 
 def _damaged(folder: Path, reason: str) -> InputError:

@@ -19,10 +19,11 @@ from shared_specs.app.checkpoint import newest_checkpoint, save_checkpoint, save
 from shared_specs.app.job import Job, prepare
 from shared_specs.app.log import NoLog, RunLog, read_log, step_records
 from shared_specs.app.memory import PeakMemory, resident_bytes
+from shared_specs.app.output import try_out, writing
 from shared_specs.app.plots import plot_runs
 from shared_specs.app.progress import RunProgress
 from shared_specs.app.signals import StopRequest, exit_code
-from shared_specs.app.team import USER_ERRORS, Team, agreed
+from shared_specs.app.team import USER_ERRORS, OutputError, Team, agreed
 from shared_specs.app.trainer import Trainer
 from shared_specs.app.weights import write_config, write_model
 from shared_specs.cli import FinetuneOptions
@@ -38,13 +39,16 @@ def finetune(trainer: Trainer, options: FinetuneOptions, console: Console | None
     Of several processes each calls this; process 0 shows and writes what is not in shards.
 
     Raises:
-        InputError: something the user gave cannot be used; nothing was written.
+        InputError: something the user gave cannot be used; nothing was written. Or the disk is full: what was written
+            before stays, and its last checkpoint can be resumed.
         UnsupportedError, SpecError: the half cannot train this model with these options; nothing was written.
     """
     options.check()
     team = trainer.join(options)
     try:
         return _finetune(trainer, team, options, console or Console(quiet=team.rank != 0))
+    except OutputError as error:
+        raise OutputError(f"{error} {_kept(options)}") from error
     except USER_ERRORS:
         raise
     except Exception as error:
@@ -59,16 +63,23 @@ def finetune(trainer: Trainer, options: FinetuneOptions, console: Console | None
 
 def _finetune(trainer: Trainer, team: Team, options: FinetuneOptions, console: Console) -> int:
     job = agreed(team, lambda: _prepared(trainer, team, options))
+    agreed(team, lambda: try_out(job.out))  # once every process has seen that the folder is empty
     before = resident_bytes()
-    _load(trainer, team, job)
-    if team.rank == 0:
-        job.out.mkdir(parents=True, exist_ok=True)
-    log = RunLog(job.out) if team.rank == 0 else NoLog()
+    agreed(team, lambda: _load(trainer, job))  # a file may be damaged where one process reads it only
+    log = agreed(team, writing(job.out, lambda: _opened_log(team, job.out)))
     try:
-        log.write("resume" if options.resume else "start", **_header(trainer, team, job), bytes_before_model=before)
+        header = _header(trainer, team, job) | {"bytes_before_model": before}
+        agreed(team, writing(job.out, lambda: log.write("resume" if options.resume else "start", **header)))
         return _Run(trainer, team, job, log, console).run()
     finally:
         log.close()
+
+
+def _opened_log(team: Team, out: Path) -> RunLog | NoLog:
+    if team.rank != 0:
+        return NoLog()
+    out.mkdir(parents=True, exist_ok=True)
+    return RunLog(out)
 
 
 def _prepared(trainer: Trainer, team: Team, options: FinetuneOptions) -> Job:
@@ -78,21 +89,16 @@ def _prepared(trainer: Trainer, team: Team, options: FinetuneOptions) -> Job:
     return job
 
 
-def _load(trainer: Trainer, team: Team, job: Job) -> None:
+def _load(trainer: Trainer, job: Job) -> None:
     """The model, and where a run is resumed its state, are the trainer's from here on."""
     if job.checkpoint is None:
-        tensors = agreed(team, lambda: job.files.tensors)  # a file may be damaged where one process reads it only
-        trainer.load(job.config, tensors, job.options)
-        job.files.tensors.clear()  # the trainer has them: half a gigabyte less in every peak
+        trainer.load(job.config, job.files.weights, job.options)
     elif job.checkpoint.state is None:
         trainer.load(job.config, None, job.options)
         trainer.load_shards(job.checkpoint.shards)
     else:
-        state = job.checkpoint.state
-        trainer.load(job.config, state.weights, job.options)
-        trainer.load_state(state)
-        state.optimizer.clear()
-        state.weights.clear()
+        trainer.load(job.config, job.checkpoint.state.weights, job.options)
+        trainer.load_state(job.checkpoint.state)
 
 
 class _Run:
@@ -123,8 +129,11 @@ class _Run:
                 self.progress.say(f"model, log and plot are in {self.job.out}")
             else:
                 self.progress.say(f"stopped after step {step}; the same command with --resume continues")
-            self.log.write("end", step=step, signal=asked)
+            self._log("end", step=step, signal=asked)
         return exit_code(asked) if step < self.options.steps else 0
+
+    def _log(self, event: str, **values: Any) -> None:
+        agreed(self.team, writing(self.job.out, lambda: self.log.write(event, **values)))
 
     def _step(self, step: int) -> float:
         """Step `step`, counted from 0, measured and written down."""
@@ -142,7 +151,7 @@ class _Run:
             "peak_bytes": peak.bytes if device_peak is None else device_peak,
         }
         # JSON has no NaN; the text of it says more than a file that strict readers refuse.
-        self.log.write("step", **record if math.isfinite(loss) else record | {"loss": str(loss)})
+        self._log("step", **record if math.isfinite(loss) else record | {"loss": str(loss)})
         if math.isfinite(loss):
             mean = (time.perf_counter() - self.began) / (step + 1 - self.job.done)
             self.progress.step(record, mean * (self.options.steps - step - 1))
@@ -152,30 +161,35 @@ class _Run:
         """Write the checkpoint of `step`, the plot, and after the last step the model."""
         if step == 0:
             return
-        job, weights = self.job, None
+        job = self.job
         if step != self.saved and self.trainer.sharded:
             write_rest = partial(write_config, config=job.config, tokenizer=job.files.tokenizer)
             save_sharded_checkpoint(
                 job.out, self.team, job.record(step), self.trainer.shard_format, self.trainer.save_shards, write_rest
             )
         elif step != self.saved:
-            state = self.trainer.state()
-            save_checkpoint(job.out, state, job.record(step), job.config, job.files.tokenizer)
-            weights = state.weights
+            save_checkpoint(job.out, self.trainer.state(), job.record(step), job.config, job.files.tokenizer)
         self.saved = step
-        if self.team.rank == 0:
-            plot_runs({self.trainer.name: step_records(read_log(job.out))}, job.out / PLOT_NAME)
+        agreed(self.team, writing(job.out, self._plot))
         if step == self.options.steps:
-            weights = self.trainer.full_weights() if weights is None else weights
-            if self.team.rank == 0:
-                write_folder(job.out / MODEL_NAME, lambda folder: self._write_model(folder, weights))
+            write_folder(job.out / MODEL_NAME, self._write_model, self.team)
 
-    def _write_model(self, folder: Path, weights: dict[str, np.ndarray]) -> None:
-        write_model(folder, self.job.config, weights, self.job.files.tokenizer)
+    def _plot(self) -> None:
+        if self.team.rank == 0:
+            plot_runs({self.trainer.name: step_records(read_log(self.job.out))}, self.job.out / PLOT_NAME)
+
+    def _write_model(self, folder: Path) -> None:
+        weights = iter(self.trainer.full_weights())
+        try:
+            if self.team.rank == 0:
+                write_model(folder, self.job.config, weights, self.job.files.tokenizer)
+        finally:
+            for _ in weights:  # each is made by all processes together, also when this one cannot write it
+                pass
 
     def _diverged(self, step: int, loss: float) -> int:
         """A loss that is no number ends the run; the checkpoint before it stays."""
-        self.log.write("end", step=step, signal=None, diverged=True)
+        self._log("end", step=step, signal=None, diverged=True)
         self.progress.say(f"the loss of step {step} is {loss}: training diverged. Try a smaller --lr in a new --out.")
         return 1
 
@@ -195,10 +209,14 @@ def _summary(trainer: Trainer, team: Team, job: Job) -> str:
 
 def _lost(team: Team, options: FinetuneOptions, reason: str) -> str:
     """What the user reads when another process is gone; one line."""
-    newest = newest_checkpoint(Path(options.out))
-    kept = "There is no checkpoint yet." if newest is None else f"The last checkpoint is {newest}; --resume continues."
     reason = " ".join(reason.split())
-    return f"finetune: process {team.rank} of {team.count} lost another one, and the run ends: {reason}. {kept}"
+    ends = f"finetune: process {team.rank} of {team.count} lost another one, and the run ends: {reason}."
+    return f"{ends} {_kept(options)}"
+
+
+def _kept(options: FinetuneOptions) -> str:
+    newest = newest_checkpoint(Path(options.out))
+    return "There is no checkpoint yet." if newest is None else f"The last checkpoint is {newest}; --resume continues."
 
 
 def _header(trainer: Trainer, team: Team, job: Job) -> dict[str, Any]:
@@ -209,6 +227,7 @@ def _header(trainer: Trainer, team: Team, job: Job) -> dict[str, Any]:
         "options": dataclasses.asdict(job.options),
         "config": job.config,
         "text_tokens": len(job.windows.ids),
+        "text_sha256": job.windows.digest(),
         "done": job.done,
         "processes": team.count,
         "versions": versions | {"tiled-mlp": _own_version()},

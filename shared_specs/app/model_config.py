@@ -3,7 +3,7 @@
 from numbers import Integral, Real
 from typing import Any, TypeGuard
 
-from shared_specs.cli import InputError
+from shared_specs.cli import MOST_ROPE_SCALE, InputError
 from shared_specs.decoders import (
     DECODERS,
     PARTIAL,
@@ -169,7 +169,10 @@ def check_context(config: dict[str, Any], tokens: int) -> None:
     elif rope["rope_type"] == "yarn":  # published with the positions before scaling, or with those after it
         reach = max(positions, rope["original_max_position_embeddings"] * rope["factor"])
     if tokens > reach:
-        hint = f"Pass --rope-scale {-(-tokens // positions)} to stretch its positions."
+        scale = -(-tokens // positions)
+        hint = f"Pass --rope-scale {scale} to stretch its positions."
+        if scale > MOST_ROPE_SCALE:
+            hint = f"--rope-scale stretches them {MOST_ROPE_SCALE} times at most."
         if rope["rope_type"] not in ("default", "linear"):
             hint = "They are scaled already."
         raise InputError(

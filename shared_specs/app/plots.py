@@ -35,5 +35,8 @@ def plot_runs(runs: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -> No
 def save_figure(figure: Figure, path: Path) -> None:
     """Write the figure whole or not at all."""
     partial = path.with_name(f".{path.name}.partial")
-    figure.savefig(partial, format="png", dpi=120)
-    os.replace(partial, path)
+    try:
+        figure.savefig(partial, format="png", dpi=120)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)

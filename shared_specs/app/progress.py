@@ -1,5 +1,8 @@
 """What a run shows while it goes: a live line on a terminal, one plain line a step elsewhere."""
 
+import contextlib
+import os
+import sys
 from types import TracebackType
 from typing import Any, Self
 
@@ -20,7 +23,6 @@ class RunProgress:
     def __init__(self, total: int, done: int, console: Console) -> None:
         self._console = console
         self._total = total
-        self._left = "--"
         columns = (
             TextColumn("step"),
             MofNCompleteColumn(),
@@ -57,5 +59,14 @@ class RunProgress:
             self.say(f"step {record['step']}/{self._total}  {numbers}  left {left}")
 
     def say(self, text: str) -> None:
-        """A line above the live one."""
-        self._bar.console.print(text, highlight=False, soft_wrap=True)
+        """A line above the live one. Where nobody reads any more, once a line that says so, and the run goes on."""
+        try:
+            self._bar.console.print(text, highlight=False, soft_wrap=True)
+        except (OSError, SystemExit) as error:  # SystemExit is rich's answer to a closed pipe
+            reason = error.strerror if isinstance(error, OSError) else "the pipe is closed"
+            self._bar.stop()
+            self._console.quiet = True
+            if self._console.file is sys.stdout:  # what is left in its buffer would fail again at the end
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            with contextlib.suppress(OSError):
+                print(f"finetune: its lines cannot be shown ({reason}); the run goes on, see its log.", file=sys.stderr)

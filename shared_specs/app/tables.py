@@ -8,7 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from shared_specs import costs, roofline
 from shared_specs.records import read_records
+from shared_specs.shards import ShardPlan
 
 ROOT = Path(__file__).parents[2]
 README, RECORDS = ROOT / "README.md", ROOT / "benchmarks" / "records"
@@ -30,9 +32,12 @@ def latest(records: list[Record], kind: str, half: str | None = None, jax: str =
     return found[-1] if found else None
 
 
+def _lines(header: list[str], rows: list[list[str]]) -> list[str]:
+    return ["| " + " | ".join(row) + " |" for row in [header, ["---"] * len(header), *rows]]
+
+
 def _rows(header: list[str], rows: list[list[str]], source: Record) -> str:
-    lines = ["| " + " | ".join(header) + " |", "| " + " | ".join(["---"] * len(header)) + " |"]
-    lines += ["| " + " | ".join(row) + " |" for row in rows]
+    lines = _lines(header, rows)
     hardware = source["hardware"]
     versions = ", ".join(f"{name} {version}" for name, version in source["versions"].items())
     memory = f"{hardware['memory_bytes'] / GIB:.0f} GiB"
@@ -103,6 +108,36 @@ def demo_table(records: list[Record], kind: str) -> str:
     return _rows(header, rows, record)
 
 
+# What the README's rows of a GPU are of: one MLP of Llama-3-8B, bfloat16, in shards of 8192 tokens.
+GPU_SHAPE = costs.MLPShape(tokens=131072, hidden=4096, intermediate=14336, itemsize=2, weight_itemsize=2)
+GPU_PLAN = ShardPlan(GPU_SHAPE.tokens, 8192)
+GPU_KIND = f"gpu-mlp-8b-{GPU_SHAPE.tokens}-{GPU_PLAN.shard_tokens}-main"
+GPU_ROWS: dict[str, tuple[roofline.MLPVariant, float]] = {
+    "plain": ("plain", 0.0),
+    "checkpoint": ("checkpoint", 0.0),
+    "tiled, in a checkpoint too": ("tiled", 0.0),
+    "tiled-keep-1": ("tiled", 1.0),
+    "liger, deepspeed": ("whole", 0.0),
+    "liger, deepspeed in a checkpoint": ("whole-in-checkpoint", 0.0),
+}
+
+
+def gpu_table(records: list[Record]) -> str:
+    """Milliseconds of each variant of one MLP on a GPU: those of the record, or, without one, what the model expects."""
+    record = latest(records, GPU_KIND, "tiled_torch")
+    if record is not None:
+        timed = [result for result in record["results"] if "median_seconds" in result]
+        return _rows(["variant", "ms"], [[r["variant"], f"{1e3 * r['median_seconds']:.1f}"] for r in timed], record)
+    header = ["ms by the model, not measured", *(gpu.name for gpu in roofline.GPUS.values())]
+    rows = []
+    for name, (variant, keep) in GPU_ROWS.items():
+        runs = [
+            roofline.mlp_seconds(GPU_SHAPE, GPU_PLAN, gpu, variant=variant, keep=keep) for gpu in roofline.GPUS.values()
+        ]
+        rows.append([name, *(f"{1e3 * run.total:.0f}" for run in runs)])
+    return "\n".join(_lines(header, rows)) + "\n"
+
+
 TABLES: dict[str, Callable[[list[Record]], str]] = {
     "mlp-torch": lambda records: op_table(records, "mlp", "tiled_torch"),
     "mlp-jax": lambda records: op_table(records, "mlp", "tiled_jax", jax="0.10"),
@@ -113,6 +148,7 @@ TABLES: dict[str, Callable[[list[Record]], str]] = {
     "mlp-bytes-jax": lambda records: bytes_table(records, "tiled_jax"),
     "accuracy-torch": lambda records: accuracy_table(records, "tiled_torch"),
     "accuracy-jax": lambda records: accuracy_table(records, "tiled_jax"),
+    "gpu-mlp": gpu_table,
     "demo": lambda records: demo_table(records, "demo"),
     "demo-long": lambda records: demo_table(records, "demo-long"),
 }

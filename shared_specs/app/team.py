@@ -49,6 +49,10 @@ class Alone:
 ALONE = Alone()
 
 
+class OutputError(InputError):
+    """What a run writes could not be written: the disk is full, for example. What it wrote before is there."""
+
+
 class SaidElsewhere(InputError):
     """Ends this process with the exit code of bad input, quietly: another process says what is wrong."""
 
@@ -83,20 +87,21 @@ def agreed(team: Team, work: Callable[[], _T]) -> _T:
     Raises:
         InputError: it did in any of them; process 0 gets the text, the others SaidElsewhere.
     """
-    result, text = None, None
+    result, wrong = None, None
     try:
         result = work()
     except InputError as error:
         if team.count == 1:
             raise
-        text = str(error)
-    texts = team.gather(text)
-    failed = [rank for rank, found in enumerate(texts) if found is not None]
+        wrong = (str(error), isinstance(error, OutputError))
+    told = team.gather(wrong)
+    failed = [rank for rank, found in enumerate(told) if found is not None]
     if failed:
         if team.rank != 0:
             raise SaidElsewhere
         where = "" if failed[0] == 0 else f" (process {failed[0]} of {team.count})"
-        raise InputError(texts[failed[0]] + where)
+        text, of_output = told[failed[0]]
+        raise (OutputError if of_output else InputError)(text + where)
     return result  # type: ignore[return-value]
 
 

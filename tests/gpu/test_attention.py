@@ -5,7 +5,7 @@ import torch
 
 from shared_specs.tolerances import limit
 from tests.on_torch.test_attention import drawn, written_out
-from tiled_torch.functional.attention import causal_attention
+from tiled_torch.layers.attention import causal_attention
 
 pytestmark = pytest.mark.gpu
 

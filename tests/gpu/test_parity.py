@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from shared_specs.blocks import DETERMINISTIC, Paths
+from shared_specs.blocks import DETERMINISTIC, UNMEASURED, Paths
 from shared_specs.cases import LOSS_CASES, MLP_CASES, LossCase, MLPCase
 from tests.adapters import JaxAdapter, Results, TorchAdapter
 from tests.asserting import assert_case
@@ -38,7 +38,12 @@ KERNEL_MLPS = (
     MLPCase(dtype="bfloat16", activation="relu", fused=True, **_TAKEN),
     MLPCase(dtype="float16", activation="gelu_tanh", **_TAKEN),
 )
-PATHS = {"auxiliary": Paths(up="auxiliary"), "dual": Paths(up="dual"), "every product": DETERMINISTIC}
+PATHS = {
+    "vendor": UNMEASURED,
+    "auxiliary": Paths(up="auxiliary"),
+    "dual": Paths(up="dual"),
+    "every product": DETERMINISTIC,
+}
 
 
 @pytest.fixture(scope="module")
@@ -70,9 +75,9 @@ def test_torch_mlp(torch_adapter: TorchAdapter, case: MLPCase) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("paths", PATHS)
 def test_every_way_to_make_an_mlp(torch_adapter: TorchAdapter, paths, dtype, monkeypatch) -> None:
-    from tiled_torch.functional import kernel_steps
+    from tiled_torch.mlp import steps_kernels
 
-    monkeypatch.setattr(kernel_steps, "paths_for", lambda *args: PATHS[paths])
+    monkeypatch.setattr(steps_kernels, "paths_for", lambda *args: PATHS[paths])
     case = replace(KERNEL_MLPS[1], dtype=dtype)
     assert_case(case, torch_adapter.run(case, "triton"))
 

@@ -29,6 +29,7 @@ def on_rank(rank: int, world: int, port: int, results: Any) -> None:
     from tiled_torch import parallel
 
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", rank=rank, world_size=world, device_id=device)

@@ -1,12 +1,13 @@
 """Who may import what, as a table, and the checker that reads source text against it (DESIGN of the repository).
 
 `shared_specs` needs numpy and ml_dtypes only, and `app` is its one room with more. The halves never see each other.
-Inside a half, imports go one way: kernels <- functional <- modules <- models <- parallel <- commands.
+Inside a half a capability is a room, and imports go one way:
+core <- collectives <- tile <- mlp, loss, linear <- layers <- models, bridge <- plans <- commands.
 """
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
@@ -16,16 +17,22 @@ PACKAGES = ("shared_specs", "tiled_torch", "tiled_jax")
 # "root" is the package's own __init__, which re-exports the public names.
 LEVELS = {
     "backends": 0,
-    "kernels": 1,
-    "functional": 2,
-    "modules": 3,
-    "models": 4,
-    "compat": 4,
-    "bridge": 4,
-    "parallel": 5,  # above models: a plan is applied to a finished model
-    "root": 6,
-    "commands": 7,
-    "__main__": 8,
+    "core": 1,
+    "collectives": 2,
+    "tile": 3,
+    "mlp": 4,
+    "loss": 4,
+    "linear": 4,
+    "layers": 5,
+    "models": 6,
+    "bridge": 6,
+    "plans": 7,  # above models: a plan is applied to a finished model
+    "functional": 8,  # from here on nothing but public names, collected
+    "modules": 8,
+    "parallel": 8,
+    "root": 9,
+    "commands": 10,
+    "__main__": 11,
 }
 
 EVERYWHERE = {
@@ -37,9 +44,9 @@ EVERYWHERE = {
 IN_ROOM = {
     ("shared_specs", "app"): {"gguf", "safetensors", "tokenizers", "rich", "typer", "matplotlib", "psutil"},
     ("tiled_torch", "models"): {"transformers"},
-    ("tiled_torch", "parallel"): {"torchao"},
+    ("tiled_torch", "plans"): {"torchao"},
     ("tiled_torch", "commands"): {"transformers", "liger_kernel", "quack", "deepspeed"},
-    ("tiled_jax", "parallel"): {"optax", "orbax"},
+    ("tiled_jax", "plans"): {"optax", "orbax"},
     ("tiled_jax", "commands"): {"optax", "orbax", "tokamax"},
 }
 
@@ -103,6 +110,33 @@ def fault_of_direction(room: str, rest: list[str]) -> str | None:
     if target == room or LEVELS[target] < LEVELS[room]:
         return None
     return f"imports go one way, and {target} is not below {room}"
+
+
+def circles(sources: Mapping[str, str]) -> list[list[str]]:
+    """The modules, by dotted name, that import each other in a circle; sources: the text of every module, by its path."""
+    paths = {".".join(PurePosixPath(path).with_suffix("").parts).removesuffix(".__init__"): path for path in sources}
+    imported = {name: {_module(i.name, paths) for i in imports_of(path, sources[path])} for name, path in paths.items()}
+    reached = {name: _reachable(name, imported) for name in imported}
+    found = {tuple(sorted(b for b in reached[a] if a in reached[b])) for a in reached if a in reached[a]}
+    return sorted(map(list, found))
+
+
+def _module(name: str, known: Collection[str]) -> str:
+    """The module that an imported name belongs to; "" where it is none of these."""
+    while name and name not in known:
+        name = name.rpartition(".")[0]
+    return name
+
+
+def _reachable(name: str, imported: Mapping[str, Iterable[str]]) -> set[str]:
+    """What a module imports, by way of others too; itself where it stands in a circle."""
+    reached: set[str] = set()
+    waiting = [other for other in imported[name] if other and other != name]
+    while waiting:
+        if (other := waiting.pop()) not in reached:
+            reached.add(other)
+            waiting += [each for each in imported[other] if each and each != other]
+    return reached
 
 
 def imports_of(path: str, source: str) -> list[Import]:

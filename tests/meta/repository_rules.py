@@ -20,6 +20,8 @@ COMPARERS = {
     "approx",
     "gradcheck",
 }
+# Central differences are as near as their step lets them be; what compares two results has to say how near they must be.
+COMPARED = COMPARERS - {"gradcheck"}
 # A float this small that something is compared with is a tolerance, whatever it is called.
 SMALL = 0.01
 
@@ -47,18 +49,18 @@ def text_faults(text: str) -> list[str]:
 
 
 def tolerance_faults(source: str) -> list[str]:
-    """Tolerance numbers written out instead of read from shared_specs.tolerances; 0, which means exact, is none."""
+    """Tolerance numbers written out instead of read from shared_specs.tolerances; 0, which means exact, is none. Nor may a
+    library's comparison bring its own."""
     return [f"line {line}: {what}" for node in ast.walk(ast.parse(source)) for line, what in _tolerances(node)]
 
 
 def _tolerances(node: ast.AST) -> Iterator[tuple[int, str]]:
     match node:
-        case ast.Call():
-            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-            given = [keyword.value for keyword in node.keywords if keyword.arg in TOLERANCE_ARGUMENTS]
-            positional = node.args[1 if name == "approx" else 2 :] if name in COMPARERS else []
-            faults = [value for value in (*given, *positional) if _is_number(value)]
-            yield from ((value.lineno, f"{name}({ast.unparse(value)})") for value in faults)
+        case ast.Call(func=function):
+            # A name by itself is a helper of the suite.
+            if isinstance(function, ast.Attribute) and function.attr in COMPARED and not _says_how_near(node):
+                yield node.lineno, f"{function.attr} with its own tolerances"
+            yield from _numbers(node)
         case ast.Compare():
             sides = [side for side in (node.left, *node.comparators) if _is_number(side, below=SMALL)]
             yield from ((side.lineno, ast.unparse(node)) for side in sides)
@@ -68,6 +70,19 @@ def _tolerances(node: ast.AST) -> Iterator[tuple[int, str]]:
             pairs += [(a, d) for a, d in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if d is not None]
             faults = [(a, d) for a, d in pairs if a.arg in TOLERANCE_ARGUMENTS and _is_number(d)]
             yield from ((default.lineno, f"{a.arg}={ast.unparse(default)}") for a, default in faults)
+
+
+def _says_how_near(node: ast.Call) -> bool:
+    compared = 1 if ast.unparse(node.func).endswith("approx") else 2
+    return len(node.args) > compared or any(k.arg is None or k.arg in TOLERANCE_ARGUMENTS for k in node.keywords)
+
+
+def _numbers(node: ast.Call) -> Iterator[tuple[int, str]]:
+    name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+    given = [keyword.value for keyword in node.keywords if keyword.arg in TOLERANCE_ARGUMENTS]
+    positional = node.args[1 if name == "approx" else 2 :] if name in COMPARERS else []
+    faults = [value for value in (*given, *positional) if _is_number(value)]
+    yield from ((value.lineno, f"{name}({ast.unparse(value)})") for value in faults)
 
 
 def _is_number(node: ast.expr, below: float = float("inf")) -> bool:

@@ -6,11 +6,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from shared_specs import inputs
 from shared_specs.cases import MLP_CASES, MLPCase
 from shared_specs.inputs import make_inputs
 from shared_specs.oracle.mlp import mlp
+from shared_specs.rounding import relative_error
+from shared_specs.tolerances import FLOOR
 from tests.adapters import ADAPTERS
-from tests.asserting import assert_case, assert_within
+from tests.asserting import assert_case, assert_near, assert_within, truth
 
 CASES = [next(case for case in MLP_CASES if case.dtype == dtype) for dtype in ("float64", "float32", "bfloat16")]
 MANY = [replace(case, dims=(256,), num_shards=64) for case in CASES]
@@ -83,7 +86,30 @@ def test_mutant_is_refused(case: MLPCase, mutant: Any) -> None:
         assert_case(case, results)
 
 
+@pytest.mark.parametrize("case", MANY, ids=lambda case: case.dtype)
+def test_two_and_a_half_times_the_error_of_the_baseline_is_refused(case: MLPCase) -> None:
+    """And not only tens of times: a limit of four times the baseline would let most mutants of one rounding pass."""
+    oracle, limits = truth(case)
+    for name, expected in oracle.items():
+        baseline = relative_error(inputs.baseline(case)[name], expected)
+        assert_within(expected * (1 + 1.9 * baseline), expected, limits[name], name)
+        wrong = expected * (1 + 2.5 * baseline + 1.01 * FLOOR[case.dtype])
+        with pytest.raises(AssertionError, match="relative error"):
+            assert_within(wrong, expected, limits[name], name)
+
+
 def test_zero_truth_asks_for_exact_zero() -> None:
     assert_within(np.zeros(3), np.zeros(3), 0.0, "zeros")
     with pytest.raises(AssertionError, match="relative error"):
         assert_within(np.full(3, 1e-30), np.zeros(3), 1.0, "not zeros")
+
+
+def test_near_refuses_what_is_not() -> None:
+    """Two roundings of float32 apart passes; another value, dtype or shape, NaN and nothing do not."""
+    torch = pytest.importorskip("torch")
+    right = torch.tensor([1.0, -2.0, 3.0])
+    assert_near(right * (1 + 2**-23), right)
+    wrong = [right * (1 + 2**-20), right.double(), right[:2], right.where(right > 0, torch.nan), None]
+    for each in wrong:
+        with pytest.raises(AssertionError):
+            assert_near(each, right)

@@ -1,12 +1,13 @@
 """The import table holds for every module, each of its rules can fail, and shared_specs loads no framework."""
 
+import pickle
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.meta.import_rules import PACKAGES, violations
+from tests.meta.import_rules import PACKAGES, circles, violations
 
 ROOT = Path(__file__).parents[2]
 MODULES = sorted(path.relative_to(ROOT).as_posix() for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
@@ -23,36 +24,37 @@ FORBIDDEN = [
     ("shared_specs/app/text.py", "import transformers"),
     ("shared_specs/app/demo.py", "from tiled_torch import tiled_mlp"),
     ("shared_specs/shards.py", "import importlib\nimportlib.import_module('torch')"),
-    ("tiled_torch/functional/mlp.py", "from tiled_jax import tiled_mlp"),
-    ("tiled_torch/functional/mlp.py", "def f():\n    import jax"),
-    ("tiled_torch/functional/mlp.py", "import transformers"),
-    ("tiled_torch/functional/mlp.py", "from shared_specs.app import text"),
-    ("tiled_torch/functional/mlp.py", "from tiled_torch.modules import TiledMLP"),
-    ("tiled_torch/functional/mlp.py", "from ..modules.mlp import TiledMLP"),
-    ("tiled_torch/functional/mlp.py", "from tiled_torch import tiled_mlp"),
-    ("tiled_torch/kernels/gated.py", "from tiled_torch.functional.mlp import tiled_mlp"),
-    ("tiled_torch/modules/mlp.py", "from tiled_torch import models"),
-    ("tiled_torch/models/llama.py", "from tiled_torch.parallel import plans"),
+    ("tiled_torch/mlp/api.py", "from tiled_jax import tiled_mlp"),
+    ("tiled_torch/mlp/api.py", "def f():\n    import jax"),
+    ("tiled_torch/mlp/api.py", "import transformers"),
+    ("tiled_torch/mlp/api.py", "from shared_specs.app import text"),
+    ("tiled_torch/mlp/api.py", "from tiled_torch.layers.modules import ColumnParallelLinear"),
+    ("tiled_torch/mlp/api.py", "from ..loss.api import tiled_linear_cross_entropy"),
+    ("tiled_torch/mlp/api.py", "from tiled_torch import tiled_mlp"),
+    ("tiled_torch/mlp/api.py", "from tiled_torch.modules import TiledMLP"),
+    ("tiled_torch/core/gated.py", "from tiled_torch.mlp.api import tiled_mlp"),
+    ("tiled_torch/mlp/module.py", "from tiled_torch import models"),
+    ("tiled_torch/models/llama.py", "from tiled_torch.plans import api"),
     ("tiled_torch/models/llama.py", "from tiled_torch.commands import finetune"),
     ("tiled_torch/__init__.py", "from tiled_torch.commands import finetune"),
     ("tiled_torch/bridge/arrays.py", "import jax"),
     ("tiled_torch/bridge/arrays.py", "if jax_wanted:\n    import jax"),
     ("tiled_torch/bridge/arrays.py", "def f():\n    import tiled_jax"),
-    ("tiled_torch/modules/mlp.py", "if TYPE_CHECKING:\n    import jax"),
+    ("tiled_torch/mlp/module.py", "if TYPE_CHECKING:\n    import jax"),
     ("tiled_torch/nowhere.py", "import torch"),
-    ("tiled_jax/functional/mlp.py", "import torch"),
-    ("tiled_jax/functional/mlp.py", "def f():\n    from tiled_torch.bridge import jax_function"),
+    ("tiled_jax/mlp/api.py", "import torch"),
+    ("tiled_jax/mlp/api.py", "def f():\n    from tiled_torch.bridge import jax_function"),
     ("tiled_jax/commands/finetune.py", "import torch"),
     ("tiled_jax/models/llama.py", "import transformers"),
-    ("tiled_jax/functional/mlp.py", "from tiled_jax.modules import TiledMLP"),
+    ("tiled_jax/mlp/api.py", "from tiled_jax.layers.modules import ColumnParallelLinear"),
 ]
 
 ALLOWED = [
     ("shared_specs/shards.py", "import math\nimport numpy as np\nimport ml_dtypes\nfrom shared_specs import errors"),
     ("shared_specs/app/text.py", "import rich\nimport typer\nfrom shared_specs.app import log"),
     (
-        "tiled_torch/modules/mlp.py",
-        "import torch\nfrom tiled_torch.functional import mlp\nfrom shared_specs import costs",
+        "tiled_torch/mlp/module.py",
+        "import torch\nfrom tiled_torch.mlp import api\nfrom shared_specs import costs",
     ),
     (
         "tiled_torch/commands/finetune.py",
@@ -61,7 +63,7 @@ ALLOWED = [
     ("tiled_torch/bridge/arrays.py", "def f():\n    import jax"),
     ("tiled_torch/bridge/arrays.py", "if TYPE_CHECKING:\n    import jax"),
     ("tiled_torch/__init__.py", "from tiled_torch.functional import tiled_mlp\nfrom .models import tile_model"),
-    ("tiled_jax/modules/mlp.py", "from flax import nnx\nfrom ..functional import mlp"),
+    ("tiled_jax/mlp/module.py", "from flax import nnx\nfrom ..core import arrays"),
 ]
 
 # Runs in a fresh interpreter: blocks every package but those named, imports the modules, and prints what it loaded.
@@ -81,9 +83,42 @@ print(*sorted({{name.split(".")[0] for name in sys.modules}}))
 """
 
 
-@pytest.mark.parametrize("path", MODULES)
-def test_every_module_keeps_to_the_table(path):
-    assert violations(path, (ROOT / path).read_text()) == []
+def test_every_module_keeps_to_the_table():
+    assert [fault for path in MODULES for fault in violations(path, (ROOT / path).read_text())] == []
+
+
+def test_no_files_import_in_a_circle():
+    """Nor inside functions."""
+    sources = {path: (ROOT / path).read_text() for path in MODULES}
+    assert circles(sources) == []
+
+
+def test_a_circle_is_found():
+    sources = {
+        "tiled_torch/a.py": "import tiled_torch.b",
+        "tiled_torch/b.py": "def f():\n    from tiled_torch.c import g",
+    }
+    sources |= {"tiled_torch/c.py": "from . import a", "tiled_torch/d.py": "from tiled_torch import a"}
+    assert circles(sources) == [["tiled_torch.a", "tiled_torch.b", "tiled_torch.c"]]
+
+
+@pytest.mark.parametrize(
+    "name", ["torch.modules.mlp TiledMLP", "torch.parallel.layers ColumnParallelLinear", "jax.modules.mlp TiledMLP"]
+)
+def test_pickles_of_earlier_versions_find_their_classes(name):
+    """Written where files stood in folders by layer."""
+    pytest.importorskip(name.partition(".")[0])
+    found = pickle.loads(f"ctiled_{name.replace(' ', chr(10))}\n.".encode())
+    assert found.__name__ == name.rpartition(" ")[2]
+
+
+@pytest.mark.parametrize("half", ["torch", "jax"])
+def test_tile_is_the_function_whatever_is_imported(half):
+    """Its room has the same name."""
+    pytest.importorskip(half)
+    script = f"import tiled_{half}.tile.loss, tiled_{half}; assert tiled_{half}.tile is tiled_{half}.functional.tile"
+    run = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
 
 
 @pytest.mark.parametrize(("path", "source"), FORBIDDEN)

@@ -60,6 +60,12 @@ def token_ids(sequences: int = 8, tokens: int = 24) -> np.ndarray:
     return np.random.default_rng(1).integers(0, 272, (sequences, tokens + 1)).astype(np.int32)
 
 
+def padded(tokens: np.ndarray) -> np.ndarray:
+    """With rows that end in -100, of several lengths: no two devices have as many tokens to predict."""
+    lengths = tokens.shape[1] - np.arange(len(tokens)) % (tokens.shape[1] // 2)
+    return np.where(np.arange(tokens.shape[1]) < lengths[:, None], tokens, np.int32(-100))
+
+
 class Blocks(nnx.Module):
     """A linear layer, two residual MLPs in a list, a linear layer."""
 

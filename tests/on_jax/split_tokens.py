@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.on_jax.counting import jaxprs_in
-from tiled_jax.functional.gathering import TokenAxis
+from tiled_jax.collectives.gathered_tokens import TokenAxis
 
 Operands = dict[str, jax.Array]  # of an MLP: x, weights, and biases by their names alone
 SPECS = {  # columns of gate and up, rows of down

@@ -123,6 +123,38 @@ def test_a_mean_is_refused_where_it_can_be_seen() -> None:
     jax.jit(partial(tiled_loss, mean))(x, weight)  # no value to look at
 
 
+def mean_or_sum(reduction: str, runs: list[int]) -> Any:
+    def fn(x: jax.Array, targets: jax.Array, weight: jax.Array) -> jax.Array:
+        runs.append(x.shape[-2])
+        logits = x @ weight
+        picked = jnp.take_along_axis(logits, jnp.maximum(targets, 0)[..., None], axis=-1)[..., 0]
+        total = jnp.sum(jnp.where(targets >= 0, jax.nn.logsumexp(logits, axis=-1) - picked, 0))
+        return total / jnp.sum(targets >= 0).astype(total.dtype) if reduction == "mean" else total
+
+    return fn
+
+
+@pytest.mark.parametrize("valid", [9, 1])
+def test_a_mean_is_found_where_the_first_tokens_are_ignored(valid: int) -> None:
+    x, weight, _ = loss_operands(12, dtype=jnp.float32)
+    targets = jnp.where(jnp.arange(12) < 12 - valid, -100, 3)
+    with pytest.raises(SpecError, match=r"^tiled_loss: fn must be a sum over its tokens, got a mean"):
+        tiled_loss(mean_or_sum("mean", []), x, targets, weight, num_shards=3)
+
+
+def test_a_mean_is_looked_for_once() -> None:
+    """fn, made anew for every call, is traced for the shards alone after the first."""
+    x, weight, _ = loss_operands(12, dtype=jnp.float32)
+    targets, counted = jnp.full(12, 3), []
+    for _ in range(3):
+        runs: list[int] = []
+        tiled_loss(mean_or_sum("sum", runs), x, targets, weight, num_shards=3)
+        counted.append(len(runs))
+    assert counted[1] == counted[2] == counted[0] - 4
+    with pytest.raises(SpecError, match="got a mean"):
+        tiled_loss(mean_or_sum("mean", []), x, targets, weight, num_shards=3)
+
+
 def test_looking_for_a_mean_draws_no_random_numbers() -> None:
     x, _, targets = loss_operands(3, 11, dtype=jnp.float32)
     head: Any = Head(rngs=nnx.Rngs(0))

@@ -19,7 +19,15 @@ from tests.asserting import assert_within
 from tests.on_jax.counting import flop, kept_bytes, temp_bytes
 from tests.on_jax.parallel_models import quickly
 from tiled_jax import SpecError, UnsupportedError, tile
-from tiled_jax.parallel import checkpoint, checkpoint_without_output, checkpointed, scan_layers
+from tiled_jax.layers import recompute
+from tiled_jax.models import causal_attention
+from tiled_jax.parallel import (
+    checkpoint_without_output,
+    checkpointed,
+    column_parallel_linear,
+    row_parallel_linear,
+    scan_layers,
+)
 
 T, H, I, LAYERS = 64, 16, 48, 6  # noqa: E741
 MODES = {
@@ -29,6 +37,7 @@ MODES = {
     "every-4": Checkpointing(mode="layers", every=4),
     "every-9": Checkpointing(mode="layers", every=9),
     "products": Checkpointing(mode="products"),
+    "op": Checkpointing(mode="op"),
 }
 
 
@@ -84,7 +93,7 @@ def kept_of(mode: str | None, layers: int = LAYERS, a: int = ALL) -> int:
         return layers * a
     if mode == "full":
         return layers * x
-    if mode == "products":
+    if mode in ("products", "op"):
         return layers * (x + 4 * T * 2 * I)
     replayed = layers // int(mode.removeprefix("every-"))
     return replayed * x + (layers - replayed) * a
@@ -159,6 +168,80 @@ def test_products_are_not_computed_again() -> None:
     assert [products(None), products(MODES["full"]), products(MODES["products"])] == [12, 15, 13]
 
 
+HEADS, SEQUENCE = 2, T // 2
+
+
+def softmax_of_products(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    probabilities = jax.nn.softmax(jnp.einsum("bqnd,bknd->bnqk", q, k))
+    return jnp.einsum("bnqk,bknd->bqnd", probabilities, v)
+
+
+ATTENTION = {
+    "ours": causal_attention,
+    "ours in a checkpoint": jax.checkpoint(lambda q, k, v: causal_attention(jnp.sin(q), k, v)),
+    "jax.nn": lambda *qkv: jax.nn.dot_product_attention(*(a.astype(jnp.float32) for a in qkv)).astype(jnp.float64),
+    "products": softmax_of_products,
+    "products inside jit": jax.jit(softmax_of_products),
+}
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_op_keeps_what_attention_returns(name: str, same: Any) -> None:
+    """q from one product, k and v from another, the output's and two more: the first, third and fifth are kept, and attention
+    beside them. Of attention made of products the scores are computed again, of ours its blocks once and not twice."""
+
+    def attending(x: jax.Array, w: Any) -> jax.Array:
+        q, kv = x @ w["q"], jnp.concatenate((w["k"], w["v"]), 1)
+        k, v = jnp.split(x @ kv, 2, axis=1)
+        y = ATTENTION[name](*(a.reshape(2, SEQUENCE, HEADS, H // HEADS) for a in (q, k, v)))
+        x = x + jnp.tanh(y).reshape(T, H) @ w["o"]
+        return x + jnp.tanh(x @ w["up"]) @ w["down"]
+
+    rng = np.random.default_rng(0)
+    w = {key: jnp.asarray(rng.standard_normal((H, H)) / 4) for key in ("q", "k", "v", "o", "up", "down")}
+    x = jnp.asarray(rng.standard_normal((T, H)))
+    op = checkpointed(attending, MODES["op"])
+    same(results(op, x, w), results(attending, x, w))
+    assert kept_bytes(op, x, w) == (2 * 8 + (4 if name == "jax.nn" else 8)) * T * H, (
+        "q, attention's and its product; nobody asks for the last one"
+    )
+
+    def products(mode: str | None) -> int:
+        fn = checkpointed(attending, None if mode is None else MODES[mode])
+        return flop(lambda x, w: jax.vjp(fn, x, w)[1](x), x, w)
+
+    square, scores = 2 * T * H * H, 2 * 2 * SEQUENCE * SEQUENCE * H
+    repeated = 0 if name.startswith("ours") else scores
+    assert products("op") - products(None) == 3 * square + repeated, (products("op") - products(None)) / square
+    assert products("full") - products("op") >= 2 * square + scores
+
+
+def test_op_repeats_no_reduce_scatter(same: Any) -> None:
+    """Neither JAX's own nor those of the layers of `tiled_jax.parallel`, inside a loop too."""
+    mesh = jax.make_mesh((2,), ("tp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+
+    def scattering(x: jax.Array, w: Any) -> jax.Array:
+        h = jnp.tanh(column_parallel_linear(x, w["a"], sequence_parallel=True, axis_name="tp"))
+        y = row_parallel_linear(h, w["b"], input_is_parallel=True, sequence_parallel=True, axis_name="tp")
+        whole = lax.all_gather(jnp.tanh(y), "tp", tiled=True)
+        return x + jnp.tanh(lax.psum_scatter(whole @ w["c"], "tp", tiled=True)) @ jnp.ones((I // 2, H), x.dtype)
+
+    def run(mode: str | None, x: jax.Array, w: Any) -> Any:
+        def stack(x: jax.Array, w: Any) -> jax.Array:
+            return scan_layers(scattering, x, w, None if mode is None else MODES[mode])
+
+        split = {"a": P(None, None, "tp"), "b": P(None, "tp"), "c": P(None, None, "tp")}
+        return results(jax.shard_map(stack, mesh=mesh, in_specs=(P("tp"), split), out_specs=P("tp")), x, w)
+
+    x, w = operands(jnp.float64, layers=3)
+    del w["d"]
+    counts = {
+        mode: str(jax.make_jaxpr(partial(run, mode))(x, w)).count(" reduce_scatter[") for mode in (None, "full", "op")
+    }
+    assert counts["op"] == counts[None] == counts["full"] - 2, counts
+    same(run("op", x, w), run(None, x, w))
+
+
 def test_products_inside_jit_and_beside_other_rules(same: Any) -> None:
     """Products are found in jitted functions; custom rules, inner checkpoints and loops stay what they are."""
 
@@ -173,7 +256,7 @@ def test_products_inside_jit_and_beside_other_rules(same: Any) -> None:
     x, w = operands(jnp.float64, layers=1)
     w = jax.tree.map(lambda a: a[0], w)
     same(results(checkpointed(mixed, MODES["products"]), x, w), results(mixed, x, w))
-    assert str(jax.make_jaxpr(checkpointed(mixed, MODES["products"]))(x, w)).count(f"name={checkpoint.PRODUCT}") == 1
+    assert str(jax.make_jaxpr(checkpointed(mixed, MODES["products"]))(x, w)).count(f"name={recompute.PRODUCT}") == 1
 
 
 def apart(x: jax.Array, w: Any) -> jax.Array:
@@ -341,9 +424,9 @@ def test_forward_mode_is_refused_where_backward_has_a_rule_of_its_own(fn: Any) -
 
 def test_what_is_offloaded_waits_in_host_memory(same: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU has nothing to move, so the program is read: the residuals of x and of every second product are the host's."""
-    monkeypatch.setattr(checkpoint, "offload_refused", lambda: None)
+    monkeypatch.setattr(recompute, "offload_refused", lambda: None)
     x, w = operands(jnp.float64)
-    for mode, count in (("full", 1), ("products", 3)):
+    for mode, count in (("full", 1), ("products", 3), ("op", 3)):
         fn = partial(scan_layers, layer, checkpointing=Checkpointing(mode=mode, offload=True))
         call = lambda x, w, fn=fn: fn(x, w)  # noqa: E731
         same(results(call, x, w), results(plain_scan, x, w))
@@ -358,7 +441,7 @@ def test_what_is_offloaded_waits_in_host_memory(same: Any, monkeypatch: pytest.M
 
 def test_a_cpu_has_nowhere_to_move_to(monkeypatch: pytest.MonkeyPatch) -> None:
     """Why offload is refused there, although JAX names a memory pinned_host: the program uses as much as without."""
-    monkeypatch.setattr(checkpoint, "offload_refused", lambda: None)
+    monkeypatch.setattr(recompute, "offload_refused", lambda: None)
 
     def analysis(offload: bool) -> Any:
         fn = partial(scan_layers, layer, checkpointing=Checkpointing(offload=offload))

@@ -17,8 +17,8 @@ from shared_specs.rounding import relative_error
 from shared_specs.tolerances import DISTRIBUTED_FLOAT64, limit
 from tests.asserting import assert_within
 from tests.on_jax.parallel_models import quickly
-from tiled_jax import SpecError
-from tiled_jax.parallel import collectives
+from tiled_jax import SpecError, parallel
+from tiled_jax.collectives import api as collectives
 
 pytestmark = pytest.mark.ranks
 
@@ -344,3 +344,32 @@ def test_bad_input(what: str) -> None:
     call, error, message = BAD[what]
     with pytest.raises(error, match=message):
         jax.eval_shape(jax.shard_map(call, mesh=mesh_of(4), in_specs=P(), out_specs=P("tp")), jnp.ones((8, 6)))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_equal_chunks_of_an_array(check_vma: bool) -> None:
+    """Elements dealt out and gathered again, with gradients; parts of the last dim."""
+    x, dy = np.arange(24.0).reshape(2, 12), np.linspace(0, 1, 24)
+
+    def on_device(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        part = parallel.split_tensor_into_1d_equal_chunks(x, axis_name="tp")
+        return part, parallel.gather_split_1d_tensor(jnp.sin(part), axis_name="tp")
+
+    specs: dict[str, Any] = {"in_specs": P(), "out_specs": (P("tp"), P()), "check_vma": check_vma}
+    mapped = jax.jit(jax.shard_map(on_device, mesh=mesh_of(4), **specs))
+    (parts, y), pull = jax.vjp(mapped, jnp.asarray(x, jnp.float32))
+    dx = pull((jnp.zeros_like(parts), jnp.asarray(dy, jnp.float32)))[0]
+    expected = {"parts": x.ravel(), "y": np.sin(x.ravel()), "dx": (dy * np.cos(x.ravel())).reshape(2, 12)}
+    for (name, wanted), found in zip(expected.items(), (parts, y, dx), strict=True):
+        assert_within(np.asarray(found), wanted, limit(0.0, "float32"), name)
+    split = parallel.split_tensor_along_last_dim(jnp.asarray(x), 3)
+    np.testing.assert_array_equal(jnp.concatenate(split, -1), x)
+    with pytest.raises(
+        SpecError, match=re.escape("num_partitions must be a divisor of 12, got 5 (tensor is [2, 12]).")
+    ):
+        parallel.split_tensor_along_last_dim(jnp.asarray(x), 5)
+    odd = jax.shard_map(on_device, mesh=mesh_of(4), **specs)
+    with pytest.raises(
+        SpecError, match="the elements of tensor must be a multiple of the 4 ranks they are split over, got 9"
+    ):
+        jax.eval_shape(odd, jnp.ones((3, 3)))

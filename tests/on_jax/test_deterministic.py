@@ -17,9 +17,9 @@ from tests.adapters import ADAPTERS
 from tests.asserting import assert_case
 from tests.on_jax.interpreted import FINDS_RACES
 from tiled_jax import backends, tiled_mlp
-from tiled_jax.functional.loops import Body, for_each_shard
-from tiled_jax.functional.mlp_vjp import Call, run
-from tiled_jax.functional.shard_math import Kernels
+from tiled_jax.core.loops import Body, for_each_shard
+from tiled_jax.mlp.autodiff import Call, run
+from tiled_jax.mlp.steps_kernels import KernelMLPSteps
 
 pytestmark = pytest.mark.usefixtures("interpreting")
 
@@ -162,8 +162,8 @@ def test_every_product_is_a_kernel(gated: bool) -> None:
 def lowered(tokens: int, *, gated: bool) -> str:
     arrays = operands(tokens, gated=gated)
     w = {name if name.startswith("w_") else f"b_{name}": a for name, a in arrays.items() if name != "x"}
-    kernels = Kernels(interpret=False, paths=DETERMINISTIC, token_order=True)
-    static = Call(plan=ShardPlan(tokens, tokens), kept_start=tokens, activation="silu", kernels=kernels)
+    plan, steps = ShardPlan(tokens, tokens), KernelMLPSteps(DETERMINISTIC)
+    static = Call(plan=plan, kept_start=tokens, activation="silu", steps=steps, token_order=True)
 
     def step(x: jax.Array, w: dict[str, jax.Array], dy: jax.Array) -> Any:
         y, pull = jax.vjp(partial(run, static), x, w)

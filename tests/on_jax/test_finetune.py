@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ import pytest
 from flax import nnx
 from rich.console import Console
 
+from shared_specs.app.checkpoint import load_checkpoint, save_sharded_checkpoint
 from shared_specs.app.command import main
 from shared_specs.app.log import read_log, step_records
 from shared_specs.app.loop import MODEL_NAME, finetune
+from shared_specs.app.team import ALONE, OutputError
 from shared_specs.app.trainer import ADAMW
 from shared_specs.app.weights import read_model
 from shared_specs.cli import FinetuneOptions, InputError
@@ -25,8 +28,10 @@ from shared_specs.config import Tiling
 from shared_specs.errors import UnsupportedError
 from shared_specs.tolerances import DEMO_LOSS_RTOL, MODEL_FLOAT32
 from tests.asserting import assert_within
+from tests.installed import run_with
 from tests.on_jax.compiling import compiled_once
 from tests.on_jax.test_llama import loaded as load_model
+from tests.synced import Renames, assert_synced_before_the_name, longest_file
 from tests.tiny_model import MISTRAL, tiny_config, tiny_weights, write_text, write_tiny_folder, write_tiny_gguf
 from tiled_jax import backends
 from tiled_jax.__main__ import COMMANDS
@@ -218,6 +223,41 @@ def test_resumed_run_has_the_losses_of_the_uninterrupted_one(options: Any, tiled
     assert run(options(num_shards=5, resume=True)) == tiled_losses
 
 
+def shards_of(options: Any) -> Any:
+    """What saves the shards of a trainer that has taken a step into a checkpoint, as the loop does."""
+    trainer = loaded(options(plain=True))
+    trainer.step(windows())
+    return partial(
+        save_sharded_checkpoint,
+        team=ALONE,
+        shard_format=trainer.shard_format,
+        save_shards=trainer.save_shards,
+        write_rest=lambda folder: None,
+    )
+
+
+def test_shards_are_on_the_disk_before_their_folder_has_its_name(
+    options: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save, renames = shards_of(options), Renames(monkeypatch)
+    folder = save(tmp_path, record={"step": 1})
+    assert list(folder.rglob("ocdbt.process_0"))
+    assert_synced_before_the_name(renames, folder)
+
+
+def test_a_full_disk_loses_no_shards(options: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    save = shards_of(options)
+    kept = save(tmp_path, record={"step": 1})
+    with (
+        longest_file(10_000),
+        pytest.raises(OutputError, match=r"^finetune: --out cannot be written to: File too large"),
+    ):
+        save(tmp_path, record={"step": 2})
+    assert list((tmp_path / "checkpoints").iterdir()) == [kept]
+    assert load_checkpoint(tmp_path).record["step"] == 1
+    assert "Traceback" not in capfd.readouterr().err
+
+
 def test_a_context_longer_than_the_window_is_refused(options: Any, tmp_path: Path) -> None:
     folder = write_tiny_folder(tmp_path / "mistral", **MISTRAL)
     with pytest.raises(InputError, match=r"^finetune: --tokens must be <= 48, the sliding window .*, got 49\."):
@@ -250,6 +290,22 @@ def test_the_command_runs_where_torch_cannot_be_imported(inputs: Path, tmp_path:
     again = command(*words)
     assert again.returncode == 2
     assert again.stderr.startswith("finetune: --out must be a new or empty folder")
+
+
+@pytest.mark.parametrize("words", [["--help"], ["finetune", "--tokens", "1"]], ids=str)
+def test_a_missing_package_is_one_line_that_names_what_is_enough(words: list[str]) -> None:
+    done = run_with("jax", "tiled_jax", *words)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    assert done.stderr == (
+        "tiled_jax: the package typer is not installed. Install it with pip install 'tiled-mlp[cli,jax]'.\n"
+    )
+
+
+@pytest.mark.slow  # make test-new-jax has these extras and no others
+def test_the_extras_that_a_message_names_are_enough(inputs: Path, tmp_path: Path) -> None:
+    words = ["--model", str(inputs / "model"), "--text", str(inputs / "text"), "--out", str(tmp_path / "run")]
+    done = run_with("cli,jax", "tiled_jax", "finetune", *words, "--tokens", "40", "--steps", "1", "--device", "cpu")
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_model_it_cannot_do_is_one_line_and_exit_code_2(

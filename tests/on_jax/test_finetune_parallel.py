@@ -2,6 +2,7 @@
 continues what any other began."""
 
 import io
+import json
 import os
 import socket
 import subprocess
@@ -22,6 +23,7 @@ from shared_specs.cli import FinetuneOptions, InputError
 from shared_specs.errors import SpecError
 from shared_specs.tolerances import DEMO_LOSS_RTOL
 from tests.asserting import assert_within
+from tests.loading import assert_no_whole_model, write_big
 from tests.on_jax.compiling import compiled_once
 from tests.tiny_model import write_text, write_tiny_folder
 from tiled_jax.commands.finetune import JaxTrainer
@@ -140,13 +142,17 @@ def test_what_does_not_divide_is_refused_before_anything_is_written(
 
 def in_processes(inputs: Path, out: Path, *words: str, devices: int = 2) -> None:
     """The command in two processes of so many virtual devices each."""
+    options = {name.replace("_", "-"): value for name, value in base(inputs, out).items()}
+    given = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    started(["tiled_jax", "finetune", *given, "--group-timeout", "120", *words], devices)
+
+
+def started(words: list[str], devices: int) -> list[str]:
+    """What a module shows, run in two processes of so many virtual devices each."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    options = {name.replace("_", "-"): value for name, value in base(inputs, out).items()}
-    given = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    command = [sys.executable, "-m", "tiled_jax", "finetune", *given, "--group-timeout", "120", *words]
-    started = []
+    processes = []
     for rank in range(2):
         environment = os.environ | {
             "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
@@ -154,18 +160,27 @@ def in_processes(inputs: Path, out: Path, *words: str, devices: int = 2) -> None
             "JAX_NUM_PROCESSES": "2",
             "JAX_PROCESS_ID": str(rank),
         }
-        started.append(
-            subprocess.Popen(
-                command, cwd=ROOT, text=True, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-            )
-        )
+        command = [sys.executable, "-m", *words]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        processes.append(subprocess.Popen(command, cwd=ROOT, text=True, env=environment, **pipes))
+    shown = []
     try:
-        for process in started:
+        for process in processes:
             output, errors = process.communicate(timeout=300)
             assert process.returncode == 0, output + errors
+            shown.append(output)
     finally:
-        for process in started:
+        for process in processes:
             process.kill()
+    return shown
+
+
+@pytest.mark.parametrize(("axis", "gguf"), [("fsdp", False), pytest.param("tp", True, marks=pytest.mark.slow)])
+def test_no_process_holds_the_whole_model_while_it_loads(inputs: Path, tmp_path: Path, axis: str, gguf: bool) -> None:
+    first = base(inputs, tmp_path / "run") | {axis: 2}  # what is made once is no part of the weights
+    big = first | {"model": str(write_big(tmp_path, gguf))}
+    for shown in started(["tests.on_jax.ranks_loading", json.dumps(first), json.dumps(big)], devices=1):
+        assert_no_whole_model(**json.loads(shown.splitlines()[-1]))
 
 
 @pytest.mark.parametrize(

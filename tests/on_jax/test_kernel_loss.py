@@ -23,12 +23,14 @@ from tests.asserting import assert_case, assert_within
 from tests.on_jax.interpreted import FINDS_RACES
 from tests.on_jax.untiled import loss_operands
 from tiled_jax import TiledLinearCrossEntropy, backends, tiled_linear_cross_entropy
-from tiled_jax.functional import loss_math, loss_vjp
-from tiled_jax.functional.kernel_loss_steps import KernelLossSteps
-from tiled_jax.functional.loss_math import Part, Rules
-from tiled_jax.functional.loss_steps import XLA, choose_steps
-from tiled_jax.kernels import cross_entropy as kernel
-from tiled_jax.kernels.common import interpreter
+from tiled_jax.core.mosaic import interpreter
+from tiled_jax.loss import autodiff as loss_autodiff
+from tiled_jax.loss import math as loss_math
+from tiled_jax.loss.api import choose_steps
+from tiled_jax.loss.kernels import cross_entropy as kernel
+from tiled_jax.loss.math import Part, Rules
+from tiled_jax.loss.steps import XLA
+from tiled_jax.loss.steps_kernels import KernelLossSteps
 
 pytestmark = pytest.mark.usefixtures("clean")
 
@@ -78,8 +80,9 @@ def assert_true(found: dict[str, Any], exact: dict[str, Array], plain: dict[str,
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_statistics_and_gradient(name: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """V = 840 in blocks of 256 leaves 72, padded to 128."""
-    monkeypatch.setattr(kernel, "default_blocks", lambda *_: Blocks(rows=1, columns=256))
+    """V = 840 in blocks of 256 leaves 72, padded to 128. "bent" has two programs of three rows each."""
+    resident = int(name == "bent")
+    monkeypatch.setattr(kernel, "default_blocks", lambda *_: Blocks(rows=1, columns=256, resident=resident))
     options, vocab = OPTIONS[name], 840
     logits, targets = draw(6, vocab, dtype, options.ignore_index)
     rules, part = Rules(options=options, vocab=vocab), Part(0, None, None, None, vocab)
@@ -135,7 +138,7 @@ def test_parts_of_the_vocabulary(dtype: str) -> None:
 
 def row_operands(rows: int) -> tuple[kernel.Columns, kernel.RowSlopes]:
     ones = jnp.ones(rows, jnp.float32)
-    return kernel.Columns(jnp.arange(rows, dtype=jnp.int32) * 127), kernel.RowSlopes(ones, ones)
+    return kernel.Columns(jnp.arange(rows, dtype=jnp.int32) * 127 % 128), kernel.RowSlopes(ones, ones)
 
 
 def test_equal_and_extreme_logits() -> None:
@@ -170,13 +173,14 @@ def test_vmap(weighted: bool) -> None:
 
 
 @pytest.mark.skipif(not FINDS_RACES, reason="the interpreter of jax 0.10 knows few of the ways in which programs race")
-@pytest.mark.parametrize("raced", [False, True])
-def test_races(raced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every program has a row of its own; were it one row for all of them, it would be noticed."""
+@pytest.mark.parametrize(("raced", "resident"), [(False, 0), (True, 0), (False, 1), (True, 1)])
+def test_races(raced: bool, resident: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every program has a row of its own, or row after row; were it one row for all of them, it would be noticed."""
     if raced:
         monkeypatch.setattr(kernel.lax, "axis_index", lambda _: jnp.int32(0))
-    launch = partial(kernel.statistics_and_gradient, options=LossOptions(), interpret=interpreter(detect_races=True))
-    jax.block_until_ready(launch(jnp.ones((2, 128), jnp.bfloat16), *row_operands(2)))
+    options: dict[str, Any] = {"options": LossOptions(), "blocks": Blocks(rows=1, columns=128, resident=resident)}
+    launch = partial(kernel.statistics_and_gradient, **options, interpret=interpreter(detect_races=True))
+    jax.block_until_ready(launch(jnp.ones((3, 128), jnp.bfloat16), *row_operands(3)))
     assert interpreted_kernels.get_races().races_found is raced
 
 
@@ -204,7 +208,7 @@ def way_of(case: LossCase) -> tuple[Any, ...]:
     "case", [pytest.param(case, id=case.id, marks=() if is_fast(case) else pytest.mark.slow) for case in CASES]
 )
 def test_case(case: LossCase, interpreting: None) -> None:
-    loss_vjp.run.clear_cache()  # cases of one program: what is found compiled says nothing of its backend
+    loss_autodiff.run.clear_cache()  # cases of one program: what is found compiled says nothing of its backend
     backends.record_run(NAME, "nothing")
     assert_case(case, ADAPTERS["jax"].run_loss(case, "pallas"))
     assert backends.last_run(NAME) == "pallas"
@@ -284,11 +288,11 @@ def test_a_memory_budget_has_room_for_what_the_kernel_adds(
     in_place: bool, interpreting: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """V = 200 becomes 256: one copy of the weight, wider logits, and their gradient where it cannot lie in their place."""
-    monkeypatch.setattr("tiled_jax.functional.kernel_loss_steps.takes_ref", lambda *_: in_place)
+    monkeypatch.setattr("tiled_jax.loss.steps_kernels.takes_ref", lambda *_: in_place)
     plans: dict[str, ShardPlan] = {}
     arguments = loss_operands(400, hidden=16, vocab=200, dtype=jnp.float32)
     monkeypatch.setattr(
-        "tiled_jax.functional.loss.run",
+        "tiled_jax.loss.api.run",
         lambda call, *_: plans.update({call.steps.backend: call.plan}) or {"loss": jnp.zeros(())},
     )
     shape = costs.LossShape(tokens=400, hidden=16, vocab=200)

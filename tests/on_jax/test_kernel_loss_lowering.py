@@ -14,7 +14,7 @@ from shared_specs.blocks import CANDIDATES, Blocks
 from shared_specs.config import LossOptions, LossResult, Tiling
 from tests.on_jax.interpreted import FINDS_RACES
 from tiled_jax import tiled_linear_cross_entropy
-from tiled_jax.kernels import cross_entropy as kernel
+from tiled_jax.loss.kernels import cross_entropy as kernel
 from tiled_jax.parallel import vocab_parallel_linear_cross_entropy
 
 T, H, V = 2048, 4096, 128256

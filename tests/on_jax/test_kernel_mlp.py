@@ -21,14 +21,15 @@ from tests.on_jax.interpreted import FINDS_RACES
 from tests.on_jax.untiled import operands as mlp_operands
 from tests.on_jax.untiled import y_and_gradients
 from tiled_jax import backends, tiled_linear_cross_entropy, tiled_mlp, usable_backends
-from tiled_jax.functional import shard_math
-from tiled_jax.functional.mlp_vjp import Call, run
-from tiled_jax.kernels.common import mlp_reason
-from tiled_jax.kernels.glu_up_aux import glu_up_auxiliary
+from tiled_jax.core.mosaic import mlp_reason
+from tiled_jax.mlp.autodiff import Call, run
+from tiled_jax.mlp.kernels.glu_up_aux import glu_up_auxiliary
+from tiled_jax.mlp.steps_kernels import KernelMLPSteps
 
 pytestmark = pytest.mark.usefixtures("clean")
 
 LLAMA_3_8B = {"hidden": 4096, "intermediate": 14336}
+DUAL = Paths(up="dual", down="dgated")
 
 MLP = partial(MLPCase, hidden=64, intermediate=128, dtype="bfloat16", num_shards=2)
 MLP_CASES = [
@@ -46,14 +47,25 @@ def slow_before_0_11(*values: Any) -> Any:
 
 
 @pytest.mark.parametrize("case", [MLP_CASES[0], *map(slow_before_0_11, MLP_CASES[1:])], ids=lambda case: case.id)
-def test_tiled_mlp(case: MLPCase, interpreting: None) -> None:
-    """Value and every gradient, under jit."""
+def test_tiled_mlp(case: MLPCase, interpreting: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Value and every gradient, under jit, where kernels make both projections of the activation."""
+    monkeypatch.setattr("tiled_jax.mlp.api.paths_for", lambda *key: DUAL)
     backends.record_run("tiled_mlp", "nothing")
     assert_case(case, ADAPTERS["jax"].run(case, "pallas"))
     assert backends.last_run("tiled_mlp") == "pallas"
 
 
-# Other numbers than above: the adapter computes a case once.
+# Other numbers than above, here and below: the adapter computes a case once.
+@pytest.mark.parametrize(
+    "case",
+    [replace(MLP_CASES[0], seed=2), slow_before_0_11(replace(MLP_CASES[2], seed=2))],
+    ids=lambda case: case.id,
+)
+def test_tiled_mlp_by_default(case: MLPCase, interpreting: None) -> None:
+    """gate and up are XLA's products until a record says otherwise."""
+    assert_case(case, ADAPTERS["jax"].run(case, "pallas"))
+
+
 @pytest.mark.parametrize(
     "case", [slow_before_0_11(replace(MLP_CASES[i], seed=1)) for i in (0, 2)], ids=lambda case: case.id
 )
@@ -65,16 +77,15 @@ def test_tiled_mlp_with_gate_as_an_input(case: MLPCase, interpreting: None, monk
         taken.append(operands)
         return glu_up_auxiliary(*operands, **options)
 
-    monkeypatch.setattr("tiled_jax.kernels.glu_up_aux.glu_up_auxiliary", kernel)
-    monkeypatch.setattr("tiled_jax.functional.mlp.paths_for", lambda *key: Paths(up="auxiliary"))
+    monkeypatch.setattr("tiled_jax.mlp.kernels.glu_up_aux.glu_up_auxiliary", kernel)
+    monkeypatch.setattr("tiled_jax.mlp.api.paths_for", lambda *key: Paths(up="auxiliary"))
     assert_case(case, ADAPTERS["jax"].run(case, "pallas"))
     assert taken
 
 
-def forward_and_backward(plan: ShardPlan, keep: float = 0.0, paths: Paths = PALLAS_UNMEASURED) -> Any:
+def forward_and_backward(plan: ShardPlan, keep: float = 0.0, paths: Paths = DUAL) -> Any:
     """y and the gradients of the MLP through the kernels, compiled and not interpreted: for looking at its program."""
-    kernels = shard_math.Kernels(interpret=False, paths=paths)
-    call = Call(plan=plan, kept_start=plan.kept_start(keep), activation="silu", kernels=kernels)
+    call = Call(plan=plan, kept_start=plan.kept_start(keep), activation="silu", steps=KernelMLPSteps(paths))
     return y_and_gradients(lambda x, *w: run(call, x, dict(zip(("w_gate", "w_up", "w_down"), w, strict=True))))
 
 
@@ -91,11 +102,12 @@ def test_the_kernels_run_in_forward_and_in_the_recomputation(keep: float, kernel
     assert traced.lower(lowering_platforms=("cuda",)).as_text().count("mosaic_gpu_v2") == kernels
 
 
-def test_with_gate_as_an_input_the_recomputation_is_of_products_alone() -> None:
-    """The kernel of the forward, and dgated; a second derivative goes through the formulas."""
-    step = forward_and_backward(ShardPlan(4096, 1024), paths=Paths(up="auxiliary"))
+@pytest.mark.parametrize(("paths", "kernels"), [(Paths(up="auxiliary"), 2), (PALLAS_UNMEASURED, 1)])
+def test_where_gate_is_no_kernels_the_recomputation_is_of_products_alone(paths: Paths, kernels: int) -> None:
+    """The kernel of the forward where it has one, and dgated; a second derivative goes through the formulas."""
+    step = forward_and_backward(ShardPlan(4096, 1024), paths=paths)
     lowered = jax.jit(step).trace(*mlp_shapes(4096)).lower(lowering_platforms=("cuda",))
-    assert lowered.as_text().count("mosaic_gpu_v2") == 2
+    assert lowered.as_text().count("mosaic_gpu_v2") == kernels
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -137,7 +149,7 @@ def test_vmap_lowers() -> None:
 
 def test_shards_are_whole_blocks_where_kernels_run(interpreting: None, monkeypatch: pytest.MonkeyPatch) -> None:
     plans = []
-    monkeypatch.setattr("tiled_jax.functional.mlp.run", lambda call, x, w: plans.append(call.plan) or x)
+    monkeypatch.setattr("tiled_jax.mlp.api.run", lambda call, x, w: plans.append(call.plan) or x)
     arguments = mlp_operands(300, hidden=128, intermediate=128, dtype=jnp.bfloat16)
     for backend in ("pallas", "xla", "auto"):
         tiled_mlp(*arguments, num_shards=3, backend=backend)
@@ -146,11 +158,11 @@ def test_shards_are_whole_blocks_where_kernels_run(interpreting: None, monkeypat
 
 REFUSED = {
     "dtype": ({"dtype": jnp.float32}, {}, "The Pallas kernels take bfloat16 or float16, found float32."),
-    "hidden": ({"hidden": 96}, {}, "The Pallas kernel glu_up needs sizes that are multiples of 64, found 96."),
+    "hidden": ({"hidden": 96}, {}, "The Pallas kernel dgated needs sizes that are multiples of 64, found 96."),
     "intermediate": (
         {"intermediate": 192},
         {},
-        "The Pallas kernel glu_up needs sizes that are multiples of 128, found 192.",
+        "The Pallas kernel dgated needs sizes that are multiples of 128, found 192.",
     ),
     "plain": ({}, {"gated": False}, "The Pallas kernels are those of an MLP with a gate, found w_gate=None."),
 }
@@ -225,7 +237,18 @@ def test_no_kernel_is_asked_for_its_reason_where_none_can_run(monkeypatch: pytes
     assert backends.choose("tiled_mlp", "xla", no_kernel=asked) == "xla"
 
 
-def test_the_reason_is_about_every_kernel() -> None:
-    sizes = {"hidden": 128, "intermediate": 128, "out": 100}
-    reason = mlp_reason(jnp.bfloat16, gated=True, **sizes)
-    assert reason == "The Pallas kernel dgated needs sizes that are multiples of 64, found 100."
+@pytest.mark.parametrize(
+    ("up", "sizes", "reason"),
+    [
+        ("dual", {"out": 100}, "The Pallas kernel dgated needs sizes that are multiples of 64, found 100."),
+        ("dual", {"hidden": 96}, "The Pallas kernel glu_up needs sizes that are multiples of 64, found 96."),
+        ("auxiliary", {"hidden": 96}, "The Pallas kernel glu_up_aux needs sizes that are multiples of 64, found 96."),
+        ("vendor", {"hidden": 96}, None),
+    ],
+)
+def test_the_reason_is_about_every_kernel_that_runs(
+    up: Any, sizes: dict[str, int], reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tiled_jax.core.mosaic.paths_for", lambda *key: Paths(up=up))
+    given = {"hidden": 128, "intermediate": 128, "out": 128, **sizes}
+    assert mlp_reason(jnp.bfloat16, gated=True, **given) == reason

@@ -8,20 +8,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import lax
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreted_kernels
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from shared_specs.blocks import Blocks
 from tests.on_jax.interpreted import FINDS_RACES, assert_true, clean_interpreter, operands
-from tiled_jax.functional import shard_math
-from tiled_jax.kernels.common import interpreter
-from tiled_jax.kernels.dgated import dgated
-from tiled_jax.kernels.glu_elementwise import glu, glu_backward
-from tiled_jax.kernels.glu_up import glu_up
-from tiled_jax.kernels.glu_up_aux import glu_up_auxiliary
-from tiled_jax.kernels.linear import dx, linear
-from tiled_jax.kernels.weight_gradient import weight_gradient
+from tiled_jax.core.mosaic import interpreter
+from tiled_jax.mlp.kernels.dgated import dgated
+from tiled_jax.mlp.kernels.glu_elementwise import glu, glu_backward
+from tiled_jax.mlp.kernels.glu_up import glu_up
+from tiled_jax.mlp.kernels.glu_up_aux import glu_up_auxiliary
+from tiled_jax.mlp.kernels.linear import dx, linear
+from tiled_jax.mlp.kernels.weight_gradient import weight_gradient
+from tiled_jax.mlp.steps import XLA
 
 pytestmark = pytest.mark.skipif(
     not FINDS_RACES, reason="the interpreter of jax 0.10 knows few of the ways in which copies and computation can race"
@@ -30,6 +30,8 @@ pytestmark = pytest.mark.skipif(
 # Four blocks for two multiprocessors: each goes through the seam between one block's stores and the next one's loads.
 TOKENS, HIDDEN, INTERMEDIATE = 256, 128, 256
 STAGES = Blocks(rows=128, columns=128, depth=64, stages=2)
+PAIRS = replace(STAGES, cluster=2)
+TURNS = replace(STAGES, rows=64, turns=True)  # eight blocks: two for each warpgroup of a multiprocessor
 
 
 @pytest.fixture(autouse=True)
@@ -54,16 +56,33 @@ def run_narrow_glu_up(arrays: dict[str, Any]) -> dict[str, Any]:
     return run_glu_up(arrays, replace(STAGES, columns=64))
 
 
-def run_dgated(arrays: dict[str, Any]) -> dict[str, Any]:
+def run_glu_up_in_turns(arrays: dict[str, Any]) -> dict[str, Any]:
+    return run_glu_up(arrays, TURNS)
+
+
+def run_dgated(arrays: dict[str, Any], blocks: Blocks = STAGES) -> dict[str, Any]:
     names = ("dgate", "dup", "h_again")
     operands = (arrays[name] for name in ("dy", "w_down", "gate", "up"))
-    options = {"activation": "silu", "blocks": STAGES, "interpret": interpreter(detect_races=True)}
+    options = {"activation": "silu", "blocks": blocks, "interpret": interpreter(detect_races=True)}
     return dict(zip(names, dgated(*operands, **options), strict=True))
+
+
+def run_glu_up_in_pairs(arrays: dict[str, Any]) -> dict[str, Any]:
+    """Two programs copy half of each other's weights."""
+    return run_glu_up(arrays, PAIRS)
+
+
+def run_dgated_in_pairs(arrays: dict[str, Any]) -> dict[str, Any]:
+    return run_dgated(arrays, PAIRS)
+
+
+def run_dgated_in_turns(arrays: dict[str, Any]) -> dict[str, Any]:
+    return run_dgated(arrays, TURNS)
 
 
 def run_glu_up_auxiliary(arrays: dict[str, Any]) -> dict[str, Any]:
     """Of a gate that is there already."""
-    gate = shard_math.linear(arrays["x"], arrays["w_gate"], arrays["b_gate"])
+    gate = XLA.linear(arrays["x"], arrays["w_gate"], arrays["b_gate"])
     options = {"activation": "silu", "blocks": STAGES, "interpret": interpreter(detect_races=True)}
     return {"h": glu_up_auxiliary(arrays["x"], arrays["w_up"], gate, b_up=arrays["b_up"], **options)}
 
@@ -107,7 +126,13 @@ def test_no_race_in(kernel: Any) -> None:
     assert not interpreted_kernels.get_races().races_found
 
 
-@pytest.mark.parametrize("kernel", [run_glu_up, run_narrow_glu_up, run_glu_up_auxiliary, run_dgated, run_linear])
+IN_TURNS = [run_glu_up_in_turns, run_dgated_in_turns]
+IN_PAIRS = [run_glu_up_in_pairs, run_dgated_in_pairs]
+
+
+@pytest.mark.parametrize(
+    "kernel", [run_glu_up, run_narrow_glu_up, run_glu_up_auxiliary, run_dgated, run_linear, *IN_TURNS, *IN_PAIRS]
+)
 def test_no_race(kernel: Any) -> None:
     arrays = operands(TOKENS, HIDDEN, INTERMEDIATE, "bfloat16", ("gate", "up"))
     found = kernel(arrays)
@@ -116,7 +141,9 @@ def test_no_race(kernel: Any) -> None:
 
 
 @pytest.mark.parametrize("left_out", ["commit_smem", "wait_smem_to_gmem"])
-@pytest.mark.parametrize("kernel", [run_glu_up, run_glu_up_auxiliary, run_dgated, run_linear, run_weight_gradient])
+@pytest.mark.parametrize(
+    "kernel", [run_glu_up, run_glu_up_auxiliary, run_dgated, run_linear, run_weight_gradient, *IN_TURNS]
+)
 def test_a_missing_fence_or_wait_is_found(kernel: Any, left_out: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A store may leave before its values are there, or they may be overwritten on their way.
 
@@ -136,8 +163,8 @@ def test_a_missing_fence_or_wait_is_found(kernel: Any, left_out: str, monkeypatc
 
 @pytest.mark.parametrize("kernel", [run_glu, run_glu_backward])
 def test_programs_that_share_elements_are_found(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each begins in the middle of the one before it: what both write has one value, and still who writes it is a race."""
-    span = pl.ds
-    monkeypatch.setattr(pl, "ds", lambda start, size: span(start // 2, size))
+    """Two have one run: what both write has one value, and still who writes it is a race."""
+    index = lax.axis_index
+    monkeypatch.setattr(lax, "axis_index", lambda axis: index(axis) // 2)
     jax.block_until_ready(kernel(operands(TOKENS, HIDDEN, INTERMEDIATE, "bfloat16", ("gate", "up"))))
     assert interpreted_kernels.get_races().races_found

@@ -16,12 +16,12 @@ from shared_specs.tolerances import FLOOR
 from tests.asserting import assert_within
 from tests.on_jax import untiled
 from tests.on_jax.interpreted import assert_true, operands, written_over
-from tiled_jax.functional import shard_math
-from tiled_jax.kernels.activations import activate
-from tiled_jax.kernels.common import interpreter
-from tiled_jax.kernels.dgated import dgated
-from tiled_jax.kernels.glu_up import gate_and_up, glu_up
-from tiled_jax.kernels.glu_up_aux import glu_up_auxiliary
+from tiled_jax.core.activations import activate, activate_in_kernel
+from tiled_jax.core.mosaic import interpreter
+from tiled_jax.mlp.kernels.dgated import dgated
+from tiled_jax.mlp.kernels.glu_up import gate_and_up, glu_up
+from tiled_jax.mlp.kernels.glu_up_aux import glu_up_auxiliary
+from tiled_jax.mlp.steps import XLA
 
 pytestmark = pytest.mark.usefixtures("clean")
 
@@ -62,7 +62,7 @@ def test_gate_and_up_are_those_of_glu_up() -> None:
 def test_glu_up_auxiliary(activation: str, dtype: str, tokens: int, biases: tuple[str, ...]) -> None:
     """h of a gate that a product of XLA has made."""
     arrays = operands(tokens, H, I, dtype, biases)
-    gate = shard_math.linear(arrays["x"], arrays["w_gate"], arrays.get("b_gate"))
+    gate = XLA.linear(arrays["x"], arrays["w_gate"], arrays.get("b_gate"))
     options = {"b_up": arrays.get("b_up"), "activation": activation, "interpret": interpreter()}
     assert_true({"h": glu_up_auxiliary(arrays["x"], arrays["w_up"], gate, **options)}, arrays, dtype, activation)
 
@@ -90,7 +90,7 @@ def test_one_program_makes_many_blocks() -> None:
     options = {"activation": "silu", "interpret": interpreter()}
     blocks = Blocks(rows=128, columns=128, depth=64, group=2)
     found = {"h": _glu_up(arrays, blocks=blocks, **options)}
-    gate = shard_math.linear(arrays["x"], arrays["w_gate"], None)
+    gate = XLA.linear(arrays["x"], arrays["w_gate"], None)
     again = glu_up_auxiliary(arrays["x"], arrays["w_up"], gate, blocks=blocks, **options)
     assert_true({"h": again}, arrays, "bfloat16", "silu")
     found |= zip(
@@ -101,14 +101,28 @@ def test_one_program_makes_many_blocks() -> None:
     assert_true(found, arrays, "bfloat16", "silu")
 
 
+@pytest.mark.parametrize("op", ["glu_up", "dgated"])
+def test_warpgroups_in_turns(op: str) -> None:
+    """Three blocks of three steps in two slots: one program has a block for each warpgroup, the other one for the first."""
+    arrays = operands(130, 192, 128, "bfloat16", ("gate", "up"))
+    blocks = Blocks(rows=64, columns=128, depth=64, stages=2, turns=True)
+    options: dict[str, Any] = {"activation": "silu", "blocks": blocks, "interpret": interpreter()}
+    if op == "glu_up":
+        found = dict(zip(("h", "gate", "up"), _glu_up(arrays, keep=True, **options), strict=True))
+    else:
+        made = dgated(*(arrays[name] for name in ("dy", "w_down", "gate", "up")), **options)
+        found = dict(zip(("dgate", "dup", "h_again"), made, strict=True))
+    assert_true(found, arrays, "bfloat16", "silu")
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_the_activations_are_those_of_the_xla_path(activation: str) -> None:
     a = jnp.linspace(-12, 12, 4001, dtype=jnp.float32)
-    for mine, xla in zip(activate(activation, a), shard_math.activate(activation, a), strict=True):
+    for mine, xla in zip(activate_in_kernel(activation, a), activate(activation, a), strict=True):
         assert_within(np.asarray(mine), np.asarray(xla), FLOOR["float32"], activation)
 
 
-@pytest.mark.parametrize("formulas", [activate, shard_math.activate], ids=["kernel", "xla"])
+@pytest.mark.parametrize("formulas", [activate_in_kernel, activate], ids=["kernel", "xla"])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_nan_and_infinity_are_those_of_automatic_differentiation(activation: str, formulas: Any) -> None:
     # Not 5: there 1 - sigmoid(2u) of gelu_tanh is 0 in float32 and jax.nn.gelu's 1 - tanh(u)^2 not yet.
@@ -138,9 +152,7 @@ def test_dgated_beside_infinity(activation: str) -> None:
             *(arrays[name] for name in ("dy", "w_down", "gate", "up")), activation=activation, interpret=interpreter()
         )
         pre = {name: arrays[name] for name in ("gate", "up")}
-        h, d = shard_math.pre_activation_gradients(
-            arrays["dy"], pre, {"w_down": arrays["w_down"]}, activation, ("w_gate", "w_up")
-        )
+        h, d = XLA.pre_activation_gradients(arrays["dy"], pre, arrays["w_down"], activation)
         pairs = jax.device_get(tuple(zip(found, (d["gate"], d["up"], h), strict=True)))
     for a, b in pairs:
         assert not np.isfinite(b[1]).all()

@@ -16,8 +16,8 @@ from shared_specs.tolerances import limit
 from tests.asserting import assert_within
 from tests.on_jax import untiled
 from tests.on_jax.interpreted import written_over
-from tiled_jax.kernels.common import interpreter
-from tiled_jax.kernels.glu_elementwise import glu, glu_backward
+from tiled_jax.core.mosaic import interpreter
+from tiled_jax.mlp.kernels.glu_elementwise import glu, glu_backward
 
 pytestmark = pytest.mark.usefixtures("clean")
 

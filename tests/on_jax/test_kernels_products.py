@@ -16,11 +16,10 @@ from shared_specs.rounding import DTYPES, compute_dtype, relative_error, round_t
 from shared_specs.tolerances import limit
 from tests.asserting import assert_within
 from tests.on_jax.interpreted import written_over
-from tiled_jax.functional.shard_math import Kernels, _dx, _summed
-from tiled_jax.functional.shard_math import linear as linear_step
-from tiled_jax.kernels.common import interpreter, mlp_reason
-from tiled_jax.kernels.linear import dx, linear
-from tiled_jax.kernels.weight_gradient import weight_gradient
+from tiled_jax.core.mosaic import interpreter, mlp_reason
+from tiled_jax.mlp.kernels.linear import dx, linear
+from tiled_jax.mlp.kernels.weight_gradient import weight_gradient
+from tiled_jax.mlp.steps_kernels import KernelMLPSteps
 
 pytestmark = pytest.mark.usefixtures("clean")
 
@@ -180,11 +179,11 @@ def test_every_op_of_the_table_has_a_launch() -> None:
     assert {*LAUNCHES.values()} <= set(DEFAULTS["pallas"]["sm_90"])
 
 
-STEPS = Kernels(interpret=False, paths=DETERMINISTIC)
+STEPS = KernelMLPSteps(DETERMINISTIC)
 
 
 def sum_step(acc: jax.Array, a: jax.Array, d: jax.Array) -> jax.Array:
-    return _summed(a, d, STEPS, acc)
+    return STEPS.added(acc, a, d)
 
 
 def test_the_sum_takes_the_place_of_the_accumulator() -> None:
@@ -199,8 +198,8 @@ def test_steps_lower_inside_shard_map(check_vma: bool) -> None:
     bf16, f32 = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16), partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
     tokens, w = bf16((256, 512)), bf16((128, 512))
     calls = (
-        (lambda x, w: linear_step(x, w, None, STEPS), (P("sequence"), columns), (bf16((256, 128)), w)),
-        (lambda d, w: _dx({"up": d, "gate": d}, {"up": w, "gate": w}, STEPS), (split, columns), (tokens, w)),
+        (lambda x, w: STEPS.linear(x, w, None), (P("sequence"), columns), (bf16((256, 128)), w)),
+        (lambda d, w: STEPS.dx({"up": d, "gate": d}, {"up": w, "gate": w}), (split, columns), (tokens, w)),
         (sum_step, (split, P("sequence"), split), (f32((256, 512)), bf16((256, 128)), tokens)),
     )
     for fn, specs, shapes in calls:

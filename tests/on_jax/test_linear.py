@@ -14,7 +14,7 @@ from jax import lax
 
 from shared_specs.signatures import LINEN_WITHOUT, REQUIRED, SIGNATURES
 from tiled_jax import SpecError, TiledLinear, TiledLinearReturnBias, UnsupportedError, linen
-from tiled_jax.functional.linear import Cut, Tiles
+from tiled_jax.linear.autodiff import Cut, Tiles
 
 IN, OUT = 13, 11
 SPLITS = [(1, 1), (3, 4), (13, 1)]

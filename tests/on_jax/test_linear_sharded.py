@@ -18,7 +18,7 @@ from tests.asserting import assert_within
 from tests.on_jax.counting import collectives
 from tests.on_jax.test_linear import IN, OUT, as_linear, dense, drawn, plain, results_and_gradients
 from tiled_jax import SpecError, TiledLinear, linen
-from tiled_jax.functional.linear import Cut, Tiles, tiled_linear
+from tiled_jax.linear.autodiff import Cut, Tiles, tiled_linear
 
 pytestmark = pytest.mark.ranks
 

@@ -14,7 +14,8 @@ from tests.asserting import assert_within
 from tests.on_jax.counting import temp_bytes
 from tests.tiny_model import MISTRAL, tiny_config, tiny_weights
 from tiled_jax import TiledMLP
-from tiled_jax.models import Llama, LlamaConfig, attention, causal_attention, from_hf, next_token_loss, to_hf
+from tiled_jax.layers import attention
+from tiled_jax.models import Llama, LlamaConfig, causal_attention, from_hf, next_token_loss, to_hf
 from tiled_jax.models.llama import Attention
 from tiled_jax.models.mlp import PlainMLP
 from tiled_jax.models.rope import rotary_angles
@@ -162,6 +163,22 @@ def test_loss_is_the_mean_cross_entropy_of_the_logits() -> None:
     targets = np.asarray(tokens)[:, 1:, None]
     expected = -np.log(np.take_along_axis(odds / odds.sum(-1, keepdims=True), targets, -1)).mean()
     assert float(next_token_loss(model, tokens)) == pytest.approx(expected, rel=MODEL_FLOAT32)
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["tiled", "plain"])
+def test_rows_that_end_in_padding_have_the_loss_and_gradients_of_shorter_rows(plain: bool) -> None:
+    graph, parameters = loaded(tiny_config(), plain=plain)
+    loss = jax.value_and_grad(lambda p, tokens: next_token_loss(nnx.merge(graph, p), tokens))
+    tokens = np.random.default_rng(1).integers(0, 272, (2, 20)).astype(np.int32)
+    padded = tokens.copy()
+    padded[1, 12:] = -100
+    found, gradients = loss(parameters, jnp.asarray(padded))
+    whole, short = loss(parameters, jnp.asarray(tokens[:1])), loss(parameters, jnp.asarray(tokens[1:, :12]))
+    total, of_whole, of_short = 19 + 11, *(jax.tree.leaves(gradient) for _, gradient in (whole, short))
+    expected = (19 * float(whole[0]) + 11 * float(short[0])) / total
+    assert float(found) == pytest.approx(expected, rel=MODEL_FLOAT32)
+    for a, b, c in zip(jax.tree.leaves(gradients), of_whole, of_short, strict=True):
+        assert_within(np.asarray(a), (19 * np.asarray(b) + 11 * np.asarray(c)) / total, MODEL_FLOAT32, "gradient")
 
 
 def model_bytes(tokens: int, **options: Any) -> int:

@@ -1,5 +1,8 @@
 """`TiledMLP` for nnx and linen: parameters, dtypes, sharding metadata, and the same numbers as the function."""
 
+import traceback
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -8,14 +11,25 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+import tiled_jax
 from shared_specs.tolerances import MODEL_FLOAT32
 from tests.asserting import assert_within
 from tests.on_jax.untiled import mlp, operands
-from tiled_jax import SpecError, TiledMLP, Tiling, UnsupportedError, linen, tiled_mlp
-from tiled_jax.modules.params import make_config, param_shapes
+from tiled_jax import (
+    SpecError,
+    TiledLinear,
+    TiledLinearCrossEntropy,
+    TiledMLP,
+    Tiling,
+    UnsupportedError,
+    linen,
+    tiled_mlp,
+)
+from tiled_jax.mlp.params import make_config, param_shapes
 
 SHAPES = {"w_gate": (8, 12), "w_up": (8, 12), "w_down": (12, 8)}
 BIASES = {"b_gate": (12,), "b_up": (12,), "b_down": (8,)}
@@ -188,3 +202,33 @@ def test_errors_name_the_module_that_was_made() -> None:
         given = {"activation": "silu", "num_shards": None, "keep": 0.0, "tiling": None, "backend": "auto", name: value}
         with pytest.raises(SpecError, match=f"^Other: {name} must be "):
             make_config(**given, **options)
+
+
+MODULES_WITH_STREAMS: dict[str, Callable[[Any], Any]] = {
+    "TiledMLP": lambda rngs: TiledMLP(8, 12, rngs=rngs),
+    "TiledLinear": lambda rngs: TiledLinear(8, 12, rngs=rngs),
+    "TiledLinearCrossEntropy": lambda rngs: TiledLinearCrossEntropy(8, 12, rngs=rngs),
+}
+
+
+@pytest.mark.parametrize("name", MODULES_WITH_STREAMS)
+@pytest.mark.parametrize("rngs", [0, jax.random.key(0)], ids=["seed", "key"])
+def test_streams_of_another_kind_are_refused(name: str, rngs: Any) -> None:
+    text = rf"^{name}: rngs must be nnx.Rngs, got \w+. Pass rngs=nnx.Rngs\(0\), or of a seed of your own.$"
+    with pytest.raises(TypeError, match=text):
+        MODULES_WITH_STREAMS[name](rngs)
+
+
+def test_a_product_is_few_calls_below_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What somebody who steps through a call with a debugger walks: functions of this package, one under the other."""
+    stacks, dot_general, package = [], lax.dot_general, str(Path(tiled_jax.__file__).parent)
+
+    def seen(*operands: Any, **options: Any) -> jax.Array:
+        frames = traceback.extract_stack()
+        stacks.append([f.name for f in frames if f.filename.startswith(package) and not f.name.startswith("<")])
+        return dot_general(*operands, **options)
+
+    monkeypatch.setattr(lax, "dot_general", seen)
+    TiledMLP(8, 12, num_shards=3, rngs=nnx.Rngs(0))(jnp.ones((89, 8)))  # tokens of no other test, so that it is traced
+    assert (stacks[0][0], stacks[0][-1]) == ("__call__", "product")
+    assert len(stacks[0]) <= 12, stacks[0]

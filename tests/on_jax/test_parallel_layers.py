@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
@@ -113,6 +114,9 @@ def test_equal_to_whole_weights(
     wanted = jax.jit(jax.value_and_grad(lambda p: jnp.sum(jnp.sin(plain(p, ids_of())))))(parameters)
     for (path, b), a in zip(jax.tree.leaves_with_path(wanted), jax.tree.leaves(actual), strict=True):
         assert_within(np.asarray(a), np.asarray(b), DISTRIBUTED_FLOAT64, jax.tree_util.keystr(path))
+    # Global arrays have one norm: each part of a split parameter once, a copied parameter once.
+    norm, exact = (np.asarray(jax.jit(optax.tree.norm)(gradients)) for gradients in (actual[1], wanted[1]))
+    assert_within(norm, exact, DISTRIBUTED_FLOAT64, "global norm")
 
 
 @pytest.mark.parametrize(
@@ -296,6 +300,11 @@ BAD = {
         lambda: build(ColumnParallelLinear, IN, OUT, options=ParallelLinearOptions(defer_weight_grad=True)),
         SpecError,
         r"ColumnParallelLinear: options.defer_weight_grad must be left at False",
+    ),
+    "a partial sum": (
+        lambda: build(RowParallelLinear, IN, OUT, options=ParallelLinearOptions(explicit_expert_comm=True)),
+        SpecError,
+        r"RowParallelLinear: options.explicit_expert_comm must be left at False, got True\. A global array is never a part",
     ),
     "tokens that do not divide": (
         lambda: build(ColumnParallelLinear, IN, OUT, sequence_parallel=True, options=SEQUENCE)(jnp.ones((2, 6, IN))),

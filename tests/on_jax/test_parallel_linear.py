@@ -22,7 +22,9 @@ from tests.on_jax.parallel_models import quickly
 from tiled_jax import SpecError
 from tiled_jax.parallel import (
     column_parallel_linear,
+    copy_to_tensor_parallel_region,
     linear_with_frozen_weight,
+    reduce_from_tensor_parallel_region,
     row_parallel_linear,
     vocab_parallel_embedding,
 )
@@ -31,6 +33,7 @@ pytestmark = pytest.mark.ranks
 
 B, S, IN, OUT, V, H = 2, 8, 16, 32, 21, 6
 STRIDE = ParallelLinearOptions(stride=2)
+EXPLICIT = ParallelLinearOptions(explicit_expert_comm=True)
 SEQUENCE = ParallelLinearOptions(sequence_dim=1)
 TOKENS, WHOLE = P(None, "tp"), P()
 Operands = dict[str, Any]
@@ -68,6 +71,16 @@ def embedding(ids: jax.Array, table: jax.Array, **options: Any) -> jax.Array:
     return vocab_parallel_embedding(ids, table, vocab_size=V, axis_name="tp", **options)
 
 
+def expert_column(x: jax.Array, weight: jax.Array, bias: jax.Array) -> jax.Array:
+    x = copy_to_tensor_parallel_region(x, axis_name="tp")
+    return column_parallel_linear(x, weight, bias, options=EXPLICIT, axis_name="tp")
+
+
+def expert_row(x: jax.Array, weight: jax.Array, bias: jax.Array) -> jax.Array:
+    part = row_parallel_linear(x, weight, input_is_parallel=True, options=EXPLICIT, axis_name="tp")
+    return reduce_from_tensor_parallel_region(part, axis_name="tp") + bias
+
+
 def on(function: Any, **options: Any) -> Any:
     return partial(function, axis_name="tp", **options)
 
@@ -93,6 +106,8 @@ CASES = {
     "row, sequence": Case(
         on(row_parallel_linear, input_is_parallel=True, sequence_parallel=True, options=SEQUENCE), ROWS, TOKENS, linear
     ),
+    "column of an expert": Case(expert_column, COLUMNS, FEATURES, linear),
+    "row of an expert": Case(expert_row, ROWS, WHOLE, linear),
     "frozen": Case(on(linear_with_frozen_weight), COLUMNS, FEATURES, frozen),
     "frozen, sequence": Case(
         on(linear_with_frozen_weight, sequence_parallel=True, options=SEQUENCE),
@@ -314,6 +329,26 @@ BAD = {
         SpecError,
         r"linear_with_frozen_weight: options.is_expert must be left at False, got True",
     ),
+    "an expert's outputs gathered": (
+        lambda: column_parallel_linear(X, W, gather_output=True, options=EXPLICIT, axis_name="tp"),
+        SpecError,
+        r"column_parallel_linear: gather_output must be False with options.explicit_expert_comm, got True\. The caller ",
+    ),
+    "an expert's x that is whole": (
+        lambda: column_parallel_linear(X, W, options=EXPLICIT, axis_name="tp"),
+        SpecError,
+        r"column_parallel_linear: x must be varying over the axis with options.explicit_expert_comm, whose gradient no ",
+    ),
+    "an expert's bias": (
+        lambda: row_parallel_linear(X, W, W[0], input_is_parallel=True, options=EXPLICIT, axis_name="tp"),
+        SpecError,
+        r"row_parallel_linear: bias must be left out with options.explicit_expert_comm, got one that is added\. Add it ",
+    ),
+    "an expert's whole x": (
+        lambda: row_parallel_linear(jnp.ones((2, 64)), W, options=EXPLICIT, axis_name="tp"),
+        SpecError,
+        r"row_parallel_linear: input_is_parallel must be True with options.explicit_expert_comm, got False",
+    ),
     "no options": (
         lambda: column_parallel_linear(X, W, options={}, axis_name="tp"),
         TypeError,
@@ -347,6 +382,19 @@ def test_bad_input(what: str) -> None:
     call, error, message = BAD[what]
     with pytest.raises(error, match=message):
         jax.eval_shape(jax.shard_map(lambda _: call(), mesh=mesh_of(4), in_specs=P(), out_specs=P("tp")), jnp.ones(4))
+
+
+def test_a_deferral_limit_says_nothing_here() -> None:
+    mapped = jax.shard_map(
+        lambda x: column_parallel_linear(
+            x, W, options=ParallelLinearOptions(wgrad_deferral_limit=2, defer_weight_grad=True), axis_name="tp"
+        ),
+        mesh=mesh_of(4),
+        in_specs=P(),
+        out_specs=P(None, None, "tp"),
+    )
+    with pytest.raises(SpecError, match=r"options\.defer_weight_grad must be left at False"):
+        jax.eval_shape(mapped, X)
 
 
 @pytest.mark.parametrize(

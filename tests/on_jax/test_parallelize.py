@@ -26,10 +26,11 @@ from tests.on_jax.parallel_models import (
     llama_config,
     loss_and_gradients,
     mesh_of,
+    padded,
     run_quickly,
     token_ids,
 )
-from tiled_jax.functional.shard_math import wide
+from tiled_jax.core.products import wide
 from tiled_jax.models import Llama, next_token_loss
 from tiled_jax.parallel import ModelRules, parallelize, register_rules
 
@@ -123,7 +124,7 @@ def reference(changes: dict[str, Any], tokens: int) -> Any:
     tiled = {name: value for name, value in changes.items() if name != "plain"}
     key = f"{tiled} {tokens}"
     if key not in _REFERENCES:
-        _REFERENCES[key] = loss_and_gradients(llama(**tiled), next_token_loss, token_ids(tokens=tokens))
+        _REFERENCES[key] = loss_and_gradients(llama(**tiled), next_token_loss, padded(token_ids(tokens=tokens)))
     return _REFERENCES[key]
 
 
@@ -148,7 +149,7 @@ def test_one_step_of_llama(case: str, float64: None) -> None:
     config = ParallelConfig(data=data, tensor=tensor, checkpointing=checkpointing)
     plan = parallelize(model, mesh_of(kind, **axes), config, optimizer=optax.sgd(LEARNING_RATE))
     before = nnx.state(model)
-    after, found = run_quickly(plan.step, plan.state, token_ids(tokens=length), plan)
+    after, found = run_quickly(plan.step, plan.state, padded(token_ids(tokens=length)), plan)
     assert_same(found, loss)
     update = jax.tree.map(lambda a, b: (a - np.asarray(b)) / LEARNING_RATE, before, after.parameters)
     assert_same(update, gradients)

@@ -124,3 +124,15 @@ def test_weights_are_gathered_and_gradients_summed_in_the_dtypes_asked_for(
     assert dtypes("all_gather") == {gathered, "i32"}  # and the ids of the tokens
     assert dtypes("reduce_scatter") == {summed}
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(plan.shapes.parameters)} == {"float32"}
+
+
+def test_mode_op_neither_attends_nor_scatters_again() -> None:
+    """Of a sequence-parallel decoder: as many reduce-scatters and products of attention as without recomputation."""
+    found = {}
+    for checkpointing in (None, RECOMPUTED, Checkpointing(mode="op")):
+        text = lowered({"tp": 2}, tensor=TensorParallel(), checkpointing=checkpointing)[1].as_text()
+        batched = [line for line in text.splitlines() if "dot_general" in line and "batching_dims" in line]
+        found[checkpointing and checkpointing.mode] = text.count("stablehlo.reduce_scatter"), len(batched)
+    assert found["op"] == found[None]
+    assert found["full"][0] == found[None][0] + 1
+    assert found["full"][1] > found[None][1]

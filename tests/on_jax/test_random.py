@@ -29,6 +29,33 @@ def drawn(states: RandomStates, name: str) -> jax.Array:
     return jax.random.bits(states.key(name), (4,))
 
 
+def test_forks_of_one_stream_nest() -> None:
+    """Each is one draw of the stream, in the order in which they are entered, again under a checkpoint: no number twice."""
+
+    def dropped(rngs: nnx.Rngs) -> jax.Array:
+        return nnx.Dropout(0.5)(jnp.ones(64), rngs=rngs)
+
+    def nested(states: RandomStates) -> list[jax.Array]:
+        with states.fork() as outer:
+            first = dropped(outer)
+            with states.fork() as inner:
+                second = dropped(inner)
+            third = dropped(outer)
+        with states.fork() as after:
+            return [first, second, third, dropped(after)]
+
+    def in_turn(states: RandomStates) -> list[jax.Array]:
+        outer, inner, after = (nnx.Rngs(states.key()) for _ in range(3))
+        return [dropped(outer), dropped(inner), dropped(outer), dropped(after)]
+
+    found, expected = nested(seed_parallel(7)), in_turn(seed_parallel(7))
+    np.testing.assert_array_equal(found, expected)
+    assert len({tuple(one.tolist()) for one in found}) == 4
+    again = jax.checkpoint(lambda x: x * jnp.stack(nested(seed_parallel(7))))
+    _, pull = jax.vjp(again, jnp.ones((4, 64)))
+    np.testing.assert_array_equal(pull(jnp.ones((4, 64)))[0], found)
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])

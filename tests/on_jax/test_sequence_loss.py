@@ -283,3 +283,19 @@ def test_refused() -> None:
     assert refused(tiling=Tiling(memory_budget=1)).startswith(f"{name}: memory_budget must be >= ")
     with pytest.raises(SpecError, match=rf"^{name}: axis_name must be an axis of the surrounding jax.shard_map"):
         vocab_parallel_linear_cross_entropy(given["x"], given["weight"], targets, axis_name="tp")
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_error_of_a_float16_head_does_not_depend_on_the_scale_of_class_weights(tp: int) -> None:
+    """A mean over all tokens of both devices, whose largest coefficients differ: the same bits at any power of two."""
+    given, targets, class_weight = make(16, jnp.float16)
+    rising = jnp.asarray(class_weight, jnp.float32) * jnp.exp2(jnp.arange(V, dtype=jnp.float32) / 4)
+    mesh, found = mesh_of(tp), []
+    for scale in (1.0, 2.0**-40, 2.0**20):
+        loss = split(mesh, LossOptions(class_weight=scale * rising), num_shards=2)
+        gradients = jax.jit(jax.grad(lambda given, loss=loss: loss(given, targets)))(given)
+        found.append({name: np.asarray(a) for name, a in gradients.items()})
+    for odd in found[1:]:
+        for name, usual in found[0].items():
+            assert np.abs(usual).max() > 0
+            np.testing.assert_array_equal(odd[name], usual)

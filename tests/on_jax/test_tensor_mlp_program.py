@@ -16,7 +16,7 @@ from shared_specs.sequence_costs import compiled_sequence_peak_bytes, gathered_p
 from shared_specs.tolerances import COST_BYTES
 from tests.on_jax.counting import temp_bytes
 from tests.on_jax.split_tokens import SPECS, Operands, abstract, called, largest_arrays, mesh_of, use_rings
-from tiled_jax.functional.gathering import TokenAxis
+from tiled_jax.collectives.gathered_tokens import TokenAxis
 from tiled_jax.parallel import tensor_parallel_mlp
 
 pytestmark = pytest.mark.ranks

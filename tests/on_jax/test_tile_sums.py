@@ -16,7 +16,7 @@ from shared_specs.tolerances import BF16_256_SHARDS, limit
 from tests.asserting import assert_within
 from tests.on_jax.counting import collectives, kept_bytes, temp_bytes
 from tiled_jax import tile
-from tiled_jax.functional import sums
+from tiled_jax.tile import shared_gradients
 
 T, H, I = 1024, 32, 64  # noqa: E741
 
@@ -75,7 +75,7 @@ def test_many_shards_in_bfloat16(form: str, num_shards: int, allowed: Any) -> No
 
 
 def test_sums_in_bfloat16_would_be_seen(allowed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sums.SharedSums, "over", lambda self, run, *example: run)
+    monkeypatch.setattr(shared_gradients.SharedSums, "over", lambda self, run, *example: run)
     exact, limits = allowed
     found = weight_gradients(lambda x, w: FORMS["arguments"](x, w, 256), jnp.bfloat16)
     assert all(relative_error(found[name], wanted) > 2 * limits[name] for name, wanted in exact.items())
@@ -96,7 +96,7 @@ def test_only_the_sums_take_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         return temp_bytes(stack, x, layers, dy), kept_bytes(lambda x, w: FORMS["closure"](x, w, 16), x, w)
 
     wide = measured()
-    monkeypatch.setattr(sums.SharedSums, "over", lambda self, run, *example: run)
+    monkeypatch.setattr(shared_gradients.SharedSums, "over", lambda self, run, *example: run)
     narrow = measured()
     assert wide[0] - narrow[0] <= 4 * 3 * H * I
     assert wide[1] == narrow[1]
@@ -116,7 +116,7 @@ def test_derivatives_of_any_order(same: Any) -> None:
     """Forward, backward and twice, through the pair of an array and its wide twin."""
 
     def through(w: jax.Array) -> jax.Array:
-        return sums.with_gradient_of(w, w.astype(jnp.float64))
+        return shared_gradients.with_gradient_of(w, w.astype(jnp.float64))
 
     def curvature(use: Any, w: jax.Array) -> jax.Array:
         return jax.grad(lambda w: jnp.sum(jax.grad(lambda w: jnp.sum(jnp.sin(use(w)) ** 3))(w) ** 2))(w)

@@ -24,7 +24,7 @@ from tiled_jax import (
     vocab_parallel_cross_entropy,
     vocab_parallel_linear_cross_entropy,
 )
-from tiled_jax.functional.shard_math import wide
+from tiled_jax.core.products import wide
 
 pytestmark = pytest.mark.ranks
 
@@ -336,3 +336,29 @@ def test_bad_input() -> None:
         call(given, logits, targets[:6])
     with pytest.raises(SpecError, match=r"label_smoothing must be in \[0, 1\], got 2.0"):
         call(given, logits, targets, label_smoothing=2.0)
+
+
+def test_smoothing_by_megatrons_formula(x64: None) -> None:
+    """0.1 of its label_smoothing, which it spreads over the V - 1 wrong entries, is 0.1 V / (V - 1) of ours."""
+    logits = jnp.asarray(np.random.default_rng(0).standard_normal((T, ROWS)))
+    targets = jnp.asarray(np.random.default_rng(1).integers(0, ROWS, T), jnp.int32)
+
+    def spread(logits: jax.Array) -> jax.Array:
+        log_probs = jax.nn.log_softmax(logits)
+        right = jnp.take_along_axis(log_probs, targets[:, None], -1)[:, 0]
+        return -(0.9 * right + 0.1 / (ROWS - 1) * (log_probs.sum(-1) - right))
+
+    smoothing = 0.1 * ROWS / (ROWS - 1)
+    ours = jax.shard_map(
+        lambda logits: vocab_parallel_cross_entropy(logits, targets, smoothing, axis_name="tensor"),
+        mesh=mesh_of(1, 4),
+        in_specs=P(None, "tensor"),
+        out_specs=P(),
+    )
+    for found, expected in zip(*(_value_and_gradient(fn, logits) for fn in (jax.jit(ours), spread)), strict=True):
+        assert_within(np.asarray(found), np.asarray(expected), DISTRIBUTED_FLOAT64, "smoothing")
+
+
+def _value_and_gradient(fn: Any, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    y, pull = jax.vjp(fn, logits)
+    return y, pull(jnp.cos(jnp.arange(T, dtype=y.dtype)))[0]

@@ -1,18 +1,22 @@
 """Compiles every Triton kernel ahead of time, without a GPU, and reads what the binaries need. A program: prints JSON.
 
     python -m tests.on_torch.aot_kernels sm_90 [name ...]
+    python -m tests.on_torch.aot_kernels sm_90 candidates
+    python -m tests.on_torch.aot_kernels sm_90 table
+
+The last one writes what it finds into kernel_resources.json, which has both supported versions of Triton.
 
 The launch wrappers run on meta tensors of Llama-3-8B's sizes and their launches are caught instead of made, so what is
 compiled is what would run: the same constants, block sizes, descriptors and alignment.
 """
 
-import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "0"
@@ -26,13 +30,21 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from shared_specs.blocks import Blocks
-from tiled_torch.kernels import cross_entropy, dgated, glu_elementwise, glu_up, launch, linear, weight_gradient
+from shared_specs.blocks import PAIR, PERSISTENT, ROW_ALONE, TRITON_CANDIDATES, Blocks, candidates_on
+from tests.on_torch.aot_reading import TENSOR_CORES, as_json, serialised_products, spills_in_product_loops, write_table
+from tiled_torch.core import launch
+from tiled_torch.loss.kernels import cross_entropy
+from tiled_torch.mlp.kernels import dgated, glu_elementwise, glu_up, linear, weight_gradient
 
 TOOLS = os.path.join(os.path.dirname(nvidia.__file__), "bin")
-TOKENS, HIDDEN, WIDTH, VOCAB = 8192, 4096, 14336, 128256
+TOKENS, HIDDEN, WIDTH, VOCAB, ODD_VOCAB = 8192, 4096, 14336, 128256, 50257
+# What stands for an op among the launches below, where its name does not.
+LAUNCHES = {
+    "glu_up": ("glu_up", "glu_up keep"),
+    "glu_up_aux": ("glu_up auxiliary",),
+    "glu_elementwise": ("glu forward", "glu backward"),
+}
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int64: "i64"}
-TENSOR_CORES = {"HGMMA": r"\bHGMMA", "HMMA": r"\bHMMA", "UTCHMMA": r"\bUTC\w*MMA"}
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -59,12 +71,14 @@ def mlp(dtype: torch.dtype, activation: str, *, bias: bool) -> dict[str, Callabl
     }
 
 
-def loss(dtype: torch.dtype, *, softcap: float | None, smoothing: float, entropy: bool) -> dict[str, Callable[[], Any]]:
-    logits, index = empty(TOKENS, VOCAB, dtype=dtype), empty(TOKENS, dtype=torch.int64)
+def loss(
+    dtype: torch.dtype, *, softcap: float | None, smoothing: float, entropy: bool, vocab: int = VOCAB
+) -> dict[str, Callable[[], Any]]:
+    logits, index = empty(TOKENS, vocab, dtype=dtype), empty(TOKENS, dtype=torch.int64)
     numbers, one = empty(TOKENS, dtype=torch.float32), empty(dtype=torch.float32)
     found, k = empty(5, TOKENS, dtype=torch.float32), empty(4, TOKENS, dtype=torch.float32)
     token = (logits, index, numbers, numbers, None, one)
-    static = (VOCAB, 0, 1.0, softcap, smoothing, 0.0)
+    static = (vocab, 0, 1.0, softcap, smoothing, 0.0)
     c = smoothing != 0.0
     wrapper = cross_entropy.cross_entropy.wrapper
     return {
@@ -87,7 +101,46 @@ def configurations() -> dict[str, Callable[[], Any]]:
     plain = loss(torch.bfloat16, softcap=None, smoothing=0.0, entropy=False)
     found |= {f"{name}, bfloat16": run for name, run in plain.items()}
     rich = loss(torch.float16, softcap=30.0, smoothing=0.1, entropy=True)
-    return found | {f"{name}, float16, softcap, smoothing, entropy": run for name, run in rich.items()}
+    found |= {f"{name}, float16, softcap, smoothing, entropy": run for name, run in rich.items()}
+    odd = loss(torch.bfloat16, softcap=None, smoothing=0.0, entropy=False, vocab=ODD_VOCAB)
+    found |= {f"{name}, bfloat16, odd vocabulary": odd[name] for name in ("cross_entropy", "cross_entropy gradient")}
+    return found | {
+        "glu_up auxiliary, bfloat16, in pairs": trying("glu_up_aux", PAIR, found["glu_up auxiliary, bfloat16"]),
+        "dgated, bfloat16, persistent": trying("dgated", PERSISTENT, found["dgated, bfloat16"]),
+        "cross_entropy, bfloat16, row alone": trying("cross_entropy", ROW_ALONE, found["cross_entropy, bfloat16"]),
+    }
+
+
+def trying(op: str, blocks: Blocks, run: Callable[[], Any]) -> Callable[[], Any]:
+    """`run` with these blocks for an op."""
+
+    def launch_with_them() -> None:
+        launch.trying[op] = blocks
+        try:
+            run()
+        finally:
+            del launch.trying[op]
+
+    return launch_with_them
+
+
+def candidates(architecture: str) -> dict[str, Callable[[], Any]]:
+    """Name -> launch of every configuration that `tune` tries on an architecture, with 16-bit operands."""
+    launches = mlp(torch.bfloat16, "silu", bias=False)
+    launches |= loss(torch.bfloat16, softcap=None, smoothing=0.0, entropy=False)
+    return {
+        f"{name}: {named(blocks)}": trying(op, blocks, launches[name])
+        for op in TRITON_CANDIDATES
+        for blocks in candidates_on("triton", op, architecture).values()
+        for name in LAUNCHES.get(op, (op,))
+    }
+
+
+def named(blocks: Blocks) -> str:
+    """128x256x64, 8 warps, 3 stages; what else is not the default."""
+    rest = {f.name: getattr(blocks, f.name) for f in fields(blocks)[5:] if getattr(blocks, f.name) != f.default}
+    sizes = f"{blocks.rows}x{blocks.columns}x{blocks.depth}, {blocks.warps} warps, {blocks.stages} stages"
+    return ", ".join([sizes, *(f"{name} {value}" for name, value in rest.items())])
 
 
 def caught(run: Callable[[], Any]) -> tuple[Any, list[Any], dict[str, Any], Blocks]:
@@ -145,7 +198,9 @@ def compiled(run: Callable[[], Any], capability: int) -> dict[str, Any]:
         "registers": int(registers[1]),
         "spills": len(re.findall(r"\b(?:LDL|STL)\b", sass)),
         "spills in product loops": spills_in_product_loops(sass),
+        "serialised": serialised_products(sass),
         "shared": built.metadata.shared,
+        "16-byte accesses": len(re.findall(r"\b(?:ld|st)\.global[\w.]*\.v4\.b32", built.asm["ptx"])),
         "tensor cores": {name: len(re.findall(p, sass)) for name, p in TENSOR_CORES.items() if re.search(p, sass)},
     }
 
@@ -155,26 +210,15 @@ def tool(name: str, *args: str) -> str:
     return run.stdout
 
 
-def spills_in_product_loops(sass: str) -> int:
-    """Local loads and stores between a label and a branch back to it, in loops that hold tensor-core instructions."""
-    lines = sass.splitlines()
-    labels = {found[1]: i for i, line in enumerate(lines) if (found := re.match(r"\s*(\.L_x_\d+):", line))}
-    spills: set[int] = set()
-    for i, line in enumerate(lines):
-        jump = re.search(r"\bBRA\b.*`\((\.L_x_\d+)\)", line)
-        if jump is None or labels.get(jump[1], i) >= i:
-            continue
-        body = range(labels[jump[1]], i)
-        if any(re.search(p, lines[n]) for n in body for p in TENSOR_CORES.values()):
-            spills |= {n for n in body if re.search(r"\b(?:LDL|STL)\b", lines[n])}
-    return len(spills)
-
-
 def main(architecture: str, only: list[str]) -> None:
     capability = int(architecture.removeprefix("sm_"))
     launch.ASSUMED = divmod(capability, 10)
-    runs = {name: run for name, run in configurations().items() if not only or name in only}
-    print(json.dumps({name: compiled(run, capability) for name, run in runs.items()}, indent=1))
+    every = candidates(architecture) if only == ["candidates"] else configurations()
+    named = set(only) & set(every)
+    found = {name: compiled(run, capability) for name, run in every.items() if not named or name in named}
+    if only == ["table"]:
+        write_table(triton.__version__, architecture, found)
+    print(as_json({"triton": triton.__version__, "kernels": found}))
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ if __name__ == "__main__":
         name="finetune",
         help="Fine-tune.",
         options=FinetuneOptions,
+        extras="cli",
         run=lambda options: finetune(Failing(), options),
     )
     sys.exit(main("tiled_torch", [command]))

@@ -16,14 +16,14 @@ from tests.on_torch.ranks_engines import Collectives
 from tests.on_torch.ranks_loss import HIDDEN, draw, group_of, labels
 from tests.on_torch.ranks_tensor_mlp import call, operands, part_of
 from tiled_torch import TiledLinearCrossEntropy, TiledMLP, parallel
+from tiled_torch.collectives.consistency import agree
+from tiled_torch.collectives.groups import rank_group
 from tiled_torch.parallel import (
     checkpoint,
     parallelize,
     vocab_parallel_cross_entropy,
     vocab_parallel_linear_cross_entropy,
 )
-from tiled_torch.parallel.agreement import agree
-from tiled_torch.parallel.groups import rank_group
 
 
 def message_of(run: Callable[[], Any]) -> str:

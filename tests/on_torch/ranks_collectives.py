@@ -20,8 +20,8 @@ from tests.on_torch.ranks_engines import Collectives
 from tests.on_torch.ranks_layers import Order
 from tests.on_torch.ranks_loss import distance, group_of
 from tiled_torch import parallel
-from tiled_torch.parallel import transport
-from tiled_torch.parallel.groups import rank_group
+from tiled_torch.collectives import transport
+from tiled_torch.collectives.groups import rank_group
 
 
 def arguments_of(case: CollectiveCase, rank: int) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from shared_specs.config import Checkpointing, Compile, DataParallel, ParallelCo
 from tests.on_torch.decoders import BATCH, VOCAB, decoder, loss_of, small_config
 from tests.on_torch.ranks_engines import Collectives
 from tests.on_torch.ranks_plans import error_between, full, snapshot
-from tiled_torch.functional.attention import causal_attention
+from tiled_torch.layers.attention import causal_attention
 from tiled_torch.models import tile_model
 from tiled_torch.parallel import context_attention, context_slice, parallelize
 

@@ -156,7 +156,7 @@ class Collectives(TorchDispatchMode):
 
 
 def compares(func: Any, args: Any) -> bool:
-    """Whether a collective is one of `tiled_torch.parallel.agreement`: of one number a rank."""
+    """Whether a collective is one of `tiled_torch.collectives.consistency`: of one number a rank."""
     return func.__name__.startswith("_allgather_base_") and args[1].dtype == torch.int64 and args[1].dim() == 1
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from tests.on_torch.ranks_tensor_mlp import call, operands, part_of
 from tiled_torch import parallel
-from tiled_torch.parallel import agreement, failed_calls
+from tiled_torch.collectives import consistency, failures
 
 SECONDS = 1.0  # what a rank waits in a group before its call fails
 
@@ -40,7 +40,7 @@ def message_of(run: Callable[[], Any]) -> str:
 def log() -> list[str]:
     """What the ranks wrote so far."""
     store = dist.distributed_c10d._get_default_store()
-    return store.get(failed_calls._KEY).decode().splitlines() if store.check([failed_calls._KEY]) else []
+    return store.get(failures._KEY).decode().splitlines() if store.check([failures._KEY]) else []
 
 
 def scatter(group: Any, rows: int) -> Any:
@@ -81,7 +81,7 @@ def subgroups(rank: int, world: int) -> str:
 
 def backend(name: str) -> Any:
     """As under this backend, whose calls are compared the first time only unless it is gloo."""
-    return mock.patch.object(agreement, "backend_of", return_value=name)
+    return mock.patch.object(consistency, "backend_of", return_value=name)
 
 
 def functions(rank: int, world: int, under: str) -> str:

@@ -3,15 +3,19 @@
 import io
 import warnings
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 from rich.console import Console
+from torch.distributed.tensor import DTensor
 
 from shared_specs.app.loop import finetune
 from shared_specs.app.team import USER_ERRORS
 from shared_specs.cli import FinetuneOptions
+from tests.loading import memory_of_loading
 from tiled_torch.commands.finetune import TorchTrainer
 
 
@@ -39,3 +43,17 @@ def _run(options: FinetuneOptions, world: int) -> dict[str, Any]:
         except USER_ERRORS as error:
             return {"error": [type(error).__name__, str(error)], "shown": shown.getvalue()}
     return {"code": code, "shown": shown.getvalue()}
+
+
+def loading(rank: int, world: int, options: list[dict[str, Any]]) -> list[dict[str, int]]:
+    """Of each run, one after another, what loading its weights takes of this process's memory: see tests/loading.py."""
+    found = []
+    for given in options:
+        trainer = TorchTrainer()
+        trainer._device, trainer._team = torch.device("cpu"), SimpleNamespace(count=world, rank=rank)  # type: ignore[assignment]
+        with warnings.catch_warnings():
+            warnings.simplefilter("default")
+            measured = memory_of_loading(trainer, FinetuneOptions(**given))
+        parts = (p.to_local() if isinstance(p, DTensor) else p for p in trainer._parameters.values())
+        found.append(measured | {"kept": sum(part.nbytes for part in parts)})
+    return found

@@ -11,8 +11,9 @@ from torch import Tensor
 from tests.on_torch.ranks_engines import Collectives
 from tests.on_torch.ranks_loss import distance, draw, group_of
 from tiled_torch import parallel
-from tiled_torch.parallel import symmetric, transport
-from tiled_torch.parallel.groups import RankGroup
+from tiled_torch.collectives import transport
+from tiled_torch.collectives.groups import RankGroup
+from tiled_torch.layers import inference_symmetric
 
 HIDDEN, FEATURES, EPS = 8, 16, 1e-5
 
@@ -149,14 +150,14 @@ class emulated:
         def buffer(over: RankGroup, use: str, elements: int, dtype: torch.dtype, device: torch.device) -> Any:
             if use not in self.buffers:
                 memory = torch.full((elements,), torch.nan, dtype=dtype, device=device)
-                self.buffers[use] = symmetric._Buffer(memory, Mapped(over, memory))
+                self.buffers[use] = inference_symmetric._Buffer(memory, Mapped(over, memory))
             return self.buffers[use]
 
         def gathered(over: RankGroup, mine: Tensor) -> Tensor:
             return transport.all_gather(over, mine, 0).wait()
 
         changes = {"why_not": lambda *_: None, "_buffer": buffer, "all_gather_rows": gathered}
-        self.patch = mock.patch.multiple(symmetric, **changes)
+        self.patch = mock.patch.multiple(inference_symmetric, **changes)
         self.patch.start()
         return "symmetric_memory"
 

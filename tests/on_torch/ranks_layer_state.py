@@ -1,6 +1,8 @@
 """What the ranks run for parameters of the layers: initial values, attributes, experts, embeddings, errors."""
 
 import copy
+import io
+from collections import OrderedDict
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -275,15 +277,67 @@ def embedding(
     }
 
 
+def extra_state(rank: int, world: int) -> dict[str, Any]:
+    """A strict load of a checkpoint with Transformer Engine's keys, of which each layer has one that says nothing or more."""
+    torch.manual_seed(3)
+    layers = {
+        "table": parallel.VocabParallelEmbedding(5, 4),
+        "up": parallel.ColumnParallelLinear(4, 8),
+        "down": parallel.RowParallelLinear(8, 4, input_is_parallel=True),
+        "mlp": parallel.TensorParallelTiledMLP(4, 8),
+    }
+    model = nn.Sequential(OrderedDict(layers))
+    wanted = {name: one.detach() + 1 for name, one in model.state_dict().items()}
+    extra = {"table": None, "up": torch.zeros(3, dtype=torch.uint8), "down": io.BytesIO(b"0"), "mlp": None}
+    given = wanted | {f"{name}._extra_state": value for name, value in extra.items()}
+    keys = list(given)
+    found = model.load_state_dict(given, strict=True)
+    alone = layers["up"].load_state_dict(
+        {"weight": wanted["up.weight"], "bias": wanted["up.bias"], "_extra_state": None}
+    )
+    try:
+        model.load_state_dict(given | {"up.extra_state": None})
+        message = "accepted"
+    except RuntimeError as error:
+        message = str(error)
+    return {
+        "loaded": all(torch.equal(one, wanted[name]) for name, one in model.state_dict().items()),
+        "keys": [*found.missing_keys, *found.unexpected_keys, *alone.missing_keys, *alone.unexpected_keys],
+        "written": [name for name in model.state_dict() if "extra" in name],
+        "given": list(given) == keys,
+        "other": message,
+    }
+
+
+def chunks(rank: int, world: int) -> dict[str, bool]:
+    """Elements of a tensor dealt out and gathered again, with gradients, views and copies."""
+    whole = draw(3, 4, seed=1).requires_grad_()
+    dy = draw(12, seed=2)
+    parts = parallel.split_tensor_into_1d_equal_chunks(whole)
+    y = parallel.gather_split_1d_tensor(parts.sin())
+    y.backward(dy)
+    plain = whole.detach()
+    view = parallel.split_tensor_into_1d_equal_chunks(plain)
+    copied = parallel.split_tensor_into_1d_equal_chunks(plain, True)
+    return {
+        "part": torch.equal(parts, whole.flatten().chunk(world)[rank]),
+        "y": torch.equal(y, whole.sin().flatten()),
+        "gradient": torch.allclose(whole.grad.flatten(), dy * plain.cos().flatten(), rtol=0, atol=0),  # type: ignore[union-attr]
+        "view": view.untyped_storage().data_ptr() == plain.untyped_storage().data_ptr(),
+        "copy": torch.equal(copied, view) and copied.untyped_storage().data_ptr() != plain.untyped_storage().data_ptr(),
+    }
+
+
 def refused(rank: int, world: int) -> dict[str, str]:
     """Wrong call -> its error, on rank 0 alone: the other ranks make no call."""
     if rank:
         return {}
     x, weight = torch.ones(3, 4), torch.ones(2, 4)
     p, o = parallel, ParallelLinearOptions
+    explicit = o(explicit_expert_comm=True)
     fusing, deferring = o(gradient_accumulation_fusion=True), o(defer_weight_grad=True)
     parameter, small = nn.Parameter(torch.ones(2, 4)), nn.Parameter(torch.ones(2, 4))
-    small.main_grad = torch.zeros(2, 4, dtype=torch.bfloat16)  # type: ignore[attr-defined]
+    small.main_grad = torch.zeros(2, 4, dtype=torch.float64)  # type: ignore[attr-defined]
     make, linear, row, frozen = (
         p.ColumnParallelLinear,
         p.column_parallel_linear,
@@ -305,6 +359,13 @@ def refused(rank: int, world: int) -> dict[str, str]:
         "stride of the rows": lambda: linear(x, weight, options=o(stride=3)),
         "both": lambda: linear(x, weight, sequence_parallel=True, options=o(disable_grad_reduce=True)),
         "row reduction": lambda: row(x, weight, options=o(disable_grad_reduce=True)),
+        "limit": lambda: linear(x, weight, options=o(wgrad_deferral_limit=2)),
+        "limit below zero": lambda: linear(x, weight, options=o(wgrad_deferral_limit=-1, defer_weight_grad=True)),
+        "explicit": lambda: linear(x, weight, gather_output=True, options=explicit),
+        "explicit tokens": lambda: linear(x, weight, sequence_parallel=True, options=explicit),
+        "explicit row": lambda: row(x, weight, options=explicit),
+        "explicit bias": lambda: row(x, weight, torch.ones(2), input_is_parallel=True, options=explicit),
+        "explicit module": lambda: p.RowParallelLinear(4, 2, input_is_parallel=True, options=explicit),
         "row input": lambda: row(torch.ones(world, 4), weight, sequence_parallel=True),
         "row columns": lambda: row(torch.ones(3, 5), weight),
         "row tokens": lambda: row(x, weight, input_is_parallel=True, sequence_parallel=True),
@@ -330,6 +391,7 @@ def refused(rank: int, world: int) -> dict[str, str]:
         "tokens": lambda: p.vocab_parallel_embedding(ids, weight, reduce_scatter_embeddings=True),
         "unused dim of a module": lambda: p.VocabParallelEmbedding(8, 4, sequence_dim=1),
         "unused dim": lambda: p.vocab_parallel_embedding(ids, weight, sequence_dim=1),
+        "elements": lambda: p.split_tensor_into_1d_equal_chunks(torch.ones(2 * world + 1)),
         "module": lambda: p.sharded_state_dict({}),  # type: ignore[arg-type]
     }
     messages = {}

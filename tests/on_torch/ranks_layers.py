@@ -17,8 +17,8 @@ from shared_specs.config import ParallelLinearOptions
 from tests.on_torch.ranks_engines import Collectives, compares
 from tests.on_torch.ranks_loss import distance, draw, group_of
 from tiled_torch import parallel
-from tiled_torch.parallel import transport
-from tiled_torch.parallel.groups import rank_group
+from tiled_torch.collectives import transport
+from tiled_torch.collectives.groups import rank_group
 
 FEATURES, OUTPUTS = 8, 24
 
@@ -87,6 +87,7 @@ def linear(
     frozen: tuple[str, ...] = (),
     bias: bool = True,
     backwards: int = 1,
+    main_grad: str | None = None,
     **options: Any,
 ) -> dict[str, Any] | None:
     """One call of the functional form of `kind`: column, row or frozen. group: a name, or what `group_of` says of it."""
@@ -120,6 +121,7 @@ def linear(
     weight = leaves["weight"]
     if chosen.gradient_accumulation_fusion:
         wide, before = (torch.float64, 5.0) if dtype == "float64" else (torch.float32, 0.0)
+        wide = wide if main_grad is None else getattr(torch, main_grad)
         weight.main_grad = torch.full(weight.shape, before, dtype=wide)
     keywords: dict[str, Any] = {"sequence_parallel": sequence_parallel, "options": chosen, "group": over}
     if given:
@@ -155,7 +157,9 @@ def linear(
         found["dweight"] = (weight.main_grad - before) / backwards
     elif chosen.defer_weight_grad:
         found["dweight"] = None if weight.grad is None else weight.grad / backwards
-    if chosen.disable_grad_reduce and found["dx"] is not None:
+    if chosen.explicit_expert_comm and kind == "row":
+        found["y"] = transport.all_reduce(rank_group("test", over), y.detach()).wait() + problem.bias
+    elif (chosen.disable_grad_reduce or chosen.explicit_expert_comm) and found["dx"] is not None:
         found["dx"] = transport.all_reduce(rank_group("test", over), found["dx"]).wait()
     return {
         "errors": errors(found, parts, problem),
@@ -242,6 +246,42 @@ def mlp(
         "row.bias": (row.bias.grad, second.bias.grad),
     }
     return {name: distance(found, exact) for name, (found, exact) in pairs.items()}
+
+
+def expert(rank: int, world: int, sizes: list[int]) -> dict[str, float]:
+    """Two layers of an expert between collectives of the caller's own, against two linear layers; collectives inside."""
+    torch.manual_seed(0)
+    first, second = nn.Linear(8, 16, dtype=torch.float64), nn.Linear(16, 8, dtype=torch.float64)
+    x, dy = draw(sum(sizes), 8, seed=4).requires_grad_(), draw(sum(sizes), 8, seed=5)
+    expected = second(F.gelu(first(x)))
+    expected.backward(dy)
+    torch.manual_seed(0)
+    group = group_of("mesh", rank, world)[0]
+    options = ParallelLinearOptions(is_expert=True, explicit_expert_comm=True)
+    common: dict[str, Any] = {"options": options, "dtype": torch.float64, "group": group}
+    column = parallel.ColumnParallelLinear(8, 16, **common)
+    row = parallel.RowParallelLinear(16, 8, input_is_parallel=True, skip_bias_add=True, **common)
+    mine = x.detach().split(sizes)[rank].clone().requires_grad_()
+    tokens = parallel.gather_from_sequence_parallel_region(mine, split_sizes=sizes, group=group)
+    with Collectives() as inside:
+        part, bias = row(F.gelu(column(tokens)))
+    with Collectives() as backward:
+        dpart = torch.ones_like(part)
+        dtokens = torch.autograd.grad(part, (tokens, *column.parameters(), row.weight), dpart, retain_graph=True)
+    y = parallel.reduce_scatter_to_sequence_parallel_region(part, split_sizes=sizes, group=group) + bias
+    y.backward(dy.split(sizes)[rank])
+    dbias = transport.all_reduce(rank_group("test", group), row.bias.grad).wait()  # type: ignore[arg-type, union-attr]
+    pairs = {
+        "y": (y, expected.split(sizes)[rank]),
+        "dx": (mine.grad, x.grad.split(sizes)[rank]),  # type: ignore[union-attr]
+        "column.weight": (column.weight.grad, first.weight.grad.chunk(world)[rank]),  # type: ignore[union-attr]
+        "column.bias": (column.bias.grad, first.bias.grad.chunk(world)[rank]),  # type: ignore[union-attr]
+        "row.weight": (row.weight.grad, second.weight.grad.chunk(world, 1)[rank]),  # type: ignore[union-attr]
+        "row.bias": (dbias, second.bias.grad),
+    }
+    calls = sum(sum(counted.counts.values()) for counted in (inside, backward))
+    assert len(dtokens) == 4
+    return {"inside": calls} | {name: distance(found, exact) for name, (found, exact) in pairs.items()}
 
 
 def bfloat16_autocast(rank: int, world: int) -> dict[str, Any]:

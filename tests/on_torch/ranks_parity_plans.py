@@ -1,5 +1,6 @@
 """What the ranks run when `parallelize` of the halves is compared: loss and whole gradients of a Llama. See tests/ranks.py."""
 
+import logging
 from typing import Any
 
 import torch
@@ -40,7 +41,8 @@ def _model(
     tile_model(model, num_shards=3)
     mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
     parallel = ParallelConfig(**{step: STEPS[step](**fields) for step, fields in config.items()})
-    split: Any = parallelize(model, mesh, parallel)
+    with Lines("tiled_torch") as log:
+        split: Any = parallelize(model, mesh, parallel)
     rows = tokens
     for axis in axes:
         rows = rows if axis in ("tp", "cp") else rows.chunk(mesh[axis].size())[mesh[axis].get_local_rank()]
@@ -53,4 +55,29 @@ def _model(
     mean = loss.detach().clone()
     dist.all_reduce(mean)
     found = {name: None if grad is None else grad.tolist() for name, grad in gradients.items()}
-    return {"loss": mean.item() / dist.get_world_size(), "gradients": found if rank == 0 else {}}
+    return {
+        "loss": mean.item() / dist.get_world_size(),
+        "gradients": found if rank == 0 else {},
+        "log": log.lines,
+    }
+
+
+class Lines(logging.Handler):
+    """What a logger is told."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(logging.INFO)
+        self.logger, self.lines = logging.getLogger(name), list[str]()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+    def __enter__(self) -> "Lines":
+        self.before = self.logger.level
+        self.logger.setLevel(logging.INFO)
+        self.logger.addHandler(self)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.logger.removeHandler(self)
+        self.logger.setLevel(self.before)

@@ -10,13 +10,22 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from examples.gated_linear_attention import GatedLinearModel
 from shared_specs.config import Checkpointing, Compile, DataParallel, ParallelConfig, TensorParallel
 from tests.on_torch.decoders import BATCH, batch, decoder, loss_of, truth
 from tiled_torch import TiledLinearCrossEntropy, TiledMLP
 from tiled_torch.models import tile_model, tiling_paths
-from tiled_torch.parallel import materialize, parallelize
+from tiled_torch.parallel import (
+    ColumnParallelLinear,
+    Plan,
+    RowParallelLinear,
+    apply_checkpointing,
+    materialize,
+    parallelize,
+    register_plan,
+)
 
 FULL = Checkpointing()
 EXACT: dict[str, Any] = {"reduce_dtype": None}
@@ -32,6 +41,7 @@ CONFIGS: dict[str, tuple[tuple[str, ...], ParallelConfig]] = {
     "sp, gathered logits": (("tp",), ParallelConfig(tensor=GATHERED_LOGITS)),
     "sp, full": (("tp",), ParallelConfig(tensor=TENSOR, checkpointing=FULL)),
     "sp, products": (("tp",), ParallelConfig(tensor=TENSOR, checkpointing=Checkpointing(mode="products"))),
+    "sp, op": (("tp",), ParallelConfig(tensor=TENSOR, checkpointing=Checkpointing(mode="op"))),
     "fsdp": (("dp_shard",), ParallelConfig(data=SHARDED)),
     "fsdp, layers": (("dp_shard",), ParallelConfig(data=SHARDED, checkpointing=Checkpointing(mode="layers", every=2))),
     "fsdp, always": (("dp_shard",), ParallelConfig(data=DataParallel(reshard="always", **EXACT), checkpointing=FULL)),
@@ -252,6 +262,81 @@ def compiled(
         warnings.simplefilter("error")
 
 
+class Rows(torch.nn.Module):
+    """A layer of parallel layers of ours, which reads the sum that it was given a part of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        options: dict[str, Any] = {"sequence_parallel": True, "dtype": torch.float64}
+        self.up, self.down = (
+            ColumnParallelLinear(8, 12, **options),
+            RowParallelLinear(12, 8, input_is_parallel=True, **options),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).sin()).sin()
+
+
+class Layers(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Rows() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class ReduceScatters(TorchDispatchMode):
+    """How many there are, of DTensor and of our own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += "reduce_scatter" in operator.name()
+        return operator(*args, **(kwargs or {}))
+
+
+def reduce_scatters(rank: int, world: int, tiled: bool) -> dict[str, Any]:
+    """Those of a decoder's backward, and of a stack of our own layers', by checkpointing mode."""
+    register_plan(Layers, Plan(blocks="layers"), replace=True)
+    modes = {"nothing": None, "full": FULL, "op": Checkpointing(mode="op")}
+    ids, labels = batch()
+    found: dict[str, Any] = {}
+    for name, checkpointing in modes.items():
+        model = tile_model(decoder(), num_shards=3) if tiled else decoder()
+        model = parallelize(model, mesh_of(("tp",), world), ParallelConfig(tensor=TENSOR, checkpointing=checkpointing))
+        loss = loss_of(model, ids, labels, inside=True)
+        with ReduceScatters() as scattered:
+            loss.backward()
+        own = filled(Layers())
+        if checkpointing is not None:
+            apply_checkpointing(own, checkpointing, Plan(blocks="layers"))
+        y = own(torch.arange(48, dtype=torch.float64).reshape(6, 8) / 48)
+        with ReduceScatters() as of_own:
+            y.sum().backward()
+        grads = [p.grad for p in own.parameters()]
+        found[name] = {"decoder": scattered.count, "own": of_own.count, "gradients": [g.tolist() for g in grads]}
+    return found
+
+
+def axes_of_two_models(rank: int, world: int) -> dict[str, bool]:
+    """The meshes of the parameters of two models that were split over one mesh."""
+    mesh = mesh_of(("dp_shard", "tp"), world)
+    meshes: list[Any] = []
+    for _ in range(2):
+        model: Any = parallelize(decoder(), mesh, ParallelConfig(tensor=TENSOR, data=SHARDED))
+        # Before fully_shard gathers it, a parameter lies on both axes; what it is gathered to lies on the tensor axis.
+        meshes += [m._tensor_mesh for m in model.modules() if hasattr(m, "_tensor_mesh")]
+    return {
+        "one object": all(one is meshes[0] for one in meshes) and len(meshes) == 2,
+        "of the axis": meshes[0].mesh_dim_names == ("tp",),
+    }
+
+
 REFUSED: dict[str, tuple[tuple[str, ...], ParallelConfig, dict[str, Any]]] = {
     "order of axes": (("dp_shard", "dp_replicate"), ParallelConfig(data=BOTH_AXES), {}),
     "missing axis": (("dp_shard",), ParallelConfig(tensor=TENSOR), {}),
@@ -265,6 +350,11 @@ REFUSED: dict[str, tuple[tuple[str, ...], ParallelConfig, dict[str, Any]]] = {
     "products compiled": (
         ("tp",),
         ParallelConfig(tensor=TENSOR, compile=Compile(), checkpointing=Checkpointing(mode="products")),
+        {},
+    ),
+    "op compiled": (
+        ("tp",),
+        ParallelConfig(tensor=TENSOR, compile=Compile(), checkpointing=Checkpointing(mode="op")),
         {},
     ),
     "float8": (("dp_shard",), ParallelConfig(data=SHARDED, float8=True), {}),
@@ -329,6 +419,26 @@ def refusals(rank: int, world: int) -> dict[str, Any]:
     again = parallelize(decoder(), mesh_of(("dp_shard",), world), ParallelConfig(data=SHARDED))
     found["again"] = _refusal(again, mesh_of(("dp_shard",), world), ParallelConfig(data=SHARDED))
     found["nameless mesh"] = _refusal(decoder(), init_device_mesh("cpu", (world,)), ParallelConfig(tensor=TENSOR))
+    return found
+
+
+def batches(rank: int, world: int) -> dict[str, Any]:
+    """What the first step says to ranks of a tensor axis with other batches, and that the next ones compare nothing."""
+    found: dict[str, Any] = {}
+    for tiled in (False, True):
+        model: Any = tile_model(decoder()) if tiled else decoder()
+        parallelize(model, mesh_of(("tp",), world), ParallelConfig(tensor=WHOLE_TOKENS))
+        ids, labels = batch(12)
+        try:
+            model(input_ids=ids.roll(rank // 2, 0), labels=labels)
+        except ValueError as error:
+            found[f"tiled {tiled}"] = str(error)
+    model = parallelize(decoder(), mesh_of(("tp",), world), ParallelConfig(tensor=WHOLE_TOKENS))
+    found["hooks"] = []
+    for _ in range(2):
+        found["hooks"].append(len(model._forward_pre_hooks))
+        model(input_ids=ids, labels=labels)
+    found["hooks"].append(len(model._forward_pre_hooks))
     return found
 
 

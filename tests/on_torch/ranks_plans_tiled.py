@@ -18,7 +18,7 @@ from tests.on_torch.ranks_plans import CONFIGS, compare, error_between, filled, 
 from tiled_torch import TiledLinearCrossEntropy
 from tiled_torch.models import tile_model
 from tiled_torch.parallel import parallelize
-from tiled_torch.parallel.tensor_styles import Embedding
+from tiled_torch.plans.tensor_styles import Embedding
 
 HIDDEN, SHARDS = 16, 5
 

@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Callable
 from typing import Any, Self
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -26,11 +27,12 @@ from tests.on_torch.counting import FACTORS, GemmFlop, LiveBytes
 from tests.on_torch.ranks_engines import Collectives, full
 from tests.on_torch.ranks_loss import distance, draw, group_of
 from tiled_torch import tiled_mlp
+from tiled_torch.collectives.failures import named
+from tiled_torch.collectives.gathered_tokens import GatheredRows
+from tiled_torch.collectives.groups import rank_group
+from tiled_torch.collectives.transport import Pending
+from tiled_torch.mlp import steps_onednn
 from tiled_torch.parallel import tensor_parallel_mlp
-from tiled_torch.parallel.failed_calls import named
-from tiled_torch.parallel.groups import rank_group
-from tiled_torch.parallel.sequence import gathered
-from tiled_torch.parallel.transport import Pending
 
 HIDDEN, FEATURES, OUT = 6, 16, 5
 PLACEMENTS = {"w_gate": 0, "w_up": 0, "w_down": 1, "b_gate": 0, "b_up": 0, "b_down": None}
@@ -270,8 +272,22 @@ def peaks(
     tokens: int = 512,
     hidden: int = 64,
     features: int = 256,
+    onednn: bool = False,
 ) -> dict[str, Any]:
-    """Peak bytes of forward and backward above results, beside the formula; the largest storage of either."""
+    """Peak bytes of forward and backward above results, beside the formula; the largest storage of either.
+
+    onednn: by its products, on any processor and at these sizes.
+    """
+    if onednn:
+        made, product = [], steps_onednn.product  # a Mock would keep what it was called with
+
+        def counted(*given: Any, **options: Any) -> Tensor:
+            made.append(1)
+            return product(*given, **options)
+
+        with mock.patch.multiple(steps_onednn, SMALLEST=0, pays_here=lambda: True, product=counted):
+            found = peaks(rank, world, dtype, gated, shard_tokens, tokens, hidden, features)
+        return found | {"products": len(made)}
     kind = getattr(torch, dtype)
     local = features // world
     x = torch.randn(tokens, hidden, dtype=kind, requires_grad=True)
@@ -320,8 +336,8 @@ def held(rank: int, world: int) -> list[int]:
     plan, found = plan_sequence("held", (8,) * world, num_shards=4), []
     for hold in (False, True):
         with LiveGathered() as live:
-            x, shards = draw(8, HIDDEN, seed=0), range(len(plan))
-            for _, arrived in gathered(rank_group("held"), plan, x, torch.float64, shards):
+            rows = GatheredRows(rank_group("held"), plan, draw(8, HIDDEN, seed=0))
+            for _, _, arrived in rows.shards(torch.float64):
                 last = arrived if hold else None
                 del arrived
             del last

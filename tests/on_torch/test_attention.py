@@ -6,7 +6,7 @@ from torch import Tensor
 
 from shared_specs.tolerances import DISTRIBUTED_FLOAT64, limit
 from tests.on_torch.counting import LiveBytes, saved_bytes
-from tiled_torch.functional.attention import causal_attention
+from tiled_torch.layers.attention import causal_attention
 
 
 def written_out(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: float | None) -> Tensor:

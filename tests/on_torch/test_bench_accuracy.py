@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shared_specs.app.accuracy import WEIGHTS
-from shared_specs.cli import BenchOptions
+from shared_specs.cli import BenchOptions, InputError
 from shared_specs.tolerances import BF16_256_SHARDS
 from shared_specs.workloads import ACCURACY_WORKLOADS
 from tiled_torch.commands import bench_accuracy
@@ -83,3 +83,10 @@ def test_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert path.name.startswith("accuracy_tiled_torch_")
     assert (record["kind"], record["half"], record["parity"]) == ("accuracy", "tiled_torch", "torch passed")
     assert record["results"] == [{"variant": "plain", "workload": ACCURACY_WORKLOADS[0].name}]
+
+
+def test_a_benchmark_of_the_other_half_is_refused(tmp_path: Path) -> None:
+    options = BenchOptions(op="mesh", out=str(tmp_path))
+    options.check()
+    with pytest.raises(InputError, match="--op mesh is of tiled_jax alone"):
+        bench(options)

@@ -14,7 +14,7 @@ from shared_specs import SpecError, UnsupportedError
 from shared_specs.rounding import relative_error
 from shared_specs.tolerances import DISTRIBUTED_FLOAT64
 from tiled_torch import tile
-from tiled_torch.functional import replay
+from tiled_torch.core import replay
 from tiled_torch.parallel import CheckpointWithoutOutput, checkpoint, seed_parallel
 
 TOKENS, HIDDEN, WIDE = 16, 8, 64

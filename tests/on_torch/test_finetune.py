@@ -2,8 +2,10 @@
 
 import io
 import os
+import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,16 +15,20 @@ import torch.distributed as dist
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from shared_specs.app.checkpoint import load_checkpoint, save_sharded_checkpoint
 from shared_specs.app.command import main
 from shared_specs.app.log import read_log, step_records
 from shared_specs.app.loop import MODEL_NAME, finetune
 from shared_specs.app.model_config import scale_positions
 from shared_specs.app.predict import plain_step
+from shared_specs.app.team import ALONE, OutputError
 from shared_specs.app.trainer import ADAMW
 from shared_specs.app.weights import default_model, read_model
 from shared_specs.cli import FinetuneOptions, InputError
 from shared_specs.errors import UnsupportedError
 from shared_specs.tolerances import DEMO_LOSS_RTOL, MODEL_FLOAT32
+from tests.installed import hinted, run_with
+from tests.synced import Renames, assert_synced_before_the_name, longest_file
 from tests.tiny_model import tiny_config, tiny_weights, write_inputs, write_tiny_folder, write_tiny_gguf
 from tiled_torch.__main__ import COMMANDS
 from tiled_torch.commands.finetune import TorchTrainer, build_model
@@ -204,13 +210,45 @@ def test_transformers_loads_the_result(options, tmp_path):
 def test_linear_scaling_divides_the_positions():
     model = build_model(tiny_config(), tiny_weights(tiny_config()), CPU)
     scaled = build_model(scale_positions(tiny_config(), 4.0), tiny_weights(tiny_config()), CPU)
-    torch.testing.assert_close(scaled.model.rotary_emb.inv_freq * 4, model.model.rotary_emb.inv_freq)
+    assert torch.equal(scaled.model.rotary_emb.inv_freq * 4, model.model.rotary_emb.inv_freq)
 
 
 def test_resumed_run_has_the_losses_of_the_uninterrupted_one(options, tmp_path):
     whole = run(options(num_shards=3, out=str(tmp_path / "whole")))
     run(options(num_shards=3, steps=2))
     assert run(options(num_shards=3, resume=True)) == whole
+
+
+def shards_of(options):
+    """What saves the shards of a trainer that has taken a step into a checkpoint, as the loop does."""
+    trainer = loaded(options(plain=True))
+    trainer.step(windows())
+    return partial(
+        save_sharded_checkpoint,
+        team=ALONE,
+        shard_format=trainer.shard_format,
+        save_shards=trainer.save_shards,
+        write_rest=lambda folder: None,
+    )
+
+
+def test_shards_are_on_the_disk_before_their_folder_has_its_name(options, tmp_path, monkeypatch):
+    save, renames = shards_of(options), Renames(monkeypatch)
+    folder = save(tmp_path, record={"step": 1})
+    assert list(folder.rglob("*.distcp"))
+    assert_synced_before_the_name(renames, folder)
+
+
+def test_a_full_disk_loses_no_shards(options, tmp_path):
+    save = shards_of(options)
+    kept = save(tmp_path, record={"step": 1})
+    with (
+        longest_file(10_000),
+        pytest.raises(OutputError, match=r"^finetune: --out cannot be written to: File too large"),
+    ):
+        save(tmp_path, record={"step": 2})
+    assert list((tmp_path / "checkpoints").iterdir()) == [kept]
+    assert load_checkpoint(tmp_path).record["step"] == 1
 
 
 def test_gguf_reads_as_transformers_reads_it(tmp_path):
@@ -274,6 +312,24 @@ def test_the_command_itself(options, capsys):
     assert "step 2/2  loss " in done.stdout
     assert main("tiled_torch", COMMANDS, chosen) == 2
     assert capsys.readouterr().err.startswith("finetune: --out must be a new or empty folder")
+
+
+@pytest.mark.parametrize(
+    ("extras", "words"),
+    [("torch", ["--help"]), ("torch", ["finetune", "--tokens", "1"]), ("cli,torch", ["finetune"])],
+    ids=["help without cli", "finetune without cli", "finetune without hf"],
+)
+def test_a_missing_package_is_one_line_that_names_what_is_enough(extras, words):
+    done = run_with(extras, "tiled_torch", *words)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    assert re.match(r"tiled_torch: the package \w+ is not installed\. Install it with pip install '", done.stderr)
+    assert hinted(done.stderr) == "cli,hf,torch"
+
+
+def test_the_extras_that_a_message_names_are_enough(options):
+    given = words(options(steps=1))
+    done = run_with("cli,hf,torch", "tiled_torch", *given)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_model_it_cannot_do_is_one_line_and_exit_code_2(options, tmp_path, capsys):

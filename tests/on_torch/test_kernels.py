@@ -6,63 +6,37 @@ Outputs start as NaN (conftest), so an element that no block wrote is seen. Erro
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-import tests.triton_interpreter  # noqa: F401
-from shared_specs.blocks import Blocks
 from shared_specs.config import LossOptions
 from shared_specs.errors import UnsupportedError
-from shared_specs.rounding import relative_error
-from shared_specs.tolerances import limit
-from tiled_torch.functional import loss_math, loss_steps
-from tiled_torch.functional.activations import combine_, combine_backward
-from tiled_torch.functional.kernel_loss_steps import KernelLossSteps
-from tiled_torch.functional.loss_math import Coefficients, Columns
-from tiled_torch.kernels import cross_entropy, dgated, glu_elementwise, glu_up, launch, linear, weight_gradient
+from shared_specs.tolerances import FLOOR
+from tests.asserting import assert_near
+from tests.on_torch.kernel_inputs import DTYPES, NUMPY_WARNINGS, assert_close, draw, empty, set_blocks, watch_addresses
+from tiled_torch.core import launch
+from tiled_torch.loss import math as loss_math
+from tiled_torch.loss import steps as loss_steps
+from tiled_torch.loss.kernels import cross_entropy
+from tiled_torch.loss.math import Coefficients, Columns
+from tiled_torch.loss.steps_kernels import KernelLossSteps
+from tiled_torch.mlp.kernels import dgated, glu_elementwise, glu_up, linear, weight_gradient
+from tiled_torch.mlp.math import combine_, combine_backward
 
-# The interpreter computes with NumPy, which warns where a GPU just returns infinity.
-pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
+pytestmark = NUMPY_WARNINGS
 
 T, H, W = 70, 56, 88  # none a multiple of the blocks below
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu_squared")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Every activation in one dtype, every dtype with one activation.
 KINDS = [*((activation, "float32") for activation in ACTIVATIONS), ("silu", "bfloat16"), ("gelu", "float16")]
 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks so small that every kernel needs several in each dim."""
-    set_blocks(monkeypatch, halves=1)
+    set_blocks(monkeypatch)
+    watch_addresses(monkeypatch)
     assert launch.with_descriptors(torch.ones(T, H), torch.ones(W, H))
-
-
-def set_blocks(monkeypatch: pytest.MonkeyPatch, *, halves: int) -> None:
-    def blocks(op: str, a: Tensor, shape: tuple[int, ...]) -> Blocks:
-        if op in ("glu_elementwise", "cross_entropy"):
-            return Blocks(rows=1, columns=32)
-        return Blocks(rows=32, columns=32, depth=16, group=2, halves=halves)
-
-    monkeypatch.setattr(launch, "blocks", blocks)
-
-
-def draw(*shape: int, dtype: str, scale: float = 1.0, seed: int = 0) -> Tensor:
-    values = np.random.default_rng((seed, *shape)).standard_normal(shape) * scale
-    return torch.from_numpy(values).to(DTYPES[dtype])
-
-
-def empty(*shape: int, dtype: str) -> Tensor:
-    return torch.full(shape, torch.nan, dtype=DTYPES[dtype])
-
-
-def assert_close(found: Tensor, truth: Tensor, baseline: Tensor, dtype: str) -> None:
-    """As exact as the baseline, which rounds where a plain implementation does. dtype: of the operands."""
-    wide = truth.double().numpy()
-    error = relative_error(found.double().numpy(), wide)
-    assert error <= limit(relative_error(baseline.double().numpy(), wide), dtype)
 
 
 def reference(function: Callable[..., Any], *tensors: Tensor | None) -> Any:
@@ -141,6 +115,24 @@ def test_dgated(dtype, activation, halves, monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(over, (dgate, dup, h), strict=True))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_few_programs_make_every_block(dtype, monkeypatch):
+    """Two programs for nine blocks, with the epilogue in four pieces: what one program a block makes."""
+    dy, w_down = draw(T, H, dtype=dtype), draw(H, W, dtype=dtype, scale=0.2)
+    gate, up = draw(T, W, dtype=dtype, seed=1), draw(T, W, dtype=dtype, seed=2)
+    expected, found = ([empty(T, W, dtype=dtype) for _ in range(3)] for _ in range(2))
+    dgated.dgated(dy, w_down, gate, up, *expected, "silu")
+    set_blocks(monkeypatch, halves=4, persistent=True)
+    grids, start = [], launch.start
+    monkeypatch.setattr(launch, "processors", lambda device: 2)
+    monkeypatch.setattr(
+        launch, "start", lambda kernel, n, *args, **kw: (grids.append(n), start(kernel, n, *args, **kw))
+    )
+    dgated.dgated(dy, w_down, gate, up, *found, "silu")
+    assert grids == [2]
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
 @pytest.mark.parametrize(("activation", "dtype"), KINDS)
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
 def test_glu_elementwise(dtype, activation, gated):
@@ -197,9 +189,10 @@ def test_nan_and_infinity_pass_through(activation, gated):
     }
     if gated:
         found["dup"] = (dup, gradients[1])
+    exact = {"rtol": FLOOR["float32"], "atol": FLOOR["float32"], "equal_nan": True}
     for name, (ours, plain) in found.items():
         plain = plain.detach().float()
-        torch.testing.assert_close(ours, plain, equal_nan=True, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(ours, plain, **exact, msg=lambda text, name=name: f"{name}: {text}")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -259,7 +252,7 @@ def test_odd_sizes_take_pointers():
     assert not launch.with_descriptors(x, w)
     y = empty(5, 9, dtype="float32")
     linear.linear(x, w, None, y)
-    torch.testing.assert_close(y, x @ w.T)
+    assert_near(y, x @ w.T)
 
 
 R, V = 12, 75  # rows and columns of the logits
@@ -334,6 +327,21 @@ def test_two_passes_over_a_part_of_the_vocabulary(name, start, dtype):
     assert_close(logits, exact, rounded, dtype)
 
 
+@pytest.mark.parametrize("width", [16, 31, 32, 48, 80])
+def test_rows_of_any_width(width):
+    """Widths of 16 are masked as a whole, others at their ends alone: one block, two, and several with a body between."""
+    logits, options = draw(4, width, dtype="float32", scale=3.0), LOSS_OPTIONS["everything"]
+    class_weight = torch.linspace(0.5, 2, width)
+    labels = loss_math.labels_of(torch.tensor([0, width - 1, -100, 7]), width, class_weight, -100, torch.float32)
+    columns, exact, rounded, ours = Columns(0, width), logits.double(), logits.clone(), logits.clone()
+    truth = loss_steps.EAGER.fused_gradient_(exact, wide_labels(labels), columns, options, width)
+    baseline = loss_steps.EAGER.fused_gradient_(rounded, labels, columns, options, width)
+    found = KernelLossSteps().fused_gradient_(ours, labels, columns, options, width)
+    assert_close(ours, exact, rounded, "float32")
+    for a, b, c in zip(present(found), present(truth), present(baseline), strict=True):
+        assert_close(a, b, c, "float32")
+
+
 def test_a_target_that_does_not_exist_is_nan_and_reads_nothing_else():
     """On a GPU nothing is raised: the token's loss and gradient are NaN, every other row is as it was."""
     labels = loss_math.labels_of(torch.tensor([3, V + 5, -7]), V, None, -100, torch.float32)
@@ -385,5 +393,5 @@ def test_expanded_gradients_are_copied_and_empty_shards_start_nothing():
     dy, w = torch.ones(1, 1).expand(T, H), draw(W, H, dtype="float32")
     y = empty(T, W, dtype="float32")
     linear.linear(dy, w, None, y)
-    torch.testing.assert_close(y, dy @ w.T)
+    assert_near(y, dy @ w.T)
     linear.linear(dy[:0], w, None, y[:0])

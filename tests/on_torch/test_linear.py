@@ -12,6 +12,7 @@ from shared_specs import SpecError, UnsupportedError
 from shared_specs.partitions import bounds
 from shared_specs.rounding import relative_error
 from shared_specs.tolerances import DISTRIBUTED_FLOAT64, limit
+from tests.asserting import assert_near
 from tests.on_torch.counting import GemmFlop, LiveBytes, saved_bytes
 from tiled_torch import TiledLinear, TiledLinearReturnBias, tile
 
@@ -124,7 +125,7 @@ def test_sums_over_many_tiles_are_made_in_float32(dtype, grid):
 
 
 def test_the_limit_would_find_sums_in_16_bits(monkeypatch):
-    from tiled_torch.modules import linear
+    from tiled_torch.linear import module as linear
 
     monkeypatch.setattr(linear, "shared_input", lambda x, tiles: lambda: x)
     monkeypatch.setattr(linear, "add_partial", lambda index, total, new: new if total is None else total + new)
@@ -184,7 +185,7 @@ def test_tiles_of_another_class():
     layer = TiledLinear(5, 7, in_splits=2, out_splits=3, linear_cls=Counting, linear_args={"factor": 2.0})
     linear, x = plain_layer(dtype=torch.float32), torch.randn(4, 5)
     layer.copy_params_from(linear)
-    torch.testing.assert_close(layer(x), 2 * linear(x))
+    assert_near(layer(x), 2 * linear(x))
     assert [layer.linears[j][i].calls for j, i, *_ in layer.grid()] == [1] * 6
     with pytest.raises(TypeError, match="factor"):
         TiledLinear(5, 7, linear_cls=Counting)
@@ -211,7 +212,7 @@ def test_the_steps_can_be_overridden():
     x = x.flip(0)
     expected = torch.maximum(x[:, :3] @ weight[:, :3].T, x[:, 3:] @ weight[:, 3:].T)
     assert isinstance(found, tuple)
-    torch.testing.assert_close(torch.cat(found, -1), expected)
+    assert_near(torch.cat(found, -1), expected)
 
 
 class Forgetful(nn.Linear):
@@ -238,7 +239,7 @@ def test_return_bias_through_the_layer_of_ones_own(grid):
     x = torch.randn(4, 5, dtype=torch.float64)
     y, bias = layer(x)
     assert torch.equal(bias, linear.bias)
-    torch.testing.assert_close(y, x @ linear.weight.T)
+    assert_near(y, x @ linear.weight.T)
     (y + bias).sum().backward()
     grads = [layer.linears[j][grid[0] - 1].bias.grad for j in range(grid[1])]
     assert torch.equal(torch.cat(grads), torch.full((7,), 4.0, dtype=torch.float64))

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from shared_specs import LossOptions, SpecError, Tiling
+from tests.asserting import assert_near
 from tiled_torch import LossResult, TiledLinearCrossEntropy, tiled_linear_cross_entropy
-from tiled_torch.functional import loss_ops
-from tiled_torch.functional.loss_call import Problem
+from tiled_torch.loss import compiled
+from tiled_torch.loss.call import Problem
 
 OPTIONS = {
     "mean": LossOptions(),
@@ -55,9 +56,10 @@ def test_compiled_equals_eager(name: str, vocab_shards: int, autocast: bool) -> 
 def test_opcheck(operator: str) -> None:
     x, weight, bias, targets = operands()
     options = LossOptions() if operator == "with_gradients" else LossOptions(reduction="none", outputs=("entropy",))
-    static = loss_ops.Static.of(Problem("test", options, 4, 2, torch.float32, 41))
-    arguments = (x, weight, bias, targets, None, None, *static, torch.float32, [True, True, True])
-    torch.library.opcheck(getattr(loss_ops, operator), arguments)
+    static = compiled.Static.of(Problem("test", options, 4, 2, torch.float32, 41))
+    needs = ([True, True, True],) if operator == "with_gradients" else ()
+    arguments = (x, weight, bias, targets, None, None, *static, torch.float32, *needs)
+    torch.library.opcheck(getattr(compiled, operator), arguments)
 
 
 def test_bad_targets_are_refused_under_compile() -> None:
@@ -77,5 +79,5 @@ def test_main_grad_still_receives_the_gradient() -> None:
     head.weight.main_grad = torch.zeros_like(head.weight)  # type: ignore[attr-defined]
     torch.compiler.reset()
     torch.compile(head, backend="aot_eager")(x, targets).backward()
-    torch.testing.assert_close(head.weight.main_grad, expected)  # type: ignore[arg-type]
+    assert_near(head.weight.main_grad, expected)
     assert head.weight.grad is None

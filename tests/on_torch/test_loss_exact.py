@@ -228,7 +228,7 @@ def test_hooks_fire_once_per_parameter(loss: LossOptions) -> None:
     weight.register_hook(halve)
     call().backward()
     assert fired == {"post": 2, "grad": 1}
-    torch.testing.assert_close(weight.grad, 0.5 * expected)
+    assert torch.equal(weight.grad, 0.5 * expected)
 
 
 @pytest.mark.parametrize("loss", [MEAN, NONE], ids=["mean", "none"])
@@ -259,6 +259,20 @@ def test_main_grad_takes_the_gradient(flagged: bool, dtype: torch.dtype, loss: L
             assert parameter.grad.shape == parameter.shape
         else:
             assert parameter.grad is None
+
+
+@pytest.mark.parametrize("loss", [MEAN, NONE], ids=["mean", "none"])
+def test_main_grad_of_16_bits_is_rounded_once(loss: LossOptions) -> None:
+    """What a float32 main_grad gets, added to what was there and rounded there once."""
+    x, weight, bias, targets = head(64, torch.bfloat16)
+    found = {}
+    for dtype, before in ((torch.float32, 0.0), (torch.bfloat16, 3.0)):
+        for parameter in (weight, bias):
+            parameter.main_grad = torch.full(parameter.shape, before, dtype=dtype)
+        tiled_linear_cross_entropy(x, weight, targets, bias=bias, loss=loss, num_shards=16).sum().backward()
+        found[dtype] = [weight.main_grad, bias.main_grad]
+    for wide, narrow in zip(*found.values(), strict=True):
+        assert torch.equal(narrow, (wide + 3).bfloat16())
 
 
 @pytest.mark.parametrize("first", [SUM, NONE], ids=["sum", "none"])

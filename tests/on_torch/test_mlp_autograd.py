@@ -235,7 +235,7 @@ def test_compile_around_a_checkpoint() -> None:
 
 def test_registered_operators() -> None:
     """Fake implementations agree with the real ones."""
-    from tiled_torch.functional import ops
+    from tiled_torch.mlp import compiled as mlp_compiled
 
     x, weights = operands(33)
     detached = [a.detach() for a in (x, *weights)]
@@ -243,11 +243,11 @@ def test_registered_operators() -> None:
     none = (None, None, None)
     options = ("test_schema", "test_faketensor")
     torch.library.opcheck(
-        ops.forward, (x, gate, up, down, *none, None, None, x.dtype, "silu", 8, "eager"), test_utils=options
+        mlp_compiled.forward, (x, gate, up, down, *none, None, None, x.dtype, "silu", 8, "eager"), test_utils=options
     )
-    torch.library.opcheck(ops.kept, (x, gate, up, down, *none, x.dtype, 8, "eager", 16), test_utils=options)
+    torch.library.opcheck(mlp_compiled.kept, (x, gate, up, down, *none, x.dtype, 8, "eager", 16), test_utils=options)
     args = (x, x, gate, up, down, *none, None, None, "silu", 8, "eager", [True] * 4 + [False] * 3)
-    torch.library.opcheck(ops.backward, args, test_utils=options)
+    torch.library.opcheck(mlp_compiled.backward, args, test_utils=options)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -287,6 +287,23 @@ def test_main_grad_takes_the_gradient(dtype: torch.dtype, flagged: bool) -> None
             assert w.grad is not None
         else:
             assert w.grad is None
+
+
+@pytest.mark.parametrize("weights_in", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_main_grad_of_16_bits_is_rounded_once(dtype: torch.dtype, weights_in: torch.dtype) -> None:
+    """The sum over 32 shards is that of a float32 main_grad, added to what was there and rounded there once."""
+    x, weights = operands(64, weights_in)
+    for w in weights:
+        w.main_grad = torch.zeros(w.shape)
+    tiled_mlp(x, *weights, num_shards=32).sum().backward()
+    exact = [w.main_grad for w in weights]
+    for w in weights:
+        w.main_grad = torch.full(w.shape, 3.0, dtype=dtype)
+    tiled_mlp(x, *weights, num_shards=32).sum().backward()
+    for w, sums in zip(weights, exact, strict=True):
+        assert torch.equal(w.main_grad, (sums + 3).to(dtype))
+        assert w.grad is None
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -11,8 +11,7 @@ import torch
 from shared_specs.rounding import relative_error
 from shared_specs.tolerances import DISTRIBUTED_FLOAT64
 from tests.on_torch.test_models import IDS, assert_same, build, loss_and_gradients
-from tiled_torch import tile_model, untile_model
-from tiled_torch.models import tiling_paths
+from tiled_torch import tile_model, tiling_paths, untile_model
 
 
 def pickled(model: Any) -> Any:

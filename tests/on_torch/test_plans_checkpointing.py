@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shared_specs.config import Checkpointing, Compile, ParallelConfig
 from shared_specs.errors import SpecError, UnsupportedError
@@ -28,6 +30,7 @@ MODES = {
     "full": Checkpointing(),
     "layers": Checkpointing(mode="layers", every=2),
     "products": Checkpointing(mode="products"),
+    "op": Checkpointing(mode="op"),
 }
 
 
@@ -124,6 +127,128 @@ def test_products_does_not_take_apart_what_is_tiled(tiled: str) -> None:
     assert flop - per_layer("nothing", tiled)[1] == 2 * SQUARE + again
 
 
+class Attends(TorchDispatchMode):
+    """How often attention is called, or is made of products; not its backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = operator.name()
+        self.calls += name == "aten::bmm" or ("attention" in name and "backward" not in name)
+        return operator(*args, **(kwargs or {}))
+
+
+def attended(mode: str, kernel: str) -> tuple[int, int, Any]:
+    """Calls in forward and in backward of two layers, and the gradients. kernel: PyTorch's on a CPU, its "math", or products
+    of the model's own ("eager"): two in forward, four in backward."""
+    model: Any = llama(2, "tiled_mlp")
+    model.set_attn_implementation("eager" if kernel == "eager" else "sdpa")
+    parallelize(model, None, ParallelConfig(checkpointing=MODES[mode]))
+    backend = SDPBackend.MATH if kernel == "math" else SDPBackend.FLASH_ATTENTION
+    with sdpa_kernel(backend), Attends() as calls:
+        loss = loss_of(model, *batch(), inside=True, cache=False)
+        forward = calls.calls
+        loss.backward()
+    return forward, calls.calls - forward, {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("kernel", ["flash", "math", "eager"])
+def test_op_does_not_attend_again(kernel: str) -> None:
+    """What a kernel of attention returned is there; of attention made of products the scores are computed again alone."""
+    found = {mode: attended(mode, kernel) for mode in ("nothing", "products", "op")}
+    calls = {mode: (forward, backward) for mode, (forward, backward, _) in found.items()}
+    if kernel == "flash":
+        assert calls == {"nothing": (2, 0), "products": (2, 2), "op": (2, 0)}
+    else:
+        assert calls == {"nothing": (4, 8), "products": (4, 12), "op": (4, 10)}
+    assert error_between(found["op"][2], found["nothing"][2]) <= DISTRIBUTED_FLOAT64
+
+
+def test_bytes_of_op() -> None:
+    """Beside what "products" keeps [T, H] and, for each token and head, the logarithm of a sum; as many products again."""
+    heads, itemsize = 4, 8
+    for tiled in ("", "tiled_mlp"):
+        kept, flop = per_layer("products", tiled)
+        assert per_layer("op", tiled) == (kept + ROW + TOKENS * heads * itemsize, flop)
+
+
+@torch.library.custom_op("tests_of_op::flash_attn_forward", mutates_args=())
+def packaged(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention as a package brings it."""
+    return nn.functional.scaled_dot_product_attention(q, k, v)
+
+
+@torch.library.custom_op("tests_of_op::_attention_into", mutates_args={"out"})
+def written(q: Tensor, out: Tensor) -> None:
+    out.copy_(q)
+
+
+class Packaged(nn.Module):
+    """A layer whose attention is an operator of somebody else's, in a function with a derivative of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + Attend.apply(self.q(x)).sin()
+
+
+class Attend(torch.autograd.Function):
+    runs = 0
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor) -> Tensor:
+        out = torch.empty_like(q)
+        written(q, out)
+        return packaged(out, q, q)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        return dy
+
+
+class Packages(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Packaged() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize(("mode", "again"), [("full", 2), ("op", 0)])
+def test_attention_of_packages(mode: str, again: int) -> None:
+    """Found by its name. One that writes over an argument is called again, or its replay would read what is not there."""
+    register_plan(Packages, Plan(blocks="layers"), replace=True)
+    torch.manual_seed(0)
+    plain, x = Packages(), torch.randn(2, 1, 3, 8)
+    model: Any = parallelize(copy.deepcopy(plain), None, ParallelConfig(checkpointing=MODES[mode]))
+    plain(x).sum().backward()
+    loss = model(x).sum()
+    with Named("tests_of_op::flash_attn_forward") as calls, Named("tests_of_op::_attention_into") as writes:
+        loss.backward()
+    assert (calls.count, writes.count) == (again, 2)
+    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(found.grad, expected.grad)
+
+
+class Named(TorchDispatchMode):
+    """How often the operator of a name is called."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name, self.count = name, 0
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += operator.name() == self.name
+        return operator(*args, **(kwargs or {}))
+
+
 class NamedDropout(nn.Module):
     """Dropout from a named stream."""
 
@@ -169,7 +294,7 @@ def dropped(mode: str, compile: Compile | None = None) -> list[Any]:
     return [*(p.grad for p in model.parameters()), after, torch.rand(1)]
 
 
-@pytest.mark.parametrize("mode", ["full", "layers", "products"])
+@pytest.mark.parametrize("mode", ["full", "layers", "products", "op"])
 def test_named_streams_are_drawn_from_again(mode: str) -> None:
     register_plan(Drops, Plan(blocks="layers"), replace=True)
     for found, expected in zip(dropped(mode), dropped("nothing"), strict=True):
@@ -185,10 +310,19 @@ def test_named_streams_of_compiled_blocks(graphs: dict[str, list[int]]) -> None:
     assert graphs["forward"]
     with pytest.raises(SpecError, match=r"RandomStates\.fork: a call must be outside torch\.utils\.checkpoint"):
         dropped("products", Compile())
+    with pytest.raises(SpecError, match=r"RandomStates\.fork: a call must be outside torch\.utils\.checkpoint"):
+        dropped("op", Compile())
 
 
 def products_of(graph: Any) -> int:
     return sum(node.target is torch.ops.aten.mm.default for node in graph.graph.nodes)
+
+
+def attention_in(graph: Any) -> int:
+    """Calls that are not of its backward; one that is repeated may be given, with its random state, to another operator."""
+    found = (one for node in graph.graph.nodes for one in (node.target, *node.args))
+    names = [one.name() for one in found if isinstance(one, torch._ops.OpOverload)]
+    return sum("attention" in name and "backward" not in name for name in names)
 
 
 @pytest.fixture
@@ -199,6 +333,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
     def compiler(direction: str) -> Any:
         def compile_graph(graph: Any, _: Any) -> Any:
             found[direction].append(products_of(graph))
+            attends[direction] = attention_in(graph)
             return graph
 
         return compile_graph
@@ -215,7 +350,12 @@ COMPILED = {
     ("products", ""): (7, 14 + 3),
     ("full", "tiled_mlp"): (4, 8 + 4),
     ("products", "tiled_mlp"): (4, 8 + 2),
+    ("op", ""): (7, 14 + 3),
 }
+
+
+attends: dict[str, int] = {}
+"""How often the graphs compiled last attend, by direction."""
 
 
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
@@ -232,6 +372,7 @@ def test_compiled_blocks_are_one_graph(graphs: dict[str, list[int]], mode: str, 
     loss.backward()
     forward, backward = COMPILED[mode, tiled]
     assert graphs == {"forward": [forward], "backward": [backward]}
+    assert attends == {"forward": 1, "backward": 0 if mode == "op" else 1}
     assert abs(loss.item() - expected_loss.item()) <= DISTRIBUTED_FLOAT64 * expected_loss.item()
     found, expected = ({name: p.grad for name, p in m.named_parameters()} for m in (model, plain))
     assert error_between(found, expected) <= DISTRIBUTED_FLOAT64
@@ -254,6 +395,8 @@ def test_blocks_that_tile_breaks_are_compiled_inside_their_checkpoints(graphs: d
     assert error_between(found, expected) <= DISTRIBUTED_FLOAT64
     with pytest.raises(UnsupportedError, match=r"with config\.compile where an MLP goes through tile"):
         parallelize(llama(2, "tile"), None, ParallelConfig(checkpointing=MODES["products"], compile=Compile()))
+    with pytest.raises(UnsupportedError, match=r"where an MLP goes through tile, got 'op'"):
+        parallelize(llama(2, "tile"), None, ParallelConfig(checkpointing=MODES["op"], compile=Compile()))
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -266,6 +409,22 @@ def test_compiled_ends(graphs: dict[str, list[int]], tiled: bool) -> None:
     parallelize(model, None, ParallelConfig(compile=Compile(ends=True)))
     loss_of(model, *batch(), inside=True, cache=False).backward()
     assert sorted(graphs["forward"]) == ([0, 0, 4] if tiled else [0, 0, 1, 7])
+
+
+def test_what_was_applied_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Without a mesh too, and nothing of what is refused."""
+    caplog.set_level("INFO", "tiled_torch")
+    config = ParallelConfig(checkpointing=MODES["op"])
+    model = parallelize(llama(2, "tile"), None, config)
+    with pytest.raises(SpecError):
+        parallelize(model, None, config)
+    parallelize(TiledMLP(8, 12), None, ParallelConfig())
+    reason = "tile: up_proj has hooks"
+    assert [record.getMessage() for record in caplog.records] == [
+        f"parallelize: tiling: 2 x {reason}, 1 x tiled_linear_cross_entropy",
+        "parallelize: checkpointing: mode=op",
+        "parallelize: tiling: 1 x tiled_mlp",
+    ]
 
 
 def test_ends_of_a_model_without_any_are_refused() -> None:

@@ -18,7 +18,9 @@ from shared_specs.errors import SpecError, UnsupportedError
 from tests.on_torch.decoders import decoder
 from tiled_torch import TiledMLP
 from tiled_torch.models import tile_model, tiling_paths
-from tiled_torch.parallel import float8_plan, parallelize, plans
+from tiled_torch.parallel import parallelize
+from tiled_torch.plans import api as plans_api
+from tiled_torch.plans import float8
 
 CONFIG = ParallelConfig(float8=True)
 SIZES = {"intermediate_size": 32, "num_hidden_layers": 2}
@@ -49,7 +51,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
 def usable(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU with the package."""
     stand_in(monkeypatch)
-    monkeypatch.setattr(plans, "reason_no_float8", lambda: None)
+    monkeypatch.setattr(plans_api, "reason_no_float8", lambda: None)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
@@ -97,6 +99,11 @@ def test_layers_of_the_blocks_are_converted(tiled: bool) -> None:
             ParallelConfig(float8=True, checkpointing=Checkpointing(mode="products")),
             'must be "full" or "layers" with config.float8 where the model is tiled',
         ),
+        (
+            lambda: tile_model(decoder(**SIZES)),
+            ParallelConfig(float8=True, checkpointing=Checkpointing(mode="op")),
+            "with config.float8 where the model is tiled, got 'op'",
+        ),
     ],
 )
 def test_refused_before_the_model_is_touched(build: Any, config: ParallelConfig, words: str) -> None:
@@ -108,8 +115,8 @@ def test_refused_before_the_model_is_touched(build: Any, config: ParallelConfig,
 
 @pytest.mark.usefixtures("usable")
 def test_not_in_a_tiled_model_that_is_split() -> None:
-    plan = plans.plan_of(model := tile_model(decoder(**SIZES)))
+    plan = plans_api.plan_of(model := tile_model(decoder(**SIZES)))
     config = ParallelConfig(float8=True, tensor=TensorParallel())
     words = "config.float8 must be False with config.tensor where the model is tiled, got True"
     with pytest.raises(UnsupportedError, match=words):
-        float8_plan.check_float8("parallelize", config, model, plan)
+        float8.check_float8("parallelize", config, model, plan)

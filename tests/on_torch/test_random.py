@@ -3,6 +3,7 @@
 import copy
 import gc
 import pickle
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,8 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from shared_specs import SpecError, UnsupportedError
 from shared_specs.partitions import RANDOM_STREAMS, derived_seed, stream_coordinates
 from tiled_torch import tile
-from tiled_torch.parallel import RandomStates, checkpoint, random, seed_parallel
+from tiled_torch.layers import random
+from tiled_torch.parallel import CheckpointWithoutOutput, RandomStates, checkpoint, seed_parallel
 
 
 def draw() -> list[float]:
@@ -74,6 +76,27 @@ def test_forks_of_different_streams_nest():
         with states.fork("b"):
             assert draw() == numbers(2)[0]
         assert draw() == numbers(1, 2)[1]
+
+
+def test_forks_of_one_stream_nest():
+    """It is one sequence of numbers: also around a fork of another stream, and of another RandomStates."""
+    states, other, (first, second, third, fourth) = two_streams(), RandomStates(), numbers(1, 4)
+    other.add("c", 3)
+    with states.fork("a"):
+        assert draw() == first
+        with states.fork("a"):
+            assert draw() == second
+        with states.fork("b"), other.fork("c"):
+            with states.fork("a"):
+                assert draw() == third
+            assert draw() == numbers(3)[0]
+        assert draw() == fourth
+    assert draw() == numbers(5)[0]
+    for name, seed in (("a", 1), ("b", 2)):
+        with states.fork(name):
+            assert draw() == numbers(seed, 5)[4 if name == "a" else 0]
+    with other.fork("c"):
+        assert draw() == numbers(3, 2)[1]
 
 
 def test_states_go_on_where_they_were_taken():
@@ -151,11 +174,6 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
         lambda s: forked(s, "c", lambda: None),
         SpecError,
         "RandomStates.fork: name must be one of a, b, got 'c'.",
-    ),
-    "forked already": (
-        lambda s: forked(s, "a", lambda: forked(s, "a", lambda: None)),
-        SpecError,
-        "RandomStates.fork: name must be a stream that is not forked already, got 'a'.",
     ),
     "states in fork": (
         lambda s: forked(s, "a", s.states),
@@ -247,6 +265,47 @@ def test_recomputation_draws_the_same_numbers(backward):
     assert len(block.masks) == len(masks) == 6
     assert all(torch.equal(a, b) for a, b in zip(block.masks[:3], masks[3:], strict=True))
     assert all(torch.equal(a, b) for a, b in zip(block.masks[3:], masks[:3], strict=True))
+
+
+class Nested(Block):
+    """Dropout in a stream, and in the same one again inside a fork of it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.drop(x)
+        with self.states.fork("a"):
+            x = self.drop(x)
+            with self.states.fork("a"):
+                x = self.drop(x)
+            x = self.drop(x)
+        return self.drop(x).sin()
+
+
+@pytest.mark.parametrize("around", [None, "a", "b"])
+@pytest.mark.parametrize("how", ["checkpoint", "tile", "without output"])
+def test_recomputation_in_nested_forks(how, around):
+    """Masks, gradients and streams of plain autograd, where the region lies inside a fork of its own stream too."""
+    found = []
+    for plain in (False, True):
+        states, x = two_streams(), torch.linspace(1, 2, 64).reshape(16, 4).requires_grad_()
+        block = Nested(states)
+        torch.manual_seed(1)
+        with states.fork(around) if around else nullcontext():
+            if plain:
+                y = torch.cat([block(part) for part in x.split(8)]) if how == "tile" else block(x)
+            elif how == "without output":
+                call = CheckpointWithoutOutput()
+                y = call.checkpoint(block, x)
+            else:
+                y = tile(block, num_shards=2)(x) if how == "tile" else checkpoint(block, x)
+            z = y * y.cos()  # whose gradient is not 0 where forward dropped all
+            value = y.detach().clone()
+        if how == "without output" and not plain:
+            call.discard_output_and_register_recompute(z)
+        with states.fork("a"):
+            z.sum().backward()
+            after = torch.get_rng_state()
+        found.append([value, x.grad, after, torch.get_rng_state(), *(s["cpu"] for s in states.states().values())])
+    assert all(map(torch.equal, *found))
 
 
 def test_tile_computes_shards_again_from_their_numbers():
@@ -376,3 +435,28 @@ def test_cuda_streams_in_recomputation(cuda):
         y.sum().backward()
         assert cuda.draw() == (1, 3)
     assert drawn == [(1, 1), (1, 1)]
+
+
+@pytest.mark.parametrize("around", [False, True])
+def test_nested_cuda_streams_in_recomputation(cuda, around):
+    """One sequence there too, which recomputation goes through again from where the region began."""
+    states, drawn = two_streams(), list[tuple[int, int]]()
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        drawn.append(cuda.draw())
+        with states.fork("a"), states.fork("b"), states.fork("a"):
+            drawn.append(cuda.draw())
+        drawn.append(cuda.draw())
+        return x.sin()
+
+    x = torch.rand(3, requires_grad=True)
+    with states.fork("a") if around else nullcontext():
+        assert cuda.draw() == ((1, 1) if around else (0, 1))
+        y = checkpoint(fn, x)
+        assert cuda.draw() == ((1, 5) if around else (0, 4))
+    y.sum().backward()
+    if around:  # the fake's default generator is not put back by torch's checkpoint, as the real one is
+        assert drawn == [(1, 2), (1, 3), (1, 4)] * 2
+    assert drawn[1] == drawn[4] == ((1, 3) if around else (1, 1))
+    with states.fork("a"):
+        assert cuda.draw() == ((1, 6) if around else (1, 2))

@@ -4,7 +4,6 @@ What runs on the ranks is in ranks_collectives.py.
 """
 
 import inspect
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,8 +16,8 @@ from shared_specs.tolerances import DISTRIBUTED_FLOAT64, limit
 from tests.on_torch.ranks_loss import distance
 from tests.ranks import Ranks
 from tiled_torch import parallel
-from tiled_torch.parallel import failed_calls, transport
-from tiled_torch.parallel.groups import RankGroup
+from tiled_torch.collectives import failures, transport
+from tiled_torch.collectives.groups import RankGroup
 
 pytestmark = pytest.mark.ranks
 
@@ -31,12 +30,6 @@ SILENT = {
     "gather_from_tensor_parallel_region": [1, 0],
     "scatter_to_sequence_parallel_region": [0, 1],
 }
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[dict[int, Ranks]]:
-    with Ranks(world=2) as two, Ranks(world=4) as four:
-        yield {2: two, 4: four}
 
 
 def run(pools: dict[int, Ranks], world: int, function: str, **arguments: Any) -> list[Any]:
@@ -256,7 +249,7 @@ def test_a_backend_that_lost_a_rank_is_still_told_as_such():
     with pytest.raises(
         torch.distributed.DistBackendError, match=r"^f: all-gather failed on rank 0 of 2. .* was aborted$"
     ):
-        failed_calls.named(RankGroup("f", None, 0, 2), "all-gather", lose)
+        failures.named(RankGroup("f", None, 0, 2), "all-gather", lose)
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)

@@ -4,7 +4,6 @@ float64, two micro-batches. What runs on the ranks is in ranks_engines.py; the m
 """
 
 import inspect
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,10 +22,9 @@ CHECKPOINTED = pytest.mark.parametrize("checkpointed", [False, True], ids=["stor
 KIND = pytest.mark.parametrize("kind", TILED)
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks() as pair:
-        yield pair
+@pytest.fixture
+def ranks(pools: dict[int, Ranks]) -> Ranks:
+    return pools[2]
 
 
 def run(ranks: Ranks, engine: str, **arguments: Any) -> list[dict[str, Any]]:

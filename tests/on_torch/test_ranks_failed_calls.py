@@ -12,8 +12,8 @@ import pytest
 import torch.distributed as dist
 
 from tests.ranks import LOOPBACK, ROOT
-from tiled_torch.parallel import failed_calls
-from tiled_torch.parallel.groups import RankGroup
+from tiled_torch.collectives import failures
+from tiled_torch.collectives.groups import RankGroup
 
 pytestmark = pytest.mark.ranks
 
@@ -116,10 +116,10 @@ class Gone:
 @pytest.mark.parametrize("store", [Silent(), Gone()])
 def test_without_an_answer_of_the_store(monkeypatch, store):
     """The error is told without what the others do, and not kept from the caller."""
-    monkeypatch.setattr(failed_calls, "LOOK_SECONDS", 0.0)
-    monkeypatch.setattr(failed_calls, "_store", lambda: store)
+    monkeypatch.setattr(failures, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(failures, "_store", lambda: store)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    assert failed_calls.others_in(RankGroup("f", _Group(), 0, 2), "all-gather", None) == ""
+    assert failures.others_in(RankGroup("f", _Group(), 0, 2), "all-gather", None) == ""
 
 
 class _Group:

@@ -14,8 +14,8 @@ from shared_specs.signatures import PARALLEL_SIGNATURES
 from shared_specs.tolerances import DISTRIBUTED_FLOAT64, limit
 from tests.ranks import Ranks
 from tiled_torch import parallel
-from tiled_torch.parallel import symmetric
-from tiled_torch.parallel.groups import RankGroup
+from tiled_torch.collectives.groups import RankGroup
+from tiled_torch.layers import inference_symmetric
 
 pytestmark = pytest.mark.ranks
 
@@ -135,12 +135,12 @@ def test_why_a_machine_takes_the_collectives(changes, reason, monkeypatch):
         "get_process_group_ranks": [2, 3],
     } | changes
     for name, answer in answers.items():
-        where = next(each for each in (symmetric, torch.cuda, torch.distributed) if hasattr(each, name))
+        where = next(each for each in (inference_symmetric, torch.cuda, torch.distributed) if hasattr(each, name))
         monkeypatch.setattr(where, name, lambda *_, answer=answer: answer)
-    monkeypatch.setattr(symmetric, "_missing", lambda _: None)
+    monkeypatch.setattr(inference_symmetric, "_missing", lambda _: None)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     over = RankGroup("f", object(), rank=0, size=2)
-    assert symmetric.why_not(over, torch.device("cuda"), torch.bfloat16) == reason
+    assert inference_symmetric.why_not(over, torch.device("cuda"), torch.bfloat16) == reason
 
 
 ROW = "row_parallel_linear_residual_norm"

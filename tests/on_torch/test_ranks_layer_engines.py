@@ -3,7 +3,6 @@
 What runs on the ranks is in ranks_layer_engines.py.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,12 +11,6 @@ from shared_specs.tolerances import DISTRIBUTED_FLOAT64
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.ranks
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[dict[int, Ranks]]:
-    with Ranks(world=1) as one, Ranks(world=2) as two, Ranks(world=4) as four:
-        yield {1: one, 2: two, 4: four}
 
 
 def run(pools: dict[int, Ranks], world: int, function: str, **arguments: Any) -> list[Any]:

@@ -7,8 +7,9 @@ import inspect
 from typing import Any
 
 import pytest
+import torch
 
-from shared_specs import UnsupportedError
+from shared_specs import SpecError, UnsupportedError
 from shared_specs.signatures import PARALLEL_SIGNATURES
 from shared_specs.tolerances import DISTRIBUTED_FLOAT64
 from tests.ranks import Ranks
@@ -156,6 +157,13 @@ REFUSED = {
     "stride of the rows": "SpecError: column_parallel_linear: weight's rows must be a multiple of options.stride = 3, got 2.",
     "both": "SpecError: column_parallel_linear: options.disable_grad_reduce must be False with sequence_parallel, got True.",
     "row reduction": "SpecError: row_parallel_linear: options.disable_grad_reduce must be False, got True. The input ",
+    "limit": "SpecError: column_parallel_linear: options.wgrad_deferral_limit must be 0 without options.defer_weight_grad, ",
+    "limit below zero": "SpecError: column_parallel_linear: options.wgrad_deferral_limit must be >= 0, got -1.",
+    "explicit": "SpecError: column_parallel_linear: gather_output must be False with options.explicit_expert_comm, got True. ",
+    "explicit tokens": "SpecError: column_parallel_linear: sequence_parallel must be False with options.explicit_expert_comm, ",
+    "explicit row": "SpecError: row_parallel_linear: input_is_parallel must be True with options.explicit_expert_comm, got ",
+    "explicit bias": "SpecError: row_parallel_linear: bias must be left out with options.explicit_expert_comm, got one that ",
+    "explicit module": "SpecError: RowParallelLinear: bias must be left out with options.explicit_expert_comm, got one that ",
     "row input": "SpecError: row_parallel_linear: input_is_parallel must be True with sequence_parallel, got False. ",
     "row columns": "SpecError: row_parallel_linear: x's last dim must be a multiple of the 2 ranks it is split over, got 5.",
     "row tokens": "SpecError: row_parallel_linear: dim 0 of x must be a multiple of the 2 ranks it is split over, got 3 ",
@@ -163,10 +171,10 @@ REFUSED = {
     "own size": "SpecError: column_parallel_linear: split_sizes must be 3 for rank 0, the size of dim 0 of x, got 4 in ",
     "sequence dim": "SpecError: column_parallel_linear: options.sequence_dim must be a dim of tokens, got 1 (x is [3, 4]).",
     "expert": "SpecError: column_parallel_linear: group must be given with options.is_expert, got None. An expert's ",
-    "main_grad": "SpecError: column_parallel_linear: weight.main_grad must be a torch.float32 tensor [2, 4] with "
-    "options.gradient_accumulation_fusion, got NoneType.",
-    "dtype of main_grad": "SpecError: column_parallel_linear: weight.main_grad must be a torch.float32 tensor [2, 4] with "
-    "options.gradient_accumulation_fusion, got torch.bfloat16 [2, 4].",
+    "main_grad": "SpecError: column_parallel_linear: weight.main_grad must be a torch.float32 or torch.bfloat16 or "
+    "torch.float16 tensor [2, 4] with options.gradient_accumulation_fusion, got NoneType.",
+    "dtype of main_grad": "SpecError: column_parallel_linear: weight.main_grad must be a torch.float32 or torch.bfloat16 or "
+    "torch.float16 tensor [2, 4] with options.gradient_accumulation_fusion, got torch.float64 [2, 4].",
     "leaf": "SpecError: column_parallel_linear: weight must be a leaf with options.defer_weight_grad, got a result. ",
     "frozen": "SpecError: linear_with_frozen_weight: weight must be one that needs no gradient, got one that does. ",
     "frozen option": "SpecError: linear_with_frozen_weight: options.defer_weight_grad must be False, got True. A frozen ",
@@ -183,8 +191,31 @@ REFUSED = {
     "tokens": "SpecError: vocab_parallel_embedding: dim 0 of ids must be a multiple of the 2 ranks it is split over, got 3 ",
     "unused dim of a module": "SpecError: VocabParallelEmbedding: sequence_dim must be left out without reduce_scatter_",
     "unused dim": "SpecError: vocab_parallel_embedding: sequence_dim must be left out without reduce_scatter_embeddings, ",
+    "elements": "SpecError: split_tensor_into_1d_equal_chunks: the elements of tensor must be a multiple of the 2 ranks they ",
     "module": "TypeError: sharded_state_dict: module must be a torch.nn.Module, got dict.",
 }
+
+
+def test_equal_chunks_of_a_tensor(pools):
+    for found in run(pools, 2, "chunks"):
+        assert all(found.values()), found
+
+
+@pytest.mark.parametrize("contiguous", [False, True])
+def test_parts_of_the_last_dim(contiguous):
+    x = torch.arange(24.0).reshape(2, 12)
+    parts = parallel.split_tensor_along_last_dim(x, 3, contiguous)
+    assert torch.equal(torch.cat(parts, -1), x)
+    assert [part.is_contiguous() for part in parts] == [contiguous] * 3
+    with pytest.raises(SpecError, match=r"num_partitions must be a divisor of 12, got 5 \(tensor is \[2, 12\]\)\."):
+        parallel.split_tensor_along_last_dim(x, 5)
+
+
+def test_a_strict_load_takes_extra_state(pools):
+    """As Megatron-LM's layers do; no other key, and none is written."""
+    for found in run(pools, 2, "extra_state"):
+        assert 'Unexpected key(s) in state_dict: "up.extra_state"' in found.pop("other")
+        assert found == {"loaded": True, "keys": [], "written": [], "given": True}
 
 
 def test_a_wrong_call_is_refused_before_anything_is_sent(pools):

@@ -154,6 +154,21 @@ def test_bfloat16_head(pools, world, reduction):
             assert errors["ours"] <= limit(errors["untiled"], "bfloat16"), name
 
 
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["vocabulary", "sequence"])
+def test_the_error_of_a_float16_head_does_not_depend_on_scales(pools, sequence_parallel):
+    """Gradients of the logits were stored times the class weights and z_loss: zeros at 1e-9, infinities at 1e5."""
+
+    def errors(**options: Any) -> list[dict[str, float]]:
+        function = "tests.on_torch.ranks_float16:head"
+        return pools[2].run(function, sequence_parallel=sequence_parallel, **options)
+
+    usual = errors(class_scale=1.0)
+    for odd in ({"class_scale": 1e-9}, {"class_scale": 1e5}, {"z_loss": 1e4}):
+        for ours, theirs in zip(errors(**odd), usual, strict=True):
+            for name, error in ours.items():
+                assert error <= limit(theirs[name], "float16"), (odd, name)
+
+
 @pytest.mark.parametrize(
     ("partition", "vocab", "label_smoothing"),
     [
@@ -175,6 +190,12 @@ def test_given_logits(pools, world, partition, vocab, label_smoothing):
         assert answer["unchanged"]
         assert answer["collectives"] == [2, 0]
         assert answer["dtypes"] == ["torch.float64", "torch.float64"]
+
+
+def test_smoothing_by_megatrons_formula(pools):
+    """0.1 of its label_smoothing, which it spreads over the V - 1 wrong entries, is 0.1 V / (V - 1) of ours."""
+    for errors in run(pools, 2, "smoothed_as_megatron"):
+        assert max(errors) <= DISTRIBUTED_FLOAT64
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

@@ -9,15 +9,15 @@ from shared_specs.tolerances import DISTRIBUTED_FLOAT64, limit
 from tests.on_torch.decoders import BATCH
 from tests.on_torch.ranks_plans_tiled import HIDDEN, SHARDS
 from tests.ranks import Ranks
-from tiled_torch.parallel import tensor_styles
+from tiled_torch.plans import tensor_styles
 
 pytestmark = pytest.mark.ranks
 
 _HERE = "tests.on_torch.ranks_plans:"
 _DATA = "tests.on_torch.ranks_plans_data:"
 _TILED = "tests.on_torch.ranks_plans_tiled:"
-ONE_AXIS = ["tp", "sp", "sp, gathered logits", "sp, full", "sp, products", "fsdp", "fsdp, layers", "fsdp, always"]
-ONE_AXIS += ["fsdp, pipeline", "fsdp, offload", "fsdp, products", "ddp"]
+ONE_AXIS = ["tp", "sp", "sp, gathered logits", "sp, full", "sp, products", "sp, op", "fsdp", "fsdp, layers"]
+ONE_AXIS += ["fsdp, always", "fsdp, pipeline", "fsdp, offload", "fsdp, products", "ddp"]
 OLD = torch.__version__ < (2, 12)
 UNITS = 5  # of a sharded model: its embedding, three layers, and its norm with its head
 TWO_AXES = ["hsdp", "fsdp x sp", "fsdp x sp, gathered logits", "fsdp x tp"]
@@ -51,6 +51,16 @@ def test_llama_on_one_axis(two, tiled):
     check(answers)
     paths = answers[0]["sp"]["paths"]
     assert paths == (["tensor_parallel_mlp", "vocab_parallel_linear_cross_entropy"] if tiled else [])
+
+
+@pytest.mark.parametrize("tiled", [False, True])
+def test_op_repeats_no_reduce_scatter(two, tiled):
+    """Neither DTensor's nor those of our own layers."""
+    for found in two.run(_HERE + "reduce_scatters", tiled=tiled):
+        for kind, layers in (("decoder", 3), ("own", 2)):
+            counts = {mode: found[mode][kind] for mode in found}
+            assert counts["op"] == counts["nothing"] <= counts["full"] - layers, (kind, counts)
+        assert found["op"]["gradients"] == found["nothing"]["gradients"]
 
 
 @pytest.mark.parametrize("ids", [(2, 9), (9,)], ids=str)
@@ -185,6 +195,21 @@ def test_compiled_tiled_blocks_that_are_split(name):
     assert all(errors["graphs"] > 0 for found in answers for errors in found.values())
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("tiled", [False, True])
+def test_inductor_on_two_axes(tiled):
+    """Data 2 x tensor 2; four ranks compile for minutes on two cores."""
+    with Ranks(4, hang_seconds=500) as fresh:
+        check(fresh.run(_HERE + "compiled", names=["fsdp x sp"], backend="inductor", tiled=tiled))
+
+
+def test_models_on_one_mesh_share_its_axes(two):
+    """As one object: of two that are equal the compiler would derive one from the other, which inductor cannot."""
+    for found in two.run(_HERE + "axes_of_two_models"):
+        assert found == {"one object": True, "of the axis": True}
+
+
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiled_autograd(two, backend):
     """DDP's reductions as operations of a backward that is compiled whole."""
@@ -292,6 +317,10 @@ REFUSALS = {
         "UnsupportedError",
         'config.checkpointing.mode must be "full" or "layers" with config.tensor',
     ),
+    "op compiled": (
+        "UnsupportedError",
+        'config.checkpointing.mode must be "full" or "layers" with config.tensor and config.compile, got \'op\'',
+    ),
     "float8": ("UnsupportedError", "config.float8 must be False here, got True"),
     "compiled reductions": (
         "UnsupportedError",
@@ -311,6 +340,17 @@ REFUSALS = {
     "again": ("SpecError", "model must be one that has not been parallelized"),
     "nameless mesh": ("SpecError", "mesh must be a DeviceMesh with names for its axes"),
 }
+
+
+def test_ranks_of_a_tensor_axis_that_are_given_other_batches_are_named(four):
+    text = (
+        "forward with tensor parallelism over 'tp': the batch must be the same on every rank of the axis, got another one on "
+        "ranks 2, 3. Deal batches out to the ranks of the data axes alone."
+    )
+    for found in four.run(_HERE + "batches"):
+        assert found["tiled False"] == found["tiled True"] == text
+        first, *later = found["hooks"]
+        assert later == [first - 1] * 2
 
 
 def test_refused_before_the_model_is_touched(two):

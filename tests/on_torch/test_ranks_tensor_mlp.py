@@ -6,6 +6,7 @@ What runs on the ranks is in ranks_tensor_mlp.py.
 from typing import Any
 
 import pytest
+import torch
 
 from shared_specs.tolerances import COST_BYTES, DISTRIBUTED_FLOAT64, limit
 from tests.ranks import Ranks
@@ -212,6 +213,15 @@ def test_peak_bytes(pools, world, dtype, gated):
         assert answer["forward"] <= answer["formula"]
         assert answer["live"] == [2, 2 * world * 64 * 64]
         assert answer["largest"] < 512 * world * 64
+
+
+@pytest.mark.skipif(not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="this PyTorch was built without oneDNN")
+def test_peak_bytes_of_products_that_bring_their_own_memory(pools):
+    for answer in run(pools, 2, "peaks", onednn=True):
+        assert abs(answer["backward"] - answer["formula"]) <= COST_BYTES * answer["formula"], answer
+        assert answer["forward"] <= answer["formula"]
+        assert answer["live"] == [2, 2 * 2 * 64 * 64]
+        assert answer["products"] == 8 * (3 + 2 + 1 + 2)  # y; gate and up once more; dh; dx
 
 
 BFLOAT16: dict[str, tuple[int, dict[str, Any]]] = {

@@ -228,6 +228,19 @@ def test_main_grad_receives_the_sum_and_hooks_still_fire():
     assert module.bias.grad is not None
 
 
+@pytest.mark.parametrize("shards", [1, 8])
+def test_main_grad_of_16_bits_is_rounded_once(shards: int):
+    """What a float32 main_grad gets from all shards, added to what was there and rounded there once."""
+    module, x = make(lambda: nn.Linear(HIDDEN, 4)).bfloat16(), draw(8, HIDDEN).bfloat16().detach()
+    weight = module.weight
+    weight.main_grad = torch.zeros(4, HIDDEN)
+    tile(module, num_shards=shards)(x).square().sum().backward()
+    exact, weight.main_grad = weight.main_grad, torch.full((4, HIDDEN), 3.0, dtype=torch.bfloat16)
+    tile(module, num_shards=shards)(x).square().sum().backward()
+    assert torch.equal(weight.main_grad, (exact + 3).bfloat16())
+    assert weight.grad is None
+
+
 def test_low_precision_gradients_are_summed_in_float32():
     """256 shards in bfloat16 err no more than the untiled module, both against float64."""
     T, H, I = 4096, 32, 48  # noqa: E741

@@ -31,6 +31,41 @@ def test_a_mean_is_refused(dims: tuple[int, ...], num_shards: int) -> None:
         tiled_loss(fn, x, targets, num_shards=num_shards)
 
 
+def mean_or_sum(weight: Tensor, reduction: str, runs: list[int]) -> Callable[[Tensor, Tensor], Tensor]:
+    def fn(x: Tensor, targets: Tensor) -> Tensor:
+        runs.append(x.shape[0])
+        return F.cross_entropy(x @ weight.T, targets, reduction=reduction)
+
+    return fn
+
+
+def prompts(tokens: int, valid: int) -> Tensor:
+    """Only the last tokens have labels."""
+    targets = torch.full((tokens,), -100)
+    targets[-valid:] = 3
+    return targets
+
+
+@pytest.mark.parametrize(("tokens", "valid"), [(12, 9), (12, 1), (4000, 3)])
+def test_a_mean_is_found_where_the_first_tokens_are_ignored(tokens: int, valid: int) -> None:
+    weight, x = draw(VOCAB, HIDDEN, seed=5), draw(tokens, HIDDEN)
+    with pytest.raises(SpecError, match=r"^tiled_loss: fn must be a sum over its tokens, got a mean"):
+        tiled_loss(mean_or_sum(weight, "mean", []), x, prompts(tokens, valid), num_shards=1)
+    tiled_loss(mean_or_sum(weight, "sum", []), x, prompts(tokens, valid), num_shards=1)
+
+
+def test_a_mean_is_looked_for_once() -> None:
+    """Not at every step, where it would wait for the device: fn, made anew for every call, runs for the probe and shards."""
+    weight, x, runs = draw(VOCAB, HIDDEN, seed=5), draw(12, HIDDEN), list[int]()
+    tiled_loss(mean_or_sum(weight, "sum", runs), x, prompts(12, 9), num_shards=3)
+    runs.clear()
+    for tokens in (12, 9):  # a batch of another length is no other function
+        tiled_loss(mean_or_sum(weight, "sum", runs), x[:tokens], prompts(tokens, 7), num_shards=3)
+    assert runs == [2, 4, 4, 4, 2, 3, 3, 3]
+    with pytest.raises(SpecError, match="got a mean"):
+        tiled_loss(mean_or_sum(weight, "mean", runs), x, prompts(12, 9), num_shards=3)
+
+
 def test_a_sum_is_not_taken_for_a_mean() -> None:
     """Equal tokens, ignored tokens, values of zero, a maximum, a constant count, a NaN."""
     x = draw(12, HIDDEN)

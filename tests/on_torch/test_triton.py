@@ -10,7 +10,7 @@ import torch
 
 import tests.triton_interpreter  # noqa: F401
 from shared_specs import costs
-from shared_specs.blocks import DETERMINISTIC, Paths
+from shared_specs.blocks import DETERMINISTIC, UNMEASURED, Paths
 from shared_specs.cases import LOSS_CASES, MLP_CASES, LossCase, MLPCase
 from shared_specs.config import LossOptions, Tiling
 from shared_specs.errors import UnsupportedError
@@ -22,8 +22,8 @@ from tests.asserting import assert_case
 from tests.on_torch.counting import LiveBytes
 from tiled_torch import TiledLinearCrossEntropy, TiledMLP, tiled_linear_cross_entropy, tiled_mlp
 from tiled_torch.backends import last_run, usable_backends
-from tiled_torch.functional import kernel_steps
-from tiled_torch.kernels import launch
+from tiled_torch.core import launch
+from tiled_torch.mlp import steps_kernels
 
 # The interpreter computes with NumPy, which warns where a GPU just returns infinity.
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
@@ -31,8 +31,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning
 MLPS = [case for case in MLP_CASES if case.dtype != "float64"]
 LOSSES = [case for case in LOSS_CASES if case.dtype != "float64"]
 PATHS = {
-    "vendor": Paths(up="vendor", down="vendor"),
-    "default": Paths(),
+    "default": UNMEASURED,
+    "dgated": Paths(down="dgated"),
     "auxiliary": Paths(up="auxiliary"),
     "dual": Paths(up="dual"),
     "weight_gradient": Paths(weight_gradient="kernel"),
@@ -58,7 +58,7 @@ def test_loss_case(case: LossCase) -> None:
 @pytest.mark.parametrize("paths", PATHS)
 def test_every_way_to_make_an_mlp(paths: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One ragged, biased case that keeps a shard, and one without a gate."""
-    monkeypatch.setattr(kernel_steps, "paths_for", lambda *args: PATHS[paths])
+    monkeypatch.setattr(steps_kernels, "paths_for", lambda *args: PATHS[paths])
     for gated, activation in ((True, "gelu"), (False, "relu_squared")):
         biases = ("gate", "up", "down") if gated else ("up", "down")
         case = MLPCase(
@@ -99,8 +99,8 @@ def test_a_wide_x_under_autocast_takes_blocks_of_the_products_dtype(monkeypatch)
         kinds.append({a.dtype for a in args if a is not None})
         return dx_kernel(*args)
 
-    dx_kernel = kernel_steps.dx_kernel
-    monkeypatch.setattr(kernel_steps, "dx_kernel", dx)
+    dx_kernel = steps_kernels.dx_kernel
+    monkeypatch.setattr(steps_kernels, "dx_kernel", dx)
     x, w_gate, w_up, w_down = (torch.randn(s).requires_grad_() for s in ((160, 16), (32, 16), (32, 16), (16, 32)))
     with torch.autocast("cpu", torch.bfloat16):
         y = tiled_mlp(x, w_gate, w_up, w_down, tiling=Tiling(num_shards=2, deterministic=True), backend="triton")

@@ -24,6 +24,7 @@ CASES: dict[str, tuple[dict[str, Any] | None, bool, list[int]]] = {
     "full": ({"mode": "full"}, False, [0, 1, 2, 3, 4]),
     "every 2": ({"mode": "layers", "every": 2}, False, [1, 3]),
     "products": ({"mode": "products"}, False, [0, 1, 2, 3, 4]),
+    "op": ({"mode": "op"}, False, [0, 1, 2, 3, 4]),
     "without output": (None, True, []),
     "every 2, without output": ({"mode": "layers", "every": 2}, True, [1, 3]),
 }
@@ -40,16 +41,15 @@ def operands() -> Arrays:
 
 
 @pytest.fixture(scope="module")
-def of_torch() -> dict[str, list[dict[str, Any]]]:
+def of_torch(pools: dict[int, Ranks]) -> dict[str, list[dict[str, Any]]]:
     """Of every case, every rank's results."""
     given = {name: (a.swapaxes(1, 2) if a.ndim == 3 else a).tolist() for name, a in operands().items()}
-    with Ranks(RANKS) as ranks:
-        found = ranks.run(
-            "tests.on_torch.ranks_parity_checkpointing:stacks",
-            operands=given,
-            cases=[fields for fields, _, _ in CASES.values()],
-            without_output=[apart for _, apart, _ in CASES.values()],
-        )
+    found = pools[RANKS].run(
+        "tests.on_torch.ranks_parity_checkpointing:stacks",
+        operands=given,
+        cases=[fields for fields, _, _ in CASES.values()],
+        without_output=[apart for _, apart, _ in CASES.values()],
+    )
     return {name: [answers[at] for answers in found] for at, name in enumerate(CASES)}
 
 

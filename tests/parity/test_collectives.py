@@ -1,6 +1,5 @@
 """Every collective of the two halves: what gloo ranks and virtual devices make of the same parts and upstream gradients."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -25,12 +24,6 @@ SAME_X = {"copy_to_tensor_parallel_region", "scatter_to_tensor_parallel_region",
 SAME_Y = {"reduce_from_tensor_parallel_region", "gather_from_tensor_parallel_region"}
 Array = np.ndarray[Any, Any]
 Parts = list[Array]
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[dict[int, Ranks]]:
-    with Ranks(2) as two, Ranks(4) as four:
-        yield {2: two, 4: four}
 
 
 def cases_of(ranks: int) -> list[CollectiveCase]:

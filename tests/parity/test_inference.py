@@ -4,7 +4,6 @@ PyTorch's have no gradients and refuse them (tests/on_torch/test_ranks_inference
 PyTorch's layers and collectives that make the same.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -22,7 +21,6 @@ from shared_specs.tolerances import DISTRIBUTED_FLOAT64
 from tests.asserting import assert_within
 from tests.on_jax.parallel_models import quickly
 from tests.on_jax.test_inference import SIZES, padded, tokens_of
-from tests.ranks import Ranks
 from tiled_jax import parallel
 
 pytestmark = pytest.mark.ranks
@@ -106,12 +104,6 @@ def cases_of(ranks: int) -> dict[str, Case]:
         for name, case in OF_SIZES.items()
     }
     return CASES | uneven
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[dict[int, Ranks]]:
-    with Ranks(2) as two, Ranks(4) as four:
-        yield {2: two, 4: four}
 
 
 def for_torch(case: Case) -> dict[str, Any]:

@@ -89,12 +89,10 @@ def for_torch(case: Case) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def torch_results() -> dict[str, list[dict[str, Any]]]:
+def torch_results(pools: dict[int, Ranks]) -> dict[str, list[dict[str, Any]]]:
     """Of every case, every rank's results."""
-    with Ranks(RANKS) as ranks:
-        found = ranks.run(
-            "tests.on_torch.ranks_parity_layers:layers", cases=[for_torch(case) for case in CASES.values()]
-        )
+    cases = [for_torch(case) for case in CASES.values()]
+    found = pools[RANKS].run("tests.on_torch.ranks_parity_layers:layers", cases=cases)
     return {name: [answers[at] for answers in found] for at, name in enumerate(CASES)}
 
 

@@ -17,12 +17,13 @@ from shared_specs.config import Checkpointing, DataParallel, ParallelConfig, Ten
 from shared_specs.tolerances import DISTRIBUTED_FLOAT64
 from tests.asserting import assert_within
 from tests.on_jax.parallel_models import mesh_of, run_quickly
+from tests.on_torch.ranks_parity_plans import Lines
 from tests.ranks import Ranks
 from tests.tiny_model import tiny_config, tiny_weights
 from tiled_jax.models import Llama, LlamaConfig, from_hf, to_hf
 from tiled_jax.models.rope import rotary_angles
 from tiled_jax.parallel import parallelize
-from tiled_torch.parallel import tensor_styles
+from tiled_torch.plans import tensor_styles
 
 pytestmark = pytest.mark.ranks
 
@@ -55,7 +56,9 @@ CASES = {
         {"replica": 2, "dp_shard": 2}, ParallelConfig(data=DataParallel(replicate_axis="replica", reduce_dtype=None))
     ),
     "sp 2": Case({"tp": 2}, ParallelConfig(tensor=TensorParallel())),
-    "sp 2, untied": Case({"tp": 2}, ParallelConfig(tensor=TensorParallel(), checkpointing=Checkpointing()), UNTIED),
+    "sp 2, untied": Case(
+        {"tp": 2}, ParallelConfig(tensor=TensorParallel(), checkpointing=Checkpointing(mode="op")), UNTIED
+    ),
     "fsdp 2 x sp 2": Case({"dp_shard": 2, "tp": 2}, ParallelConfig(data=SHARDED, tensor=TensorParallel())),
     "fsdp 2 x cp 2": Case({"dp_shard": 2, "cp": 2}, ParallelConfig(data=CONTEXT, checkpointing=Checkpointing())),
     "fsdp 2 x tp 2": Case(
@@ -98,15 +101,16 @@ def llama(changes: dict[str, Any]) -> Llama:
     return model
 
 
-def on_devices(case: Case) -> tuple[float, dict[str, Array]]:
-    """Loss and gradients by Hugging Face's names."""
+def on_devices(case: Case) -> tuple[float, dict[str, Array], list[str]]:
+    """Loss, gradients by Hugging Face's names, and what was logged."""
     # Flax's norms promote their float32 constants, which strict promotion refuses beside float64.
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-        plan = parallelize(llama(case.changes), mesh_of(**case.axes), case.config)
+        with Lines("tiled_jax") as log:
+            plan = parallelize(llama(case.changes), mesh_of(**case.axes), case.config)
         assert plan.state is not None
         loss, gradients = run_quickly(plan.gradients, plan.state.parameters, TOKENS, plan)
         assert loss.dtype == jnp.float64
-        return float(loss), to_hf(gradients)
+        return float(loss), to_hf(gradients), log.lines
 
 
 # What combines parts that other cases check.
@@ -121,7 +125,9 @@ def test_losses_and_gradients(pools: Any, name: str) -> None:
     answers = pools[case.ranks].run(
         "tests.on_torch.ranks_parity_plans:models", tokens=TOKENS.tolist(), cases=[for_torch(case)]
     )
-    loss, ours = on_devices(case)
+    loss, ours, log = on_devices(case)
+    assert log
+    assert [answer["log"] for (answer,) in answers] == [log, *[[]] * (case.ranks - 1)], "the same words, on one rank"
     for rank, (answer,) in enumerate(answers):
         assert_within(np.asarray(answer["loss"]), np.asarray(loss), DISTRIBUTED_FLOAT64, f"{name}: loss of rank {rank}")
     theirs = answers[0][0]["gradients"]

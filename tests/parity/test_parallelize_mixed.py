@@ -16,7 +16,7 @@ from tests.ranks import Ranks
 from tests.tiny_model import tiny_config, tiny_weights
 from tiled_jax.models import Llama, LlamaConfig, from_hf, to_hf
 from tiled_jax.parallel import parallelize
-from tiled_torch.parallel import tensor_styles
+from tiled_torch.plans import tensor_styles
 
 pytestmark = pytest.mark.ranks
 

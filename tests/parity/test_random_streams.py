@@ -24,9 +24,8 @@ Masks = dict[str, np.ndarray[Any, Any]]  # stream -> [rank, draw, NUMBERS]
 
 
 @pytest.fixture(scope="module")
-def of_torch() -> dict[tuple[str, str], Masks]:
-    with Ranks(4) as ranks:
-        found = ranks.run("tests.on_torch.ranks_parity_random:masks", grids=GRIDS, numbers=NUMBERS)
+def of_torch(pools: dict[int, Ranks]) -> dict[tuple[str, str], Masks]:
+    found = pools[4].run("tests.on_torch.ranks_parity_random:masks", grids=GRIDS, numbers=NUMBERS)
     return {
         grid: {name: np.asarray([answers[at][name] for answers in found], bool) for name in RANDOM_STREAMS}
         for at, grid in enumerate(GRIDS)

@@ -63,12 +63,10 @@ def on_devices(splits: dict[str, int], sharding: Any, mapped: bool) -> Arrays:
         return {name: np.asarray(a) for name, a in found.items()}
 
 
-def test_gradients_of_ranks_and_of_devices() -> None:
+def test_gradients_of_ranks_and_of_devices(pools: dict[int, Ranks]) -> None:
     torchs = {name: (a.T if name == "weight" else a).tolist() for name, a in operands().items()}
-    with Ranks(RANKS) as pool:
-        answers = pool.run(
-            "tests.on_torch.ranks_parity_linear:layers", operands=torchs, cases=[splits for splits, _, _ in CASES]
-        )
+    cases = [splits for splits, _, _ in CASES]
+    answers = pools[RANKS].run("tests.on_torch.ranks_parity_linear:layers", operands=torchs, cases=cases)
     for at, (splits, sharding, mapped) in enumerate(CASES):
         ours = on_devices(splits, sharding, mapped)
         for rank, answer in enumerate(result[at] for result in answers):

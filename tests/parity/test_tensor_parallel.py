@@ -1,6 +1,5 @@
 """The MLP and the loss that ranks share: gloo ranks of PyTorch against virtual devices of JAX, gradients included."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -13,7 +12,6 @@ from jax.sharding import PartitionSpec as P
 from shared_specs.config import LossOptions
 from shared_specs.tolerances import DISTRIBUTED_FLOAT64
 from tests.asserting import assert_within
-from tests.ranks import Ranks
 from tiled_jax.parallel import tensor_parallel_mlp, vocab_parallel_linear_cross_entropy
 
 pytestmark = pytest.mark.ranks
@@ -21,12 +19,6 @@ pytestmark = pytest.mark.ranks
 H, I, V, ROWS = 6, 8, 19, 20  # noqa: E741  # one padding entry
 COLUMNS = ("w_gate", "w_up", "gate", "up", "weight", "bias")
 Arrays = dict[str, np.ndarray[Any, Any]]
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[dict[int, Ranks]]:
-    with Ranks(2) as two, Ranks(4) as four:
-        yield {2: two, 4: four}
 
 
 def draw(**shapes: tuple[int, ...]) -> Arrays:

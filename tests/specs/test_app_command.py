@@ -12,7 +12,9 @@ from shared_specs.config import Tiling
 def run(*arguments):
     """The exit code and the options that the command was given."""
     seen = []
-    command = Command(name="finetune", help="Help.", options=FinetuneOptions, run=lambda o: seen.append(o) or 0)
+    command = Command(
+        name="finetune", help="Help.", options=FinetuneOptions, extras="cli", run=lambda o: seen.append(o) or 0
+    )
     return main("package", [command], ["finetune", *arguments]), seen
 
 
@@ -71,9 +73,11 @@ def test_help_names_every_option(capsys, monkeypatch):
         ("--shard-tokens -3", "--shard-tokens must be >= 1"),
         ("--keep 1.5", "--keep must be between 0 and 1, got 1.5"),
         ("--keep nan", "--keep must be between 0 and 1, got nan"),
-        ("--lr 0", "--lr must be > 0 and finite, got 0.0"),
-        ("--lr inf", "--lr must be > 0 and finite, got inf"),
-        ("--rope-scale 0.5", "--rope-scale must be >= 1 and finite, got 0.5"),
+        ("--lr 0", "--lr must be > 0 and at most 1, got 0.0"),
+        ("--lr inf", "--lr must be > 0 and at most 1, got inf"),
+        ("--rope-scale 0.5", "--rope-scale must be between 1 and 1024, got 0.5"),
+        ("--rope-scale 1e300", "--rope-scale must be between 1 and 1024, got 1e+300"),
+        ("--lr 1e300", "--lr must be > 0 and at most 1, got 1e+300"),
         ("--num-shards 2 --shard-tokens 8", "--num-shards and --shard-tokens exclude each other"),
         ("--plain --num-shards 2", "--plain does not tile, so --num-shards would do nothing"),
         ("--plain --keep 0.5", "--plain does not tile, so --keep would do nothing"),
@@ -85,10 +89,17 @@ def test_help_names_every_option(capsys, monkeypatch):
         ("--cp 0", "--cp must be >= 1"),
         ("--cp 3", "finetune: --tokens must be a multiple of 3, got 1024. Every one of the 3 ranks of --cp takes"),
         ("--group-timeout 0", "--group-timeout must be >= 1"),
-        ("--tokens many", "--tokens"),
-        ("--dtype float8", "--dtype"),
-        ("--bogus", "--bogus"),
-        ("stray", "stray"),
+        ("--group-timeout 1000000000000", "--group-timeout must be <= 31536000, a year, got 1000000000000"),
+        (f"--memory-budget {'9' * 400}GB", "--memory-budget must be a size that a machine can have. Write for"),
+        ("--tokens many", "finetune: --tokens must be a whole number, got many."),
+        ("--tokens 8 --tokens=1e3", "finetune: --tokens must be a whole number, got 1e3."),
+        (f"--tokens {'9' * 5000}", f"finetune: --tokens must be a whole number, got {'9' * 300}..."),
+        ("--num-shards x", "finetune: --num-shards must be a whole number, got x."),
+        ("--rope-scale x", "finetune: --rope-scale must be a number, got x."),
+        ("--dtype float8", "finetune: --dtype must be one of float32, bfloat16, got float8."),
+        ("--tokens", "finetune: Option '--tokens' requires an argument."),
+        ("--bogus", "finetune: No such option: --bogus"),
+        ("stray", "finetune: Got unexpected extra argument(s) (stray)"),
     ],
 )
 def test_refused_in_one_line(arguments, words, capsys):
@@ -100,13 +111,13 @@ def test_refused_in_one_line(arguments, words, capsys):
 
 
 def test_unknown_command_is_refused(capsys):
-    command = Command(name="finetune", help="Help.", options=FinetuneOptions, run=lambda options: 0)
+    command = Command(name="finetune", help="Help.", options=FinetuneOptions, extras="cli", run=lambda options: 0)
     assert main("package", [command], ["train"]) == 2
-    assert "train" in capsys.readouterr().err
+    assert capsys.readouterr().err == "package: No such command 'train'.\n"
 
 
 def test_exit_code_of_the_command_is_passed_on():
-    command = Command(name="finetune", help="Help.", options=FinetuneOptions, run=lambda options: 130)
+    command = Command(name="finetune", help="Help.", options=FinetuneOptions, extras="cli", run=lambda options: 130)
     assert main("package", [command], ["finetune"]) == 130
 
 
@@ -115,7 +126,7 @@ def test_missing_package_is_named(capsys):
         def run(options):
             raise ModuleNotFoundError(name=name)
 
-        return [Command(name="finetune", help="Help.", options=FinetuneOptions, run=run)]
+        return [Command(name="finetune", help="Help.", options=FinetuneOptions, extras="cli", run=run)]
 
     assert main("package", needs("flax.nnx"), ["finetune"]) == 2
     assert "the package flax is not installed" in capsys.readouterr().err

@@ -21,6 +21,7 @@ from shared_specs.app.memory import machine_bytes
 from shared_specs.app.team import Alone
 from shared_specs.app.weights import read_model
 from shared_specs.cli import FinetuneOptions, InputError
+from shared_specs.tolerances import FLOOR
 from tests.fake_trainer import FakeTrainer
 from tests.tiny_model import write_inputs
 
@@ -93,7 +94,7 @@ def test_log(options, tmp_path):
     assert [record["step"] for record in steps] == list(range(1, STEPS + 1))
     for record in steps:
         assert record["peak_bytes"] > 2**20
-        assert record["tokens_per_second"] == pytest.approx(64 / record["seconds"])
+        assert record["tokens_per_second"] == pytest.approx(64 / record["seconds"], rel=FLOOR["float64"])
     assert losses(tmp_path / "run")[-1] < losses(tmp_path / "run")[0]
     assert end == {"event": "end", "step": STEPS, "signal": None}
 
@@ -215,7 +216,7 @@ def test_output_that_cannot_be_made_is_refused_before_the_model(options, tmp_pat
     (tmp_path / "link").symlink_to(tmp_path / "gone")
     (tmp_path / "locked").mkdir(mode=0o500)
     # To the superuser nothing is locked.
-    monkeypatch.setattr("shared_specs.app.job.os.access", lambda path, mode: Path(path).name != "locked")
+    monkeypatch.setattr("shared_specs.app.output.os.access", lambda path, mode: Path(path).name != "locked")
     before = contents(tmp_path)
     for resume in (False, True):
         with pytest.raises(InputError, match=rf"^finetune: --out must be a folder that can be made, .*{words}"):

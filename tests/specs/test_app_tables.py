@@ -1,6 +1,6 @@
 """The tables of the README that are made of bytes and of errors."""
 
-from shared_specs.app.tables import TABLES, render
+from shared_specs.app.tables import GPU_KIND, GPU_ROWS, TABLES, render
 
 HARDWARE = {"cpu": "c", "cores": 1, "memory_bytes": 2**30}
 BASE = {"date": "2026-01-01T00:00:00Z", "hardware": HARDWARE, "versions": {"python": "3.11"}}
@@ -66,6 +66,15 @@ def test_accuracy():
     assert table("accuracy-jax", record) == ["No record yet."]
     several = record | {"half": "tiled_jax", "results": [results[0], results[1] | {"workload": "v"}]}
     assert table("accuracy-jax", several)[2:4] == ["| plain, w | 0.33% | 1.00 |", "| liger, v | 1.81% | 5.69 |"]
+
+
+def test_time_on_a_gpu_is_the_models_until_a_record_replaces_it():
+    model = table("gpu-mlp")
+    assert model[0] == "| ms by the model, not measured | A100 | H100 | H200 | B200 |"
+    assert [line.split(" | ")[0] for line in model[2:]] == [f"| {name}" for name in GPU_ROWS]
+    results = [{"variant": "tiled", "median_seconds": 0.2284}, {"variant": "liger", "left_out": "ImportError"}]
+    record = BASE | {"kind": GPU_KIND, "half": "tiled_torch", "results": results}
+    assert table("gpu-mlp", record)[:4] == ["| variant | ms |", "| --- | --- |", "| tiled | 228.4 |", ""]
 
 
 def test_a_number_that_differs_is_noticed():

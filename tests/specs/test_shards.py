@@ -42,6 +42,8 @@ def test_kept_shards_are_the_last(tokens: int, num_shards: int, keep: float) -> 
     assert len(kept) == plan.kept_shards(keep)
     assert abs(len(kept) - keep * len(plan)) <= 0.5
     assert list(plan)[len(plan) - len(kept) :] == kept
+    # Where the first of them starts, and not somewhere in the shard before it.
+    assert plan.kept_start(keep) == (kept[0][0] if kept else tokens)
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,12 @@ from shared_specs import costs
 from shared_specs.app.bench import chosen_workloads, interleave, require_parity, show, summarise
 from shared_specs.cli import BenchOptions
 from shared_specs.records import make_record, write_record
-from shared_specs.rounding import relative_error
 from shared_specs.shards import ShardPlan
-from shared_specs.tolerances import BENCH_GRADIENTS
 from shared_specs.workloads import MLPWorkload
 from tiled_jax.commands.bench_accuracy import bench_accuracy
 from tiled_jax.commands.bench_loss import bench_loss
-from tiled_jax.commands.peers import TILED, variants, y_and_gradients
+from tiled_jax.commands.bench_mesh import bench_mesh
+from tiled_jax.commands.peers import TILED, check_gradients, variants, y_and_gradients
 
 PACKAGES = ("jax", "jaxlib", "flax", "numpy")
 
@@ -33,11 +32,13 @@ def bench(options: BenchOptions) -> int:
         return bench_loss(options)
     if options.op == "accuracy":
         return bench_accuracy(options)
+    if options.op == "mesh":
+        return bench_mesh(options)
     parity = require_parity("jax")
     print(f"parity: {parity}", flush=True)
     results: list[dict[str, Any]] = []
     for workload in chosen_workloads(options.workload):
-        results += measure(workload, options.repeats)
+        results += measure(workload, options.turns)
     device = jax.devices()[0].device_kind
     path = write_record(options.out, make_record("mlp", "tiled_jax", PACKAGES, results, parity=parity, device=device))
     print(f"record: {path}")
@@ -101,12 +102,3 @@ def _arguments(workload: MLPWorkload) -> tuple[jax.Array, ...]:
 
 def _wait(run: Callable[..., Any], arguments: tuple[jax.Array, ...]) -> None:
     jax.block_until_ready(run(*arguments))
-
-
-def check_gradients(results: dict[str, tuple[jax.Array, ...]]) -> None:
-    """Every variant must compute the plain gradients: a benchmark of something else is worth nothing."""
-    expected = [np.asarray(array) for array in results["plain"]]
-    for name, found in results.items():
-        for quantity, theirs, mine in zip(("y", "dx", "dw_gate", "dw_up", "dw_down"), expected, found, strict=True):
-            if not relative_error(np.asarray(mine), theirs) <= BENCH_GRADIENTS:
-                raise RuntimeError(f"bench: {name} does not compute the plain {quantity}")

@@ -28,7 +28,7 @@ def bench_loss(options: BenchOptions) -> int:
     print(f"parity: {parity}", flush=True)
     results: list[dict[str, Any]] = []
     for workload in chosen_loss_workloads(options.workload):
-        results += measure(workload, options.repeats)
+        results += measure(workload, options.turns)
     device = jax.devices()[0].device_kind
     path = write_record(options.out, make_record("loss", "tiled_jax", PACKAGES, results, parity=parity, device=device))
     print(f"record: {path}")

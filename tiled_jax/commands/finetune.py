@@ -1,5 +1,6 @@
 """The JAX half of `finetune`: a Flax Llama, tiled, under optax's AdamW, on one device or on a mesh of them."""
 
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,19 +11,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.experimental import multihost_utils
 
 from shared_specs.app.budget import Buffers
+from shared_specs.app.stored import Array
 from shared_specs.app.team import Team
 from shared_specs.app.trainer import ADAMW, TrainerState
 from shared_specs.cli import FinetuneOptions
 from shared_specs.shards import KERNEL_MULTIPLE
 from tiled_jax import backends
 from tiled_jax.commands import team
-from tiled_jax.functional.loss_steps import choose_steps
+from tiled_jax.loss.api import choose_steps
 from tiled_jax.models import Llama, LlamaConfig, from_hf, next_token_loss, to_hf
-from tiled_jax.parallel import Parallelized, parallelize
-from tiled_jax.parallel.plans import TrainState
+from tiled_jax.models.weights import each_hf
+from tiled_jax.plans.api import Parallelized, TrainState, parallelize
 
 _MOMENTS = {"m": "mu", "v": "nu"}
 
@@ -54,7 +55,7 @@ class JaxTrainer:
 
     def buffers(self, config: dict[str, Any], options: FinetuneOptions) -> Buffers:
         def no_kernel() -> str | None:
-            from tiled_jax.kernels.common import mlp_reason  # where no kernel runs, Mosaic is not loaded
+            from tiled_jax.core.mosaic import mlp_reason  # where no kernel runs, Mosaic is not loaded
 
             hidden, intermediate = config["hidden_size"], config["intermediate_size"]
             return mlp_reason(options.dtype, hidden=hidden, intermediate=intermediate, out=hidden, gated=True)
@@ -68,7 +69,7 @@ class JaxTrainer:
             logit_columns=choose_steps("finetune", "auto", options.dtype).columns,
         )
 
-    def load(self, config: dict[str, Any], tensors: dict[str, np.ndarray] | None, options: FinetuneOptions) -> None:
+    def load(self, config: dict[str, Any], weights: Mapping[str, Array] | None, options: FinetuneOptions) -> None:
         self._device = team.devices_of(options.device)[0]
         llama = LlamaConfig.from_hf(config)
         build = partial(
@@ -91,10 +92,10 @@ class JaxTrainer:
             self._plan = parallelize(model, *team.mesh_and_config(options), optimizer=self._adamw)
             self._place = self._plan.shardings.parameters
         self._update = self._step_of_plan if self._plan else jax.jit(self._traced_update, donate_argnums=(0, 1))
-        if tensors is None:
+        if weights is None:
             self._optimizer = jax.eval_shape(self._adamw.init, self._parameters)
             return
-        self._parameters = from_hf(self._parameters, tensors, self._place)
+        self._parameters = from_hf(self._parameters, weights, self._place)
         self._optimizer = self._initialised()
 
     def _initialised(self) -> optax.OptState:
@@ -145,10 +146,8 @@ class JaxTrainer:
             optimizer |= {f"{ours}.{name}": array for name, array in moments.items()}
         return TrainerState(weights=to_hf(self._parameters), optimizer=optimizer)
 
-    def full_weights(self) -> dict[str, np.ndarray]:
-        if not self.sharded:
-            return to_hf(self._parameters)
-        return to_hf(multihost_utils.process_allgather(self._parameters, tiled=True))
+    def full_weights(self) -> Iterator[tuple[str, np.ndarray]]:
+        return each_hf(self._parameters)
 
     def load_state(self, state: TrainerState) -> None:
         self._parameters = from_hf(self._parameters, state.weights, self._place)
@@ -158,7 +157,7 @@ class JaxTrainer:
             )
             for ours, theirs in _MOMENTS.items()
         }
-        self._set_optimizer(int(state.optimizer["step"]), moments)
+        self._set_optimizer(int(state.optimizer["step"][...]), moments)
 
     def _set_optimizer(self, count: int, moments: dict[str, nnx.State]) -> None:
         like = optax.tree.get(self._optimizer, "count")

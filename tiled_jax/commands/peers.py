@@ -5,8 +5,11 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
+from shared_specs.rounding import relative_error
+from shared_specs.tolerances import BENCH_GRADIENTS
 from tiled_jax import tiled_mlp
 
 MLP = Callable[..., jax.Array]
@@ -43,3 +46,12 @@ def y_and_gradients(fn: MLP) -> Callable[..., tuple[jax.Array, ...]]:
         return y, *pull(arguments[-1])
 
     return run
+
+
+def check_gradients(results: dict[str, tuple[jax.Array, ...]]) -> None:
+    """Every variant must compute the plain gradients: a benchmark of something else is worth nothing."""
+    expected = [np.asarray(array) for array in results["plain"]]
+    for name, found in results.items():
+        for quantity, theirs, mine in zip(("y", "dx", "dw_gate", "dw_up", "dw_down"), expected, found, strict=True):
+            if not relative_error(np.asarray(mine), theirs) <= BENCH_GRADIENTS:
+                raise RuntimeError(f"bench: {name} does not compute the plain {quantity}")

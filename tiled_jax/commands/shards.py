@@ -1,6 +1,12 @@
 """Checkpoints that every process writes its own part of, and any number of devices reads: Orbax."""
 
-from collections.abc import Mapping
+import gc
+import logging
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +17,50 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 _NAME, _COUNT = "state", "count"
+_OS_ERROR = re.compile(r"\[os_error_code='(\d+)'\]")  # in the text of TensorStore's errors
 
 
 def save(folder: Path, states: Mapping[str, nnx.State], count: jax.Array) -> None:
-    """Write the states, by name, and the number of updates done, into a new folder below `folder`; all processes call it."""
+    """Write the states, by name, and the number of updates done, into a new folder below `folder`; all processes call it.
+
+    Raises:
+        OSError: this process could not write.
+    """
     tree = {name: nnx.to_pure_dict(state) for name, state in states.items()} | {_COUNT: count}
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(folder.resolve() / _NAME, tree)
+    refused = None
+    try:
+        with _quiet(), ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(folder.resolve() / _NAME, tree)
+    except Exception as error:
+        refused = _OS_ERROR.search(str(error))
+        if refused is None:
+            raise
+    if refused is not None:
+        _forget()
+        raise OSError(int(refused[1]), os.strerror(int(refused[1])))
+
+
+def _forget() -> None:
+    """Collect the writes that were under way, which else show a traceback each when the interpreter ends."""
+    shown, sys.unraisablehook = sys.unraisablehook, lambda _: None
+    try:
+        gc.collect()
+    finally:
+        sys.unraisablehook = shown
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the tracebacks of an error that Orbax raises as well: of its threads, and of writes that end after it."""
+    logger, shown = logging.getLogger("absl"), sys.unraisablehook
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    sys.unraisablehook = lambda told: None if "Event loop is closed" in str(told.exc_value) else shown(told)
+    try:
+        yield
+        sys.unraisablehook = shown  # after an error it stays: nobody waits for the writes that are under way
+    finally:
+        logger.setLevel(level)
 
 
 def load(folder: Path, like: Mapping[str, nnx.State]) -> tuple[dict[str, nnx.State], int]:

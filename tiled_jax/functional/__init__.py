@@ -1,8 +1,8 @@
-"""The functions: checks, the plan, and the only differentiation rules of the package."""
+"""Public functions of the JAX half by an old name of their room: `tiled_jax` has them too."""
 
-from tiled_jax.functional.any_loss import tiled_loss
-from tiled_jax.functional.loss import tiled_linear_cross_entropy
-from tiled_jax.functional.mlp import tiled_mlp
-from tiled_jax.functional.tile import tile
+from tiled_jax.loss.api import tiled_linear_cross_entropy
+from tiled_jax.mlp.api import tiled_mlp
+from tiled_jax.tile.api import tile
+from tiled_jax.tile.loss import tiled_loss
 
 __all__ = ["tile", "tiled_linear_cross_entropy", "tiled_loss", "tiled_mlp"]

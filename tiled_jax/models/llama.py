@@ -11,11 +11,11 @@ from jax import lax
 
 from shared_specs.config import Tiling
 from shared_specs.errors import UnsupportedError, error_text, fail
-from tiled_jax.models.attention import causal_attention, precision_of
+from tiled_jax.layers.attention import causal_attention, precision_of
+from tiled_jax.mlp.module import TiledMLP
 from tiled_jax.models.config import LlamaConfig
 from tiled_jax.models.mlp import PlainMLP
 from tiled_jax.models.rope import rotary_angles, rotate
-from tiled_jax.modules import TiledMLP
 
 Angles = tuple[jax.Array, jax.Array]
 DTYPES = ("float32", "bfloat16", "float16")

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from shared_specs.config import Activation
-from tiled_jax.models.attention import precision_of
+from tiled_jax.layers.attention import precision_of
 
 _ACTIVATIONS = {
     "silu": jax.nn.silu,

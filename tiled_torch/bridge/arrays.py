@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from shared_specs.errors import UnsupportedError, error_text, fail, fail_type, show_shape
+from tiled_torch.core.tensors import dtype_name
 
 if TYPE_CHECKING:
     import jax
@@ -112,18 +113,13 @@ def check_tensor(function: str, name: str, tensor: Any) -> None:
     if kind := _special_kind(tensor):
         advice = "Pass an ordinary one, such as a DTensor's to_local() or a sparse tensor's to_dense()."
         fail_type(function, name, "a plain tensor with memory of its own", kind, advice=advice)
-    dtype = dtype_name(tensor)
+    dtype = dtype_name(tensor.dtype)
     if dtype not in DTYPES:
         fail_type(function, name, "of a dtype that JAX has", dtype, advice="Cast it.")
     if dtype in _WIDE and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
         advice = "JAX would narrow it without a warning. Cast it, or use jax.enable_x64."
         fail_type(function, name, "of at most 32 bits a number while jax_enable_x64 is off", dtype, advice=advice)
     _check_device(function, name, tensor.device)
-
-
-def dtype_name(tensor: Tensor) -> str:
-    """As both frameworks spell it."""
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _special_kind(tensor: Tensor) -> str | None:

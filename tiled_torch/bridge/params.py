@@ -6,8 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from shared_specs.errors import fail, fail_type, show_shape
-from tiled_torch.bridge.arrays import check_tensor, dtype_name, to_jax, to_torch
-from tiled_torch.modules import TiledMLP
+from tiled_torch.bridge.arrays import check_tensor, to_jax, to_torch
+from tiled_torch.core.tensors import dtype_name
+from tiled_torch.mlp.module import TiledMLP
 
 if TYPE_CHECKING:
     import jax
@@ -105,7 +106,7 @@ def _check_activations(function: str, torch_module: nn.Module, jax_module: Any) 
 def _check_pair(function: str, name: str, tensor: Tensor, array: "jax.Array") -> None:
     check_tensor(function, f"torch_module.{name}", tensor)
     want = tuple(tensor.shape)[::-1] if _is_weight(name) else tuple(tensor.shape)
-    dtype = dtype_name(tensor)
+    dtype = dtype_name(tensor.dtype)
     if (array.shape, array.dtype.name) != (want, dtype):
         rule, got = f"{show_shape(want)} {dtype}", f"{show_shape(array.shape)} {array.dtype.name}"
         shapes = f"torch_module.{name} is {show_shape(tensor.shape)} {dtype}"

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shared_specs import costs
 from shared_specs.app.bench import chosen_workloads, interleave, require_parity, show, summarise
-from shared_specs.cli import BenchOptions
+from shared_specs.cli import BenchOptions, InputError
 from shared_specs.records import make_record, write_record
 from shared_specs.rounding import relative_error
 from shared_specs.shards import ShardPlan
@@ -33,11 +33,13 @@ def bench(options: BenchOptions) -> int:
         return bench_loss(options)
     if options.op == "accuracy":
         return bench_accuracy(options)
+    if options.op == "mesh":
+        raise InputError("bench: --op mesh is of tiled_jax alone: in PyTorch every rank has its own tokens anyway.")
     parity = require_parity("torch")
     print(f"parity: {parity}", flush=True)
     results: list[dict[str, Any]] = []
     for workload in chosen_workloads(options.workload):
-        results += measure(workload, options.repeats)
+        results += measure(workload, options.turns)
     facts = {"parity": parity, "peers": PEER_NOTE, "threads": torch.get_num_threads()}
     path = write_record(options.out, make_record("mlp", "tiled_torch", PACKAGES, results, **facts))
     print(f"record: {path}")

@@ -34,7 +34,7 @@ def bench_loss(options: BenchOptions) -> int:
     print(f"parity: {parity}", flush=True)
     results: list[dict[str, Any]] = []
     for workload in chosen_loss_workloads(options.workload):
-        results += measure(workload, options.repeats)
+        results += measure(workload, options.turns)
     facts = {"parity": parity, "peers": NOTE, "threads": torch.get_num_threads()}
     print(f"record: {write_record(options.out, make_record('loss', 'tiled_torch', PACKAGES, results, **facts))}")
     return 0

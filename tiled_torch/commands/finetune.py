@@ -1,6 +1,7 @@
 """The PyTorch half of `finetune`: a Hugging Face decoder, tiled, under AdamW, in one process or in those of torchrun."""
 
 import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from shared_specs.app.budget import Buffers
+from shared_specs.app.stored import Array
 from shared_specs.app.team import ALONE, Team
 from shared_specs.app.trainer import ADAMW, TrainerState
 from shared_specs.cli import FinetuneOptions
@@ -20,6 +22,7 @@ from shared_specs.errors import UnsupportedError
 from shared_specs.shards import KERNEL_MULTIPLE
 from tiled_torch import backends
 from tiled_torch.commands import shards, team
+from tiled_torch.core.tensors import device_kind
 
 _MOMENTS = {"m": "exp_avg", "v": "exp_avg_sq"}
 
@@ -56,14 +59,14 @@ class TorchTrainer:
 
     def buffers(self, config: dict[str, Any], options: FinetuneOptions) -> Buffers:
         kernels = backends.choose("finetune", "auto", self._device, getattr(torch, options.dtype)) == "triton"
-        kind = "cpu" if self._device.type == "cpu" else "gpu"
+        kind = device_kind(self._device)
         return Buffers(device=kind, kernels=kernels, multiple_of=KERNEL_MULTIPLE if kernels else 1)
 
-    def load(self, config: dict[str, Any], tensors: dict[str, np.ndarray] | None, options: FinetuneOptions) -> None:
+    def load(self, config: dict[str, Any], weights: Mapping[str, Array] | None, options: FinetuneOptions) -> None:
         self._device, self._options = _device(options.device), options
         self._dtype = getattr(torch, options.dtype)
         self._tiling = options.tiling()
-        self._model: Any = self._spread(config, tensors) if self.sharded else self._alone(config, tensors)
+        self._model: Any = self._spread(config, weights) if self.sharded else self._alone(config, weights)
         named = dict(self._model.named_parameters())
         self._parameters = {name.removeprefix("module."): parameter for name, parameter in named.items()}
         self._optimizer = torch.optim.AdamW(
@@ -75,24 +78,25 @@ class TorchTrainer:
             fused=True,  # no temporaries of the size of the model
         )
 
-    def _alone(self, config: dict[str, Any], tensors: dict[str, np.ndarray] | None) -> Any:
-        model = self._tiled(build_model(config, tensors, self._device))
+    def _alone(self, config: dict[str, Any], weights: Mapping[str, Array] | None) -> Any:
+        model = self._tiled(build_model(config, weights, self._device))
         if self._options.checkpointing:
             # The second name is the older one within transformers 5, deprecated where the first exists.
             enable = getattr(model, "activation_checkpointing_enable", None)
             (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
         return model
 
-    def _spread(self, config: dict[str, Any], tensors: dict[str, np.ndarray] | None) -> Any:
+    def _spread(self, config: dict[str, Any], weights: Mapping[str, Array] | None) -> Any:
         """The model over all ranks: each takes its part of the weights, and none the whole unless it is a replica."""
-        from tiled_torch.parallel import materialize, parallelize
+        from tiled_torch.plans.api import parallelize
+        from tiled_torch.plans.meta_device import materialize
 
         mesh, parallel = team.layout(self._options, self._device)
         if parallel.data is not None and parallel.data.engine == "ddp":
-            return parallelize(self._tiled(build_model(config, tensors, self._device)), mesh, parallel)
+            return parallelize(self._tiled(build_model(config, weights, self._device)), mesh, parallel)
         model = parallelize(self._tiled(empty_model(config)), mesh, parallel)
-        weights = None if tensors is None else {name: _to_tensor(array) for name, array in tensors.items()}
-        materialize(model, device=self._device, weights=weights)
+        parts = None if weights is None else {name: shards.Parts(array) for name, array in weights.items()}
+        materialize(model, device=self._device, weights=parts)
         return with_positions(model, self._device).train()
 
     def _tiled(self, model: PreTrainedModel) -> PreTrainedModel:
@@ -142,22 +146,19 @@ class TorchTrainer:
         return TrainerState(weights=weights, optimizer=optimizer)
 
     def load_state(self, state: TrainerState) -> None:
-        shards.empty_moments(self._parameters, self._optimizer, float(state.optimizer["step"]))
+        shards.empty_moments(self._parameters, self._optimizer, float(state.optimizer["step"][...]))
         with torch.no_grad():
             for name, parameter in self._parameters.items():
-                shards.fill(parameter.detach(), _to_tensor(state.weights[name]))
+                shards.fill(parameter.detach(), shards.Parts(state.weights[name]))
                 for ours, theirs in _MOMENTS.items():
                     moment = self._optimizer.state[parameter][theirs]
-                    shards.fill(moment, _to_tensor(state.optimizer[f"{ours}.{name}"]))
+                    shards.fill(moment, shards.Parts(state.optimizer[f"{ours}.{name}"]))
 
-    def full_weights(self) -> dict[str, np.ndarray]:
-        found = {}
+    def full_weights(self) -> Iterator[tuple[str, np.ndarray]]:
         for name, parameter in self._parameters.items():
             whole = parameter.detach()
             whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
-            if self._team.rank == 0:
-                found[name] = _to_numpy(whole)
-        return found
+            yield name, whole.cpu().numpy()
 
     def save_shards(self, folder: Path) -> None:
         shards.save(folder, self._parameters, self._optimizer, getattr(self._team, "control", None))
@@ -182,20 +183,20 @@ def empty_model(config: dict[str, Any]) -> PreTrainedModel:
         raise UnsupportedError(f"{text}, got one with {reason}") from error
 
 
-def build_model(config: dict[str, Any], tensors: dict[str, np.ndarray] | None, device: torch.device) -> PreTrainedModel:
-    """A model in training mode with these weights (copied), or zeros where a checkpoint is loaded next.
+def build_model(config: dict[str, Any], weights: Mapping[str, Array] | None, device: torch.device) -> PreTrainedModel:
+    """A model in training mode with these weights (copied one at a time), or zeros where a checkpoint is loaded next.
 
     Built without memory first: a random initialisation would be thrown away.
     """
     model = empty_model(config)
-    if tensors is None:
+    if weights is None:
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-        weights = {name: torch.zeros(shape, device=device) for name, shape in shapes.items()}
+        found = {name: torch.zeros(shape, device=device) for name, shape in shapes.items()}
     else:
-        weights = {name: _to_tensor(array).to(device) for name, array in tensors.items()}
+        found = {name: shards.Parts(array)[...].to(device) for name, array in weights.items()}
     if config["tie_word_embeddings"]:
-        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
-    model.load_state_dict(weights, strict=True, assign=True)
+        found["lm_head.weight"] = found["model.embed_tokens.weight"]
+    model.load_state_dict(found, strict=True, assign=True)
     model.tie_weights()
     return with_positions(model, device).train()
 
@@ -218,11 +219,6 @@ def _device(name: str) -> torch.device:
         torch.cuda.set_device(place)
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cuda" if gpu else "cpu")
-
-
-def _to_tensor(array: np.ndarray) -> torch.Tensor:
-    """A copy in one piece: torch.tensor keeps the strides, and fused AdamW reads the memory of all its inputs in order."""
-    return torch.tensor(np.ascontiguousarray(array))
 
 
 def _to_numpy(tensor: torch.Tensor) -> np.ndarray:

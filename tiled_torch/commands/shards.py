@@ -5,10 +5,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+
+from shared_specs.app.stored import Array
 
 FORMAT = "torch.distributed.checkpoint"
 _MOMENTS = {"m": "exp_avg", "v": "exp_avg_sq"}
@@ -19,10 +23,28 @@ def save(folder: Path, parameters: Mapping[str, Tensor], optimizer: torch.optim.
 
     Args:
         group: of all ranks, for what they have to tell each other; None where there is one.
+    Raises:
+        OSError: one of the ranks could not write.
     """
-    state_dict_saver.save(
-        _state(parameters, optimizer), checkpoint_id=folder, process_group=group, no_dist=not dist.is_initialized()
-    )
+    alone = not dist.is_initialized()
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # which is meant
+            state_dict_saver.save(
+                _state(parameters, optimizer), checkpoint_id=folder, process_group=group, no_dist=alone
+            )
+    except CheckpointException as error:
+        for failure, _ in error.failures.values():
+            _raise_cause(failure)
+        raise
+
+
+def _raise_cause(error: BaseException | None) -> None:
+    """Raise the error of the file system that made this one, if one did."""
+    while error is not None:
+        if isinstance(error, OSError):
+            raise error
+        error = error.__cause__ or error.__context__
 
 
 def load(folder: Path, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, group: Any) -> None:
@@ -44,9 +66,21 @@ def empty_moments(parameters: Mapping[str, Tensor], optimizer: torch.optim.Optim
         optimizer.state[parameter] = {"step": torch.tensor(step, device=parameter.device)} | moments
 
 
-def fill(part: Tensor, whole: Tensor) -> None:
+class Parts:
+    """An array, in a file or not, of which tensors are made part by part."""
+
+    def __init__(self, array: Array) -> None:
+        self._array = array
+        self.shape = torch.Size(array.shape)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        """A copy in one piece: fused AdamW reads the memory of all its inputs in order."""
+        return torch.tensor(np.ascontiguousarray(self._array[index]))
+
+
+def fill(part: Tensor, whole: Parts) -> None:
     """Copy what this rank holds of `whole`."""
-    from tiled_torch.parallel.meta_device import fill_local
+    from tiled_torch.collectives.initialise import fill_local
 
     fill_local(part, whole)
 

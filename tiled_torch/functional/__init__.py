@@ -1,6 +1,6 @@
-"""Public functions of the PyTorch half and the only autograd code."""
+"""Public functions of the PyTorch half by an old name of their room: `tiled_torch` has them too."""
 
-from tiled_torch.functional.any_loss import tiled_loss as tiled_loss
-from tiled_torch.functional.loss import tiled_linear_cross_entropy as tiled_linear_cross_entropy
-from tiled_torch.functional.mlp import tiled_mlp as tiled_mlp
-from tiled_torch.functional.tile import tile as tile
+from tiled_torch.loss.api import tiled_linear_cross_entropy as tiled_linear_cross_entropy
+from tiled_torch.mlp.api import tiled_mlp as tiled_mlp
+from tiled_torch.tile.api import tile as tile
+from tiled_torch.tile.loss import tiled_loss as tiled_loss

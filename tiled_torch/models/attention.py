@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from tiled_torch.functional.attention import causal_attention
+from tiled_torch.layers.attention import causal_attention
 
 # No mask is registered under this name, so that models make none: it would be one of a rank's own tokens.
 NAME = "tiled_torch"

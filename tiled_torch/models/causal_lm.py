@@ -1,25 +1,35 @@
 """The loss of a Hugging Face causal language model, tiled: `model(..., labels=...).loss` without the logits.
 
 The formula is that of transformers' ForCausalLMLoss: labels shifted by one unless `shift_labels` is given, the sum divided
-by `num_items_in_batch` where it is given, the mean over valid labels otherwise.
+by `num_items_in_batch` where it is given, the mean over valid labels otherwise. `outputs.logits` are computed when they are
+read.
 """
 
 import inspect
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import fields
 from functools import cache, wraps
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
-from transformers.utils.generic import can_return_tuple
+from transformers.utils.generic import ModelOutput, can_return_tuple
 
 from shared_specs.config import LossOptions, Tiling
-from tiled_torch.functional.any_loss import tiled_loss
-from tiled_torch.functional.loss import tiled_linear_cross_entropy
-from tiled_torch.models.family import reason_linear_is_not_plain
+from shared_specs.errors import UnsupportedError, error_text
+from tiled_torch.core.autocast import autocast_dtype
+from tiled_torch.core.partitioned import called_once, is_partitioned
+from tiled_torch.loss.api import tiled_linear_cross_entropy
+from tiled_torch.models.family import forward_in_place_of, reason_linear_is_not_plain
+from tiled_torch.models.later import Pending, later_outputs
+from tiled_torch.models.logits import adjusted, lazy_logits, refused_logits
 from tiled_torch.models.pickling import Remade
+from tiled_torch.models.reports import inside_forward, report, tell
+from tiled_torch.tile.loss import tiled_loss
 
 # Classes whose forward is: the decoder `model`, then lm_head, then what is named here, then loss_function.
 PLAIN = frozenset({
@@ -34,28 +44,51 @@ SCALED: dict[str, Callable[[Any], float]] = {
     "GraniteForCausalLM": lambda model: 1 / model.config.logits_scaling,
 }
 
+# Beside images or sounds: the head and the loss of their text, past a `model` that puts all of it together.
+MULTIMODAL = frozenset({
+    "Gemma3ForConditionalGeneration", "LlavaForConditionalGeneration", "Mistral3ForConditionalGeneration",
+    "Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration",
+})  # fmt: skip
+KNOWN = PLAIN | SOFTCAPPED | SCALED.keys() | MULTIMODAL
+SPLIT = "vocab_parallel_linear_cross_entropy"
+WITHOUT_LABELS = "it was called without labels, which makes the logits of all tokens"
+
 
 def is_causal_lm(module: nn.Module) -> bool:
     """Whether the module is of a class whose loss is known, also after tiling or sharding changed its class."""
     names = {base.__name__ for base in type(module).__mro__}
-    return bool(names & (PLAIN | SOFTCAPPED | SCALED.keys())) and hasattr(module, "lm_head")
+    return bool(names & KNOWN) and hasattr(module, "lm_head")
+
+
+def reason_head_stays(module: nn.Module) -> str | None:
+    """Why the loss of a model with a head is not tiled; None where it is, or where there is no head."""
+    if isinstance(module, TiledCausalLM) or not (isinstance(module, PreTrainedModel) and hasattr(module, "lm_head")):
+        return None
+    if not is_causal_lm(module):
+        return f"the loss of {type(module).__name__} is none that is known"
+    found = forward_in_place_of(module, KNOWN)
+    return None if found is None else f"its forward is {found}"
 
 
 def reason_logits_are_needed(model: Any) -> str | None:
     """Why this model's loss has to see the logits; None where it is the one that is tiled."""
-    if getattr(model.loss_function, "__name__", "") != "ForCausalLMLoss":
-        return f"its loss_function is {getattr(model.loss_function, '__name__', type(model.loss_function).__name__)}"
+    function = model.loss_function
+    name = getattr(function, "__name__", type(function).__name__)
+    home = getattr(function, "__module__", "").partition(".")[0]
+    # By its name: `parallelize` has a twin of it for logits that are split.
+    if name != "ForCausalLMLoss" or home not in ("transformers", __name__.partition(".")[0]):
+        return f"its loss_function is {name}"
     return None
 
 
 def loss_path(model: Any) -> str:
-    """How the loss runs now: "tiled_linear_cross_entropy", or another way and the reason."""
+    """How the loss of a call with labels runs: "tiled_linear_cross_entropy", or another way and the reason."""
     if "_linear_loss" in vars(model):
-        return "vocab_parallel_linear_cross_entropy"
+        return SPLIT
     reason = reason_logits_are_needed(model)
     if reason is not None:
         return f"untiled: {reason}"
-    reason = reason_linear_is_not_plain("lm_head", model.lm_head)
+    reason = reason_linear_is_not_plain("lm_head", model.lm_head, gathered=True)
     return "tiled_linear_cross_entropy" if reason is None else f"tiled_loss: {reason}"
 
 
@@ -77,17 +110,18 @@ def linear_loss(
 ) -> Tensor:
     """The loss of hidden states, through whichever path the head allows."""
     head = model.lm_head
-    if reason_linear_is_not_plain("lm_head", head) is None:
-        found = tiled_linear_cross_entropy(
-            hidden, head.weight, targets, bias=head.bias, loss=options, tiling=tiling, backend=backend
-        )
-        assert isinstance(found, Tensor)
-        return found
+    if reason_linear_is_not_plain("lm_head", head, gathered=True) is None:
+
+        def fused(hidden: Tensor) -> Any:
+            return tiled_linear_cross_entropy(
+                hidden, head.weight, targets, bias=head.bias, loss=options, tiling=tiling, backend=backend
+            )
+
+        is_plain = reason_linear_is_not_plain("lm_head", head) is None
+        return fused(hidden) if is_plain else called_once(head, fused, hidden)
 
     def sums(hidden: Tensor, targets: Tensor) -> Tensor:
-        logits = head(hidden).float() * options.logit_scale
-        if options.logit_softcap is not None:
-            logits = options.logit_softcap * torch.tanh(logits / options.logit_softcap)
+        logits = adjusted(head(hidden).float(), options)
         return F.cross_entropy(
             logits.flatten(0, -2), targets.flatten(), ignore_index=options.ignore_index, reduction="sum"
         )
@@ -98,6 +132,9 @@ def linear_loss(
     return tiled_loss(sums, hidden, targets, tiling=tiling) / count
 
 
+Outputs = tuple[type[Any], type[Any], tuple[str, ...]]
+
+
 class TiledCausalLM(Remade):
     """Forward of a causal language model whose loss is tiled; comes before the original class in the order of methods."""
 
@@ -105,30 +142,76 @@ class TiledCausalLM(Remade):
     _tiling: Tiling
     _backend: str
     _linear_loss = staticmethod(linear_loss)  # `parallelize` puts the one of a split head into the instance
+    _ran: str | None = None
+    _told: tuple[str, ...] = ()
+
+    @property
+    def _model_name(self) -> str:
+        return type(self).__name__
 
 
 def _forward_of(untiled: type[nn.Module]) -> Callable[..., Any]:
     """untiled's forward with the loss tiled: the same signature, which Hugging Face's Trainer reads."""
     signature = inspect.signature(untiled.forward)
+    made = _outputs_of(signature)
+    # Not signature.bind, which torch.compile traces only once.
+    names = tuple(name for name, p in signature.parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD)[1:]
 
     @wraps(untiled.forward)
     @can_return_tuple
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(self, *args, **kwargs).arguments
-        extra = given.pop("kwargs", {})
-        labels, targets = given.get("labels"), extra.get("shift_labels")
-        if (labels is None and targets is None) or reason_logits_are_needed(self) is not None:
-            return untiled.forward(self, *args, **kwargs)
-        return _with_loss(self, given, extra)
+        given = dict(zip(names, args, strict=False))
+        if len(args) > len(names) or any(name in given for name in kwargs):
+            return untiled.forward(self, *args, **kwargs)  # raises what Python raises
+        given |= {name: value for name, value in kwargs.items() if name in names}
+        extra = {name: value for name, value in kwargs.items() if name not in names}
+        with nullcontext() if torch.compiler.is_compiling() else inside_forward():
+            path = _path_of(self, given.get("labels"), extra.get("shift_labels"))
+            report(self, path)
+            if path.startswith("untiled"):
+                return untiled.forward(self, *args, **kwargs)
+            return _with_loss(self, given, extra, made)
 
     return forward
 
 
-def _with_loss(model: Any, given: dict[str, Any], extra: dict[str, Any]) -> CausalLMOutputWithPast:
-    """`given`: the named arguments of forward; `extra`: its kwargs, the loss's among them."""
-    given = {name: value for name, value in given.items() if name != "self"}
+def _path_of(model: Any, labels: Tensor | None, shifted_labels: Tensor | None) -> str:
+    """The path of this call, and a warning where it makes the logits of a step of training, or more than one shard's."""
+    if labels is None and shifted_labels is None:
+        if model.training and torch.is_grad_enabled():
+            advice = "Pass labels; Trainer takes them out for label_smoothing_factor and compute_loss_func."
+            tell(model, WITHOUT_LABELS, advice)
+        return f"untiled: {WITHOUT_LABELS}"
+    path = loss_path(model)
+    way, _, reason = path.partition(": ")
+    if way == "tiled_loss" and any(map(is_partitioned, model.lm_head.parameters())):
+        advice = "Call the model without labels for its logits, or use ZeRO stage 1 or 2."
+        rule = "a plain linear layer under ZeRO-3, which would gather it for every shard"
+        raise UnsupportedError(error_text("tile_model", "lm_head", rule, reason, advice=advice))
+    if way == "untiled":
+        tell(model, reason, "The logits of all tokens are made for it.")
+    elif reason:
+        tell(model, reason, f"{way} calls it for every shard instead.")
+    return path
+
+
+def _outputs_of(signature: inspect.Signature) -> Outputs:
+    """What the untiled forward returns: the class, compiled code's, and the fields beside the loss and the logits."""
+    annotated = signature.return_annotation
+    kinds = [
+        kind for kind in (annotated, *get_args(annotated)) if inspect.isclass(kind) and issubclass(kind, ModelOutput)
+    ]
+    kind: Any = kinds[0] if kinds else CausalLMOutputWithPast
+    return (
+        kind,
+        later_outputs(kind),
+        tuple(field.name for field in fields(kind) if field.name not in ("loss", "logits")),
+    )
+
+
+def _with_loss(model: Any, given: dict[str, Any], extra: dict[str, Any], made: Outputs) -> Any:
+    """`given`: the named arguments of forward; `extra`: its kwargs, the loss's among them; `made`: what it returns."""
     labels, keep = given.pop("labels", None), given.pop("logits_to_keep", 0)
-    extra = dict(extra)
     count, targets = extra.pop("num_items_in_batch", None), extra.pop("shift_labels", None)
     ignore_index = extra.pop("ignore_index", -100)
     outputs = model.model(**given, **extra)
@@ -136,21 +219,26 @@ def _with_loss(model: Any, given: dict[str, Any], extra: dict[str, Any]) -> Caus
     targets = shifted(labels, ignore_index) if targets is None else targets.reshape(hidden.shape[:-1])
     options = loss_options(model, count, ignore_index)
     loss = model._linear_loss(model, hidden, targets.to(hidden.device), options, model._tiling, model._backend)
-    logits = None
-    if not isinstance(keep, int) or keep > 0:
-        rows = hidden[:, -keep:] if isinstance(keep, int) else hidden[:, keep]
-        logits = model.lm_head(rows)
-        if options.logit_scale != 1.0:
-            logits = logits * options.logit_scale
-        if options.logit_softcap is not None:
-            logits = options.logit_softcap * torch.tanh(logits / options.logit_softcap)
-    return CausalLMOutputWithPast(
-        loss=loss,
-        logits=logits,
-        past_key_values=outputs.past_key_values,
-        hidden_states=outputs.hidden_states,
-        attentions=outputs.attentions,
-    )
+    kind, later, rest = made
+    found = {name: getattr(outputs, name, None) for name in rest}
+    rows = _kept(hidden, keep)
+    if "_linear_loss" in vars(model):
+        return kind(loss=loss, logits=refused_logits(rows, model.config.get_text_config().vocab_size), **found)
+    cast = autocast_dtype(rows)
+    if torch.compiler.is_compiling():
+        compiled = later(loss=loss, **found)
+        compiled._pending = Pending(model, rows, options, cast)
+        return compiled
+    return kind(loss=loss, logits=lazy_logits(model, rows, options, cast), **found)
+
+
+def _kept(hidden: Tensor, keep: int | Tensor) -> Tensor:
+    """The rows whose logits are asked for, in each of the forms that transformers knows."""
+    if isinstance(keep, int):
+        return hidden[:, -keep:] if keep else hidden
+    if keep.ndim == 2:
+        return hidden[keep] if keep.dtype == torch.bool else torch.take_along_dim(hidden, keep[..., None], dim=1)
+    return hidden[:, keep]
 
 
 @cache

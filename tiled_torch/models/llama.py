@@ -15,8 +15,8 @@ LLAMA = Family(
     "llama",
     frozenset({
         "CohereMLP", "CwmMLP", "Exaone4MLP", "Gemma2MLP", "Gemma3MLP", "GemmaMLP", "GraniteMLP", "HeliumMLP", "LlamaMLP",
-        "Ministral3MLP", "MinistralMLP", "MistralMLP", "Olmo2MLP", "Olmo3MLP", "OlmoMLP", "Qwen2MLP", "Qwen3MLP",
-        "SmolLM3MLP",
+        "Ministral3MLP", "MinistralMLP", "MistralMLP", "Olmo2MLP", "Olmo3MLP", "OlmoMLP", "PixtralMLP", "Qwen2MLP",
+        "Qwen2_5_VLMLP", "Qwen3MLP", "Qwen3VLTextMLP", "SmolLM3MLP",
     }),
     ("gate_proj", "up_proj", "down_proj"),
     "act_fn",

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tiled_torch.functional.accumulate import fused_halves
+from tiled_torch.core.gradients import fused_halves
 from tiled_torch.models.family import Family, Operands, present_biases
 
 

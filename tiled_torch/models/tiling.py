@@ -10,19 +10,28 @@ from functools import cache
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import nn
 
 from shared_specs import checks
 from shared_specs.config import TORCH, Tiling
 from shared_specs.errors import UnsupportedError, error_text, fail_type
 from tiled_torch import backends
-from tiled_torch.functional.mlp import tiled_mlp
-from tiled_torch.functional.tile import tile
-from tiled_torch.models.causal_lm import TiledCausalLM, is_causal_lm, loss_path, tiled_causal_lm
-from tiled_torch.models.family import Family, activation_of, reason_linear_is_not_plain
+from tiled_torch.core import partitioned
+from tiled_torch.mlp.api import tiled_mlp
+from tiled_torch.models.causal_lm import TiledCausalLM, is_causal_lm, loss_path, reason_head_stays, tiled_causal_lm
+from tiled_torch.models.family import (
+    Family,
+    activation_of,
+    forward_in_place_of,
+    reason_called,
+    reason_linear_is_not_plain,
+)
 from tiled_torch.models.llama import LLAMA
 from tiled_torch.models.phi3 import PHI3
 from tiled_torch.models.pickling import Remade
+from tiled_torch.models.reports import ALONE, note_layers, report, warn_untiled
+from tiled_torch.tile.api import tile
 
 FAMILIES = (LLAMA, PHI3)
 
@@ -39,11 +48,18 @@ def tile_model(
     change.
 
     An MLP whose projections are plain linear layers runs through `tiled_mlp`; one with LoRA adapters, quantised or
-    separately sharded projections, or hooks on them, through `tile`. `tiling_paths` tells which, now.
+    separately sharded projections, or hooks on them, through `tile`. `tiling_paths` tells which did.
 
     Of a causal language model the loss is tiled as well: `model(..., labels=labels).loss` is the model's own
-    (`num_items_in_batch` and `shift_labels` included; 0 where every label is ignored), and `.logits` is None: pass
-    `logits_to_keep` for those of the last tokens, or no labels for all of them.
+    (`num_items_in_batch` and `shift_labels` included; 0 where every label is ignored). `.logits` are there as before, with
+    their gradients, and computed only when they are read (torch.compile: when an attribute or an item of the outputs is).
+    They are those of the forward: after the optimizer's step to read them for the first time is a RuntimeError.
+    `logits_to_keep` chooses logits; the loss is always that of all labels. Where a loss runs another way than through
+    `tiled_linear_cross_entropy`, a warning says why, once.
+
+    Under ZeRO-3 an MLP, and the head with its loss, are gathered once around all shards; nothing has to be marked. Its engine
+    may come first, but not where MLPs have adapters (LoRA): these become its leaf modules, for which x has to require grad
+    (`model.enable_input_require_grads()`) and which one backward may run through once.
 
     Args:
         model: a Hugging Face model, or any module, that contains MLPs of a known family (Llama, Mistral, Qwen, Gemma,
@@ -53,7 +69,9 @@ def tile_model(
         The model itself.
     Raises:
         SpecError, TypeError: a number out of its range.
-        UnsupportedError: no MLP of a known family, or an activation that is not in the specification; nothing changed.
+        UnsupportedError: no MLP of a known family, a forward that is not its class's, or an activation that is not in the
+            specification, or MLPs with adapters in a ZeRO-3 engine; nothing changed. In calls under ZeRO-3: a head that is no
+            plain linear layer; x that needs no gradient of an MLP with adapters.
     Source: derived in shared_specs/README.md.
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -80,14 +98,33 @@ def tile_model(
         if activation_of(activation) is None:
             rule, got = "one of the specification's", type(activation).__name__
             raise UnsupportedError(error_text("tile_model", f"activation of {name}", rule, got))
+        replaced = forward_in_place_of(module, family.classes)
+        if replaced is not None:
+            rule, advice = (
+                "that of its class in transformers",
+                "Tile the model before what replaces it (accelerate's hooks, say).",
+            )
+            raise UnsupportedError(error_text("tile_model", f"forward of {name}", rule, replaced, advice=advice))
+        has_hooks = partitioned.gathers(getattr(module, family.projections[0]))
+        reason = reason_not_plain(module) if has_hooks and not isinstance(module, Tiled) else None
+        if reason is not None:
+            _refuse_after_engine("tile_model", f"one that has its hooks, and {reason}")
     for _, module, _ in known:
         if not isinstance(module, Tiled):
             module.__class__ = _tiled_class(type(module))
         module._tiling, module._backend = options, backend  # type: ignore[assignment]
-    for module in filter(is_causal_lm, model.modules()):
-        if not isinstance(module, TiledCausalLM):
-            module.__class__ = tiled_causal_lm(type(module))
-        module._tiling, module._backend = replace(options, keep=0.0), backend  # type: ignore[assignment]
+    for module in model.modules():
+        reason = reason_head_stays(module)
+        if reason is not None:
+            warn_untiled(type(module).__name__, reason, "Its MLPs are tiled, its logits are made whole.")
+        elif is_causal_lm(module):
+            if not isinstance(module, TiledCausalLM):
+                module.__class__ = tiled_causal_lm(type(module))
+            module._tiling, module._backend = replace(options, keep=0.0), backend  # type: ignore[assignment]
+            decoder: Any = module.get_decoder()  # type: ignore[operator]  # not a tower of images, which `generate` calls alone
+            watcher: Any = next((inner for inner in decoder.modules() if isinstance(inner, Tiled)), None)
+            if watcher is not None:
+                watcher._model_name = type(module).__name__
     return model
 
 
@@ -105,6 +142,8 @@ def untile_model(model: nn.Module) -> nn.Module:
     """
     if not isinstance(model, nn.Module):
         fail_type("untile_model", "model", "a torch.nn.Module", type(model).__name__)
+    if any(isinstance(m, Tiled) and partitioned.gathers(m) and m._z3_leaf for m in model.modules()):
+        _refuse_after_engine("untile_model", "one in which it gathers tiled MLPs as a whole")
     for module in model.modules():
         if not isinstance(module, Tiled | TiledCausalLM):
             continue
@@ -117,30 +156,51 @@ def untile_model(model: nn.Module) -> nn.Module:
             )
         tiled: Any = module
         tiled.__class__ = tiled._untiled
-        del tiled._tiling, tiled._backend
+        for name in (*Tiled.__annotations__, *TiledCausalLM.__annotations__):
+            vars(tiled).pop(name, None)
     return model
+
+
+def _refuse_after_engine(function: str, got: str) -> None:
+    advice = "Call it before deepspeed.initialize, which hangs hooks on modules as they are then."
+    raise UnsupportedError(error_text(function, "model", "one that no ZeRO-3 engine has yet", got, advice=advice))
 
 
 def tiling_paths(model: nn.Module) -> dict[str, str]:
     """Name of every tiled MLP -> "tiled_mlp", or "tile" and the reason why its projections are not plain.
 
     Of a causal language model also its head -> "tiled_linear_cross_entropy", or how else its loss runs and why.
+    Each is what the last call did; before the first, and where only compiled code ran, what a call would do now.
+
+    Args:
+        model: given to `tile_model` before; any other has no paths.
+    Example:
+        >>> from transformers import LlamaConfig
+        >>> from transformers.models.llama.modeling_llama import LlamaMLP
+        >>> tiling_paths(tile_model(LlamaMLP(LlamaConfig(hidden_size=32, intermediate_size=48))))
+        {'': 'tiled_mlp'}
     """
     if not isinstance(model, nn.Module):
         fail_type("tiling_paths", "model", "a torch.nn.Module", type(model).__name__)
     paths = {}
     for name, module in model.named_modules():
         if isinstance(module, Tiled):
-            paths[name] = _path_of(module)
+            paths[name] = module._ran or path_now(module)
         elif isinstance(module, TiledCausalLM):
-            paths[f"{name}.lm_head".removeprefix(".")] = loss_path(module)
+            inside: Any = module.modules()  # type: ignore[attr-defined]  # a mixin of modules
+            alone = any(isinstance(inner, Tiled) and inner._alone for inner in inside)
+            path = f"untiled: {ALONE}" if alone else module._ran or loss_path(module)
+            paths[f"{name}.lm_head".removeprefix(".")] = path
+        elif (reason := reason_head_stays(module)) is not None and any(isinstance(m, Tiled) for m in module.modules()):
+            paths[f"{name}.lm_head".removeprefix(".")] = f"untiled: {reason}"
     return paths
 
 
-def _path_of(module: Any) -> str:
-    if module._run_split is not None:
+def path_now(mlp: Any) -> str:
+    """How a tiled MLP would run now."""
+    if mlp._run_split is not None:
         return "tensor_parallel_mlp"
-    reason = reason_not_plain(module)
+    reason = reason_not_plain(mlp)
     return "tiled_mlp" if reason is None else f"tile: {reason}"
 
 
@@ -156,9 +216,20 @@ def reason_not_plain(module: nn.Module) -> str | None:
     """Why a projection is more than its weight and bias; None where every one is a plain nn.Linear."""
     family = family_of(module)
     reasons = (
-        reason_linear_is_not_plain(name, getattr(module, name)) for name in (family.projections if family else ())
+        reason_linear_is_not_plain(name, getattr(module, name), gathered=True)
+        for name in (family.projections if family else ())
     )
-    return next((reason for reason in reasons if reason is not None), None)
+    return next((reason for reason in (*reasons, _reason_of_activation(module, family)) if reason is not None), None)
+
+
+def _reason_of_activation(module: nn.Module, family: Family | None) -> str | None:
+    """Why what a module calls between its projections is not what `tile_model` found there."""
+    if family is None:
+        return None
+    name, activation = family.activation, getattr(module, family.activation)
+    if activation_of(activation) is None:
+        return f"{name} is {type(activation).__name__}"
+    return reason_called(name, activation, gathered=True)
 
 
 class Tiled(Remade):
@@ -170,15 +241,48 @@ class Tiled(Remade):
     _run_split: Callable[[Any], Any] | None = (
         None  # what `parallelize` lets run where the projections are split over ranks
     )
+    _ran: str | None = None
+    _told: tuple[str, ...] = ()
+    _leaf: bool | None = None
+    _model_name: str = (
+        ""  # of the causal language model, in one MLP of it, which sees whether the model's own forward is used
+    )
+    _alone: bool = False
+
+    @property
+    def _z3_leaf(self: Any) -> bool:
+        """What ZeRO-3 asks of a module: whether all that is inside is gathered around all shards, without hooks of its own.
+
+        Where the projections are called, that is; where only their weights are used, `gather_around` is enough, and has none
+        of a leaf's limits. It stays as it was when the engine's hooks were made.
+        """
+        if self._leaf is None:
+            family = family_of(self)
+            has_hooks = family is not None and partitioned.gathers(getattr(self, family.projections[0]))
+            self._leaf = not has_hooks and reason_not_plain(self) is not None
+        return self._leaf
+
+    @_z3_leaf.setter
+    def _z3_leaf(self, flag: bool) -> None:
+        self._leaf = flag
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        partitioned.refuse_early_gradient(self, args)  # type: ignore[arg-type]  # a mixin of modules
+        path = path_now(self)
+        if path == "tiled_mlp" and (kwargs or len(args) != 1):
+            path = "tile: it was called with more than x"
+        report(self, path)
+        if not torch.compiler.is_compiling() and self._model_name:  # equal blocks share one compilation
+            note_layers(self)
         if self._run_split is not None:
             return self._run_split(*args, **kwargs)
-        if reason_not_plain(self) is not None or kwargs or len(args) != 1:  # type: ignore[arg-type]
+        if path != "tiled_mlp":
             whole = MethodType(self._untiled.forward, self)  # tile knows the parameters of a forward's module
             return tile(whole, tiling=self._tiling)(*args, **kwargs)
         family = family_of(self)  # type: ignore[arg-type]
         assert family is not None
+        for name in family.projections:
+            partitioned.gather_around(self, getattr(self, name)._parameters.values())  # type: ignore[arg-type]
         operands = family.operands(self)
         return tiled_mlp(
             args[0],

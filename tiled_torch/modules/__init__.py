@@ -1,6 +1,15 @@
-"""Parameters and options around one functional call each; no math."""
+"""Modules of the PyTorch half by an old name of their room: `tiled_torch` has them too."""
 
-from tiled_torch.modules.linear import TiledLinear as TiledLinear
-from tiled_torch.modules.linear import TiledLinearReturnBias as TiledLinearReturnBias
-from tiled_torch.modules.loss import TiledLinearCrossEntropy as TiledLinearCrossEntropy
-from tiled_torch.modules.mlp import TiledMLP as TiledMLP
+import sys
+
+from tiled_torch.linear import module as _linear
+from tiled_torch.linear.module import TiledLinear as TiledLinear
+from tiled_torch.linear.module import TiledLinearReturnBias as TiledLinearReturnBias
+from tiled_torch.loss import module as _loss
+from tiled_torch.loss.module import TiledLinearCrossEntropy as TiledLinearCrossEntropy
+from tiled_torch.mlp import module as _mlp
+from tiled_torch.mlp.module import TiledMLP as TiledMLP
+
+# Pickles name the files that classes stood in.
+_FILES = {"linear": _linear, "loss": _loss, "mlp": _mlp}
+sys.modules.update({f"{__name__}.{old}": module for old, module in _FILES.items()})

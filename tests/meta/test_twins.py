@@ -1,0 +1,79 @@
+"""A capability is a folder of one name with files of the same names in both halves, but for what only one framework has."""
+
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+ROOMS = ("core", "collectives", "tile", "mlp", "loss", "linear", "layers", "plans")
+
+# Why a file stands in one half alone -> the files.
+ONLY_TORCH = {
+    "autograd in place: dtypes, buffers and main_grad are the library's own work": (
+        "core/autocast.py core/gradients.py core/operands.py core/row_shards.py core/tensors.py linear/sums.py loss/call.py"
+    ),
+    "forward mode is an operation's own in JAX (core/linear_call.py)": (
+        "core/tangents.py loss/with_tangents.py mlp/with_tangents.py tile/forward_mode.py"
+    ),
+    "torch.compile and torch.export": "core/exporting.py loss/compiled.py mlp/compiled.py plans/compile.py",
+    "Triton": "core/triton_blocks.py core/launch.py",
+    "oneDNN": "mlp/steps_onednn.py",
+    "fn has state that a trace does not show": (
+        "core/replay.py tile/call.py tile/captures.py tile/probe.py tile/state.py tile/versions.py"
+    ),
+    "engines that shard parameters behind the library's back: FSDP2, DeepSpeed": "core/partitioned.py tile/fsdp_units.py",
+    "process groups: JAX has mesh axes in one program": (
+        "collectives/broadcast_data.py collectives/consistency.py collectives/failures.py collectives/groups.py "
+        "collectives/transport.py collectives/same_batch.py"
+    ),
+    "parameters that every rank makes and saves its part of": (
+        "collectives/initialise.py collectives/split_module.py layers/state.py layers/vocab_rows.py linear/state.py"
+    ),
+    "marks of parameters and norms of gradients, which JAX's global arrays need not": (
+        "layers/attributes.py layers/grad_norm.py"
+    ),
+    "symmetric memory": "layers/inference_symmetric.py",
+    "an autograd function beside its call": "layers/linear_autodiff.py",
+    "the module of a call over ranks": "mlp/ranks_module.py",
+    "tokens that ranks hold parts of; JAX: collectives/gathered_tokens.py": "loss/split_tokens.py",
+    "DTensor": "plans/decoder_context.py plans/tensor.py plans/tensor_styles.py",
+    "models on the meta device, and the plan of a model that its modules say": "plans/meta_device.py plans/modules.py",
+    "torchao": "plans/float8.py",
+    "checkpointing of a finished model": "plans/recompute.py",
+}
+ONLY_JAX = {
+    "operations that JAX does not have: loops with a carry, functions with a tangent of their own, a device's own tokens": (
+        "core/arrays.py core/linear_call.py core/loops.py core/own_tokens.py core/products.py"
+    ),
+    "Mosaic GPU": "core/activations.py core/mosaic.py mlp/kernels/glu_up_aux.py mlp/kernels/main_loop.py",
+    "differentiation rules, apart from the call": "linear/autodiff.py loss/autodiff.py mlp/autodiff.py",
+    "linen, and what it shares with nnx": (
+        "linear/linen.py linear/params.py loss/linen.py loss/params.py mlp/linen.py mlp/params.py "
+        "tile/linen_modules.py tile/module_state.py"
+    ),
+    "meshes": "collectives/mesh.py collectives/padding.py tile/split.py",
+    "forward mode": "mlp/shard_tangents.py",
+    "plans of a function of arrays: PyTorch's are of modules": (
+        "plans/any_model.py plans/checks.py plans/decoder_ends.py plans/decoder_tokens.py plans/variables.py"
+    ),
+}
+
+
+def files(package: str) -> set[str]:
+    paths = (path for room in ROOMS for path in (ROOT / package / room).rglob("*.py"))
+    return {path.relative_to(ROOT / package).as_posix() for path in paths if path.name != "__init__.py"}
+
+
+def listed(reasons: dict[str, str]) -> set[str]:
+    return {path for paths in reasons.values() for path in paths.split()}
+
+
+def test_files_have_their_twins_or_a_reason() -> None:
+    torch, jax = files("tiled_torch"), files("tiled_jax")
+    assert torch - jax == listed(ONLY_TORCH)
+    assert jax - torch == listed(ONLY_JAX)
+    assert len(torch & jax) >= 40
+
+
+def test_every_capability_is_a_room_of_both_halves() -> None:
+    for room in ROOMS:
+        for package in ("tiled_torch", "tiled_jax"):
+            assert (ROOT / package / room / "__init__.py").exists(), f"{package}/{room}"

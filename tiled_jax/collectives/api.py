@@ -1,0 +1,287 @@
+"""Collectives with gradients, for use inside `jax.shard_map`: the conjugate pairs of tensor and sequence parallelism.
+
+Each function is the twin of the one in `tiled_torch.collectives.api`, with a mesh axis in place of a process group, and
+differentiates to its exact transpose with check_vma=True and with check_vma=False, where gradients are taken around the
+`shard_map` or (check_vma=True) inside. What the names "identity in backward" and "sum in backward" mean in each mode is said
+in `tiled_jax.collectives.conjugates`: with check_vma=False JAX hands each device a share of the gradient of what is the same on
+all devices, so a sum is left to whoever reads the gradient (`shard_map` itself, or `lax.psum`).
+
+All devices run one program on arrays of one shape. Uneven `split_sizes` therefore mean parts that are padded: a device's
+part has the size of the longest one, the rows beyond its own size are zeros in a result and ignored in an argument.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from shared_specs import collective_checks as checks
+from shared_specs.errors import fail, show_shape
+from tiled_jax.collectives import conjugates
+from tiled_jax.collectives.conjugates import Axis, Sizes, mesh_axis
+from tiled_jax.core.arrays import array
+
+
+def copy_to_tensor_parallel_region(x: jax.Array, *, axis_name: str) -> jax.Array:
+    """x as it is; in backward the sum of the devices' gradients.
+
+    Args:
+        x: any shape, the same on all devices of the axis.
+        axis_name: of the surrounding `jax.shard_map`.
+    Returns:
+        x, with the type of something that differs from device to device.
+    Numerics: the sum is taken in the dtype of x.
+    Memory: keeps nothing.
+    Raises:
+        SpecError: there is no such axis. TypeError: x is no array.
+    Source: Megatron-LM, arXiv 1909.08053, section 3 (f).
+    Example:
+        >>> from functools import partial
+        >>> from jax.sharding import PartitionSpec as P
+        >>> mesh = jax.make_mesh((1,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,))
+        >>> copy = partial(copy_to_tensor_parallel_region, axis_name="tp")
+        >>> jax.shard_map(copy, mesh=mesh, in_specs=P(), out_specs=P("tp"))(jax.numpy.ones(3)).shape
+        (3,)
+    """
+    x, axis, _ = _given("copy_to_tensor_parallel_region", x, axis_name, None)
+    return conjugates.own(x, axis)
+
+
+def reduce_from_tensor_parallel_region(x: jax.Array, *, axis_name: str) -> jax.Array:
+    """The sum over the devices; in backward the gradient as it is.
+
+    Args:
+        x: any shape, this device's term. axis_name: of the surrounding `jax.shard_map`.
+    Returns:
+        The shape of x, the same on all devices of the axis.
+    Numerics, Memory, Raises: as `copy_to_tensor_parallel_region`.
+    Source: Megatron-LM, arXiv 1909.08053, section 3 (g).
+    """
+    x, axis, _ = _given("reduce_from_tensor_parallel_region", x, axis_name, None)
+    return conjugates.summed(x, axis)
+
+
+def scatter_to_tensor_parallel_region(x: jax.Array, *, axis_name: str) -> jax.Array:
+    """This device's stretch of the last dim; in backward the stretches of all devices side by side.
+
+    Args:
+        x: [..., H], the same on all devices, H a multiple of the R devices. axis_name: of the surrounding `jax.shard_map`.
+    Returns:
+        [..., H / R].
+    Numerics: exact. Memory: keeps nothing.
+    Raises:
+        SpecError: no such axis, or H does not divide.
+    Source: Megatron-LM, arXiv 1909.08053.
+    """
+    name = "scatter_to_tensor_parallel_region"
+    x, axis, dim = _given(name, x, axis_name, -1)
+    checks.check_even(name, x.shape, dim, axis.size, sizes="")
+    return conjugates.scattered(x, axis, dim)
+
+
+def gather_from_tensor_parallel_region(x: jax.Array, *, axis_name: str) -> jax.Array:
+    """The last dims of all devices side by side; in backward this device's stretch of the gradient.
+
+    Args:
+        x: [..., H / R], this device's part. axis_name: of the surrounding `jax.shard_map`.
+    Returns:
+        [..., H], the same on all devices of the axis.
+    Numerics, Memory: as `scatter_to_tensor_parallel_region`. Raises: SpecError where there is no such axis.
+    Source: Megatron-LM, arXiv 1909.08053.
+    """
+    x, axis, dim = _given("gather_from_tensor_parallel_region", x, axis_name, -1)
+    return conjugates.gathered(x, axis, dim, same=True)
+
+
+def scatter_to_sequence_parallel_region(
+    x: jax.Array, *, dim: int = 0, split_sizes: Sequence[int] | None = None, axis_name: str
+) -> jax.Array:
+    """This device's stretch of `dim`; in backward the stretches of all devices side by side.
+
+    Args:
+        x: the same on all devices. dim: the dim of the tokens.
+        split_sizes: tokens of every device, in order, their sum the size of `dim`; None is equal parts.
+        axis_name: of the surrounding `jax.shard_map`.
+    Returns:
+        x with max(split_sizes) entries along `dim`, zeros beyond this device's own.
+    Numerics: exact. Memory: keeps nothing.
+    Raises:
+        SpecError: no such axis or dim, or sizes that do not fit. TypeError: a wrong kind of value.
+    Source: Korthikanti et al., arXiv 2205.05198.
+    """
+    name = "scatter_to_sequence_parallel_region"
+    x, axis, dim = _given(name, x, axis_name, dim)
+    sizes = _whole_sizes(name, x, axis, dim, split_sizes)
+    return conjugates.scattered(conjugates.padded(x, dim, sizes), axis, dim)
+
+
+def gather_from_sequence_parallel_region(
+    x: jax.Array,
+    *,
+    dim: int = 0,
+    split_sizes: Sequence[int] | None = None,
+    tensor_parallel_output_grad: bool = True,
+    axis_name: str,
+) -> jax.Array:
+    """The tokens of all devices side by side; in backward this device's stretch of the (summed) gradient.
+
+    Args:
+        x: this device's part, along `dim` as long as the longest part.
+        dim, split_sizes, axis_name: as in `scatter_to_sequence_parallel_region`.
+        tensor_parallel_output_grad: True: every device goes on with its own weights, and the gradients of all of them are
+            summed (reduce-scatter). False: all devices go on alike, and one gradient is cut. With check_vma=False JAX
+            knows no such gradient: the devices' shares are summed in either case.
+    Returns:
+        x with sum(split_sizes) entries along `dim`; with check_vma=True typed as differing from device to device, or, with
+        tensor_parallel_output_grad=False, as the same on all of them.
+    Numerics: the sum is taken in the dtype of x. Memory: keeps nothing.
+    Raises: as `scatter_to_sequence_parallel_region`.
+    Source: Korthikanti et al., arXiv 2205.05198.
+    """
+    name = "gather_from_sequence_parallel_region"
+    x, axis, dim = _given(name, x, axis_name, dim)
+    sizes = None if split_sizes is None else checks.check_sizes(name, "split_sizes", split_sizes, axis.size)
+    if sizes is not None:
+        checks.check_padded_part(name, "split_sizes", sizes, x.shape, dim)
+    whole = conjugates.gathered(x, axis, dim, same=not tensor_parallel_output_grad)
+    return conjugates.unpadded(whole, dim, sizes)
+
+
+def reduce_scatter_to_sequence_parallel_region(
+    x: jax.Array, *, dim: int = 0, split_sizes: Sequence[int] | None = None, axis_name: str
+) -> jax.Array:
+    """This device's stretch of `dim` of the sum over devices; in backward the stretches of all devices side by side.
+
+    Args:
+        x: this device's term, all tokens. dim, split_sizes, axis_name: as in `scatter_to_sequence_parallel_region`.
+    Returns:
+        x with max(split_sizes) entries along `dim`, zeros beyond this device's own.
+    Numerics: the sum is taken in the dtype of x. Memory: keeps nothing.
+    Raises: as `scatter_to_sequence_parallel_region`.
+    Source: Korthikanti et al., arXiv 2205.05198.
+    """
+    name = "reduce_scatter_to_sequence_parallel_region"
+    x, axis, dim = _given(name, x, axis_name, dim)
+    sizes = _whole_sizes(name, x, axis, dim, split_sizes)
+    return conjugates.sum_scattered(conjugates.padded(x, dim, sizes), axis, dim)
+
+
+def all_gather_last_dim_from_tensor_parallel_region(x: jax.Array, *, axis_name: str) -> jax.Array:
+    """The last dims of all devices side by side; in backward this device's stretch of the summed gradient.
+
+    Args:
+        x: [..., H / R], this device's part. axis_name: of the surrounding `jax.shard_map`.
+    Returns:
+        [..., H], typed as differing from device to device: each goes on with its own weights.
+    Numerics: the sum is taken in the dtype of x. Memory: keeps nothing. Raises: SpecError where there is no such axis.
+    Source: Megatron-LM, arXiv 1909.08053.
+    """
+    x, axis, dim = _given("all_gather_last_dim_from_tensor_parallel_region", x, axis_name, -1)
+    return conjugates.gathered(x, axis, dim, same=False)
+
+
+def reduce_scatter_last_dim_to_tensor_parallel_region(x: jax.Array, *, axis_name: str) -> jax.Array:
+    """This device's stretch of the last dim of the sum over devices; in backward the stretches side by side.
+
+    Args:
+        x: [..., H], this device's term, H a multiple of the R devices. axis_name: of the surrounding `jax.shard_map`.
+    Returns:
+        [..., H / R].
+    Numerics: the sum is taken in the dtype of x. Memory: keeps nothing.
+    Raises:
+        SpecError: no such axis, or H does not divide.
+    Source: Megatron-LM, arXiv 1909.08053.
+    """
+    name = "reduce_scatter_last_dim_to_tensor_parallel_region"
+    x, axis, dim = _given(name, x, axis_name, -1)
+    checks.check_even(name, x.shape, dim, axis.size, sizes="")
+    return conjugates.sum_scattered(x, axis, dim)
+
+
+def all_to_all(
+    x: jax.Array,
+    *,
+    output_split_sizes: Sequence[Sequence[int]] | None = None,
+    input_split_sizes: Sequence[Sequence[int]] | None = None,
+    axis_name: str,
+) -> jax.Array:
+    """Rows of dim 0 to every device and from every device, laid side by side; in backward the way back.
+
+    Args:
+        x: [rows, ...], this device's rows for device 0, then for device 1, ...
+        input_split_sizes: [r][s] rows that device r gives to device s; row r is what rank r passes in tiled_torch. One
+            program runs on all devices, so it knows the sizes of all. output_split_sizes: [s][r] rows that device s gets
+            from device r, the same numbers. Both or neither; None is equal parts.
+        axis_name: of the surrounding `jax.shard_map`.
+    Returns:
+        [rows, ...]: as many rows as the device with most of them gets, zeros beyond this device's own. x likewise has as
+        many rows as the device that gives most.
+    Numerics: exact. Memory: keeps nothing; with uneven sizes R times the largest of them is sent and held, both ways, since
+        XLA has no exchange of uneven parts on a CPU.
+    Raises:
+        SpecError: no such axis, or sizes that do not fit. TypeError: a wrong kind of value.
+    Source: the exchange of expert parallelism (GShard, arXiv 2006.16668); derived in `tiled_jax.collectives.conjugates`.
+    """
+    name = "all_to_all"
+    x, axis, _ = _given(name, x, axis_name, None)
+    rows = checks.check_exchange_of_all(name, output_split_sizes, input_split_sizes, x.shape, axis.size)
+    return conjugates.exchanged(x, axis, rows)
+
+
+def all_to_all_sequence_to_hidden(x: jax.Array, *, axis_name: str) -> jax.Array:
+    """[T / R, ..., H] to [T, ..., H / R]: all tokens, this device's features; in backward the way back.
+
+    Args:
+        x: at least two dims, H a multiple of the R devices. axis_name: of the surrounding `jax.shard_map`.
+    Returns:
+        [T, ..., H / R].
+    Numerics: exact. Memory: keeps nothing.
+    Raises:
+        SpecError: no such axis, one dim only, or H does not divide.
+    Source: DeepSpeed-Ulysses, arXiv 2309.14509.
+    """
+    name = "all_to_all_sequence_to_hidden"
+    x, axis, last = _transposing(name, x, axis_name)
+    checks.check_even(name, x.shape, last, axis.size, sizes="")
+    return conjugates.transposed(x, axis, last, 0)
+
+
+def all_to_all_hidden_to_sequence(x: jax.Array, *, axis_name: str) -> jax.Array:
+    """[T, ..., H / R] to [T / R, ..., H]: this device's tokens, all features; in backward the way back.
+
+    Args:
+        x: at least two dims, T a multiple of the R devices. axis_name: of the surrounding `jax.shard_map`.
+    Returns:
+        [T / R, ..., H].
+    Numerics, Memory, Source: as `all_to_all_sequence_to_hidden`.
+    Raises:
+        SpecError: no such axis, one dim only, or T does not divide.
+    """
+    name = "all_to_all_hidden_to_sequence"
+    x, axis, last = _transposing(name, x, axis_name)
+    checks.check_even(name, x.shape, 0, axis.size, sizes="")
+    return conjugates.transposed(x, axis, 0, last)
+
+
+def _given(function: str, x: Any, axis_name: object, dim: Any) -> tuple[jax.Array, Axis, int]:
+    """x as an array, the axis, and `dim` counted from the front (0 where it does not matter)."""
+    x = array(function, "x", x)
+    axis = mesh_axis(function, axis_name)
+    return x, axis, 0 if dim is None else checks.check_dim(function, dim, x.shape)
+
+
+def _transposing(function: str, x: Any, axis_name: object) -> tuple[jax.Array, Axis, int]:
+    x, axis, last = _given(function, x, axis_name, -1)
+    if x.ndim < 2:
+        fail(function, "x", "of two dims or more, tokens first and features last", show_shape(x.shape))
+    return x, axis, last
+
+
+def _whole_sizes(function: str, x: jax.Array, axis: Axis, dim: int, split_sizes: Any) -> Sizes | None:
+    """The checked sizes of a dim that holds the parts of all devices."""
+    if split_sizes is None:
+        checks.check_even(function, x.shape, dim, axis.size)
+        return None
+    sizes = checks.check_sizes(function, "split_sizes", split_sizes, axis.size)
+    checks.check_total(function, "split_sizes", sizes, x.shape, dim)
+    return sizes

@@ -1,0 +1,71 @@
+"""`python -m tiled_jax.commands.bench_worker`: the process that runs one job of `bench --device gpu` or `tune`.
+
+It reads the job as a line of JSON from its input.
+"""
+
+import sys
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shared_specs.app.gpu_worker import Groups, channel, receive, serve
+from tiled_jax import backends
+from tiled_jax.commands.bench_device import JaxDevice, described
+from tiled_jax.commands.bench_kernels import kernel_questions
+from tiled_jax.commands.bench_models import loss_groups, mlp_groups
+from tiled_jax.commands.bench_tune import candidates, ways
+from tiled_jax.core.mosaic import ARCHITECTURE
+
+NO_GPU = "--device gpu needs a GPU that JAX sees, and there is none"
+
+
+def groups_of(job: Mapping[str, Any]) -> Groups:
+    """What draws the data of each group of a job and returns its variants."""
+    facts, dtype = job["facts"], jnp.dtype(job["dtype"])
+    tokens, hidden, width, vocab = (facts[name] for name in ("tokens", "hidden", "intermediate", "vocab"))
+    like: dict[str, Any] = {"tokens": tokens, "hidden": hidden, "dtype": dtype}
+    if job["op"] == "mlp":
+        return mlp_groups(**like, width=width, shard=facts["shard_tokens"])
+    if job["op"] == "loss":
+        return loss_groups(**like, vocab=vocab, shards=facts["shards"])
+    if job["op"] == "kernels":
+        return kernel_questions(tokens, hidden, width, max(1, tokens // 2), vocab, dtype)
+    sizes: dict[str, Any] = {**like, "width": width, "vocab": vocab}
+    if job["op"] == "tune":
+        return {op: partial(candidates, op, **sizes) for op in job["groups"]}
+    return {part: partial(ways, part, facts["blocks"], **sizes) for part in job["groups"]}
+
+
+def refusal(job: Mapping[str, Any]) -> str | None:
+    """Why nothing can be measured here; None where it can."""
+    if job["facts"]["toy"]:
+        return None
+    tuning = job["op"] in ("tune", "paths")
+    try:
+        backend = jax.default_backend()
+    except RuntimeError as error:  # JAX_PLATFORMS names what is not there
+        backend = f"{error}"
+    if backend != "gpu":
+        return f"{'tune' if tuning else 'bench'}: {NO_GPU}."
+    reason = backends.usable_backends()["pallas"]
+    if tuning and reason is not None:
+        return f"tune: a GPU must be there that the kernels run on. {reason}"
+    return None
+
+
+def main() -> int:
+    emit, job = channel(), receive()
+    reason = refusal(job)
+    if reason is not None:
+        emit({"event": "refused", "reason": reason})
+        return 0
+    emit({"event": "device", "device": {**described(), "architecture": ARCHITECTURE}})
+    serve(job, groups_of(job), JaxDevice(), emit)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

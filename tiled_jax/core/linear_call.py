@@ -1,0 +1,284 @@
+"""Functions with a tangent and a backward of our own: forward mode, reverse mode, and both again on top of each other.
+
+`custom_vjp` has no forward mode. Here the rule is a `custom_jvp` whose tangents come from one linear operation, a primitive
+that is told its transpose: reverse mode runs the hand-written backward and nothing else, forward mode the tangents of a
+shard at a time, and a derivative of either is JAX's own of the loop that it runs.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+from jax.extend import core
+from jax.interpreters import ad, batching, mlir
+from jax.interpreters import partial_eval as pe
+
+Arrays = dict[str, jax.Array]
+
+
+class Saved(NamedTuple):
+    """What the derivatives need: arrays by name, and what is static about them (hashable)."""
+
+    arrays: Arrays
+    known: Any = None
+
+
+class Rules(Protocol):
+    """The three loops of an operation. `call` is static; results and operands go by their names.
+
+    save(call, operands, wanted) -> results and what the derivatives for the operands `wanted` need.
+    tangents(call, saved, t, results) -> tangents of the named results, from those of operands.
+    gradients(call, saved, g, wanted) -> gradients of the operands `wanted`, from those of some results.
+    """
+
+    def save(self, call: Any, operands: Arrays, wanted: tuple[str, ...], /) -> tuple[Arrays, Saved]: ...
+    def tangents(self, call: Any, saved: Saved, t: Arrays, results: tuple[str, ...], /) -> Arrays: ...
+    def gradients(self, call: Any, saved: Saved, g: Arrays, wanted: tuple[str, ...], /) -> Arrays: ...
+
+
+def differentiable(
+    forward: Callable[[Any, Arrays], Arrays], rules: Rules, without: Sequence[str] = ()
+) -> Callable[[Any, Arrays], Arrays]:
+    """forward(call, operands) -> results with the derivatives of `rules`; results named in `without` have none."""
+
+    run = jax.custom_jvp(forward, nondiff_argnums=(0,))
+
+    def rule(call: Any, primals: Any, tangents: Any) -> tuple[Arrays, Arrays]:
+        (operands,), (given,) = primals, tangents
+        moved = {name: t for name, t in given.items() if not isinstance(t, SymbolicZero)}
+        results, saved = _saving(rules, call, operands, tuple(moved))
+        names = tuple(name for name in results if name not in without)
+        fn = _Tangents(rules, call, tuple(saved.arrays), saved.known, tuple(moved), names)
+        found = dict(zip(names, linear_call(fn, list(saved.arrays.values()), list(moved.values())), strict=True))
+        return results, {name: found.get(name, jnp.zeros_like(a)) for name, a in results.items()}
+
+    run.defjvp(rule, symbolic_zeros=True)
+    return run
+
+
+def _saving(rules: Rules, call: Any, operands: Arrays, wanted: tuple[str, ...]) -> tuple[Arrays, Saved]:
+    """`rules.save` as one operation. Operands that it saves are themselves, not copies."""
+    known: list[Any] = []
+
+    def save(operands: Arrays) -> tuple[Arrays, Arrays]:
+        results, saved = rules.save(call, operands, wanted)
+        known[:] = saved.known, [name for name, a in saved.arrays.items() if a is operands.get(name)]
+        return results, {name: a for name, a in saved.arrays.items() if name not in known[1]}
+
+    results, made = opaque_call(save, operands)
+    return results, Saved({name: operands[name] for name in known[1]} | made, known[0])
+
+
+def opaque_call(fn: Callable[[Any], Any], operands: Any) -> Any:
+    """fn(operands) as one operation, of which what nobody uses is left out.
+
+    When a `custom_jvp` is linearized, JAX runs what is known of it through its partial evaluation, which moves all that is
+    the same for every shard out of the loop, to be kept beside it. It does not look into an operation of ours.
+    """
+    callee, form = jax.make_jaxpr(fn, return_shape=True)(operands)
+    found = _opaque.bind(*jax.tree.leaves(operands), callee=callee)
+    return jax.tree.unflatten(jax.tree.structure(form), found)
+
+
+class Linear(Protocol):
+    """A function of constants, and of inputs in which it is linear. Hashable."""
+
+    def __call__(self, constants: list[jax.Array], inputs: list[jax.Array], /) -> list[jax.Array]: ...
+
+    def transpose(self, given: tuple[int, ...], /) -> "Linear":
+        """The function of cotangents of the results `given` -> those of all inputs."""
+        ...
+
+
+@dataclass(frozen=True)
+class _OfCall:
+    """A call, what it saved, the operands `wanted` and the results concerned."""
+
+    rules: Rules
+    call: Any
+    saved: tuple[str, ...]
+    known: Any
+    wanted: tuple[str, ...]
+    results: tuple[str, ...]
+
+    def saved_as(self, constants: list[jax.Array]) -> Saved:
+        return Saved(dict(zip(self.saved, constants, strict=True)), self.known)
+
+
+class _Tangents(_OfCall):
+    """Tangents of the operands `wanted` -> of `results`."""
+
+    def __call__(self, constants: list[jax.Array], inputs: list[jax.Array]) -> list[jax.Array]:
+        given = dict(zip(self.wanted, inputs, strict=True))
+        found = self.rules.tangents(self.call, self.saved_as(constants), given, self.results)
+        return [found[name] for name in self.results]
+
+    def transpose(self, given: tuple[int, ...]) -> "_Gradients":
+        results = tuple(self.results[i] for i in given)
+        return _Gradients(self.rules, self.call, self.saved, self.known, self.wanted, results)
+
+
+class _Gradients(_OfCall):
+    """Gradients of `results` -> of the operands `wanted`."""
+
+    def __call__(self, constants: list[jax.Array], inputs: list[jax.Array]) -> list[jax.Array]:
+        given = dict(zip(self.results, inputs, strict=True))
+        found = self.rules.gradients(self.call, self.saved_as(constants), given, self.wanted)
+        return [found[name] for name in self.wanted]
+
+    def transpose(self, given: tuple[int, ...]) -> _Tangents:
+        wanted = tuple(self.wanted[i] for i in given)
+        return _Tangents(self.rules, self.call, self.saved, self.known, wanted, self.results)
+
+
+@dataclass(frozen=True)
+class _Batched:
+    """A linear function over a batch: `fn` of every element, summed over the batch where a result has none.
+
+    constants, inputs, results: which of them have the batch, as their first dim.
+    """
+
+    fn: Linear
+    size: int
+    constants: tuple[bool, ...]
+    inputs: tuple[bool, ...]
+    results: tuple[bool, ...] | None = None  # None: all of them
+
+    def __call__(self, constants: list[jax.Array], inputs: list[jax.Array]) -> list[jax.Array]:
+        dims = [[0 if has else None for has in which] for which in (self.constants, self.inputs)]
+        found = jax.vmap(self.fn, dims, axis_size=self.size)(constants, inputs)
+        kept = self.results or (True,) * len(found)
+        return [a if has else jnp.sum(a, axis=0) for a, has in zip(found, kept, strict=True)]
+
+    def transpose(self, given: tuple[int, ...]) -> "_Batched":
+        has = tuple(self.results is None or self.results[i] for i in given)
+        return _Batched(self.fn.transpose(given), self.size, self.constants, has, self.inputs)
+
+
+def linear_call(fn: Linear, constants: list[jax.Array], inputs: list[jax.Array]) -> list[jax.Array]:
+    """fn(constants, inputs), as an operation whose transpose is `fn.transpose`."""
+    count = len(constants)
+    # In the parameters, since JAX looks there for what needs to know the devices when it is lowered.
+    callee = jax.make_jaxpr(lambda *a: fn(list(a[:count]), list(a[count:])))(*constants, *inputs)
+    return _linear.bind(*constants, *inputs, callee=callee, fn=fn, count=count)
+
+
+_linear = core.Primitive("tiled_linear")
+_linear.multiple_results = True
+
+
+def _evaluate(*arrays: Any, callee: Any, fn: Linear, count: int) -> list[jax.Array]:
+    return core.jaxpr_as_fun(callee)(*arrays)
+
+
+def _jvp(primals: Any, tangents: Any, *, callee: Any, fn: Linear, count: int) -> tuple[Any, Any]:
+    """Linear in the inputs; in the constants JAX's own derivative of the loop."""
+    results = _linear.bind(*primals, callee=callee, fn=fn, count=count)
+    constants, inputs = list(primals[:count]), list(primals[count:])
+    parts = []
+    moved = tuple(i for i, t in enumerate(tangents[count:]) if not isinstance(t, ad.Zero))
+    if moved:
+        # Of the inputs that move alone: what is left of the transpose of the transpose.
+        of_moved = fn.transpose(tuple(range(len(results)))).transpose(moved)
+        parts.append(linear_call(of_moved, constants, [tangents[count + i] for i in moved]))
+    changed = [i for i, t in enumerate(tangents[:count]) if not isinstance(t, ad.Zero)]
+    if changed:
+
+        def of_changed(*arrays: jax.Array) -> list[jax.Array]:
+            with_changed = list(constants)
+            for i, a in zip(changed, arrays, strict=True):
+                with_changed[i] = a
+            return fn(with_changed, inputs)
+
+        parts.append(jax.jvp(of_changed, [constants[i] for i in changed], [tangents[i] for i in changed])[1])
+    return results, [jax.tree.reduce(jnp.add, each) for each in zip(*map(list, parts), strict=True)]
+
+
+def _transpose(cotangents: Any, *arrays: Any, callee: Any, fn: Linear, count: int) -> list[Any]:
+    given = tuple(i for i, g in enumerate(cotangents) if not isinstance(g, ad.Zero))
+    if not given:
+        return [None] * len(arrays)
+    found = linear_call(fn.transpose(given), list(arrays[:count]), [cotangents[i] for i in given])
+    of_inputs = zip(arrays[count:], found, strict=True)
+    return [None] * count + [d if ad.is_undefined_primal(a) else None for a, d in of_inputs]
+
+
+def _batch(arrays: Any, dims: Any, *, callee: Any, fn: Linear, count: int) -> tuple[Any, Any]:
+    size = next(a.shape[dim] for a, dim in zip(arrays, dims, strict=True) if isinstance(dim, int))
+    arrays = [jnp.moveaxis(a, dim, 0) if isinstance(dim, int) else a for a, dim in zip(arrays, dims, strict=True)]
+    has = tuple(isinstance(dim, int) for dim in dims)
+    results = linear_call(_Batched(fn, size, has[:count], has[count:]), arrays[:count], arrays[count:])
+    return results, [0] * len(results)
+
+
+_linear.def_impl(_evaluate)
+_linear.def_effectful_abstract_eval(lambda *_, callee, **__: (callee.out_avals, callee.effects))
+ad.primitive_jvps[_linear] = _jvp
+ad.primitive_transposes[_linear] = _transpose
+batching.primitive_batchers[_linear] = _batch
+mlir.register_lowering(_linear, mlir.lower_fun(_evaluate, multiple_results=True))
+
+
+_opaque = core.Primitive("tiled_forward")
+_opaque.multiple_results = True
+
+
+def _flat(callee: Any) -> Callable[[list[jax.Array]], list[jax.Array]]:
+    return lambda arrays: core.jaxpr_as_fun(callee)(*arrays)
+
+
+def _opaque_batch(arrays: Any, dims: Any, *, callee: Any) -> tuple[Any, Any]:
+    dims = [dim if isinstance(dim, int) else None for dim in dims]
+    results = opaque_call(jax.vmap(_flat(callee), (dims,)), list(arrays))
+    return results, [0] * len(results)
+
+
+def _opaque_dce(used: list[bool], equation: Any) -> tuple[list[bool], Any]:
+    if not any(used) and not equation.effects:
+        return [False] * len(equation.invars), None
+    callee = equation.params["callee"]
+    jaxpr, taken = pe.dce_jaxpr(callee.jaxpr, used)
+    smaller = core.ClosedJaxpr(jaxpr, callee.consts)
+    return taken, equation.replace(
+        invars=[v for v, is_taken in zip(equation.invars, taken, strict=True) if is_taken],
+        outvars=[v for v, is_used in zip(equation.outvars, used, strict=True) if is_used],
+        params={"callee": smaller},
+        effects=smaller.effects,
+    )
+
+
+def _opaque_jvp(primals: Any, tangents: Any, *, callee: Any) -> tuple[Any, Any]:
+    changed = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
+
+    def of_changed(*arrays: jax.Array) -> list[jax.Array]:
+        given = list(primals)
+        for i, a in zip(changed, arrays, strict=True):
+            given[i] = a
+        return _flat(callee)(given)
+
+    return jax.jvp(of_changed, [primals[i] for i in changed], [tangents[i] for i in changed])
+
+
+_opaque.def_impl(lambda *arrays, callee: core.jaxpr_as_fun(callee)(*arrays))
+_opaque.def_effectful_abstract_eval(lambda *_, callee: (callee.out_avals, callee.effects))
+ad.primitive_jvps[_opaque] = _opaque_jvp
+batching.primitive_batchers[_opaque] = _opaque_batch
+pe.dce_rules[_opaque] = _opaque_dce
+mlir.register_lowering(
+    _opaque, mlir.lower_fun(lambda *arrays, callee: core.jaxpr_as_fun(callee)(*arrays), multiple_results=True)
+)
+
+
+@jax.custom_jvp
+def barrier(values: Any) -> Any:
+    """`lax.optimization_barrier` of a pytree; a derivative goes past it (jax 0.11 cannot transpose one)."""
+    return lax.optimization_barrier(values)
+
+
+@barrier.defjvp
+def _barrier_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
+    return barrier(*primals), tangents[0]

@@ -1,1 +1,0 @@
-"""Mosaic GPU kernels for NVIDIA Hopper: one kernel and its launch wrapper per file, no differentiation, no plans."""

@@ -1,0 +1,1 @@
+"""`TiledLinear`: one large linear layer as a grid of tiles."""

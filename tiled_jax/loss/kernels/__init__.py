@@ -1,0 +1,1 @@
+"""Mosaic GPU kernels of the loss: one kernel and its launch wrapper a file."""

@@ -1,0 +1,403 @@
+"""The loops of one linear cross entropy over the tokens [T, H] that a device has: forward, tangents, backward.
+
+Two ways to the gradients. Where one upstream number scales all of them, forward computes them while a shard's logits are
+there and backward multiplies: 6 THV. Otherwise two numbers per token are kept, and backward computes the logits again:
+8 THV. Without differentiation only the logits are computed: 2 THV.
+"""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from functools import partial, reduce
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from shared_specs.shards import ShardPlan
+from tiled_jax import backends
+from tiled_jax.collectives.gathered_tokens import TokenAxis, for_each_gathered
+from tiled_jax.core.linear_call import barrier
+from tiled_jax.core.loops import Body, for_each, vary_over, varying, varying_of
+from tiled_jax.core.own_tokens import Split
+from tiled_jax.core.products import product, wide
+from tiled_jax.loss import math as loss_math
+from tiled_jax.loss.math import Labels, Part, Rules, Slopes, Statistics
+from tiled_jax.loss.steps import XLA, LossSteps
+
+Arrays = dict[str, jax.Array]
+NAME = "tiled_linear_cross_entropy"
+
+_rows, _set_rows = lax.dynamic_slice_in_dim, lax.dynamic_update_slice_in_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """All that is static about one call; the plan of forward is the plan of backward.
+
+    Args:
+        plan: how the tokens are cut. parts: how the entries of the vocabulary that this weight has are cut.
+        steps: what computes from logits, XLA or a kernel.
+        axis: the mesh axis, or axes, that the vocabulary is split over, or None. tokens: the same axis where it splits the
+            tokens too; plan is then of a device's own tokens, and a shard is gathered.
+        split: how a mesh cuts the tokens where this is not inside a `shard_map`: x and targets then have their leading dims,
+            and every device makes a plan for its own tokens, `replan(tokens, entries)`.
+    """
+
+    plan: ShardPlan
+    parts: ShardPlan
+    rules: Rules
+    steps: LossSteps = XLA
+    axis: Any = None
+    tokens: TokenAxis | None = None
+    split: Split | None = None
+    replan: Callable[[int, int], ShardPlan] | None = None
+
+    @property
+    def in_forward(self) -> bool:
+        """Whether gradients are computed with the loss: a log-sum-exp over several parts is known too late for it."""
+        return self.rules.gradients_with_loss and len(self.parts) == 1
+
+    def on_device(self, tokens: int, entries: int, axes: tuple[str, ...]) -> "Call":
+        """The call of a device that has so many tokens, and so many entries of a vocabulary that `axes` split."""
+        if self.split is None or self.replan is None:
+            return self
+        plan = self.plan if tokens == self.plan.tokens else self.replan(tokens, entries)
+        parts = ShardPlan(entries, -(-entries // len(self.parts)))
+        return replace(self, plan=plan, parts=parts, axis=axes or None)
+
+
+def forward(
+    call: Call,
+    x: jax.Array,
+    w: Arrays,
+    fixed: Arrays,
+    names: Collection[str],
+    wanted: tuple[str, ...],
+    unit: Any = None,
+) -> tuple[Arrays, Arrays]:
+    """The numbers [T] asked for, and the gradients of the sum of the losses divided by `unit`: of x in its dtype, of others in
+    the wide one."""
+    backends.record_run(NAME, call.steps.backend)
+    setting = _Setting.of(call, x, w, fixed)
+
+    def shard(start: Any, size: int, given: _Given, carry: tuple[Arrays, Arrays]) -> tuple[Arrays, Arrays]:
+        numbers, gradients = carry
+        x_shard, labels = given.x, setting.labelled(given.targets)
+        found, dlogits = _statistics(call, setting, x_shard, labels, gradient=bool(gradients), unit=unit)
+        values = loss_math.values(call.rules, labels, found, setting.class_total) | {"weight": labels.weight}
+        numbers = setting.with_rows(call, numbers, values, start)
+        if gradients:
+            gradients = _with_shard(call, setting, gradients, _Shard(start, x_shard, labels, found, dlogits=dlogits))
+        return numbers, gradients
+
+    carry = setting.numbers(x, names), setting.zeros(x, w, wanted)
+    return _for_each_shard(call, _Given(x, setting.targets), shard, carry)
+
+
+def tangents(
+    call: Call, x: jax.Array, w: Arrays, fixed: Arrays, numbers: Arrays, t: Arrays, names: Collection[str]
+) -> Arrays:
+    """The tangents [T] of numbers of every token, from those of x, weight and bias.
+
+    That of a number is the sum over the vocabulary of its gradient times the tangent of the logits.
+    """
+    setting = _Setting.of(call, x, w, fixed)
+    of_w = {name: a for name, a in t.items() if name != "x"}
+    zeros = {name: jnp.zeros_like(a) for name, a in w.items() if name not in of_w}
+    moved_part = _parts(call, {name: a.astype(x.dtype) for name, a in (zeros | of_w).items()}, None)
+    axes = setting.axes | varying_of(t.values())
+
+    def shard(start: Any, size: int, given: _Given, carry: Arrays) -> Arrays:
+        at, of_x = given.numbers, given.more
+        labels, found = setting.labelled(given.targets), _whole(at)
+        lse = loss_math.log_sum_exp(call.rules, found)
+
+        def part(first: Any, entries: int, sums: Arrays) -> Arrays:
+            own, moved = setting.part(first, entries), moved_part(first, entries)
+            logits, of_logits = loss_math.logits_of(given.x, own), _tangent_of_logits(given.x, of_x, own, moved, of_w)
+            out = {}
+            for name, total in sums.items():
+                slope = loss_math.slopes(call.rules, labels, lse, setting.class_total, {name: jnp.ones_like(lse)})
+                size = loss_math.size_of_gradients(call.rules, slope, setting.class_weight)
+                slope = jax.tree.map(lambda a, size=size: a / size, slope)
+                d = call.steps.gradient(call.rules, logits, own, labels, found, slope, at.get("entropy"))
+                out[name] = total + vary_over(jnp.sum(d.astype(of_logits.dtype) * of_logits, axis=1) * size, axes)
+            return out
+
+        sums = {name: vary_over(jnp.zeros(lse.shape, setting.dtype), axes) for name in names}
+        sums = for_each(call.parts, Body(part, _after_all), sums)
+        if call.axis is not None:
+            sums = lax.psum(sums, call.axis)
+        return setting.with_rows(call, carry, sums, start)
+
+    given = _Given(x, setting.targets, numbers, t.get("x"))
+    return _for_each_shard(call, given, shard, setting.numbers(x, names))
+
+
+def _tangent_of_logits(x: jax.Array, of_x: jax.Array | None, part: Part, moved: Part, of_w: Arrays) -> jax.Array:
+    """The tangent [t, v] of the logits, in the wide dtype."""
+    acc = wide(x.dtype)
+    assert part.weight is not None
+    assert moved.weight is not None
+    terms = [] if of_x is None else [product(of_x, part.weight, (1, 0), acc)]
+    terms += [product(x, moved.weight, (1, 0), acc)] if "weight" in of_w else []
+    terms += [moved.bias.astype(acc)[None, :]] if "bias" in of_w and moved.bias is not None else []
+    return reduce(jnp.add, terms)
+
+
+def backward(
+    call: Call, x: jax.Array, w: Arrays, fixed: Arrays, numbers: Arrays, g: Arrays, wanted: tuple[str, ...]
+) -> Arrays:
+    """Gradients for upstream ones [T] of numbers per token, from the logits of every shard and part, computed again."""
+    # Without the barrier XLA merges the logits of a single shard with those of forward and keeps them in between.
+    x, w, fixed, numbers, g = barrier((x, w, fixed, numbers, g))
+    setting = _Setting.of(call, x, w, fixed)
+    found = _whole(numbers)
+    lse = loss_math.log_sum_exp(call.rules, found)
+    g = {name: jnp.broadcast_to(d, lse.shape) for name, d in g.items()}
+    slope = loss_math.slopes(call.rules, setting.labelled(setting.targets), lse, setting.class_total, g)
+    sigma = of_all(call, loss_math.size_of_gradients(call.rules, slope, setting.class_weight))
+    slope = jax.tree.map(lambda a: a / sigma, slope)
+
+    def shard(start: Any, size: int, given: _Given, gradients: Arrays) -> Arrays:
+        at, of_slope = given.numbers
+        labels, found = setting.labelled(given.targets), _whole(at)
+        of = _Shard(start, given.x, labels, found, slope=of_slope, entropy=at.get("entropy"), sigma=sigma)
+        return _with_shard(call, setting, gradients, of)
+
+    given = _Given(x, setting.targets, (numbers, slope))
+    gradients = _for_each_shard(call, given, shard, setting.zeros(x, w, wanted))
+    return {name: a if name == "x" else a * sigma for name, a in gradients.items()}
+
+
+def _whole(numbers: Arrays) -> Statistics:
+    """What backward knows of the statistics over the whole vocabulary."""
+    return Statistics(numbers["best"], numbers["total"], target=numbers["best"], weighted=None, spread=None)
+
+
+class _Shard(NamedTuple):
+    """What the gradients of one shard are made of: of `dlogits` where they are there, else of the slopes."""
+
+    start: Any
+    x: jax.Array
+    labels: Labels
+    found: Statistics
+    dlogits: jax.Array | None = None
+    slope: Slopes | None = None
+    entropy: jax.Array | None = None
+    sigma: jax.Array | int = 1
+
+
+def _with_shard(call: Call, setting: "_Setting", gradients: Arrays, of: _Shard) -> Arrays:
+    """The gradients with what a shard adds: its rows of dx, written once, and its share of the sums over tokens."""
+
+    def part(first: Any, entries: int, sums: Arrays) -> Arrays:
+        own, dlogits = setting.part(first, entries), of.dlogits
+        if dlogits is None:
+            assert of.slope is not None
+            logits = loss_math.logits_of(of.x, own)
+            dlogits = call.steps.gradient(call.rules, logits, own, of.labels, of.found, of.slope, of.entropy)
+        d = loss_math.operand_gradients(of.x, dlogits, own, tuple(sums))
+        return {name: added(name, value, vary_over(d[name], setting.axes), first) for name, value in sums.items()}
+
+    def added(name: str, value: jax.Array, d: jax.Array, first: Any) -> jax.Array:
+        if name == "x" or d.shape == value.shape:
+            return value + d
+        last = value.ndim - 1
+        return _set_rows(value, _rows(value, first, d.shape[-1], last) + d, first, last)
+
+    rows = {"x": vary_over(jnp.zeros(of.x.shape, setting.dtype), setting.axes)} if "x" in gradients else {}
+    sums = for_each(call.parts, Body(part, _after_all), gradients | rows)
+    if not rows:
+        return sums
+    dx = (sums["x"] * of.sigma).astype(of.x.dtype)
+    if call.tokens is not None:
+        dx = vary_over(call.tokens.scatter(dx), setting.axes)
+    return sums | {"x": _set_rows(gradients["x"], dx, of.start, 0)}
+
+
+class _Setting(NamedTuple):
+    """What every shard of a call shares.
+
+    `axes`: mesh axes along which anything of the call varies. `token_axes`: those of a number per token, which is the
+    same on every device of the axis that the vocabulary is split over unless that splits the tokens too.
+    """
+
+    targets: jax.Array  # of all tokens, of a device's own ones where devices split them
+    labelled: Callable[[jax.Array], Labels]  # of targets
+    class_total: jax.Array | int  # Σ ω over the vocabulary
+    class_weight: jax.Array | None  # of the whole vocabulary
+    part: Callable[[Any, int], Part]  # (first entry, entries) of this weight
+    dtype: Any
+    axes: frozenset[str]
+    token_axes: frozenset[str]
+
+    @classmethod
+    def of(cls, call: Call, x: jax.Array, w: Arrays, fixed: Arrays) -> "_Setting":
+        dtype, rules = wide(x.dtype), call.rules
+        own = frozenset() if call.axis is None else varying(lax.axis_index(call.axis))
+        known = varying_of(fixed[name] for name in ("targets", "class_weight") if name in fixed)
+        logits = varying_of([x, *w.values()])
+        token_axes = known | (own | logits if call.tokens else logits - {call.axis})
+        targets = vary_over(fixed["targets"], token_axes)
+        class_weight = fixed.get("class_weight")
+        if class_weight is not None:
+            class_weight = vary_over(class_weight.astype(dtype), token_axes)
+        return cls(
+            targets=targets,
+            labelled=lambda targets: loss_math.make_labels(rules, targets, class_weight, dtype),
+            class_total=rules.vocab if class_weight is None else jnp.sum(class_weight),
+            class_weight=class_weight,
+            part=_parts(call, {name: a.astype(x.dtype) for name, a in w.items()}, class_weight),
+            dtype=dtype,
+            axes=known | logits | own,
+            token_axes=token_axes,
+        )
+
+    def numbers(self, x: jax.Array, names: Collection[str]) -> Arrays:
+        """What numbers of every token begin with."""
+        return {name: vary_over(jnp.zeros(x.shape[0], self.dtype), self.token_axes) for name in sorted(names)}
+
+    def with_rows(self, call: Call, numbers: Arrays, values: Arrays, start: Any) -> Arrays:
+        """The numbers with those of one shard."""
+        return {
+            name: _set_rows(rows, vary_over(_own(call, values[name]), self.token_axes), start, 0)
+            for name, rows in numbers.items()
+        }
+
+    def zeros(self, x: jax.Array, w: Arrays, names: tuple[str, ...]) -> Arrays:
+        """What the gradients of these operands begin with."""
+        primals = {"x": x, **w}
+        return {
+            name: vary_over(jnp.zeros(primals[name].shape, x.dtype if name == "x" else self.dtype), self.axes)
+            for name in names
+        }
+
+
+def _parts(call: Call, w: Arrays, class_weight: jax.Array | None) -> Callable[[Any, int], Part]:
+    local, columns = call.parts.tokens, call.steps.columns
+    before: Any = 0 if call.axis is None else lax.axis_index(call.axis) * local
+    if call.axis is not None and class_weight is not None:
+        padding = lax.axis_size(call.axis) * local - call.rules.vocab
+        padded = vary_over(jnp.pad(class_weight, (0, padding)), varying(before))
+        class_weight = _rows(padded, before, local)
+    if len(call.parts) == 1:  # once, and not for every shard of tokens
+        w = {name: loss_math.with_columns(a, columns(local)) for name, a in w.items()}
+
+    def part(first: Any, entries: int) -> Part:
+        def own(a: jax.Array | None, columns: int) -> jax.Array | None:
+            if a is None:
+                return None
+            return loss_math.with_columns(a if len(call.parts) == 1 else _rows(a, first, entries, a.ndim - 1), columns)
+
+        width = columns(entries)
+        weight, bias = own(w["weight"], width), own(w.get("bias"), width)
+        return Part(before + first, weight, bias, own(class_weight, entries), entries)
+
+    return part
+
+
+def _statistics(
+    call: Call, setting: _Setting, x_shard: jax.Array, labels: Labels, *, gradient: bool, unit: Any = None
+) -> tuple[Statistics, jax.Array | None]:
+    """One shard's statistics over the whole vocabulary, and with `gradient` the dlogits of the sum of its losses by `unit`."""
+    rules, steps, whole, unit = call.rules, call.steps, call.parts.tokens, 1 if unit is None else unit
+
+    def logits_and_part(first: Any, entries: int) -> tuple[jax.Array, Part]:
+        own = setting.part(first, entries)
+        return loss_math.logits_of(x_shard, own), own
+
+    def of(first: Any, entries: int) -> Statistics:
+        return steps.statistics(rules, *logits_and_part(first, entries), labels)
+
+    def reduced(found: Statistics) -> Statistics:
+        return found if call.axis is None else loss_math.reduce_over(rules, call.axis, found)
+
+    if gradient:
+        logits, own = logits_and_part(0, whole)
+        if call.axis is None:
+            return steps.statistics_and_gradient(rules, logits, own, labels, setting.class_total, unit)
+        found = reduced(steps.statistics(rules, logits, own, labels))
+        # Every reader of the logits but one done, their gradient is written over them.
+        logits, after = barrier((logits, found))
+        lse = loss_math.log_sum_exp(rules, after)
+        slope = loss_math.slopes_of_losses(rules, labels, lse, setting.class_total, unit)
+        return found, steps.gradient(rules, logits, own, labels, after, slope, None)
+    if len(call.parts) == 1:
+        return reduced(of(0, whole)), None
+
+    def part(first: Any, entries: int, found: Statistics) -> Statistics:
+        return jax.tree.map(vary, loss_math.merge(rules, found, of(first, entries)))
+
+    vary = partial(vary_over, axes=setting.axes)
+    none = loss_math.nothing(x_shard.shape[0], setting.dtype, rules.options)
+    return reduced(for_each(call.parts, Body(part, _after_all), jax.tree.map(vary, none))), None
+
+
+class _Given(NamedTuple):
+    """What a shard is given of its tokens."""
+
+    x: jax.Array
+    targets: jax.Array
+    numbers: Any = ()  # a pytree of [t] in the wide dtype
+    more: Any = None  # further rows [t, H]
+
+
+def _for_each_shard(call: Call, given: _Given, run: Callable[[Any, int, _Given, Any], Any], carry: Any) -> Any:
+    """carry = run(start, size, what the shard is given, carry) for every shard, gathered where devices split the tokens."""
+
+    tokens = call.tokens
+    if tokens is None:
+        body = Body(lambda start, size, carry: run(start, size, _cut(given, start, size), carry), _after_all)
+        return for_each(call.plan, body, carry)
+
+    def fetch(start: Any, size: int) -> _Given:
+        own = _cut(given, start, size)
+        numbers, structure = jax.tree.flatten(own.numbers)
+        if not numbers:
+            return tokens.gather(own)
+        more = tokens.gather(own.more)
+        together = jnp.stack([tokens.differing(a) for a in numbers], axis=1)  # one collective instead of one each
+        x, targets, together = tokens.gather((own.x, own.targets, together))
+        return _Given(x, targets, jax.tree.unflatten(structure, list(together.T)), more)
+
+    gathered = Body(lambda start, size, state: run(start, size, *state), _after_all)
+    return for_each_gathered(call.plan, call.plan.tokens, fetch, gathered, gathered, carry)
+
+
+def _own(call: Call, a: jax.Array) -> jax.Array:
+    """A device's own tokens of a shard's."""
+    return a if call.tokens is None else call.tokens.own(a)
+
+
+def of_all(call: Call, size: jax.Array) -> jax.Array:
+    """The largest of all tokens of the axis."""
+    return size if call.tokens is None else lax.pmax(call.tokens.differing(size), call.tokens.name)
+
+
+def unit_of(call: Call, targets: jax.Array, class_weight: jax.Array | None, dtype: Any) -> jax.Array | None:
+    """What the gradients of the sum of the losses are divided by to be stored near 1; None where they are near it.
+
+    Where a mesh cuts the tokens it is that of the heaviest class, the same on all devices.
+    """
+    if class_weight is None and abs(call.rules.options.logit_scale) == 1:
+        return None
+    weight = None if class_weight is None else class_weight.astype(dtype)
+    if call.split is not None:
+        targets = (
+            jnp.zeros(1, targets.dtype) if weight is None else jnp.argmax(jnp.abs(weight))[None].astype(targets.dtype)
+        )
+    axes = varying_of([targets] if weight is None else [targets, weight])
+    targets, weight = vary_over(targets, axes), None if weight is None else vary_over(weight, axes)
+    labels = loss_math.make_labels(call.rules, targets, weight, dtype)
+    total = call.rules.vocab if weight is None else jnp.sum(weight)
+    return of_all(call, loss_math.size_of_losses(call.rules, labels, total, weight))
+
+
+def _after_all(start: Any, carry: Any) -> Any:
+    return barrier((start, carry))
+
+
+def _cut(rows: Any, start: Any, size: int) -> Any:
+    return jax.tree.map(lambda a: _rows(a, start, size), rows)

@@ -1,0 +1,319 @@
+"""The formulas of one shard of tokens over one part of the vocabulary, forward and backward. No loops, no plans.
+
+Letters: t tokens of the shard, H hidden, V vocabulary, v entries of the part; p, ω, A, B, C as in
+`shared_specs/README.md`. Logits and their gradient have the dtype of x; everything between is `wide`, and so is every
+number per token. The log-sum-exp is kept as top + log(total): what is near the largest logit keeps its digits.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from shared_specs.config import LossOptions
+from tiled_jax.core.loops import vary_over, varying
+from tiled_jax.core.products import linear, product, product_of_rows, wide
+
+# Below every logit: stands for padding, and for the largest logit of nothing. Finite, so that differences of it are.
+LEAST = -1e30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """All that is static about the loss: the options without their arrays, V, the dtype of the logits, and whether parts may
+    reach beyond V."""
+
+    options: LossOptions
+    vocab: int
+    dtype: str = "float32"
+    padded: bool = False
+
+    @property
+    def gradients_with_loss(self) -> bool:
+        """Whether one upstream number scales every gradient of logits of this dtype, and nothing else is waited for."""
+        return self.options.gradients_with_loss(self.dtype)
+
+
+class Part(NamedTuple):
+    """A run of the vocabulary: its first entry, weight [H, v] (None where logits are given), and bias [v] and class
+    weights [v] where there are any. Columns of weight and bias behind the first `entries` are padding; None: none is."""
+
+    first: Any
+    weight: jax.Array | None
+    bias: jax.Array | None
+    class_weight: jax.Array | None
+    entries: int | None = None
+
+
+class Labels(NamedTuple):
+    """What is known of every token before its logits, all [t]: `wrong` is neither in [0, V) nor ignored, `weight` is ω
+    of the target and 0 where ignored."""
+
+    target: jax.Array
+    valid: jax.Array
+    wrong: jax.Array
+    weight: jax.Array
+
+
+class Statistics(NamedTuple):
+    """Sums over a part of the vocabulary, all [t]; two parts make one (`merge`), and so do devices (`reduce_over`).
+
+    Logits are compared before anything bends them, so that the target's is equal to the largest where it is that one.
+    """
+
+    best: jax.Array  # the largest logit (a negative logit_scale: of the negated ones); `top` is z of it
+    total: jax.Array  # Σ exp(z - top)
+    target: jax.Array  # likewise the logit of the target, 0 where another part has it
+    weighted: jax.Array | None  # Σ ω z, for smoothing
+    spread: jax.Array | None  # Σ exp(z - top) (z - top), for the entropy
+
+
+class Slopes(NamedTuple):
+    """A, B, C and g_h of the gradient of z, all [t]; g_h where the entropy has a gradient."""
+
+    pull: jax.Array
+    hit: jax.Array
+    share: jax.Array | None
+    entropy: jax.Array | None
+
+
+def make_labels(rules: Rules, targets: jax.Array, class_weight: jax.Array | None, dtype: jnp.dtype) -> Labels:
+    """The labels of targets [t], class weights [V] given whole."""
+    valid = targets != rules.options.ignore_index
+    wrong = valid & ((targets < 0) | (targets >= rules.vocab))
+    weight = valid.astype(dtype)
+    if class_weight is not None:
+        weight = weight * class_weight.astype(dtype)[jnp.clip(targets, 0, rules.vocab - 1)]
+    return Labels(targets, valid, wrong, weight)
+
+
+def scores(rules: Rules, logits: jax.Array) -> tuple[jax.Array, jax.Array | float]:
+    """z and dz/dlogits of logits [t, v], which are in the wide dtype."""
+    scale, cap = rules.options.logit_scale, rules.options.logit_softcap
+    z = logits if scale == 1 else logits * scale
+    if cap is None:
+        return z, scale
+    bent = jnp.tanh(z / cap)
+    return cap * bent, scale * (1 - bent * bent)
+
+
+def score(rules: Rules, compared: jax.Array) -> jax.Array:
+    """z of what `Statistics` compares."""
+    return scores(rules, _signed(rules, compared))[0]
+
+
+def log_sum_exp(rules: Rules, found: Statistics) -> jax.Array:
+    return score(rules, found.best) + jnp.log(found.total)
+
+
+def _signed(rules: Rules, logits: jax.Array) -> jax.Array:
+    """Logits such that a larger one has a larger z, and back."""
+    return -logits if rules.options.logit_scale < 0 else logits
+
+
+def logits_of(x: jax.Array, part: Part) -> jax.Array:
+    assert part.weight is not None
+    return linear(x, part.weight, part.bias)
+
+
+def nothing(tokens: int, dtype: jnp.dtype, options: LossOptions) -> Statistics:
+    """The statistics of no entries at all."""
+    zeros = jnp.zeros(tokens, dtype)
+    return Statistics(
+        best=jnp.full(tokens, LEAST, dtype),
+        total=zeros,
+        target=zeros,
+        weighted=zeros if options.label_smoothing else None,
+        spread=zeros if "entropy" in options.outputs else None,
+    )
+
+
+def statistics(rules: Rules, logits: jax.Array, part: Part, target: jax.Array) -> Statistics:
+    """The statistics of one part from its logits [t, v]."""
+    entries, logits_wide = _entries(part, logits, target), logits.astype(wide(logits.dtype))
+    real = entries < rules.vocab if rules.padded else None
+    compared = _or(real, _signed(rules, logits_wide), LEAST)
+    # Only a reference: every sum below is made up for it, so it has no gradient.
+    best = lax.stop_gradient(jnp.maximum(jnp.max(compared, axis=1), LEAST))
+    z, _ = scores(rules, logits_wide)
+    below = z - score(rules, best)[:, None]
+    weight = _or(real, jnp.exp(below), 0)
+    weighted = spread = None
+    if rules.options.label_smoothing:
+        omega = _omega(rules, part, entries, z.dtype)
+        weighted = jnp.sum(z if omega is None else omega * z, axis=1)
+    if "entropy" in rules.options.outputs:
+        spread = jnp.sum(jnp.where(weight > 0, weight * below, 0), axis=1)
+    of_target = _signed(rules, _pick(logits, target - jnp.asarray(part.first, target.dtype)))
+    return Statistics(best, jnp.sum(weight, axis=1), of_target, weighted, spread)
+
+
+def merge(rules: Rules, a: Statistics, b: Statistics) -> Statistics:
+    """The statistics of two parts together."""
+    best = jnp.maximum(a.best, b.best)
+    added: Statistics = jax.tree.map(jnp.add, _moved(rules, a, best), _moved(rules, b, best))
+    return added._replace(best=best)
+
+
+def reduce_over(rules: Rules, axis: str, found: Statistics) -> Statistics:
+    """The statistics of the whole vocabulary from those of every device's part: one maximum and one sum."""
+    along = varying(lax.axis_index(axis))  # empty where arrays have no varying types
+    found = jax.tree.map(lambda a: vary_over(a, along), found)
+    best = lax.stop_gradient(lax.pmax(found.best, axis))
+    sums, structure = jax.tree.flatten(_moved(rules, found, best)._replace(best=None))  # type: ignore[arg-type]
+    whole: Statistics = jax.tree.unflatten(structure, list(lax.psum(jnp.stack(sums), axis)))
+    return whole._replace(best=best)
+
+
+def _moved(rules: Rules, found: Statistics, best: jax.Array) -> Statistics:
+    """The same relative to a larger best."""
+    shift = score(rules, found.best) - score(rules, best)
+    factor = jnp.exp(shift)
+    spread = None if found.spread is None else factor * (found.spread + shift * found.total)
+    return Statistics(best, factor * found.total, found.target, found.weighted, spread)
+
+
+def values(rules: Rules, labels: Labels, found: Statistics, class_total: jax.Array | float) -> dict[str, jax.Array]:
+    """The loss and every output of each token, [t]; what nobody asks for costs nothing once compiled."""
+    options = rules.options
+    log_total, lse = jnp.log(found.total), log_sum_exp(rules, found)
+    nll = log_total + (score(rules, found.best) - score(rules, found.target))
+    loss = (1 - options.label_smoothing) * labels.weight * nll
+    if found.weighted is not None:
+        loss += options.label_smoothing / rules.vocab * (class_total * lse - found.weighted)
+    if options.z_loss:
+        loss += options.z_loss * lse * lse
+    nan, dtype = jnp.nan, loss.dtype
+    out = {
+        "loss": jnp.where(labels.wrong, nan, jnp.where(labels.valid, loss, 0)),
+        "log_probs": jnp.where(labels.wrong, nan, jnp.where(labels.valid, -nll, 0)),
+        "lse": lse,
+        "accuracy": ((found.target == found.best) & labels.valid & ~labels.wrong).astype(dtype),
+        "best": found.best,
+        "total": found.total,
+    }
+    if found.spread is not None:
+        out["entropy"] = log_total - found.spread / found.total
+    return out
+
+
+def slopes(
+    rules: Rules, labels: Labels, lse: jax.Array, class_total: jax.Array | float, g: dict[str, jax.Array]
+) -> Slopes:
+    """The coefficients of every token [t] for upstream gradients g per token of loss, log_probs, lse and entropy."""
+    options, zero = rules.options, jnp.zeros_like(lse)
+    smooth = options.label_smoothing
+    g_loss = jnp.where(labels.valid, g["loss"], 0) if "loss" in g else zero
+    g_log_probs = jnp.where(labels.valid, g["log_probs"], 0) if "log_probs" in g else zero
+    hit = g_loss * (1 - smooth) * labels.weight - g_log_probs
+    pull = hit + g_loss * (smooth / rules.vocab * class_total + 2 * options.z_loss * lse)
+    return Slopes(
+        pull=pull + g["lse"] if "lse" in g else pull,
+        hit=hit,
+        share=g_loss * (smooth / rules.vocab) if smooth else None,
+        entropy=g.get("entropy"),
+    )
+
+
+def slopes_of_losses(
+    rules: Rules, labels: Labels, lse: jax.Array, class_total: jax.Array | float, size: jax.Array | float = 1
+) -> Slopes:
+    """The coefficients of the sum of the losses, divided by `size`."""
+    return slopes(rules, labels, lse, class_total, {"loss": jnp.ones_like(lse) / size})
+
+
+def size_of_losses(
+    rules: Rules, labels: Labels, class_total: jax.Array | float, class_weight: jax.Array | None
+) -> jax.Array:
+    """[]: how large the gradients of the sum of the losses in the logits are, but for what z_loss adds; a power of two."""
+    without_lse = jnp.zeros_like(labels.weight)
+    return size_of_gradients(rules, slopes_of_losses(rules, labels, without_lse, class_total), class_weight)
+
+
+def size_of_gradients(rules: Rules, found: Slopes, class_weight: jax.Array | None) -> jax.Array:
+    """[]: a power of two near the largest gradient in the logits that finite ones of these coefficients give; near 1 for none.
+
+    Dividing gradients by it and multiplying by it later rounds nothing, and what is stored in between is near 1, where
+    float16 has most of its digits.
+    """
+    share = found.share if found.share is None or class_weight is None else found.share * jnp.max(jnp.abs(class_weight))
+    parts = [jnp.abs(a) for a in (found.pull, found.hit, share, found.entropy) if a is not None]
+    sizes = lax.stop_gradient([jnp.max(jnp.where(jnp.isfinite(a), a, 0), initial=0) for a in parts])
+    size, limits = jnp.max(jnp.stack(sizes)), jnp.finfo(sizes[0].dtype)
+    size = jnp.where(size == 0, 1, size * (abs(rules.options.logit_scale) or 1))
+    _, exponent = jnp.frexp(jnp.clip(size, limits.tiny, limits.max))
+    return jnp.ldexp(jnp.ones_like(size), exponent - 1)
+
+
+def logit_gradients(
+    rules: Rules,
+    logits: jax.Array,
+    part: Part,
+    labels: Labels,
+    found: Statistics,
+    slope: Slopes,
+    entropy: jax.Array | None,
+) -> jax.Array:
+    """The gradient [t, v] of the logits, in their dtype. `found`: best and total over the whole vocabulary."""
+    z, bend = scores(rules, logits.astype(wide(logits.dtype)))
+    entries = _entries(part, logits, labels.target)
+    log_p = z - score(rules, found.best)[:, None] - jnp.log(found.total)[:, None]
+    p = jnp.exp(log_p)
+    pull = jnp.where(labels.wrong, jnp.nan, slope.pull)[:, None]
+    if slope.entropy is not None and entropy is not None:
+        pull = pull - slope.entropy[:, None] * jnp.where(p > 0, log_p + entropy[:, None], 0)
+    d = p * pull - jnp.where(labels.target[:, None] == entries, slope.hit[:, None], 0)
+    if slope.share is not None:
+        omega = _omega(rules, part, entries, z.dtype)
+        d -= slope.share[:, None] if omega is None else slope.share[:, None] * omega
+    return _or(entries < rules.vocab if rules.padded else None, d * bend, 0).astype(logits.dtype)
+
+
+def operand_gradients(x: jax.Array, dlogits: jax.Array, part: Part, wanted: tuple[str, ...]) -> dict[str, jax.Array]:
+    """What one shard and one part add to the gradients of x, weight and bias, in the wide dtype."""
+    acc, out = wide(x.dtype), {}
+    if "x" in wanted and part.weight is not None:
+        out["x"] = product(dlogits, part.weight, (1, 1), acc)
+    if "weight" in wanted:
+        out["weight"] = without_columns(product_of_rows(x, dlogits, acc), part.entries)
+    if "bias" in wanted:
+        out["bias"] = without_columns(jnp.sum(dlogits, axis=0, dtype=acc), part.entries)
+    return out
+
+
+def with_columns(a: jax.Array, columns: int) -> jax.Array:
+    """a [..., v] with zeros behind its columns, so that there are `columns`."""
+    behind = columns - a.shape[-1]
+    return jnp.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, behind)]) if behind else a
+
+
+def without_columns(a: jax.Array, columns: int | None) -> jax.Array:
+    """a [..., v] without what is behind its first `columns`; None: as it is."""
+    return a if columns is None or columns == a.shape[-1] else a[..., :columns]
+
+
+def _entries(part: Part, logits: jax.Array, target: jax.Array) -> jax.Array:
+    """[1, v]: which entry of the vocabulary a column is."""
+    return (jnp.asarray(part.first, target.dtype) + jnp.arange(logits.shape[1], dtype=target.dtype))[None, :]
+
+
+def _or(real: jax.Array | None, a: jax.Array, padding: float) -> jax.Array:
+    """a, with `padding` where an entry is not real."""
+    return a if real is None else jnp.where(real, a, padding)
+
+
+def _pick(logits: jax.Array, column: jax.Array) -> jax.Array:
+    """The logit [t] of each token's column in the wide dtype, 0 where there is no such column."""
+    here = (column >= 0) & (column < logits.shape[1])
+    inside = vary_over(jnp.where(here, column, 0), varying(logits))
+    picked = jnp.take_along_axis(vary_over(logits, varying(column)), inside[:, None], axis=1)[:, 0]
+    return jnp.where(here, picked.astype(wide(logits.dtype)), 0)
+
+
+def _omega(rules: Rules, part: Part, entries: jax.Array, dtype: jnp.dtype) -> jax.Array | None:
+    """[1, v]: the class weights, 0 for padding; None where all are 1."""
+    if part.class_weight is not None:  # zero beyond V
+        return part.class_weight[None, :]
+    return (entries < rules.vocab).astype(dtype) if rules.padded else None

@@ -1,0 +1,111 @@
+"""`TiledLinearCrossEntropy` for Flax nnx: the weight of a language-model head and one call of the tiled loss. No math."""
+
+from dataclasses import replace
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from shared_specs import module_checks
+from shared_specs.config import JAX, LossOptions, Tiling
+from tiled_jax.core.arrays import array, operands
+from tiled_jax.core.params import Sharding, check_dtypes
+from tiled_jax.loss.params import loss_param_axes, loss_param_shapes, make_loss_config
+from tiled_jax.tile.module_state import check_module_rngs
+
+_init = {"weight": nnx.initializers.lecun_normal(), "bias": nnx.initializers.zeros_init()}
+
+
+class TiledLinearCrossEntropy(nnx.Module):
+    """A linear head and the cross entropy of its logits, which never exist as a whole: hidden states in, loss out.
+
+    Args:
+        hidden_size, vocab_size: H and V.
+        bias: whether the head has one.
+        loss, num_shards, tiling, backend: as in `tiled_linear_cross_entropy`. Arrays among the options become
+            variables of the module that no gradient or optimizer of nnx.Param reaches.
+        dtype: of the computation; None is what x and the parameters promote to, as in nnx.Linear.
+        param_dtype: of the parameters. float32 beside a 16-bit dtype are master weights with float32 gradients.
+        rngs: its `params` stream draws the weight as nnx.Linear does (lecun_normal; the bias is zero).
+        sharding: mesh axes of the (hidden, vocab) dims, such as (None, "tp"), kept as the parameters' sharding metadata.
+            Making a module with it needs a mesh (`jax.set_mesh`), without it none.
+    Parameters are `weight` [H, V] and, with bias, `bias` [V].
+    Raises:
+        SpecError, TypeError, UnsupportedError: as `tiled_linear_cross_entropy`, at construction.
+    Source: derived in shared_specs/README.md.
+    Example:
+        >>> head = TiledLinearCrossEntropy(8, 16, num_shards=4, rngs=nnx.Rngs(0))
+        >>> head(jnp.ones((2, 5, 8)), jnp.zeros((2, 5), jnp.int32)).shape
+        ()
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        vocab_size: int,
+        *,
+        bias: bool = False,
+        loss: LossOptions = LossOptions(),
+        num_shards: int | None = None,
+        tiling: Tiling | None = None,
+        backend: str = "auto",
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        rngs: nnx.Rngs,
+        sharding: Sharding | None = None,
+    ) -> None:
+        shapes = loss_param_shapes(hidden_size, vocab_size, bias=bias)
+        config = make_loss_config(loss, num_shards, tiling, backend)
+        check_dtypes("TiledLinearCrossEntropy", dtype, param_dtype)
+        check_module_rngs("TiledLinearCrossEntropy", rngs)
+        axes = loss_param_axes(sharding)
+        for name, shape in shapes.items():
+            metadata: dict[str, Any] = {"out_sharding": axes[name]} if axes else {}
+            setattr(self, name, nnx.Param(_init[name](rngs.params(), shape, param_dtype), **metadata))
+        self.class_weight = _variable(loss.class_weight)
+        # A number stays an option: it is part of the program and not of the state.
+        self.num_valid = None if isinstance(loss.num_valid, int | float) else _variable(loss.num_valid)
+        number = loss.num_valid if self.num_valid is None else None
+        self.config = replace(config, loss=replace(loss, class_weight=None, num_valid=number))
+        self.dtype = dtype
+
+    @classmethod
+    def from_weights(
+        cls,
+        weight: jax.Array,
+        *,
+        bias: jax.Array | None = None,
+        loss: LossOptions = LossOptions(),
+        num_shards: int | None = None,
+        tiling: Tiling | None = None,
+        backend: str = "auto",
+    ) -> Self:
+        """A module around an existing weight [H, V] and bias [V]; they become its parameters without a copy."""
+        function = "TiledLinearCrossEntropy.from_weights"
+        params = {"weight": array(function, "weight", weight)}
+        params |= {} if bias is None else {"bias": array(function, "bias", bias)}
+        seen = operands(params)
+        module_checks.check_head(function, seen["weight"], seen.get("bias"), JAX)
+        # The smallest module with these options; its parameter is replaced by the one given.
+        module = cls(1, 1, loss=loss, num_shards=num_shards, tiling=tiling, backend=backend, rngs=nnx.Rngs(0))
+        for name, value in params.items():
+            setattr(module, name, nnx.Param(value))
+        return module
+
+    def __call__(self, x: jax.Array, targets: jax.Array, *, num_valid: Any = None) -> Any:
+        """[..., H] and [...] -> the loss, or a `LossResult`. `num_valid` replaces that of the options."""
+        params = {name: value[...] for name, value in vars(self).items() if isinstance(value, nnx.Param)}
+        fixed = {name: getattr(self, name) for name in ("class_weight", "num_valid")}
+        arrays = {name: None if value is None else value[...] for name, value in fixed.items()}
+        if num_valid is not None:
+            arrays["num_valid"] = num_valid
+        return self.config.apply(x, targets, params, self.dtype, **arrays)
+
+
+def _variable(value: Any) -> nnx.Variable | None:
+    return (
+        None
+        if value is None
+        else nnx.Variable(jnp.asarray(value if not isinstance(value, nnx.Variable) else value[...]))
+    )

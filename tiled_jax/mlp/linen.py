@@ -1,0 +1,61 @@
+"""`TiledMLP` as a Flax linen module: the parameters of the nnx one, and its call."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from shared_specs.config import Tiling
+from tiled_jax.core.params import Sharding, check_dtypes, init_bias, init_weight
+from tiled_jax.mlp.api import tiled_mlp
+from tiled_jax.mlp.params import make_config, param_axes, param_shapes
+
+
+class TiledMLP(nn.Module):
+    """`tiled_jax.TiledMLP` as a linen module; its fields and parameters have the same names.
+
+    `sharding` boxes the parameters in nn.Partitioned, as nn.with_partitioning does; linen needs no mesh for it.
+
+    Example:
+        >>> mlp, x = TiledMLP(8, 12, num_shards=4), jnp.ones((2, 5, 8))
+        >>> mlp.apply(mlp.init(jax.random.key(0), x), x).shape
+        (2, 5, 8)
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    activation: str = "silu"
+    gated: bool = True
+    bias: bool = False
+    fused_gate_up: bool = False
+    num_shards: int | None = None
+    keep: float = 0.0
+    tiling: Tiling | None = None
+    backend: str = "auto"
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    sharding: Sharding | None = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[..., H] -> [..., H]."""
+        config = make_config(
+            self.activation, self.gated, self.fused_gate_up, self.num_shards, self.keep, self.tiling, self.backend
+        )
+        shapes = param_shapes(
+            self.hidden_size,
+            self.intermediate_size,
+            gated=self.gated,
+            bias=self.bias,
+            fused_gate_up=self.fused_gate_up,
+        )
+        check_dtypes("TiledMLP", self.dtype, self.param_dtype)
+        axes = param_axes(self.sharding, fused_gate_up=self.fused_gate_up)
+        params = {}
+        for name, shape in shapes.items():
+            init = init_weight if name.startswith("w_") else init_bias
+            if (names := axes(name)) is not None:
+                init = nn.with_partitioning(init, names)
+            params[name] = self.param(name, init, shape, self.param_dtype)
+        return tiled_mlp(**config.arguments(x, params, self.dtype))

@@ -1,0 +1,124 @@
+"""What the nnx and the linen module share: shapes and names of parameters, and the call they make with them."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shared_specs import checks
+from shared_specs.config import JAX, Tiling
+from shared_specs.errors import fail
+from tiled_jax import backends
+from tiled_jax.core.arrays import array
+from tiled_jax.core.params import as_operands, check_sharding, compute_dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLPConfig:
+    """The checked options of one module."""
+
+    activation: str
+    gated: bool
+    fused_gate_up: bool
+    tiling: Tiling
+    backend: str
+
+    def arguments(self, x: jax.Array, params: Mapping[str, jax.Array], dtype: Any) -> dict[str, Any]:
+        """Return the arguments of `tiled_mlp`: x and the parameters (by name) in `dtype`, or in the one they promote to.
+
+        float32 parameters beside a 16-bit dtype are handed over as they are, so that their gradients stay float32.
+        """
+        x = array("tiled_mlp", "x", x)
+        checks.check_float("tiled_mlp", "x", str(x.dtype))
+        dtype = compute_dtype(x, params, dtype)
+        params = as_operands(params, dtype)
+        if self.fused_gate_up:
+            params = _split_gate_up(params)
+        return self.operands(x.astype(dtype), params)
+
+    def operands(self, x: jax.Array, params: Mapping[str, jax.Array]) -> dict[str, Any]:
+        """Return the arguments of `tiled_mlp` with x and the parameters (by name) as they are."""
+        return {
+            "x": x,
+            "w_gate": params.get("w_gate"),
+            "w_up": params["w_up"],
+            "w_down": params["w_down"],
+            "biases": {name[2:]: bias for name, bias in params.items() if name.startswith("b_")},
+            "activation": self.activation,
+            "tiling": self.tiling,
+            "backend": self.backend,
+        }
+
+
+def make_config(
+    activation: str,
+    gated: bool,
+    fused_gate_up: bool,
+    num_shards: int | None,
+    keep: float,
+    tiling: Tiling | None,
+    backend: str,
+    *,
+    function: str = "TiledMLP",
+) -> MLPConfig:
+    """The options of a module, checked when it is made and not when it is first called. function: the module, in messages."""
+    checks.check_activation(function, activation)
+    checks.check_fused(function, gated, fused_gate_up)
+    checks.check_backend(function, backend, JAX, backends.usable_backends())
+    return MLPConfig(
+        activation=activation,
+        gated=gated,
+        fused_gate_up=fused_gate_up,
+        tiling=checks.resolve_tiling(function, num_shards, keep, tiling, token_axes=True),
+        backend=backend,
+    )
+
+
+def param_shapes(
+    hidden_size: int,
+    intermediate_size: int,
+    *,
+    gated: bool,
+    bias: bool,
+    fused_gate_up: bool,
+    function: str = "TiledMLP",
+) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every parameter, weights [in, out]. function: the module, in messages."""
+    checks.check_sizes(function, {"hidden_size": hidden_size, "intermediate_size": intermediate_size})
+    checks.check_flags(function, gated=gated, bias=bias, fused_gate_up=fused_gate_up)
+    H, I = hidden_size, intermediate_size  # noqa: E741
+    ups = {"gate_up": (H, 2 * I)} if fused_gate_up else {"gate": (H, I), "up": (H, I)} if gated else {"up": (H, I)}
+    weights = {**ups, "down": (I, H)}
+    shapes: dict[str, tuple[int, ...]] = {f"w_{name}": shape for name, shape in weights.items()}
+    return shapes | ({f"b_{name}": shape[1:] for name, shape in weights.items()} if bias else {})
+
+
+def param_axes(sharding: Any, *, fused_gate_up: bool) -> Callable[[str], tuple[str | None, ...] | None]:
+    """Name of a parameter -> mesh axes of its dims, or None without sharding.
+
+    Gate and up are split by column and down by row, so that tensor-parallel ranks meet only in y.
+    """
+    if sharding is None:
+        return lambda name: None
+    check_sharding("TiledMLP", sharding, "intermediate")
+    if fused_gate_up:
+        advice = "A slice of [H, 2I] holds columns of gate or of up, never a rank's share of both."
+        fail("TiledMLP", "sharding", "None with fused_gate_up", sharding, advice=advice)
+    hidden, intermediate = sharding
+
+    def axes(name: str) -> tuple[str | None, ...]:
+        of_weight = (intermediate, hidden) if name.endswith("down") else (hidden, intermediate)
+        return of_weight if name.startswith("w_") else of_weight[1:]
+
+    return axes
+
+
+def _split_gate_up(params: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """w_gate_up [H, 2I] and b_gate_up [2I], gate first, as the two halves."""
+    out = dict(params)
+    for prefix in ("w", "b"):
+        if (both := out.pop(f"{prefix}_gate_up", None)) is not None:
+            out[f"{prefix}_gate"], out[f"{prefix}_up"] = jnp.split(both, 2, axis=-1)
+    return out

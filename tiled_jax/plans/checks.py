@@ -1,0 +1,122 @@
+"""What `parallelize` requires in JAX beside the checks that both halves share; all of it is known before compiling."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import AxisType
+
+from shared_specs.config import ParallelConfig
+from shared_specs.errors import UnsupportedError, error_text, fail, fail_type, show_shape
+from shared_specs.parallel_checks import (
+    check_context_heads,
+    check_context_tokens,
+    check_divides,
+    check_parallel_config,
+    refuse_context,
+)
+from tiled_jax.layers.recompute import offload_refused
+from tiled_jax.plans.registry import MeshAxes, ModelRules, Placement
+
+HERE = "parallelize"
+_NO_HOST_MEMORY = "A compiled step reads its parameters from the memory of the devices: shard them over more devices."
+
+
+def checked_axes(config: ParallelConfig, mesh: jax.sharding.Mesh) -> MeshAxes:
+    """The axes by what they do, once the configuration can work on them."""
+    size = dict(mesh.shape)
+    unsupported = {"data.cpu_offload": _NO_HOST_MEMORY, "checkpointing.offload": offload_refused()}
+    check_parallel_config(HERE, config, size, "jax", unsupported)
+    data, tensor = config.data, config.tensor
+    if data is None:
+        return MeshAxes(batch=(), shard=(), context=None, tensor=tensor and tensor.axis, size=size)
+    replicas = () if data.replicate_axis is None else (data.replicate_axis,)
+    shard = () if data.engine == "ddp" else (data.shard_axis,)
+    return MeshAxes(
+        batch=(*replicas, data.shard_axis),
+        shard=shard if data.context_axis is None else (*shard, data.context_axis),
+        context=data.context_axis,
+        tensor=None if tensor is None else tensor.axis,
+        size=size,
+    )
+
+
+def check_model(
+    model: nnx.Module, mesh: jax.sharding.Mesh, config: ParallelConfig, axes: MeshAxes, rules: ModelRules | None
+) -> None:
+    """The model can be split as asked; `rules`: of a model whose loss is written for shard_map, else None."""
+    if rules is None:
+        _check_own_loss(mesh, config)
+        return
+    if rules.sizes is None:
+        return
+    sizes = rules.sizes(model)
+    if axes.tensor is not None:
+        check_divides(HERE, sizes, axes.tensor, axes.size[axes.tensor])
+    if axes.context is not None:
+        both = (axes.context,) if axes.tensor is None else (axes.tensor, axes.context)
+        heads = sizes.even.get("num_attention_heads")
+        if heads is not None:
+            check_context_heads(HERE, heads, {axis: axes.size[axis] for axis in both})
+
+
+def _check_own_loss(mesh: jax.sharding.Mesh, config: ParallelConfig) -> None:
+    """What a loss_fn that is written for one device leaves to do."""
+    tensor, data = config.tensor, config.data
+    if data is not None and data.context_axis is not None:
+        refuse_context(HERE, "loss_fn", data.context_axis)
+    if tensor is None:
+        return
+    kind = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))[tensor.axis]
+    if kind is not AxisType.Auto:
+        advice = "XLA splits the products of such a model by itself."
+        _unsupported(f"the mesh axis '{tensor.axis}'", "of axis type Auto with loss_fn", kind, advice)
+    for name in ("sequence_parallel", "loss_parallel"):
+        if getattr(tensor, name):
+            advice = "Leave loss_fn out where the rules of the model's class have a loss, or register such rules."
+            _unsupported(f"config.tensor.{name}", "False with loss_fn, which is written for one device", True, advice)
+
+
+def check_split(
+    mesh: jax.sharding.Mesh, config: ParallelConfig, placements: Iterable[Placement], dtypes: Iterable[Any], own: bool
+) -> None:
+    """Tensor parallelism has something to split, and XLA can compute the sums beside it.
+
+    Args:
+        placements, dtypes: of the parameters. own: the loss is written for shard_map, else XLA splits the products.
+    """
+    tensor, data = config.tensor, config.data
+    if tensor is None:
+        return
+    if all(placement.tensor_dim is None for placement in placements):
+        advice = "Register rules for the model's class (register_rules), or give its parameters sharding metadata."
+        fail(HERE, "config.tensor", "None for a model of which no parameter is split", repr(tensor.axis), advice=advice)
+    if own or data is None or mesh.devices.flat[0].platform != "cpu":
+        return
+    summed = {data.reduce_dtype} if data.reduce_dtype is not None else {data.param_dtype, *map(str, dtypes)}
+    if summed & {"bfloat16", "float16"}:
+        # XLA's pass that widens such sums (AllReducePromotion) ends the process.
+        advice = "XLA cannot sum 16 bits there over some axes of a mesh while it splits others itself."
+        rule = "float32 on a CPU with loss_fn and config.tensor"
+        _unsupported("config.data.reduce_dtype", rule, repr(data.reduce_dtype), advice)
+
+
+def _unsupported(argument: str, rule: str, got: object, advice: str) -> None:
+    raise UnsupportedError(error_text(HERE, argument, rule, got, advice=advice))
+
+
+def check_batch(batch: Any, axes: MeshAxes) -> None:
+    """Every array of a batch has sequences for all data ranks and, under context parallelism, positions for all ranks."""
+    ranks = axes.ranks(axes.batch)
+    for leaf in jax.tree.leaves(batch):
+        if not hasattr(leaf, "shape"):
+            fail_type(HERE, "batch", "a pytree of arrays", type(leaf).__name__)
+        shape = tuple(leaf.shape)
+        if not shape or shape[0] % ranks:
+            rule = f"of a multiple of {ranks} sequences, for the devices of the mesh axes {', '.join(axes.batch)}"
+            fail(HERE, "batch", rule, show_shape(shape))
+        if axes.context is not None:
+            if len(shape) < 2:
+                fail(HERE, "batch", "[sequences, tokens + 1]", show_shape(shape))
+            check_context_tokens(HERE, "batch", shape[1] - 1, axes.size[axes.context], shape)

@@ -1,0 +1,237 @@
+"""Parameters of fully-sharded data parallelism inside `shard_map`: gathered where they are used, gradients scattered back."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from shared_specs.config import ParallelConfig
+from tiled_jax.core.loops import Like, gradient_of, vary_over
+from tiled_jax.layers.recompute import checkpointed
+from tiled_jax.plans.registry import MeshAxes, Path, Placement
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mapped:
+    """What a loss inside `jax.shard_map` knows of the mesh, of the configuration and of its parameters' places."""
+
+    axes: MeshAxes
+    config: ParallelConfig
+    placements: Mapping[Path, Placement]
+    param_dtype: Any = None
+    reduce_dtype: Any = None
+    cast_vectors: bool = False  # whether biases and norms take param_dtype too
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Whether each device of the tensor axis holds its part of the tokens between the split layers."""
+        return self.config.tensor is not None and self.config.tensor.sequence_parallel
+
+    @property
+    def reshards(self) -> bool:
+        """Whether gathered parameters are freed after forward and gathered again in backward."""
+        return bool(self.axes.shard) and self.config.data is not None and self.config.data.reshard != "never"
+
+    def compute_dtype(self, dtype: Any) -> Any:
+        """In which a matrix of this dtype is gathered and computed with."""
+        return jnp.dtype(dtype if self.param_dtype is None else self.param_dtype)
+
+    def shared(self, parameters: nnx.State) -> nnx.State:
+        """The parameters as values that may differ from device to device wherever their gradients do.
+
+        Each gradient is summed once for a whole step over the axes that neither split the parameter nor are gathered:
+        replicas and, under sequence parallelism, the tensor axis.
+        """
+        return self._each(parameters, (), self._shared)
+
+    def gather(self, parameters: nnx.State, prefix: Path = ()) -> nnx.State:
+        """The parameters whole over the shard axes, in the dtype of the computation; `prefix`: their module's path."""
+        return self._each(parameters, prefix, self._gathered)
+
+    def cast(self, batch: Any) -> Any:
+        """A batch with its floating-point arrays in the dtype of the computation."""
+        if self.param_dtype is None:
+            return batch
+        dtype = jnp.dtype(self.param_dtype)
+        return jax.tree.map(lambda a: a.astype(dtype) if jnp.issubdtype(a.dtype, jnp.floating) else a, batch)
+
+    def _each(self, parameters: nnx.State, prefix: Path, fn: Callable[[jax.Array, Placement], jax.Array]) -> nnx.State:
+        flat = nnx.to_flat_state(parameters)
+        done = [(path, leaf.replace(fn(leaf.get_value(), self.placements[(*prefix, *path)]))) for path, leaf in flat]
+        return nnx.from_flat_state(done)
+
+    def _shared(self, w: jax.Array, placement: Placement) -> jax.Array:
+        axes = set(self.axes.data)
+        if placement.shard_dim is not None:
+            axes -= set(self.axes.shard)
+        if self.sequence_parallel and placement.tensor_dim is None:
+            axes |= {str(self.axes.tensor)}
+        return summed(w, tuple(sorted(axes)), self.reduce_dtype)
+
+    def _gathered(self, w: jax.Array, placement: Placement) -> jax.Array:
+        dtype = self.compute_dtype(w.dtype) if placement.dims > 1 or self.cast_vectors else w.dtype
+        if placement.shard_dim is None or not self.axes.shard:
+            return w.astype(dtype)
+        return gathered(w, placement.shard_dim + w.ndim, self.axes.shard, dtype, self.reduce_dtype)
+
+    def scan(
+        self, fn: Callable[[nnx.State, jax.Array], jax.Array], parameters: nnx.State, x: jax.Array, prefix: Path
+    ) -> jax.Array:
+        """x = fn(parameters of one layer, x) for each of the stacked layers at `prefix`, in a rolled loop.
+
+        fn sees parameters that are whole over the shard axes; of those no more than one layer's exist, unless
+        `reshard="never"`. Backward computes again what the configuration's checkpointing says; with mode "layers" the loop
+        is over groups of `every` layers, and those beyond the last group, which keep all, are a loop of their own.
+        """
+        checkpointing = self.config.checkpointing
+        every = 1 if checkpointing is None else checkpointing.every or 1
+        count = jax.tree.leaves(parameters)[0].shape[0]
+        groups, rest = divmod(count, every)
+        if groups:
+            cut = parameters if every == 1 else _map(lambda a: a[: groups * every], parameters)
+            x = self._loop(fn, cut, x, prefix, every)
+        return self._loop(fn, _map(lambda a: a[groups * every :], parameters), x, prefix, 1) if rest else x
+
+    def _loop(self, fn: Callable[..., Any], parameters: nnx.State, x: jax.Array, prefix: Path, every: int) -> jax.Array:
+        """Groups of `every` layers."""
+        if every == 1:
+            one = self.layer(fn, prefix, index=0)
+            return lax.scan(lambda x, p: (one(p, x), None), x, parameters)[0]
+        layers = [self.layer(fn, prefix, index=index, place=index) for index in range(every)]
+
+        def group(x: jax.Array, p: nnx.State) -> tuple[jax.Array, None]:
+            for layer in layers:
+                x = layer(p, x)
+            return x, None
+
+        return lax.scan(group, x, _map(lambda a: a.reshape(-1, every, *a.shape[1:]), parameters))[0]
+
+    def layer(
+        self, fn: Callable[..., Any], prefix: Path, *, index: int = 0, place: int | None = None
+    ) -> Callable[..., Any]:
+        """fn(parameters, *arrays) of a layer's whole parameters, as a function of this device's parts of them.
+
+        index: of the layer in its stack. place: its parameters' among those of several, which the function is given.
+        """
+        again = checkpointed(lambda *given: fn(given[-1], *given[:-1]), self.config.checkpointing, index=index)
+
+        def whole(parameters: nnx.State) -> nnx.State:
+            return self.gather(parameters if place is None else _map(lambda a: a[place], parameters), prefix)
+
+        kept = not self.reshards and (place is None or bool(self.axes.shard))
+
+        def call(parameters: nnx.State, *arrays: Any) -> Any:
+            return again(*arrays, whole(parameters)) if kept else _freed(_Layer(again, whole), parameters, arrays)
+
+        return call
+
+
+def _map(fn: Callable[[jax.Array], jax.Array], parameters: nnx.State) -> nnx.State:
+    return jax.tree.map(fn, parameters)
+
+
+@dataclass(frozen=True, eq=False)
+class _Layer:
+    """A layer of whole parameters, and how they are made whole."""
+
+    fn: Callable[..., Any]
+    gather: Callable[[nnx.State], nnx.State]
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["parameters", "kept"], meta_fields=["tree", "whole"])
+@dataclass(frozen=True)
+class _Residuals:
+    """What backward of a layer needs: this device's parts, and everything that is no whole parameter."""
+
+    parameters: Any
+    kept: tuple[jax.Array, ...]
+    tree: Any  # of the pullback
+    whole: tuple[int | None, ...]  # for each of its leaves the number of the whole parameter that it is, or None
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _freed(layer: _Layer, parameters: nnx.State, arrays: tuple[Any, ...]) -> Any:
+    """layer.fn of the gathered parameters, which are freed after forward and gathered again in backward."""
+    return layer.fn(*arrays, layer.gather(parameters))
+
+
+def _freed_forward(layer: _Layer, parameters: nnx.State, arrays: tuple[Any, ...]) -> tuple[Any, _Residuals]:
+    whole = layer.gather(parameters)
+    y, pull = jax.vjp(layer.fn, *arrays, whole)
+    numbers = {id(leaf): number for number, leaf in enumerate(jax.tree.leaves(whole))}
+    leaves, tree = jax.tree.flatten(pull)
+    found = tuple(numbers.get(id(leaf)) for leaf in leaves)
+    kept = tuple(leaf for leaf, number in zip(leaves, found, strict=True) if number is None)
+    return y, _Residuals(parameters, kept, tree, found)
+
+
+def _freed_backward(layer: _Layer, saved: _Residuals, dy: Any) -> tuple[Any, tuple[Any, ...]]:
+    # Without the barrier XLA takes the parameters that forward gathered, and keeps them. One for each: a barrier gives all
+    # that go through it the axes along which any of them differs.
+    parameters = jax.tree.map(lax.optimization_barrier, saved.parameters)
+    whole, scatter = jax.vjp(layer.gather, parameters)
+    gathered, kept = jax.tree.leaves(whole), iter(saved.kept)
+    leaves = [next(kept) if number is None else gathered[number] for number in saved.whole]
+    *d_arrays, d_whole = jax.tree.unflatten(saved.tree, leaves)(dy)
+    return scatter(d_whole)[0], tuple(d_arrays)
+
+
+_freed.defvjp(_freed_forward, _freed_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def summed(w: jax.Array, axes: tuple[str, ...], dtype: Any) -> jax.Array:
+    """w, typed as differing along `axes`; its gradient is summed over them, in `dtype` (None: its own)."""
+    return vary_over(w, axes)
+
+
+def _summed_forward(w: jax.Array, axes: tuple[str, ...], dtype: Any) -> tuple[jax.Array, None]:
+    return vary_over(w, axes), None
+
+
+def _summed_backward(axes: tuple[str, ...], dtype: Any, _: None, d: jax.Array) -> tuple[jax.Array]:
+    return ((lax.psum(d.astype(dtype or d.dtype), axes) if axes else d).astype(d.dtype),)
+
+
+summed.defvjp(_summed_forward, _summed_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
+def gathered(w: jax.Array, dim: int, axes: tuple[str, ...], dtype: Any, reduce_dtype: Any) -> jax.Array:
+    """w of every device along `axes` side by side, cast first; each device gets its part of the summed gradient.
+
+    The sum is taken in `reduce_dtype` (None: that of the gradient).
+    """
+    return lax.all_gather(w.astype(dtype), axes, axis=dim, tiled=True)
+
+
+def _gathered_forward(
+    w: jax.Array, dim: int, axes: tuple[str, ...], dtype: Any, reduce_dtype: Any
+) -> tuple[jax.Array, Like]:
+    return gathered(w, dim, axes, dtype, reduce_dtype), _like(w)
+
+
+def _gathered_backward(
+    dim: int, axes: tuple[str, ...], dtype: Any, reduce_dtype: Any, like: Like, d: jax.Array
+) -> tuple[jax.Array]:
+    d = d.astype(reduce_dtype or d.dtype)
+    return (gradient_of(like, lax.psum_scatter(d, axes, scatter_dimension=dim, tiled=True)),)
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["dtype", "axes"])
+@dataclass(frozen=True)
+class _Like(Like):
+    """`Like` as a residual without arrays."""
+
+
+def _like(w: jax.Array) -> _Like:
+    like = Like.of(w)
+    return _Like(like.dtype, like.axes)
+
+
+gathered.defvjp(_gathered_forward, _gathered_backward)

@@ -1,0 +1,217 @@
+"""The Llama decoder and its loss as one device of a mesh computes them, inside `jax.shard_map` over every axis.
+
+Between the layers a device has the rows of its own sequences, under sequence parallelism 1 / R of them. Where a layer needs
+the others' rows it gathers a shard of tokens at a time, so that [tokens, hidden] never exists; attention has all tokens, of
+a device's own heads.
+"""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+from flax import nnx
+
+from shared_specs import costs
+from shared_specs.config import Checkpointing
+from shared_specs.errors import fail
+from shared_specs.parallel_checks import TensorSizes
+from shared_specs.sequence_costs import compiled_sequence_peak_bytes, plan_sequence_mlp
+from tiled_jax import backends
+from tiled_jax.core.params import as_operands, compute_dtype
+from tiled_jax.core.products import wide
+from tiled_jax.layers.context import context_attention, context_slice
+from tiled_jax.mlp.module import TiledMLP
+from tiled_jax.mlp.ranks import on_device
+from tiled_jax.models import Llama, causal_attention
+from tiled_jax.models.llama import Angles, Attention, DecoderLayer, sequence_angles
+from tiled_jax.models.loss import inputs_and_targets
+from tiled_jax.models.mlp import PlainMLP
+from tiled_jax.models.rope import rotate
+from tiled_jax.plans.data import Mapped
+from tiled_jax.plans.decoder_ends import embedded, head_loss
+from tiled_jax.plans.decoder_tokens import entered, over_shards, reduced
+from tiled_jax.plans.registry import ModelRules, register_rules
+
+HERE = "parallelize"
+
+
+def decoder_loss(model: Llama, tokens: jax.Array, mapped: Mapped) -> tuple[jax.Array, Any]:
+    """(sum of the next tokens' cross entropy, number of tokens) of this device's share; `next_token_loss` of the whole.
+
+    Args:
+        model: with this device's parts of the parameters.
+        tokens: [this device's sequences, tokens + 1], whole along the axis of context parallelism; rows that are shorter end
+            in -100.
+    """
+    if model.checkpointing and mapped.config.checkpointing is None:
+        mapped = replace(mapped, config=replace(mapped.config, checkpointing=Checkpointing()))
+    inputs, targets = _own_positions(tokens, mapped)
+    _check_rows(inputs.size, mapped)
+    shard = _shard_tokens(model, inputs.size, mapped)
+    x = embedded(model, inputs.reshape(-1), shard, mapped).astype(model.embed.embedding[...].dtype)
+    angles = sequence_angles(model.config, tokens.shape[1] - 1)
+    graph, parameters = nnx.split(model.layers)
+    sequences = tokens.shape[0]
+
+    def layer(parameters: nnx.State, x: jax.Array) -> jax.Array:
+        return _layer(nnx.merge(graph, parameters), x, angles, sequences, shard, mapped)
+
+    x = mapped.scan(layer, parameters, x, ("layers",))
+    norm = nnx.merge(nnx.graphdef(model.norm), mapped.gather(nnx.state(model.norm), ("norm",)))
+    return head_loss(model, norm(x).astype(model.dtype), targets.reshape(-1), mapped)
+
+
+def _own_positions(tokens: jax.Array, mapped: Mapped) -> tuple[jax.Array, jax.Array]:
+    """Inputs and targets at this device's positions, [sequences, tokens / context devices] each."""
+    inputs, targets = inputs_and_targets(tokens)
+    if mapped.axes.context is None:
+        return inputs, targets
+    whole = {"input_ids": inputs, "shift_labels": targets}
+    mine = context_slice(whole, axis_name=mapped.axes.context)
+    return mine["input_ids"], mine["shift_labels"]
+
+
+def _check_rows(rows: int, mapped: Mapped) -> None:
+    """Sequence parallelism, and a head that is not split, deal the rows out to the devices of the tensor axis."""
+    tensor = mapped.config.tensor
+    if tensor is None or not (tensor.sequence_parallel or not tensor.loss_parallel):
+        return
+    ranks = mapped.axes.size[tensor.axis]
+    if rows % ranks:
+        rule = f"a multiple of the {ranks} devices of the mesh axis '{tensor.axis}'"
+        fail(HERE, "the tokens of a data rank", rule, rows, advice="Change the length or the number of sequences.")
+
+
+def _layer(
+    block: DecoderLayer, x: jax.Array, angles: Angles, sequences: int, shard: int | None, mapped: Mapped
+) -> jax.Array:
+    """One layer of whole parameters, but for the tensor axis; x: this device's rows."""
+    normed = jax.checkpoint(block.attention_norm)(x)
+    x = x + _attention(block.attention, normed, angles, sequences, shard, mapped).astype(x.dtype)
+    return x + _mlp(block.mlp, jax.checkpoint(block.mlp_norm)(x), mapped).astype(x.dtype)
+
+
+def _attention(
+    attention: Attention, x: jax.Array, angles: Angles, sequences: int, shard: int | None, mapped: Mapped
+) -> jax.Array:
+    graph, weights = _in_wide(attention)
+
+    def columns(x: jax.Array) -> tuple[jax.Array, ...]:
+        module, rows = _narrowed(graph, weights, attention), entered(x[0], mapped)
+        products = (getattr(module, name)(rows) for name in "qkv")
+        return tuple(a.reshape(-1, x.shape[1], a.shape[-1]) for a in products)
+
+    def summed(y: jax.Array) -> jax.Array:
+        module = _narrowed(graph, weights, attention)
+        module.o.bias, module.o.use_bias = None, False  # added once, to the sum
+        return reduced(module.o(y.reshape(-1, y.shape[-1])), mapped)[None]
+
+    q, k, v = (a.reshape(-1, a.shape[-1]) for a in over_shards(columns, x[None], shard))
+    y = _attended(q, k, v, attention.head_dim, angles, sequences, mapped)
+    ranks = 1 if shard is None else mapped.axes.size[str(mapped.axes.tensor)]
+    y = over_shards(summed, y.reshape(ranks, -1, y.shape[-1]), shard)[0]
+    return y if attention.o.bias is None else y + attention.o.bias[...].astype(y.dtype)
+
+
+def _attended(
+    q: jax.Array, k: jax.Array, v: jax.Array, d: int, angles: Angles, sequences: int, mapped: Mapped
+) -> jax.Array:
+    """Attention of this device's heads; under context parallelism of 1 / R of them, over the tokens of all devices."""
+    q, k, v = (a.reshape(sequences, -1, a.shape[-1] // d, d) for a in (q, k, v))
+
+    @jax.checkpoint
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return causal_attention(rotate(q, *angles), rotate(k, *angles), v)
+
+    context = mapped.axes.context
+    y = attend(q, k, v) if context is None else context_attention(q, k, v, attend, axis_name=context)
+    return y.reshape(-1, y.shape[2] * d)
+
+
+def _mlp(mlp: nnx.Module, x: jax.Array, mapped: Mapped) -> jax.Array:
+    axis = mapped.axes.tensor
+    if axis is None:
+        return mlp(x)  # type: ignore[operator]
+    if isinstance(mlp, PlainMLP):
+        plain: Any = mlp  # which sets its parameters by name
+        bias, plain.b_down = plain.b_down, None
+        y = reduced(plain(entered(x, mapped)), mapped)
+        return y if bias is None else y + bias[...].astype(y.dtype)
+    assert isinstance(mlp, TiledMLP)
+    params = {name: value[...] for name, value in vars(mlp).items() if isinstance(value, nnx.Param)}
+    dtype = compute_dtype(x, params, mlp.dtype)
+    return on_device(mlp.config, mapped.sequence_parallel, axis, x.astype(dtype), as_operands(params, dtype))
+
+
+def _in_wide(module: nnx.Module) -> tuple[nnx.GraphDef, nnx.State]:
+    """The module's parameters in the dtype in which a loop over shards adds up their gradients."""
+    graph, state = nnx.split(module)
+    return graph, jax.tree.map(lambda w: w.astype(wide(w.dtype)), state)
+
+
+def _narrowed(graph: nnx.GraphDef, state: nnx.State, like: nnx.Module) -> Any:
+    """A copy of the module, with the parameters in the dtypes they had."""
+    return nnx.merge(graph, jax.tree.map(lambda w, of: w.astype(of.dtype), state, nnx.state(like)))
+
+
+def _shard_tokens(model: Llama, rows: int, mapped: Mapped) -> int | None:
+    """A device's own tokens in one gathered shard; None where nothing is gathered, or everything at once.
+
+    rows: of all devices of the tensor axis together.
+    """
+    if not mapped.sequence_parallel or model.plain:
+        return None
+    mlp: Any = model.layers.mlp  # a TiledMLP, as the model is not plain
+    ranks, tiling = mapped.axes.size[str(mapped.axes.tensor)], mlp.config.tiling
+    shape = costs.MLPShape(
+        tokens=rows,
+        hidden=model.config.hidden_size,
+        intermediate=model.config.intermediate_size // ranks,
+        itemsize=model.dtype.itemsize,
+        weight_itemsize=mlp.w_up[...].dtype.itemsize,
+    )
+    plan = plan_sequence_mlp(
+        HERE,
+        shape,
+        (rows // ranks,) * ranks,
+        num_shards=tiling.num_shards,
+        shard_tokens=tiling.shard_tokens,
+        memory_budget=tiling.memory_budget,
+        device=backends.device_kind(),
+        peak=partial(compiled_sequence_peak_bytes, device=backends.device_kind()),
+    )
+    return plan.shard_tokens
+
+
+def _sizes(model: Llama) -> TensorSizes:
+    config = model.config
+    heads = {"num_attention_heads": config.num_attention_heads, "num_key_value_heads": config.num_key_value_heads}
+    return TensorSizes(even={**heads, "intermediate_size": config.intermediate_size}, vocab=config.vocab_size)
+
+
+register_rules(
+    Llama,
+    ModelRules(
+        axes={
+            "embed.embedding": ("vocab", "hidden"),
+            "head.kernel": ("hidden", "vocab"),
+            "norm.scale": ("norm",),
+            "layers.*_norm.scale": ("layers", "norm"),
+            "layers.attention.q.kernel": ("layers", "hidden", "heads"),
+            "layers.attention.[kv].kernel": ("layers", "hidden", "kv_heads"),
+            "layers.attention.o.kernel": ("layers", "heads", "hidden"),
+            "layers.attention.q.bias": ("layers", "heads"),
+            "layers.attention.[kv].bias": ("layers", "kv_heads"),
+            "layers.attention.o.bias": ("layers", "norm"),
+            "layers.mlp.w_gate": ("layers", "hidden", "intermediate"),
+            "layers.mlp.w_up": ("layers", "hidden", "intermediate"),
+            "layers.mlp.w_down": ("layers", "intermediate", "hidden"),
+            "layers.mlp.b_gate": ("layers", "intermediate"),
+            "layers.mlp.b_up": ("layers", "intermediate"),
+            "layers.mlp.b_down": ("layers", "norm"),
+        },
+        loss=decoder_loss,
+        sizes=_sizes,
+    ),
+)

@@ -1,0 +1,75 @@
+"""What a model holds beside its parameters - random keys, their counts, statistics - as devices carry it through a step."""
+
+from typing import Any
+
+import jax
+from flax import nnx
+from jax import lax
+
+from shared_specs.errors import UnsupportedError, error_text
+from tiled_jax.core.loops import varying
+from tiled_jax.core.products import wide
+
+HERE = "parallelize"
+
+
+def split(model: nnx.Module) -> tuple[Any, nnx.State, nnx.State]:
+    """Graph, parameters and everything else."""
+    graph, parameters, others = nnx.split(model, nnx.Param, ...)
+    return graph, parameters, others
+
+
+def of_rank(variables: nnx.State, axes: tuple[str, ...]) -> nnx.State:
+    """The variables as one data rank computes with them: every random key folded with its number along `axes`.
+
+    What ranks draw differs because their sequences do.
+    """
+    if not axes:
+        return variables
+    rank = lax.axis_index(axes)
+
+    def folded(keys: jax.Array) -> jax.Array:
+        flat = jax.vmap(lambda key: jax.random.fold_in(key, rank))(keys.reshape(-1))
+        return flat.reshape(keys.shape)
+
+    return jax.tree.map(lambda a: folded(a) if is_key(a) else a, variables)
+
+
+def same_keys(before: nnx.State, after: nnx.State) -> nnx.State:
+    """`after`, once it holds the same variables and, of them, the same random keys as `before`."""
+    old, new = jax.tree.leaves_with_path(before), jax.tree.leaves_with_path(after)
+    if [path for path, _ in old] != [path for path, _ in new]:
+        names = {jax.tree_util.keystr(path) for path, _ in old} ^ {jax.tree_util.keystr(path) for path, _ in new}
+        advice = "Return what a call records, and pop it from the model (nnx.pop), inside loss_fn."
+        _unsupported("the same after a call as before", ", ".join(sorted(names)), advice)
+    for (path, a), (_, b) in zip(old, new, strict=True):
+        if is_key(a) and a is not b:
+            advice = "Draw from nnx.Rngs, which counts its draws and keeps its key."
+            _unsupported("without random keys that a call replaces", jax.tree_util.keystr(path), advice)
+    return after
+
+
+def agreed(given: nnx.State, after: nnx.State) -> nnx.State:
+    """What all devices go on with: floating-point statistics averaged, keys as `given`, before they were folded."""
+
+    def one(path: Any, a: Any, b: Any) -> Any:
+        if is_key(a):
+            return a
+        over = tuple(sorted(varying(b)))
+        if not over:
+            return b
+        if not jax.numpy.issubdtype(b.dtype, jax.numpy.floating):
+            advice = "Only floating-point statistics are averaged. Compute it from what all devices have."
+            _unsupported(f"the same on all devices, or floating-point ({b.dtype})", jax.tree_util.keystr(path), advice)
+        return lax.pmean(b.astype(wide(b.dtype)), over).astype(b.dtype)
+
+    return jax.tree.map_with_path(one, given, after)
+
+
+def is_key(a: Any) -> bool:
+    """Whether an array is of typed random keys."""
+    return jax.numpy.issubdtype(a.dtype, jax.dtypes.prng_key)
+
+
+def _unsupported(rule: str, got: str, advice: str) -> None:
+    raise UnsupportedError(error_text(HERE, "the model's variables", rule, got, advice=advice))

@@ -1,0 +1,146 @@
+"""`tiled_loss`: any loss of hidden states, computed shard by shard and recomputed in backward, with sums that are sums."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from shared_specs import checks, means
+from shared_specs.config import Tiling
+from shared_specs.errors import fail_type
+from shared_specs.shards import plan_tokens
+from tiled_jax import backends
+from tiled_jax.core.products import wide
+from tiled_jax.tile import token_layout
+from tiled_jax.tile.api import Shard, run_shards, with_owner
+
+_NAME = "tiled_loss"
+_LOOKS = means.Looks()
+
+
+def tiled_loss(
+    fn: Callable[..., Any], x: jax.Array, *args: Any, num_shards: int | None = None, tiling: Tiling | None = None
+) -> Any:
+    """fn(x, *args) computed shard by shard: its sums added up, its values per token put together, with exact gradients.
+
+    fn sees a shard of tokens at a time and returns any pytree of scalars, each a SUM over its tokens, and of values per
+    token. Of what fn computes (the logits) only one shard exists at a time; backward runs fn again.
+
+    A shard of x is [1, t, H] where x has three or more dims, and [t, H] where it has two. Among args every array with
+    x's leading dims is cut the same way, also beside x [T, H]: there every array with T rows is, a weight with T rows
+    has to be closed over. Everything else is passed whole. Gradients reach the arguments, what fn closes over, and the
+    parameters of modules given as fn or as arguments; `tile` says more of modules and their random numbers.
+
+    Args:
+        fn: a module or a function of a shard of x and of args. It must not divide by its own number of tokens: a mean
+            over unequal shards, or over unequal numbers of valid labels, would be weighted wrongly.
+        x: [T, H], [B, S, H] or any leading dims. What the loss is computed from.
+        args: labels, masks, weights: anything.
+        num_shards: at most this many shards of T, >= 1; None lets the plan choose. See shared_specs.shards.
+        tiling: the long form: num_shards or shard_tokens. The other fields do not apply.
+    Returns:
+        fn's structure: sums [] in float32 (float64 for float64; integers stay what they are), values per token
+        [same leading dims, ...].
+    Numerics: fn's own; its sums over shards, and gradients of what shards share, in float32, rounded once.
+    Memory: keeps the arguments; peak is what fn needs for one shard.
+    Raises:
+        SpecError: x has less than two dims; a result is neither a scalar nor one value per token; fn returns a mean,
+        which is looked for at the first call with a function and kinds of arguments, where values can be read (not under
+        `jit`). TypeError: fn cannot be called, x is no array.
+    Source: `tile`; losses shard by shard: ALST, arXiv 2506.13996.
+    Example:
+        >>> def fn(x, labels, weight):
+        ...     picked = jnp.take_along_axis(jax.nn.log_softmax(x @ weight), labels[..., None], axis=-1)
+        ...     return -jnp.sum(picked), labels.size
+        >>> x, labels, weight = jnp.ones((2, 5, 8)), jnp.zeros((2, 5), jnp.int32), jnp.zeros((8, 4))
+        >>> total, count = tiled_loss(fn, x, labels, weight, num_shards=3)
+        >>> print(f"{float(total) / int(count):.3f}")
+        1.386
+    """
+    if not callable(fn):
+        fail_type(_NAME, "fn", "a module or a function", type(fn).__name__)
+    shape = tuple(x.shape) if isinstance(x, jax.Array | np.ndarray) else None
+    unused = ("vocab_shards", "keep", "memory_budget", "deterministic")
+    options = checks.resolve_tiling(_NAME, num_shards, 0.0, tiling, x=shape, unused=unused)
+    sums = _Sums(fn)
+    layout = token_layout.split(sums.rows, (x, *sums.owner, *args), {}, function=_NAME)
+    _refuse_means(sums, fn, layout, options)
+    return sums.total(run_shards(sums.rows, layout, options))
+
+
+class _Sums:
+    """fn as a token-wise function: a scalar becomes a row per token, the scalar in the first and zero in the others."""
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self._call, self.owner = with_owner(fn)
+        self._scalar: list[bool] = []
+
+    def rows(self, x: jax.Array, *rest: Any) -> Any:
+        """fn's results for a shard of x, scalars as a row per token. `rest`: fn's owner, if it has one, and its arguments."""
+        own = len(self.owner)
+        leaves, treedef = jax.tree.flatten(self._call(*rest[:own], x, *rest[own:]))
+        leaves = [jnp.asarray(leaf) if isinstance(leaf, bool | int | float | np.generic) else leaf for leaf in leaves]
+        self._scalar = [isinstance(leaf, jax.Array | np.ndarray) and leaf.ndim == 0 for leaf in leaves]
+        # With x's dims: where a mesh cuts the last of them, a flat one would have to be gathered.
+        first = (jnp.arange(x.shape[-2]) == 0).reshape(x.shape[:-1])
+        spread = [
+            jnp.where(first, _wide(leaf), 0) if scalar else leaf
+            for leaf, scalar in zip(leaves, self._scalar, strict=True)
+        ]
+        return jax.tree.unflatten(treedef, spread)
+
+    def total(self, results: Any) -> Any:
+        """fn's results over all shards, from what `rows` gives."""
+        leaves, treedef = jax.tree.flatten(results)
+        summed = [jnp.sum(a) if scalar else a for a, scalar in zip(leaves, self._scalar, strict=True)]
+        return jax.tree.unflatten(treedef, summed)
+
+    def scalars(self, results: Sequence[jax.Array]) -> list[float]:
+        """The floating-point scalars among the flat results of one shard, as numbers of the host."""
+        pairs = zip(results, self._scalar, strict=True)
+        return [float(jnp.sum(a)) for a, scalar in pairs if scalar and jnp.issubdtype(a.dtype, jnp.floating)]
+
+
+def _wide(scalar: Any) -> jax.Array:
+    a = jnp.asarray(scalar)
+    if a.dtype == jnp.bool_:
+        return a.astype(jnp.int32)
+    return a.astype(wide(a.dtype)) if jnp.issubdtype(a.dtype, jnp.floating) else a
+
+
+def _refuse_means(sums: _Sums, fn: Callable[..., Any], layout: token_layout.Layout, options: Tiling) -> None:
+    """SpecError where fn's scalars are seen to be means, if values can be read. Looks once for a function and arguments."""
+    arrays = layout.rows()
+    if not layout.tokens or any(map(_unreadable, arrays)):
+        return
+    shapes = tuple((str(a.dtype), a.shape[1:]) for a in arrays)
+    arguments = len(layout.lead), shapes, means.signature(layout.leaves)
+    if not _LOOKS.wanted(fn, arguments):
+        return
+    shard = Shard(sums.rows, layout, None, 1)
+    keys = [each[0] for each in shard.keys]
+
+    def scalars(tokens: list[int]) -> list[float]:
+        results = shard.run(keys, [a[np.array(tokens)] for a in arrays])
+        if any(map(_unreadable, results)):  # of traced parameters
+            raise _Unreadable
+        return sums.scalars(results)
+
+    device = backends.device_kind()
+    plan = plan_tokens(layout.tokens, num_shards=options.num_shards, shard_tokens=options.shard_tokens, device=device)
+    try:
+        told = means.look(_NAME, means.samples(layout.tokens, plan.shard_tokens), scalars)
+    except _Unreadable:
+        return
+    _LOOKS.done(fn, arguments, told=told)
+
+
+class _Unreadable(Exception):
+    pass
+
+
+def _unreadable(a: jax.Array) -> bool:
+    return isinstance(a, Tracer) or not a.is_fully_addressable

@@ -1,0 +1,296 @@
+"""Collectives with gradients: the conjugate pairs that carry activations in and out of regions split over ranks.
+
+Letters: R ranks of the group, T tokens, H features. A group of one rank is free: x itself comes back. Everything that a
+rank can know to be wrong is refused before anything is sent. Shapes and dtypes that disagree between ranks are known to no
+single rank: the ranks compare them first, and all raise SpecError (`consistency`: under gloo each time, under other backends
+the first time). A call that another rank never makes ends after the group's timeout, with an error that names both.
+A backward makes the conjugate collective and is differentiable itself. Integers travel as well, without gradients.
+
+Source: Megatron-LM, arXiv 1909.08053 section 3 and arXiv 2205.05198 section 4.2; what each rank gets is written down in
+shared_specs/oracle/collectives.py.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from shared_specs import collective_checks as checks
+from shared_specs.errors import fail, fail_type, show_shape
+from tiled_torch.collectives.conjugates import Exchange, Join, Keep, Split, Sum, SumSplit, ToHidden, ToSequence, move
+from tiled_torch.collectives.groups import RankGroup, not_compiled, rank_group
+from tiled_torch.core.tensors import refuse_dtensor
+
+
+@not_compiled
+def copy_to_tensor_parallel_region(x: Tensor, *, group: Any = None) -> Tensor:
+    """x itself; backward sums its gradient over the ranks.
+
+    In front of a column-parallel layer: every rank uses all of x for a part of the outputs.
+
+    Args:
+        x: any shape, the same on every rank. group: a process group, a DeviceMesh of one dim, or None for all ranks.
+    Returns:
+        x, as a view.
+    Raises:
+        SpecError: a group of several dims, or one that this rank is not in. TypeError: x is no tensor.
+        UnsupportedError: no process group has been initialised, or x is a DTensor.
+    """
+    return move(x, _over("copy_to_tensor_parallel_region", x, group), Keep(), Sum())
+
+
+@not_compiled
+def reduce_from_tensor_parallel_region(x: Tensor, *, group: Any = None) -> Tensor:
+    """The sum of x over the ranks; backward hands the gradient through.
+
+    Args:
+        x: any shape, a partial sum on every rank. group: as in `copy_to_tensor_parallel_region`.
+    Returns:
+        The shape of x, the same on every rank.
+    Numerics: 16-bit x is added in float32 and rounded once, any other in its own dtype, in the order of the backend (as in
+        every sum over ranks here: `tiled_torch.collectives.transport`).
+    Raises:
+        As `copy_to_tensor_parallel_region`.
+    """
+    return move(x, _over("reduce_from_tensor_parallel_region", x, group), Sum(), Keep())
+
+
+@not_compiled
+def scatter_to_tensor_parallel_region(x: Tensor, *, group: Any = None) -> Tensor:
+    """This rank's stretch of the last dim of x; backward gathers the gradients.
+
+    Args:
+        x: [..., H], the same on every rank, H a multiple of R. group: as in `copy_to_tensor_parallel_region`.
+    Returns:
+        [..., H / R].
+    Raises:
+        As `copy_to_tensor_parallel_region`; SpecError where R does not divide H.
+    """
+    over = _over("scatter_to_tensor_parallel_region", x, group)
+    dim = _even_last(over, x)
+    return move(x, over, Split(dim), Join(dim))
+
+
+@not_compiled
+def gather_from_tensor_parallel_region(x: Tensor, *, group: Any = None) -> Tensor:
+    """The stretches of all ranks side by side along the last dim; backward keeps this rank's stretch of the gradient.
+
+    For what comes after to be the same on every rank; where ranks go on differently, and their gradients have to be added,
+    it is `all_gather_last_dim_from_tensor_parallel_region`.
+
+    Args:
+        x: [..., H / R]. group: as in `copy_to_tensor_parallel_region`.
+    Returns:
+        [..., H], the same on every rank.
+    Raises:
+        As `copy_to_tensor_parallel_region`.
+    """
+    over = _over("gather_from_tensor_parallel_region", x, group)
+    dim = checks.check_dim(over.function, -1, tuple(x.shape))
+    return move(x, over, Join(dim), Split(dim))
+
+
+@not_compiled
+def scatter_to_sequence_parallel_region(
+    x: Tensor, *, dim: int = 0, split_sizes: Sequence[int] | None = None, group: Any = None
+) -> Tensor:
+    """This rank's tokens of x; backward gathers the gradients.
+
+    Args:
+        x: [..., T, ...] with T at `dim`, the same on every rank.
+        split_sizes: tokens of every rank, of sum T; None: T / R each. group: as in `copy_to_tensor_parallel_region`.
+    Returns:
+        [..., T / R or split_sizes[rank], ...].
+    Raises:
+        As `copy_to_tensor_parallel_region`; SpecError where R does not divide T, or split_sizes do not fit.
+    """
+    over = _over("scatter_to_sequence_parallel_region", x, group)
+    dim, sizes = _whole(over, x, dim, split_sizes)
+    return move(x, over, Split(dim, sizes), Join(dim, sizes))
+
+
+@not_compiled
+def gather_from_sequence_parallel_region(
+    x: Tensor,
+    *,
+    dim: int = 0,
+    split_sizes: Sequence[int] | None = None,
+    tensor_parallel_output_grad: bool = True,
+    group: Any = None,
+) -> Tensor:
+    """The tokens of all ranks side by side.
+
+    Args:
+        x: [..., T / R or split_sizes[rank], ...] with tokens at `dim`.
+        split_sizes: tokens of every rank; None where all have as many. group: as in `copy_to_tensor_parallel_region`.
+        tensor_parallel_output_grad: the ranks go on differently, so that backward sums and scatters the gradient; False:
+            they all compute the same, and backward keeps this rank's tokens.
+    Returns:
+        [..., T, ...], the same on every rank.
+    Memory: uneven parts travel padded to the longest: R x the longest part, beside the result.
+    Raises:
+        As `copy_to_tensor_parallel_region`; SpecError where split_sizes do not fit.
+    """
+    over = _over("gather_from_sequence_parallel_region", x, group)
+    if not isinstance(tensor_parallel_output_grad, bool):
+        kind = type(tensor_parallel_output_grad).__name__
+        fail_type(over.function, "tensor_parallel_output_grad", "True or False", kind)
+    dim, sizes = _part(over, x, dim, split_sizes)
+    back = SumSplit(dim, sizes) if tensor_parallel_output_grad else Split(dim, sizes)
+    return move(x, over, Join(dim, sizes), back)
+
+
+@not_compiled
+def reduce_scatter_to_sequence_parallel_region(
+    x: Tensor, *, dim: int = 0, split_sizes: Sequence[int] | None = None, group: Any = None
+) -> Tensor:
+    """This rank's tokens of the sum of x over the ranks; backward gathers the gradients.
+
+    Args:
+        x: [..., T, ...] with T at `dim`, a partial sum on every rank.
+        split_sizes: tokens of every rank, of sum T; None: T / R each. group: as in `copy_to_tensor_parallel_region`.
+    Returns:
+        [..., T / R or split_sizes[rank], ...].
+    Numerics: as `reduce_from_tensor_parallel_region`.
+    Memory: a copy of x where dim is not 0 or sizes differ, then padded to R x the longest part; of 16-bit x over more than
+        two ranks, as much again for the parts that arrive.
+    Raises:
+        As `scatter_to_sequence_parallel_region`.
+    """
+    over = _over("reduce_scatter_to_sequence_parallel_region", x, group)
+    dim, sizes = _whole(over, x, dim, split_sizes)
+    return move(x, over, SumSplit(dim, sizes), Join(dim, sizes))
+
+
+@not_compiled
+def all_gather_last_dim_from_tensor_parallel_region(x: Tensor, *, group: Any = None) -> Tensor:
+    """The stretches of all ranks side by side along the last dim; backward sums the gradient and scatters it.
+
+    Args:
+        x: [..., H / R]. group: as in `copy_to_tensor_parallel_region`.
+    Returns:
+        [..., H], the same on every rank.
+    Raises:
+        As `copy_to_tensor_parallel_region`.
+    """
+    over = _over("all_gather_last_dim_from_tensor_parallel_region", x, group)
+    dim = checks.check_dim(over.function, -1, tuple(x.shape))
+    return move(x, over, Join(dim), SumSplit(dim))
+
+
+@not_compiled
+def reduce_scatter_last_dim_to_tensor_parallel_region(x: Tensor, *, group: Any = None) -> Tensor:
+    """This rank's stretch of the last dim of the sum of x over the ranks; backward gathers the gradients.
+
+    Args:
+        x: [..., H], a partial sum on every rank, H a multiple of R. group: as in `copy_to_tensor_parallel_region`.
+    Returns:
+        [..., H / R].
+    Raises:
+        As `scatter_to_tensor_parallel_region`.
+    """
+    over = _over("reduce_scatter_last_dim_to_tensor_parallel_region", x, group)
+    dim = _even_last(over, x)
+    return move(x, over, SumSplit(dim), Join(dim))
+
+
+@not_compiled
+def all_to_all(
+    x: Tensor,
+    *,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    group: Any = None,
+) -> Tensor:
+    """Rows of dim 0 from every rank to every rank; backward sends the gradients the way back.
+
+    Args:
+        x: [rows, ...]: the rows for rank 0, then those for rank 1, and so on.
+        output_split_sizes: rows that come from every rank, laid down in rank order. input_split_sizes: rows that go to
+            every rank, of sum `rows`. Both or neither; None: rows / R each. What a rank gets from another has to be what
+            that one gives it. group: as in `copy_to_tensor_parallel_region`.
+    Returns:
+        [sum of output_split_sizes, ...].
+    Raises:
+        As `copy_to_tensor_parallel_region`; SpecError where sizes do not fit x or, for this rank itself, each other.
+    """
+    over = _over("all_to_all", x, group)
+    shape = tuple(x.shape)
+    sizes = checks.check_exchange(over.function, output_split_sizes, input_split_sizes, shape, over.size, over.rank)
+    return move(x, over, Exchange(*sizes), Exchange(*sizes[::-1]))
+
+
+@not_compiled
+def all_to_all_sequence_to_hidden(x: Tensor, *, group: Any = None) -> Tensor:
+    """From some tokens with all features to all tokens with some features; backward is the way back.
+
+    Args:
+        x: [T / R, ..., H], as many tokens on every rank, H a multiple of R. group: as in `copy_to_tensor_parallel_region`.
+    Returns:
+        [T, ..., H / R]: this rank's stretch of the features.
+    Raises:
+        As `scatter_to_tensor_parallel_region`; SpecError where x has one dim.
+    """
+    over = _over("all_to_all_sequence_to_hidden", x, group)
+    _two_dims(over, x)
+    _even_last(over, x)
+    return move(x, over, ToHidden(), ToSequence())
+
+
+@not_compiled
+def all_to_all_hidden_to_sequence(x: Tensor, *, group: Any = None) -> Tensor:
+    """From all tokens with some features to some tokens with all features; backward is the way back.
+
+    Args:
+        x: [T, ..., H / R], T a multiple of R. group: as in `copy_to_tensor_parallel_region`.
+    Returns:
+        [T / R, ..., H]: this rank's stretch of the tokens.
+    Raises:
+        As `all_to_all_sequence_to_hidden`, of T.
+    """
+    over = _over("all_to_all_hidden_to_sequence", x, group)
+    _two_dims(over, x)
+    checks.check_even(over.function, tuple(x.shape), 0, over.size, sizes="")
+    return move(x, over, ToSequence(), ToHidden())
+
+
+def _over(function: str, x: Any, group: Any) -> RankGroup:
+    if not isinstance(x, Tensor):
+        fail_type(function, "x", "an array", type(x).__name__)
+    refuse_dtensor(function, "x", x, "Convert it with to_local(), or let DTensor redistribute it.")
+    return rank_group(function, group)
+
+
+def _even_last(over: RankGroup, x: Tensor) -> int:
+    shape = tuple(x.shape)
+    dim = checks.check_dim(over.function, -1, shape)
+    checks.check_even(over.function, shape, dim, over.size, sizes="")
+    return dim
+
+
+def _two_dims(over: RankGroup, x: Tensor) -> None:
+    if x.dim() < 2:
+        fail(over.function, "x", "of two dims or more, tokens first and features last", show_shape(tuple(x.shape)))
+
+
+def _whole(over: RankGroup, x: Tensor, dim: int, sizes: Any) -> tuple[int, tuple[int, ...] | None]:
+    """(dim, sizes) for an x that holds the tokens of all ranks."""
+    shape = tuple(x.shape)
+    dim = checks.check_dim(over.function, dim, shape)
+    if sizes is None:
+        checks.check_even(over.function, shape, dim, over.size)
+        return dim, None
+    sizes = checks.check_sizes(over.function, "split_sizes", sizes, over.size)
+    checks.check_total(over.function, "split_sizes", sizes, shape, dim)
+    return dim, sizes
+
+
+def _part(over: RankGroup, x: Tensor, dim: int, sizes: Any) -> tuple[int, tuple[int, ...] | None]:
+    """(dim, sizes) for an x that holds this rank's tokens."""
+    shape = tuple(x.shape)
+    dim = checks.check_dim(over.function, dim, shape)
+    if sizes is None:
+        return dim, None
+    sizes = checks.check_sizes(over.function, "split_sizes", sizes, over.size)
+    checks.check_part(over.function, "split_sizes", sizes, shape, dim, over.rank)
+    return dim, sizes

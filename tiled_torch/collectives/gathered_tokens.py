@@ -1,0 +1,106 @@
+"""Rows that are split over ranks, gathered and summed one shard at a time. No autograd here.
+
+Letters: T tokens, R ranks, t local tokens of a shard. A gathered shard is [R t, ...]: every rank's local shard side by side,
+a shorter one followed by rows of zeros (`partitions.SequencePlan`). Nothing of [T, H] is ever allocated.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from shared_specs.partitions import SequencePlan
+from shared_specs.sequence_costs import gathered_plan
+from tiled_torch.collectives import transport
+from tiled_torch.collectives.groups import RankGroup
+from tiled_torch.collectives.transport import Pending
+from tiled_torch.core.row_shards import Rows, Taken, Written
+
+
+class Gathers(Taken):
+    """Gathered shards in the order of their use. Two exist at a time: in use, or on their way while the caller computes.
+
+    A caller that still held one when it has let go of it would make them three.
+
+    Args:
+        order: rows of this rank [T / R, ...] and the number of a shard of them, for every use; cast to `dtype`.
+    """
+
+    def __init__(
+        self, over: RankGroup, plan: SequencePlan, order: Iterable[tuple[Tensor, int]], dtype: torch.dtype
+    ) -> None:
+        self.over, self.plan, self.order, self.dtype = over, plan, iter(order), dtype
+        self.under_way: deque[Pending] = deque()
+        for _ in range(2):
+            self.let_go()
+
+    def take(self) -> Tensor:
+        """The next one, [R t, ...], once it has arrived."""
+        return self.under_way.popleft().wait()
+
+    def let_go(self) -> None:
+        """Says that one which was taken is no longer held, and sends the next on its way."""
+        for part, shard in islice(self.order, 1):
+            self.under_way.append(_gather(self.over, self.plan, part, shard, self.dtype))
+
+
+def _gather(over: RankGroup, plan: SequencePlan, part: Tensor, shard: int, dtype: torch.dtype) -> Pending:
+    start, stop = plan.span(over.rank, shard)
+    rows, mine = plan.rows(shard), part[start:stop].to(dtype)
+    if stop - start < rows:
+        padded = mine.new_zeros((rows, *part.shape[1:]))
+        padded[: stop - start] = mine
+        mine = padded
+    return transport.all_gather(over, mine, 0)
+
+
+class Scattered(Written):
+    """Partial sums of gathered shards, summed over the ranks; this rank's rows go to `out` [T / R, ...].
+
+    One sum is under way at a time. Its shard's partial sums stay alive until it is waited for.
+    """
+
+    def __init__(self, over: RankGroup, plan: SequencePlan, out: Tensor, dtype: torch.dtype) -> None:
+        self.over, self.plan, self.out, self.dtype = over, plan, out, dtype
+        self.written: tuple[int, Tensor] | None = None
+        self.pending: tuple[int, Pending] | None = None
+
+    def start(self, shard: int) -> Tensor:
+        """Memory for one shard's partial sums [R t, ...], once those before have arrived."""
+        self.finish()
+        rows = self.over.size * self.plan.rows(shard)
+        partial = self.out.new_empty((rows, *self.out.shape[1:]), dtype=self.dtype)
+        self.written = shard, partial
+        return partial
+
+    def done(self) -> None:
+        """Sends them on their way."""
+        assert self.written is not None
+        (shard, partial), self.written = self.written, None
+        self.pending = shard, transport.reduce_scatter(self.over, partial, 0)
+
+    def finish(self) -> None:
+        """Stores what is under way."""
+        if self.pending is None:
+            return
+        (shard, pending), self.pending = self.pending, None
+        start, stop = self.plan.span(self.over.rank, shard)
+        self.out[start:stop] = pending.wait()[: stop - start]
+
+
+class GatheredRows(Rows):
+    """This rank's x [T / R, H] as gathered shards."""
+
+    here = False
+
+    def __init__(self, over: RankGroup, split: SequencePlan, x: Tensor) -> None:
+        super().__init__(x, gathered_plan(split))
+        self.over, self.split = over, split
+
+    def taken(self, order: Iterable[tuple[Tensor, int]], dtype: torch.dtype) -> Taken:
+        return Gathers(self.over, self.split, order, dtype)
+
+    def written(self, out: Tensor, dtype: torch.dtype) -> Written:
+        return Scattered(self.over, self.split, out, dtype)

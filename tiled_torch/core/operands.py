@@ -1,0 +1,43 @@
+"""What an operand must be besides its shape: a tensor whose values are here, and of no class with products of its own."""
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from shared_specs.errors import UnsupportedError, error_text, fail_type
+from tiled_torch.core.tensors import refuse_dtensor
+
+_GATHER = "Call the module that owns it, whose engine gathers it, or call inside deepspeed.zero.GatheredParameters."
+_OTHERS = "Convert it to a plain tensor, or use tile(), which calls the layers as they are."
+
+# Classes of tensors that hold their values, or would hold them outside a simulation.
+PLAIN = (Tensor, nn.Parameter, FakeTensor)
+
+
+def check_tensor(function: str, name: str, value: Any, of_dtensor: str) -> None:
+    """TypeError for what is no tensor, UnsupportedError for one that the products and buffers of a shard cannot take.
+
+    of_dtensor: what to do with a DTensor instead.
+    """
+    if not isinstance(value, Tensor):
+        fail_type(function, name, "an array", type(value).__name__)
+    if type(value) not in PLAIN:
+        _check_class(function, name, value, of_dtensor)
+    if hasattr(value, "ds_id") and not value.numel():
+        got = "a ZeRO-3 parameter that is partitioned"
+        raise UnsupportedError(error_text(function, name, "gathered", got, advice=_GATHER))
+
+
+def _check_class(function: str, name: str, value: Tensor, of_dtensor: str) -> None:
+    refuse_dtensor(function, name, value, of_dtensor)
+    kind = type(value).__name__
+    # An AsyncCollectiveTensor becomes a plain tensor at its first use.
+    if is_traceable_wrapper_subclass(value) and kind != "AsyncCollectiveTensor":
+        raise UnsupportedError(error_text(function, name, "a plain tensor", f"a {kind}", advice=_OTHERS))
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Whether a tensor has no values to look at: one of torch's FakeTensorMode, or on the meta device."""
+    return tensor.is_meta or isinstance(tensor, FakeTensor)

@@ -1,0 +1,73 @@
+"""Rows of tokens in shards, as the loops of the MLP and of the loss read and write them: here, all on one device.
+
+`collectives/gathered_tokens.py` has the same for tokens that are split over ranks, where reading a shard gathers it and
+writing one scatters it.
+"""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from shared_specs.shards import ShardPlan
+
+
+class Taken:
+    """Shards in the order of their use, cast to `dtype`. order: rows [T, ...] and the number of a shard of them."""
+
+    def __init__(self, plan: ShardPlan, order: Iterable[tuple[Tensor, int]], dtype: torch.dtype) -> None:
+        self.spans, self.order, self.dtype = plan.spans, iter(order), dtype
+
+    def take(self) -> Tensor:
+        """The next one, [t, ...]."""
+        rows, shard = next(self.order)
+        start, stop = self.spans[shard]
+        return rows[start:stop].to(self.dtype)
+
+    def let_go(self) -> None:
+        """Says that one which was taken is no longer held."""
+
+
+class Written:
+    """`out` [T, ...], written one shard at a time: `start` gives where one goes, `done` ends it, `finish` ends them all."""
+
+    def __init__(self, plan: ShardPlan, out: Tensor) -> None:
+        self.spans, self.out = plan.spans, out
+
+    def start(self, shard: int) -> Tensor:
+        return self.out[slice(*self.spans[shard])]
+
+    def done(self) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+
+class Rows:
+    """x [T, H] and the shards of tokens in which a loop goes through it."""
+
+    here = True  # every token; where it is False x are this rank's, and what is written are partial sums over the ranks
+
+    def __init__(self, x: Tensor, plan: ShardPlan) -> None:
+        self.x, self.plan = x, plan
+
+    def taken(self, order: Iterable[tuple[Tensor, int]], dtype: torch.dtype) -> Taken:
+        return Taken(self.plan, order, dtype)
+
+    def written(self, out: Tensor, dtype: torch.dtype) -> Written:
+        """dtype: of partial sums, if that is what shards write."""
+        return Written(self.plan, out)
+
+    def shards(
+        self, dtype: torch.dtype, first: int = 0, last: int | None = None
+    ) -> Iterator[tuple[int, slice, Tensor]]:
+        """Number, rows and x [t, H] of the shards from `first` to before `last`.
+
+        The caller lets go of what it has of one before it asks for the next.
+        """
+        spans = self.plan.spans[:last]
+        taken = self.taken(((self.x, shard) for shard in range(first, len(spans))), dtype)
+        for shard in range(first, len(spans)):
+            yield shard, slice(*spans[shard]), taken.take()  # only the caller holds it
+            taken.let_go()

@@ -1,1 +1,0 @@
-"""Triton kernels: one kernel and its launch wrapper per file. No autograd."""

@@ -1,0 +1,324 @@
+"""`tiled_linear_cross_entropy`: the loss of a language-model head, exact, one shard of logits at a time.
+
+The only file that knows its autograd structure in eager mode. With one upstream number for everything
+(`LossOptions.gradients_with_loss`) the gradients are computed with the loss and multiplied in backward; they become the
+returned gradients in place, so a second backward through the same graph computes them again. Otherwise backward computes
+the logits again.
+"""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shared_specs import checks, costs
+from shared_specs.config import TORCH, LossOptions, LossResult, Tiling
+from shared_specs.errors import UnsupportedError, fail, fail_type
+from shared_specs.partitions import SequencePlan
+from shared_specs.sequence_costs import plan_sequence_loss
+from shared_specs.shards import ShardPlan
+from tiled_torch import backends
+from tiled_torch.core import exporting, tangents
+from tiled_torch.core.autocast import after_autocast, autocast_dtype, operand
+from tiled_torch.core.gradients import local_main_grad, main_grad_of, returned_gradient
+from tiled_torch.core.operands import check_tensor
+from tiled_torch.core.replay import refuse_transforms
+from tiled_torch.core.tensors import device_kind, dtype_name, refuse_second_order, wide_dtype
+from tiled_torch.loss import call, compiled, with_tangents
+from tiled_torch.loss.call import Operands, Problem
+from tiled_torch.loss.loops import Needs, Ranks, SplitTokens, scaled
+
+_NAME = "tiled_linear_cross_entropy"
+_UNTILED = "; differentiate the untiled loss, or use tiled_jax."
+
+
+def tiled_linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    loss: LossOptions = LossOptions(),
+    num_shards: int | None = None,
+    tiling: Tiling | None = None,
+    backend: str = "auto",
+) -> Tensor | LossResult:
+    """The cross entropy of logits x weight^T + bias with the targets, with exact gradients.
+
+    loss = (1 - eps) w_y (lse - z_y) + (eps / V) sum_k w_k (lse - z_k) + z_loss lse^2, per token. The logits of one shard of
+    tokens, [t, V], are the largest thing that exists; the logits of all tokens never do.
+
+    Args:
+        x: [T, H] or [B, S, H] (any leading dims), float32 | bfloat16 | float16 | float64. Hidden states.
+        weight: [V, H], as in nn.Linear. bias: [V] or None.
+        targets: [T] or [B, S], int64 | int32: the entry of the vocabulary that each row of x should predict (a causal
+            language model shifts them before), or loss.ignore_index.
+        loss: what is computed and returned. See shared_specs.config.LossOptions.
+        num_shards: at most this many shards of T, >= 1; None lets the plan choose. See shared_specs.shards.
+        tiling: the long form of num_shards, which it excludes; vocab_shards also cuts the vocabulary.
+        backend: "auto", "eager" or "triton"; a backend named explicitly runs or raises.
+    Returns:
+        The loss: a scalar, or [same leading dims] with reduction="none", float32 (float64 for float64). With
+        loss.outputs a LossResult that holds it and what was asked for.
+    Numerics: products in the compute dtype, everything between in float32 (float64 for float64). dlogits are held in the
+        compute dtype near 1, and multiplied by the upstream gradient and 1/num_valid in float32 after the products.
+        The weight's gradient is summed over shards in float32 and cast once, or added to `weight.main_grad` (of 16 bits too,
+        which is then rounded once in each backward).
+    Memory: peak `costs.loss_peak_bytes`: one shard of logits. Keeps the gradients until backward, or, with reduction
+        "none" or outputs that have gradients, x and two numbers per token (also for float16 with a z_loss: 8 THV FLOP
+        instead of 6, because how large gradients are is known only after the last log-sum-exp). Forward mode (dual tensors of
+        torch.autograd.forward_ad) carries tangents a shard at a time; where gradients are wanted of the same call, autograd
+        keeps of it what it keeps of the untiled loss.
+    Raises:
+        SpecError: shapes, dtypes or devices disagree; a number is out of its range; on a CPU, a target is neither in
+            [0, V) nor ignore_index (on other devices such a token's loss and gradients are NaN).
+        TypeError: an argument of the wrong kind.
+        UnsupportedError: a backend named explicitly that cannot run here; a backward with create_graph=True.
+    Source: derived in shared_specs/README.md; gradients with the loss: Liger Kernel, arXiv 2410.10989.
+    Example:
+        >>> import torch
+        >>> x, weight, targets = torch.zeros(2, 5, 8), torch.zeros(4, 8), torch.ones(2, 5, dtype=torch.long)
+        >>> tiled_linear_cross_entropy(x, weight, targets, num_shards=4)  # log 4
+        tensor(1.3863)
+    """
+    split = "Use vocab_parallel_linear_cross_entropy for a head that is split over ranks by vocabulary."
+    whole = "Convert it with to_local()."
+    for name, tensor in {"x": x, "weight": weight, "targets": targets, "bias": bias}.items():
+        if tensor is not None or name != "bias":
+            check_tensor(_NAME, name, tensor, split if name in ("weight", "bias") else whole)
+    given = Given(_NAME, x, weight, targets, bias, loss)
+    plan, cuts, chosen = given.check(num_shards, tiling, backend, weight.shape[0] if isinstance(weight, Tensor) else 0)
+    return given.run(plan, cuts, weight.shape[0], backend=chosen)
+
+
+class Given(NamedTuple):
+    """The arguments of one call."""
+
+    function: str
+    x: Tensor
+    weight: Tensor
+    targets: Tensor
+    bias: Tensor | None
+    loss: LossOptions
+
+    def check(
+        self,
+        num_shards: int | None,
+        tiling: Tiling | None,
+        backend: str,
+        vocab: int,
+        entries: int | None = None,
+        tokens: tuple[int, ...] | None = None,
+    ) -> tuple[ShardPlan | SequencePlan, int, str]:
+        """The plan, the number of vocabulary shards and the backend, once every argument is right.
+
+        entries: the most that any rank holds, where a vocabulary is split over ranks, who must come to the same plan; None
+        where it is not. tokens: of every rank, where they are split over ranks.
+        """
+        name, loss = self.function, self.loss
+        tensors = {"x": self.x, "weight": self.weight, "targets": self.targets}
+        tensors |= {} if self.bias is None else {"bias": self.bias}
+        for argument, tensor in tensors.items():
+            if not isinstance(tensor, Tensor):
+                fail_type(name, argument, "an array", type(tensor).__name__)
+        tiling = checks.resolve_tiling(
+            name, num_shards, 0.0, tiling, x=tuple(self.x.shape), unused=("keep", "deterministic")
+        )
+        checks.check_loss_options(name, loss)
+        for argument in ("class_weight", "num_valid"):
+            value = getattr(loss, argument)
+            if isinstance(value, Tensor) and value.requires_grad:
+                fail(name, f"loss.{argument}", "free of requires_grad", "a tensor that requires grad")
+            if tangents.carry_tangents([value]):
+                fail(name, f"loss.{argument}", "free of tangents", "a dual tensor")
+            number = argument == "num_valid" and isinstance(value, int | float)
+            if not isinstance(value, Tensor | None) and not number:
+                rule = "a number or a 0-d array" if argument == "num_valid" else "an array"
+                fail_type(name, f"loss.{argument}", rule, type(value).__name__)
+        cast = autocast_dtype(self.x)
+        checks.check_linear_cross_entropy(
+            name,
+            x=operand(self.x, cast),
+            weight=operand(self.weight, cast),
+            targets=operand(self.targets, None),
+            bias=None if self.bias is None else operand(self.bias, cast),
+            class_weight=None if loss.class_weight is None else operand(loss.class_weight, None),
+            num_valid=operand(loss.num_valid, None) if isinstance(loss.num_valid, Tensor) else None,
+            names=TORCH,
+            vocab=vocab,
+        )
+        dtype = after_autocast(self.x, cast)
+        chosen = backends.choose(name, backend, self.x.device, dtype)
+        if tangents.carry_tangents(tensors.values()):
+            tangents.refuse_kernels(name, backend)
+        over_ranks, entries = entries is not None, self.weight.shape[0] if entries is None else entries
+        cuts = min(tiling.vocab_shards or 1, max(1, entries))
+        shape = costs.LossShape(
+            tokens=checks.flat_tokens(self.x.shape),
+            hidden=self.x.shape[-1],
+            vocab=entries,
+            vocab_shards=cuts,
+            itemsize=dtype.itemsize,
+            weight_itemsize=self.weight.dtype.itemsize,
+            bends=(loss.logit_softcap is not None) + ("entropy" in loss.outputs),
+            copied=over_ranks and loss.gradients_with_loss(dtype_name(dtype)),
+        )
+        options: dict[str, Any] = {
+            "num_shards": tiling.num_shards,
+            "shard_tokens": tiling.shard_tokens,
+            "memory_budget": tiling.memory_budget,
+            "device": device_kind(self.x.device),
+            "kernels": chosen == "triton",
+        }
+        if tokens is not None:
+            return plan_sequence_loss(name, shape, tokens, **options), cuts, chosen
+        if torch.compiler.is_exporting():
+            device = options["device"]
+            peak = partial(costs.loss_peak_bytes, shape, device=device, kernels=options["kernels"])
+            return exporting.symbolic_plan(name, shape.tokens, tiling, device=device, peak=peak), cuts, chosen
+        return costs.plan_loss(name, shape, **options), cuts, chosen
+
+    def run(
+        self,
+        plan: ShardPlan | SequencePlan,
+        cuts: int,
+        vocab: int,
+        start: int = 0,
+        ranks: Ranks | None = None,
+        split: SplitTokens | None = None,
+        owners: tuple[Tensor | None, Tensor | None] = (None, None),
+        *,
+        backend: str,
+    ) -> Tensor | LossResult:
+        """The checked call. start, ranks, owners: of a vocabulary split over ranks. split: of tokens split over them too."""
+        refuse_transforms(self.function, "the untiled loss")
+        dual = tangents.carry_tangents((self.x, self.weight, self.bias))
+        backend = "eager" if dual else backend
+        backends.record_run(self.function, backend)
+        options = replace(self.loss, class_weight=None, num_valid=None)
+        dtype = after_autocast(self.x, autocast_dtype(self.x))
+        problem = Problem(
+            self.function, options, plan.shard_tokens, cuts, dtype, vocab, start, ranks, backend, split, owners
+        )
+        number = _number(self.loss.num_valid, self.x)
+        given = Operands(self.x, self.weight, self.bias, self.targets, self.loss.class_weight, number)
+        grads = torch.is_grad_enabled()
+        needs = Needs(*(grads and a is not None and a.requires_grad for a in given[:3]))
+        if dual:
+            value, *found = with_tangents.loss(given, problem)
+        elif torch.compiler.is_compiling():
+            value, *found = self._compiled(given, problem, needs)
+        elif problem.with_loss:
+            value, right = WithGradients.apply(*given, problem, needs)[:2]
+            found = [None, None, None, right]
+        else:
+            value, *found = Recomputed.apply(*given, problem)
+        named: dict[str, Any] = dict(zip(("log_probs", "lse", "entropy", "accuracy"), found, strict=True))
+        return LossResult(value, **{name: named[name] for name in options.outputs}) if options.outputs else value
+
+    def _compiled(self, given: Operands, problem: Problem, needs: Needs) -> tuple[Tensor, *tuple[Tensor | None, ...]]:
+        if any(main_grad_of(a) is not None for a in (self.weight, self.bias)):
+            raise UnsupportedError(
+                f"{self.function}: main_grad must be None under torch.compile, got a buffer. A compiled backward returns "
+                "gradients; compile around the loss, or let the optimizer read .grad."
+            )
+        static = compiled.Static.of(problem)
+        # What a program will be asked for is not known where it is exported: it computes gradients when somebody wants them.
+        if not problem.with_loss or torch.compiler.is_exporting():
+            return compiled.values(*given, *static, problem.dtype)
+        value, right = compiled.with_gradients(*given, *static, problem.dtype, list(needs))[:2]
+        return value, None, None, None, right
+
+
+def _number(value: Any, x: Tensor) -> Tensor | None:
+    """num_valid as a 0-d tensor on x's device; making it does not wait for the device."""
+    if value is None:
+        return None
+    wide = wide_dtype(x.dtype)
+    return value.to(x.device, wide) if isinstance(value, Tensor) else torch.full((), value, dtype=wide, device=x.device)
+
+
+class WithGradients(torch.autograd.Function):
+    """The loss, the accuracy, and the gradients of the sum of the losses, which backward multiplies."""
+
+    @staticmethod
+    def forward(*args: Any) -> tuple[Tensor | None, ...]:
+        return call.with_gradients(Operands(*args[:6]), *args[6:])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        _, right, factor, *found = output
+        ctx.mark_non_differentiable(right, factor, *(a for a in found if a is not None))
+        ctx.set_materialize_grads(False)
+        # All but the factor: only a second backward computes the gradients from them again.
+        ctx.save_for_backward(*inputs[:6])
+        # Not saved tensors: they become the gradients in place, and nothing else may see them.
+        ctx.found, ctx.factor, ctx.problem = found, factor, inputs[6]
+        _remember(ctx, inputs[:3], ctx.problem.owners)
+
+    @staticmethod
+    def backward(ctx: Any, dvalue: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+        if dvalue is None:
+            return (None,) * 8
+        problem: Problem = ctx.problem
+        refuse_second_order(problem.function, _UNTILED)
+        found, ctx.found = ctx.found, None
+        if found is None:
+            needs = Needs(*ctx.needs_input_grad[:3])
+            found = list(call.with_gradients(Operands(*ctx.saved_tensors), problem, needs)[3:])
+        grads = _returned(ctx, found, dvalue.to(ctx.factor.dtype) * ctx.factor)
+        return *grads, None, None, None, None, None
+
+
+class Recomputed(torch.autograd.Function):
+    """The loss and every output; backward computes the logits again, for upstream gradients per token."""
+
+    @staticmethod
+    def forward(*args: Any) -> tuple[Tensor | None, ...]:
+        return call.values(Operands(*args[:6]), args[6])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        _, _, lse, entropy, right = output
+        ctx.mark_non_differentiable(right)
+        ctx.set_materialize_grads(False)
+        # x, weight, bias: logits are computed again; targets, class_weight, num_valid: what they are compared with;
+        # lse, entropy: what exp(logits) is normalised with.
+        ctx.save_for_backward(*inputs[:6], lse, entropy)
+        ctx.problem = inputs[6]
+        _remember(ctx, inputs[:3], ctx.problem.owners)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+        problem: Problem = ctx.problem
+        needs = Needs(*ctx.needs_input_grad[:3])
+        if all(d is None for d in upstream[:4]) or not any(needs):
+            return (None,) * 7
+        refuse_second_order(problem.function, _UNTILED)
+        *given, lse, entropy = ctx.saved_tensors
+        found, scale = call.gradients(upstream, Operands(*given), (lse, entropy), problem, needs)
+        return *_returned(ctx, [found.dx, found.dweight, found.dbias], scale), None, None, None, None
+
+
+def _remember(ctx: Any, operands: tuple[Tensor | None, ...], owners: tuple[Tensor | None, ...]) -> None:
+    """What `_returned` has to know of x, weight and bias without keeping them."""
+    given = (w if owner is None else owner for w, owner in zip(operands[1:], owners, strict=True))
+    ctx.mains = [None, *(owner if main_grad_of(owner) is not None else None for owner in given)]
+    ctx.like = [None if a is None else (a.shape, a.dtype) for a in operands]
+
+
+def _returned(ctx: Any, found: list[Tensor | None], scale: Tensor) -> list[Tensor | None]:
+    """Gradients of x, weight and bias as backward returns them: scaled, in their dtypes, or added to main_grad."""
+    grads: list[Tensor | None] = []
+    for number, (like, main) in enumerate(zip(ctx.like, ctx.mains, strict=True)):
+        gradient, found[number] = found[number], None  # the only reference, so that .grad may take it as it is
+        if gradient is None:
+            grads.append(None)
+        elif main is None:
+            grads.append(scaled(gradient, scale, like[1]).view(like[0]))
+        else:
+            local_main_grad(main, like[0]).add_(scaled(gradient, scale, gradient.dtype))  # type: ignore[union-attr]
+            grads.append(returned_gradient(main, None, *like))
+    return grads

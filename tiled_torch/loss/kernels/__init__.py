@@ -1,0 +1,1 @@
+"""Triton kernels of the loss: one kernel and its launch wrapper a file."""

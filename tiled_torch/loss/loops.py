@@ -1,0 +1,308 @@
+"""The loops of the tiled cross entropy over shards of tokens and of the vocabulary. No autograd here.
+
+Letters: T tokens, H hidden, V vocabulary, t tokens and v entries of a shard. One buffer [t, v] of logits is the largest
+thing that exists; every shard reuses it, and dlogits are written over it.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from shared_specs.config import LossOptions
+from shared_specs.shards import ShardPlan
+from tiled_torch.core.gradients import GradientSum
+from tiled_torch.core.row_shards import Rows
+from tiled_torch.core.tensors import wide_dtype
+from tiled_torch.loss import math as loss_math
+from tiled_torch.loss.math import Coefficients, Columns, Labels, Statistics
+from tiled_torch.loss.steps import EAGER, LossSteps
+
+
+class Ranks(Protocol):
+    """The other holders of the vocabulary: reductions over them, in place."""
+
+    def maximum_(self, a: Tensor) -> Tensor: ...
+
+    def sum_(self, a: Tensor) -> Tensor: ...
+
+
+class SplitTokens(Protocol):
+    """Tokens that are split over ranks: how this rank's part becomes all of them, shard by shard where it is x."""
+
+    def rows(self, x: Tensor) -> Rows:
+        """This rank's x [T / R, H] as gathered shards."""
+        ...
+
+    def everywhere(self, values: list[Tensor], fill: float = 0) -> list[Tensor]:
+        """[T / R] of every rank as [T], in the order of the shards; `fill` in rows that stand for no token."""
+        ...
+
+    def own(self, values: Tensor) -> Tensor:
+        """This rank's tokens [T / R] of values [T] in the order of the shards."""
+        ...
+
+
+@dataclass(frozen=True)
+class Head:
+    """A linear head, or one rank's partition of it: logits of the entries [start, start + weight.shape[0]) of `vocab`.
+
+    weight: [v, H] and bias: [v] or None, in the compute dtype. cuts: how many vocabulary shards.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    vocab: int
+    start: int = 0
+    cuts: int = 1
+    ranks: Ranks | None = None
+    steps: LossSteps = EAGER
+
+    @property
+    def pieces(self) -> tuple[slice, ...]:
+        """Rows of the weight, one slice per vocabulary shard; none longer than the first. An empty one without entries."""
+        plan = ShardPlan(self.weight.shape[0], -(-self.weight.shape[0] // self.cuts) or 1)
+        return tuple(slice(*span) for span in plan.spans or ((0, 0),))
+
+    def columns(self, piece: slice) -> Columns:
+        return Columns(self.start + piece.start, self.start + piece.stop)
+
+    def logits(self, x: Tensor, piece: slice, buffer: Tensor) -> Tensor:
+        """[t, v] of one vocabulary shard, written into the buffer."""
+        width = piece.stop - piece.start
+        out = buffer[: x.shape[0] * width].view(x.shape[0], width)
+        w = self.weight[piece]
+        return torch.mm(x, w.T, out=out) if self.bias is None else torch.addmm(self.bias[piece], x, w.T, out=out)
+
+    def buffer(self, plan: ShardPlan) -> Tensor:
+        return self.weight.new_empty(plan.longest * self.pieces[0].stop)
+
+
+class Needs(NamedTuple):
+    """Which gradients somebody needs."""
+
+    x: bool
+    weight: bool
+    bias: bool
+
+
+class Tokens(NamedTuple):
+    """Results per token, [T] each; entropy only where asked for."""
+
+    loss: Tensor
+    log_probs: Tensor
+    lse: Tensor
+    right: Tensor
+    entropy: Tensor | None
+
+    def __getitem__(self, rows: slice) -> "Tokens":  # type: ignore[override]
+        return Tokens(*(None if part is None else part[rows] for part in self))  # type: ignore[arg-type]
+
+    def write(self, found: Statistics, labels: Labels, options: LossOptions, vocab: int) -> None:
+        """The results of one shard into these rows."""
+        self.loss.copy_(loss_math.token_losses(found, labels, options, vocab))
+        self.log_probs.copy_(torch.where(labels.counted == 0, 0.0, -found.nll * labels.counted))
+        self.lse.copy_(found.lse)
+        self.right.copy_(found.right * labels.counted)
+        if self.entropy is not None and found.entropy is not None:
+            self.entropy.copy_(found.entropy)
+
+
+def empty_tokens(rows: Rows, *, entropy: bool) -> Tokens:
+    def values() -> Tensor:
+        return rows.x.new_empty(rows.plan.tokens, dtype=wide_dtype(rows.x.dtype))
+
+    return Tokens(values(), values(), values(), values(), values() if entropy else None)
+
+
+class Gradients:
+    """dx, dweight and dbias, put together shard by shard; sums in float32 (float64 for float64).
+
+    dx has the dtype of x; the sums are the returned gradients themselves where the weight has that dtype.
+    """
+
+    def __init__(self, rows: Rows, head: Head, needs: Needs) -> None:
+        self.head = head
+        w = head.weight
+        x = rows.x
+        self.dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs.x else None
+        self.rows = None if self.dx is None else rows.written(self.dx, x.dtype)
+        self.summed = head.ranks if rows.here else None  # over whom dx is still to be summed once it is written
+        self.into: Tensor | None = None  # rows of dx that the present shard of tokens writes
+        wide = wide_dtype(w.dtype)
+        self.dweight = torch.empty(w.shape, dtype=wide, device=w.device) if needs.weight else None
+        self.dbias = torch.empty(w.shape[0], dtype=wide, device=w.device) if needs.bias else None
+        parts = (self.dweight, self.dbias)
+        self.sums = [
+            [None if part is None else GradientSum.into(part[piece]) for part in parts] for piece in head.pieces
+        ]
+        # With vocabulary shards a 16-bit dx is summed in float32, one shard of tokens at a time: [t, H].
+        self.dx_sum: Tensor | None = None
+
+    def add(self, x: Tensor, dlogits: Tensor, number: int, shard: int) -> None:
+        """One vocabulary shard of one shard of tokens. x: [t, H]; dlogits: [t, v] of piece `number`."""
+        weight_sum, bias_sum = self.sums[number]
+        if self.rows is not None:
+            if number == 0:
+                self.into = self.rows.start(shard)
+            self._add_dx(dlogits, number)
+            if number == len(self.head.pieces) - 1:
+                self.into = None
+                self.rows.done()
+        if weight_sum is not None:
+            weight_sum.add_product(dlogits, x)
+        if bias_sum is not None:
+            bias_sum.add_rows(dlogits)
+
+    def _add_dx(self, dlogits: Tensor, number: int) -> None:
+        w, into = self.head.weight[self.head.pieces[number]], self.into
+        assert into is not None
+        last = len(self.head.pieces) - 1
+        if last and into.dtype != wide_dtype(into.dtype):
+            if number == 0:
+                self.dx_sum = torch.zeros_like(into, dtype=wide_dtype(into.dtype))
+            assert self.dx_sum is not None
+            self.dx_sum += dlogits @ w
+            if number == last:
+                into.copy_(self.dx_sum)
+                self.dx_sum = None
+        elif number == 0 and into.dtype == w.dtype:
+            torch.mm(dlogits, w, out=into)
+        elif number == 0:
+            into.copy_(dlogits @ w)
+        elif into.dtype == w.dtype:
+            into.addmm_(dlogits, w)
+        else:
+            into += dlogits @ w
+
+    def finish(self) -> "Gradients":
+        """Zeros where no shard wrote; dx summed over the holders of the vocabulary."""
+        for part in (part for pair in self.sums for part in pair if part is not None):
+            part.finish()
+        if self.rows is not None:
+            self.rows.finish()
+        if self.dx is not None and self.summed is not None:
+            self.summed.sum_(self.dx)
+        return self
+
+
+def losses(rows: Rows, head: Head, labels: Labels, options: LossOptions, *, entropy: bool) -> Tokens:
+    """Results per token, without gradients: 2 THV FLOP. x in any dtype that the head's converts from."""
+    tokens, buffer = empty_tokens(rows, entropy=entropy), head.buffer(rows.plan)
+    for _, place, x in rows.shards(head.weight.dtype):
+        of_shard = labels[place]
+        found = _statistics(x, head, of_shard, options, buffer, entropy=entropy, keep=False)
+        tokens[place].write(found, of_shard, options, head.vocab)
+        del x  # may be a copy: before the next one is made
+    return tokens
+
+
+def losses_and_gradients(
+    rows: Rows, head: Head, labels: Labels, options: LossOptions, needs: Needs
+) -> tuple[Tokens, Gradients, Tensor]:
+    """Results per token, the gradients of the sum of the losses, and the number that still multiplies these.
+
+    6 THV FLOP, 8 with vocabulary shards. The number is a power of two by which class weights and logit_scale are divided, so
+    that dlogits keep their precision in float16.
+    """
+    tokens, buffer = empty_tokens(rows, entropy=False), head.buffer(rows.plan)
+    size, sized = labels.weight.new_ones(()), labels  # near 1 already, but for class weights and a scale
+    if labels.class_weight is not None or abs(options.logit_scale) != 1.0:
+        size = loss_math.size_of_losses(labels, options, head.vocab)
+        sized = labels.over(size)
+    gradients = Gradients(rows, head, needs)
+    kept = len(head.pieces) == 1
+    for shard, place, x in rows.shards(head.weight.dtype):
+        of_shard, of_sized = labels[place], sized[place]
+        if kept and head.ranks is None:
+            logits = head.logits(x, head.pieces[0], buffer)
+            columns = head.columns(head.pieces[0])
+            found = head.steps.fused_gradient_(logits, of_sized, columns, options, head.vocab)
+            tokens[place].write(found, of_shard, options, head.vocab)
+            gradients.add(x, logits, 0, shard)
+        else:
+            found = _statistics(x, head, of_shard, options, buffer, entropy=False, keep=kept)
+            tokens[place].write(found, of_shard, options, head.vocab)
+            of_rows = found.lse, None, loss_math.loss_coefficients(found.lse, of_sized, options, head.vocab)
+            _add_gradients(x, head, of_sized, options, buffer, of_rows, gradients, shard, kept=kept)
+        del x
+    return tokens, gradients.finish(), size
+
+
+def gradients_of(
+    rows: Rows,
+    head: Head,
+    labels: Labels,
+    options: LossOptions,
+    needs: Needs,
+    saved: tuple[Tensor, Tensor | None],
+    k: Coefficients,
+) -> tuple[Gradients, Tensor]:
+    """Gradients for coefficients per token [T], and the factor that still multiplies them; logits are computed again.
+
+    The coefficients are divided by the size of the largest finite one, so that dlogits keep their precision in float16 and a
+    token whose upstream gradient is not finite spoils its own row of dx only.
+    """
+    buffer = head.buffer(rows.plan)
+    gradients = Gradients(rows, head, needs)
+    scale = loss_math.size_of_gradients(k, labels, options)
+    k = Coefficients(*(None if part is None else part / scale for part in k))  # type: ignore[arg-type]
+    lse, entropy = saved
+    for shard, place, x in rows.shards(head.weight.dtype):
+        of_rows = (lse[place], None if entropy is None else entropy[place], k[place])
+        _add_gradients(x, head, labels[place], options, buffer, of_rows, gradients, shard, kept=False)
+        del x
+    return gradients.finish(), scale
+
+
+def _statistics(
+    x: Tensor, head: Head, labels: Labels, options: LossOptions, buffer: Tensor, *, entropy: bool, keep: bool
+) -> Statistics:
+    """Of one shard of tokens over the whole vocabulary; with `keep` the buffer still holds the logits afterwards."""
+    found: Statistics | None = None
+    for piece in head.pieces:  # never none
+        logits, columns = head.logits(x, piece, buffer), head.columns(piece)
+        of_piece = head.steps.statistics(logits, labels, columns, options, moment=entropy, keep=keep)
+        found = of_piece if found is None else found.merge(of_piece)
+    assert found is not None
+    if head.ranks is None:
+        return found
+    top = head.ranks.maximum_(found.top.clone())
+    return found.above(top, list(head.ranks.sum_(torch.stack(found.below(top)))))
+
+
+def _add_gradients(
+    x: Tensor,
+    head: Head,
+    labels: Labels,
+    options: LossOptions,
+    buffer: Tensor,
+    of_rows: tuple[Tensor, Tensor | None, Coefficients],
+    gradients: Gradients,
+    shard: int,
+    *,
+    kept: bool,
+) -> None:
+    """Adds one shard of tokens. of_rows: its lse, entropy and coefficients; with `kept` its logits are in the buffer."""
+    for number, piece in enumerate(head.pieces):
+        width = piece.stop - piece.start
+        logits = buffer[: x.shape[0] * width].view(x.shape[0], width) if kept else head.logits(x, piece, buffer)
+        head.steps.gradient_(logits, of_rows, labels, head.columns(piece), options)
+        gradients.add(x, logits, number, shard)
+
+
+def scaled(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """gradient * scale (0-d, wide), over the gradient itself where it has `dtype`.
+
+    The product is float32, rounded once; a few rows at a time where they must be widened.
+    """
+    wide = wide_dtype(gradient.dtype)
+    if gradient.dtype == wide:
+        return gradient.mul_(scale).to(dtype)
+    out = gradient if gradient.dtype == dtype else torch.empty_like(gradient, dtype=dtype)
+    if gradient.dim() == 1:
+        return out.copy_(gradient.to(wide).mul_(scale))
+    for block in loss_math.blocks(gradient):
+        out[block] = gradient[block].to(wide).mul_(scale)
+    return out

@@ -1,0 +1,186 @@
+"""`TiledMLP`: the parameters of a token-wise MLP and one call of `tiled_mlp`. No math."""
+
+import math
+from collections.abc import Mapping
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from shared_specs import checks, module_checks
+from shared_specs.config import TORCH, Activation, Tiling
+from shared_specs.errors import fail
+from tiled_torch import backends
+from tiled_torch.core.gradients import fused_halves
+from tiled_torch.core.params import as_operand, check_dtype
+from tiled_torch.core.partitioned import gathered, whole_shape
+from tiled_torch.mlp.api import tiled_mlp
+
+
+class MLPParameters:
+    """What the modules that own an MLP's parameters share: which of them are which operand."""
+
+    w_down: Any
+
+    def _pair(self, prefix: str) -> tuple[Tensor | None, Tensor | None]:
+        """Gate and up of weights or biases, as views of the fused parameter where there is one."""
+        fused = getattr(self, f"{prefix}_gate_up", None)
+        if fused is not None:
+            return fused_halves(fused)
+        return getattr(self, f"{prefix}_gate", None), getattr(self, f"{prefix}_up", None)
+
+    def _operands(self) -> tuple[Any, dict[str, Tensor]]:
+        """The weights of gate, up and down, and the biases there are."""
+        gate, up = self._pair("b")
+        biases = {"gate": gate, "up": up, "down": getattr(self, "b_down", None)}
+        return (*self._pair("w"), self.w_down), {name: bias for name, bias in biases.items() if bias is not None}
+
+
+class TiledMLP(MLPParameters, nn.Module):
+    """A gated or plain MLP computed shard by shard: a drop-in for gate/up/down linear layers with an activation.
+
+    Args:
+        hidden_size, intermediate_size: H and I.
+        activation: silu, gelu, gelu_tanh, relu or relu_squared.
+        gated: act(x w_gate) * (x w_up) if true, act(x w_up) if false.
+        bias: a bias on every projection.
+        fused_gate_up: gate and up are one parameter `w_gate_up` [2I, H], gate first.
+        num_shards, keep, tiling, backend: as in `tiled_mlp`.
+        device, dtype: of the parameters.
+    Parameters are `w_gate`, `w_up` [I, H], `w_down` [H, I] (or `w_gate_up`) and, with bias, `b_gate`, `b_up`, `b_down`
+    (or `b_gate_up`), initialised as nn.Linear initialises.
+    FSDP and ZeRO-3 (also inside deepspeed.zero.Init) gather them around all shards, once for forward and once for backward.
+    Raises:
+        SpecError, TypeError, UnsupportedError: as `tiled_mlp`, at construction.
+    Source: derived in shared_specs/README.md.
+    Example:
+        >>> import torch
+        >>> TiledMLP(8, 12, num_shards=4)(torch.randn(2, 5, 8)).shape
+        torch.Size([2, 5, 8])
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        activation: Activation = "silu",
+        gated: bool = True,
+        bias: bool = False,
+        fused_gate_up: bool = False,
+        num_shards: int | None = None,
+        keep: float = 0.0,
+        tiling: Tiling | None = None,
+        backend: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        checks.check_sizes("TiledMLP", {"hidden_size": hidden_size, "intermediate_size": intermediate_size})
+        checks.check_flags("TiledMLP", gated=gated, bias=bias, fused_gate_up=fused_gate_up)
+        H, I = self.hidden_size, self.intermediate_size = hidden_size, intermediate_size  # noqa: E741
+        ups = {"gate_up": (2 * I, H)} if fused_gate_up else {"gate": (I, H), "up": (I, H)} if gated else {"up": (I, H)}
+        self._set_options(activation, gated, fused_gate_up, num_shards, keep, tiling, backend)
+        check_dtype("TiledMLP", dtype)
+        for name, shape in {**ups, "down": (H, I)}.items():
+            setattr(self, f"w_{name}", nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
+            if bias:
+                setattr(self, f"b_{name}", nn.Parameter(torch.empty(shape[0], device=device, dtype=dtype)))
+        self.reset_parameters()
+
+    def _set_options(
+        self,
+        activation: Activation,
+        gated: bool,
+        fused_gate_up: bool,
+        num_shards: int | None,
+        keep: float,
+        tiling: Tiling | None,
+        backend: str,
+    ) -> None:
+        checks.check_activation("TiledMLP", activation)
+        checks.check_fused("TiledMLP", gated, fused_gate_up)
+        checks.check_backend("TiledMLP", backend, TORCH, backends.usable_backends())
+        self.activation, self.gated, self.fused_gate_up = activation, gated, fused_gate_up
+        self.tiling, self.backend = checks.resolve_tiling("TiledMLP", num_shards, keep, tiling), backend
+
+    @classmethod
+    def from_weights(
+        cls,
+        w_gate: Tensor | None,
+        w_up: Tensor,
+        w_down: Tensor,
+        *,
+        biases: Mapping[str, Tensor] | None = None,
+        activation: Activation = "silu",
+        fused_gate_up: bool = False,
+        num_shards: int | None = None,
+        keep: float = 0.0,
+        tiling: Tiling | None = None,
+        backend: str = "auto",
+    ) -> Self:
+        """A module around existing weights ([out, in]); they become its parameters without a copy, unless fused.
+
+        Args:
+            w_gate, w_up: [I, H]; w_gate None for a plain MLP. w_down: [H_out, I]. biases: any of gate, up, down.
+            fused_gate_up: gate and up are concatenated into one parameter (one copy), which is frozen where both of them are.
+        """
+        function = "TiledMLP.from_weights"
+        weights, given = module_checks.mlp_operands(function, w_gate, w_up, w_down, biases)
+        seen = {name: as_operand(function, name, w) for name, w in weights.items()}
+        seen_biases = {name: as_operand(function, f"biases[{name!r}]", b) for name, b in given.items()}
+        module_checks.check_mlp_weights(function, weights=seen, biases=seen_biases, activation=activation, names=TORCH)
+        if fused_gate_up:
+            checks.check_fused_biases(function, tuple(given))
+        module = cls.__new__(cls)
+        nn.Module.__init__(module)
+        module._set_options(activation, w_gate is not None, fused_gate_up, num_shards, keep, tiling, backend)
+        module.intermediate_size, module.hidden_size = w_up.shape
+        named = {name.removeprefix("w_"): w for name, w in weights.items()}
+        module._adopt("w", named, fused_gate_up)
+        module._adopt("b", given, fused_gate_up)
+        return module
+
+    def _adopt(self, prefix: str, tensors: Mapping[str, Tensor], fused: bool) -> None:
+        named = dict(tensors)
+        if fused and "gate" in named:
+            pair = named.pop("gate"), named.pop("up")
+            trains = [not isinstance(tensor, nn.Parameter) or tensor.requires_grad for tensor in pair]
+            if trains[0] != trains[1]:
+                which = f"{prefix}_gate" if trains[1] else f"{prefix}_up"
+                advice = "One parameter trains as a whole: freeze both or neither."
+                fail(
+                    "TiledMLP.from_weights",
+                    "fused_gate_up",
+                    f"False where {which} alone is frozen",
+                    True,
+                    advice=advice,
+                )
+            named["gate_up"] = nn.Parameter(torch.cat([a.detach() for a in pair]), requires_grad=trains[0])
+        for name, tensor in named.items():
+            parameter = tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor.detach())
+            setattr(self, f"{prefix}_{name}", parameter)
+
+    def reset_parameters(self) -> None:
+        """Draws every parameter anew, uniformly within 1/sqrt(inputs), as nn.Linear does."""
+        for name, parameter in self.named_parameters():
+            inputs = whole_shape(getattr(self, "w" + name[1:]))[1]
+            with gathered(parameter, write=True):
+                nn.init.uniform_(parameter, -1 / math.sqrt(inputs), 1 / math.sqrt(inputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., H] -> [..., H]."""
+        weights, biases = self._operands()
+        return tiled_mlp(
+            x,
+            *weights,
+            biases=biases,
+            activation=self.activation,  # type: ignore[arg-type]
+            tiling=self.tiling,
+            backend=self.backend,
+        )
+
+    def extra_repr(self) -> str:
+        sizes = f"hidden_size={self.hidden_size}, intermediate_size={self.intermediate_size}"
+        kind = "gated" if self.gated else "plain"
+        return f"{sizes}, {kind}, activation={self.activation}, {self.tiling}, backend={self.backend}"

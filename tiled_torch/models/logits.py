@@ -1,0 +1,132 @@
+"""The logits of a tiled model beside its loss: there for whoever reads them, and computed only then."""
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shared_specs.config import LossOptions
+from shared_specs.errors import UnsupportedError
+from tiled_torch.core.autocast import after_autocast
+from tiled_torch.core.replay import RandomState, random_state, random_state_kept, set_random_state
+from tiled_torch.core.tensors import refuse_second_order
+from tiled_torch.models.family import reason_linear_is_not_plain
+from tiled_torch.models.lazy import LazyTensor, Values
+
+Mark = tuple[int, int, int]
+CHANGED = (
+    "outputs.logits: the hidden states or the weights of lm_head were changed after the forward that these logits belong to. "
+    "Read the logits before that: an optimizer's step, or a sharding engine that frees weights after forward."
+)
+
+
+@dataclass(frozen=True)
+class Head:
+    """What the logits of one forward are computed from, as that forward found it."""
+
+    module: Any
+    options: LossOptions
+    cast: torch.dtype | None  # of autocast
+    changed: bool
+    random: RandomState | None  # of the generators; None: the module is its weight and bias
+
+    def logits(self, rows: Tensor, parameters: tuple[Tensor, ...]) -> Tensor:
+        if self.random is None:
+            rows, *operands = (a.to(after_autocast(a, self.cast)) for a in (rows, *parameters))
+            with _autocast(rows, None):
+                found = F.linear(rows, *operands)
+        else:
+            if any(now is not then for now, then in zip(self.module.parameters(), parameters, strict=True)):
+                raise RuntimeError(CHANGED)
+            with _autocast(rows, self.cast), random_state_kept(rows.device):
+                set_random_state(rows.device, self.random)
+                found = self.module(rows)
+        return adjusted(found, self.options)
+
+
+def adjusted(logits: Tensor, options: LossOptions) -> Tensor:
+    """What a model makes of what its head returns."""
+    if options.logit_scale != 1.0:
+        logits = logits * options.logit_scale
+    if options.logit_softcap is not None:
+        logits = options.logit_softcap * torch.tanh(logits / options.logit_softcap)
+    return logits
+
+
+def lazy_logits(
+    model: Any, rows: Tensor, options: LossOptions, cast: torch.dtype | None, *, changed: bool = False
+) -> Tensor:
+    """[..., V] of hidden states, on the graph as if they were computed here. cast: the dtype of autocast in the forward.
+
+    changed: the head is not that of the forward any more, so that they must not be read.
+    """
+    module = model.lm_head
+    is_plain = reason_linear_is_not_plain("lm_head", module) is None
+    head = Head(module, options, cast, changed, None if is_plain else random_state(rows.device))
+    vocab = module.weight.shape[0] if is_plain else model.config.get_text_config().vocab_size
+    shape = torch.Size((*rows.shape[:-1], vocab))
+    return _Logits.apply(head, shape, rows, *module.parameters())  # a plain layer's are weight and bias, in this order
+
+
+def refused_logits(rows: Tensor, vocab: int) -> Tensor:
+    """Of a head that is split over ranks: to read them on one rank would be to wait for the others."""
+
+    def make() -> Tensor:
+        text = "outputs.logits: the head is split over ranks, so that its logits are not computed beside a tiled loss."
+        raise UnsupportedError(f"{text} Call the model without labels for them.")
+
+    return LazyTensor(Values(make), (torch.Size((*rows.shape[:-1], vocab)), rows.dtype, rows.device))
+
+
+class _Logits(torch.autograd.Function):
+    """The node of logits that do not exist; backward computes the head again, for its gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, head: Head, shape: torch.Size, rows: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.head = head
+        ctx.save_for_backward(rows, *parameters)
+        ctx.set_materialize_grads(False)
+        needed = (rows, *parameters, *head.module.buffers())
+        marks = [_mark(tensor) for tensor in needed]
+
+        def make() -> Tensor:
+            if head.changed or [_mark(tensor) for tensor in needed] != marks:
+                raise RuntimeError(CHANGED)
+            return head.logits(rows, parameters)
+
+        return LazyTensor(Values(make), (shape, after_autocast(rows, head.cast), rows.device))
+
+    @staticmethod
+    def backward(ctx: Any, *dlogits: Tensor | None) -> Any:
+        rows, *parameters = ctx.saved_tensors
+        if dlogits[0] is None:  # what runs through every output, as DDP does, asks for nothing
+            return (None,) * (3 + len(parameters))
+        refuse_second_order("outputs.logits", ". Call the model without labels.", "Their backward")
+        if ctx.head.changed:
+            raise RuntimeError(CHANGED)
+        # Not the rows themselves: a tied weight is among what they were made from.
+        operands = (rows.detach().requires_grad_(ctx.needs_input_grad[2]), *parameters)
+        with torch.enable_grad():
+            found = ctx.head.logits(operands[0], tuple(parameters))
+        wanted = [a for a, needs in zip(operands, ctx.needs_input_grad[2:], strict=True) if needs]
+        gradients = iter(torch.autograd.grad(found, wanted, dlogits[0], allow_unused=True))
+        return None, None, *(next(gradients) if needs else None for needs in ctx.needs_input_grad[2:])
+
+
+def _autocast(rows: Tensor, dtype: torch.dtype | None) -> AbstractContextManager[object]:
+    """autocast to dtype, or without: whatever is on where the logits are read."""
+    if not torch.amp.is_autocast_available(rows.device.type):
+        return nullcontext()
+    return torch.autocast(rows.device.type, dtype=dtype, enabled=dtype is not None)
+
+
+def _mark(tensor: Tensor) -> Mark:
+    """Changes when the tensor does: written in place, given other memory, or none, as a sharding engine does."""
+    version = 0 if tensor.is_inference() else tensor._version
+    if type(tensor) not in (Tensor, nn.Parameter):
+        return version, 0, 0
+    storage = tensor.untyped_storage()
+    return version, storage._cdata, storage.nbytes()

@@ -1,0 +1,60 @@
+"""What ran, for `tiling_paths`, and a warning, once for a model and a reason, where a loss goes past the tiled one.
+
+Code that torch.compile traces reports nothing.
+"""
+
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+ALONE = "its layers were called past its forward, by a trainer with a head of its own, say"
+
+
+class _Here(threading.local):
+    depth = 0
+
+
+_here = _Here()
+
+
+@contextmanager
+def inside_forward() -> Iterator[None]:
+    """While a tiled causal language model runs its own forward."""
+    _here.depth += 1
+    try:
+        yield
+    finally:
+        _here.depth -= 1
+
+
+def report(module: Any, path: str) -> None:
+    """Keep the path by which the module's last call ran."""
+    if not torch.compiler.is_compiling():
+        module._ran = path
+
+
+def note_layers(mlp: Any) -> None:
+    """Of one MLP of every causal language model: whether its forward was called past the model's own, where the loss is."""
+    if (
+        torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1
+    ):  # a checkpoint's replay is in no forward
+        return
+    mlp._alone = _here.depth == 0
+    if mlp._alone and mlp.training:
+        tell(mlp, ALONE, "Call the model itself with labels for its tiled loss.")
+
+
+def tell(module: Any, reason: str, advice: str) -> None:
+    """Warn once that the loss of a module's model is not the tiled one."""
+    if not torch.compiler.is_compiling() and reason not in module._told:
+        module._told = (*module._told, reason)
+        warn_untiled(module._model_name, reason, advice)
+
+
+def warn_untiled(model: str, reason: str, advice: str) -> None:
+    text = f"tile_model: the loss of {model} does not run through tiled_linear_cross_entropy: {reason}. {advice}"
+    warnings.warn(text, UserWarning, stacklevel=3)

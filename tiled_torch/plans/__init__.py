@@ -1,0 +1,1 @@
+"""`parallelize`: what a finished model is split by, and in which order."""

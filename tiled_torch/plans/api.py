@@ -1,0 +1,219 @@
+"""`parallelize`: one configuration applied to a finished model, in a fixed order, after everything was checked."""
+
+import logging
+from collections import Counter
+from hashlib import blake2b
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from shared_specs.applied import applied_lines
+from shared_specs.config import DataParallel, ParallelConfig, TensorParallel
+from shared_specs.errors import UnsupportedError, error_text, fail, fail_type
+from shared_specs.parallel_checks import check_axis_order, check_parallel_config, refuse_context
+from tiled_torch.collectives.consistency import check_everywhere
+from tiled_torch.collectives.same_batch import compare_first_batch
+from tiled_torch.core.tensors import dtype_name
+from tiled_torch.linear.module import TiledLinear
+from tiled_torch.loss.module import TiledLinearCrossEntropy
+from tiled_torch.mlp.module import TiledMLP
+from tiled_torch.models.tiling import tiling_paths
+from tiled_torch.plans.compile import apply_compile, check_compile
+from tiled_torch.plans.data import apply_data_parallel
+from tiled_torch.plans.float8 import check_float8, reason_no_float8, use_float8
+from tiled_torch.plans.recompute import apply_checkpointing
+from tiled_torch.plans.registry import Plan, plan_of
+from tiled_torch.plans.tensor import apply_tensor_parallel, reason_not_asynchronous
+
+_LOG = logging.getLogger("tiled_torch")
+_NAME = "parallelize"
+_MARK = "_parallel_config"
+
+
+def parallelize(model: nn.Module, mesh: DeviceMesh | None, config: ParallelConfig) -> nn.Module:
+    """The same model, spread over the ranks of a mesh.
+
+    In this order: float8 products, tensor parallelism, context parallelism, activation checkpointing, torch.compile of each
+    block, data parallelism. Every rank calls it with the same model and configuration. What the loss is does not change:
+    with tensor and with context parallelism every rank of the axis is given the same batch, with data parallelism its own
+    part of it, and gradients are means over these. With context parallelism a rank computes with its own run of the tokens
+    (`context_slice`), of which logits and hidden states are; the loss is that of all. The logger "tiled_torch" says what was
+    applied, a line of level INFO for each step, on the first rank of the mesh.
+
+    Args:
+        model: of a kind that has a plan: Hugging Face Llama, Mistral, Qwen and Gemma models (also after `tile_model`), Phi-3
+            without tensor and context parallelism, a `TiledMLP` or a `TiledLinearCrossEntropy`, or what `register_plan` was
+            told of. Changed in place; it may be on the meta device (see `materialize`).
+        mesh: with names for its axes, all of which the configuration uses; None where it uses none.
+        config: see `shared_specs.config.ParallelConfig`.
+    Returns:
+        The model itself; inside DistributedDataParallel with engine="ddp".
+    Numerics: sums of gradients over data ranks are made in `config.data.reduce_dtype`, or in their own dtype. Those over
+        tensor-parallel ranks are made by a tiled MLP and a tiled loss in float32 and by DTensor in the dtype of what is summed.
+    Raises:
+        SpecError, TypeError: the configuration cannot work on this mesh, or the model's sizes do not divide, or it was
+            parallelized before.
+        UnsupportedError: a model without a plan, or an option that this machine cannot do. Nothing was changed in any
+            of these cases, on any rank: what one of them refuses, or is given otherwise, is an error on all.
+    Source: the order is torchtitan's, arXiv 2410.06511.
+    Example:
+        >>> from shared_specs.config import Checkpointing
+        >>> from tiled_torch import TiledMLP
+        >>> config = ParallelConfig(checkpointing=Checkpointing())
+        >>> type(parallelize(TiledMLP(8, 12), None, config)).__name__
+        'TiledMLP'
+    """
+    plan = check_everywhere(_NAME, mesh, lambda: _checked(model, mesh, config), lambda: _said(model, mesh, config))
+    submesh: Any = mesh
+    tiled = _tiled_in(model)
+    if config.float8:
+        use_float8(model, plan)
+    if config.tensor is not None:
+        apply_tensor_parallel(model, _along(submesh, config.tensor.axis), config.tensor, plan)
+    fronts = _apply_context(model, submesh, config.data, plan)
+    if config.tensor is not None and plan.same_batch:  # in front of everything: nothing was cut or gathered yet
+        fronts = [*_compare_batches(model, _along(submesh, config.tensor.axis), config.tensor), *fronts]
+    if config.checkpointing is not None:
+        apply_checkpointing(model, config.checkpointing, plan)
+    if config.compile is not None:
+        apply_compile(model, config.compile, plan, split=config.tensor is not None)
+    if config.data is not None:
+        model = apply_data_parallel(model, submesh, config.data, plan)
+    # In front of what fully_shard has put there: for what they refuse, nothing was gathered.
+    for hook in reversed(fronts):
+        model._forward_pre_hooks.move_to_end(hook, last=False)  # type: ignore[attr-defined]
+    setattr(model, _MARK, config)
+    if mesh is None or not any(mesh.get_coordinate() or ()):
+        for line in applied_lines(config, mesh_sizes(mesh), tiled):
+            _LOG.info("%s: %s", _NAME, line)
+    return model
+
+
+def _tiled_in(model: nn.Module) -> Counter[str]:
+    """How modules are tiled -> how many are, of tile_model's and of this library's own."""
+    own = {TiledMLP: "tiled_mlp", TiledLinearCrossEntropy: "tiled_linear_cross_entropy", TiledLinear: "TiledLinear"}
+    found = Counter(tiling_paths(model).values())
+    found.update(name for module in model.modules() for kind, name in own.items() if isinstance(module, kind))
+    return found
+
+
+def _along(mesh: DeviceMesh, axis: str) -> DeviceMesh:
+    """mesh[axis], the same object for every model on the mesh.
+
+    DTensor remembers meshes by what they look like. Where it finds an older one than the program that is compiled was given,
+    PyTorch 2.13 derives it there by an operator that inductor does not know ("device_mesh._get_submesh is not an OpOverload").
+    """
+    found = vars(mesh).setdefault("_tiled_torch_axes", {})
+    if axis not in found:
+        found[axis] = mesh[axis]
+    return found[axis]
+
+
+def _compare_batches(model: nn.Module, mesh: Any, tensor: TensorParallel) -> list[int]:
+    """Ranks that split a model's weights compute one result: with other batches they would train on, wrongly."""
+    function = f"forward with tensor parallelism over '{tensor.axis}'"
+    return compare_first_batch(function, model, mesh, "Deal batches out to the ranks of the data axes alone.")
+
+
+def _apply_context(model: nn.Module, mesh: Any, data: DataParallel | None, plan: Plan) -> list[int]:
+    """Which hooks in front of the model's forward context parallelism has put there."""
+    if data is None or data.context_axis is None or mesh[data.context_axis].size() == 1:
+        return []
+    assert plan.context is not None
+    before = set(model._forward_pre_hooks)
+    plan.context(model, _along(mesh, data.context_axis))
+    return [hook for hook in model._forward_pre_hooks if hook not in before]
+
+
+def _checked(model: Any, mesh: Any, config: Any) -> Plan:
+    """The plan of the model, once all that is asked for can be done."""
+    if not isinstance(model, nn.Module):
+        fail_type(_NAME, "model", "an nn.Module", type(model).__name__)
+    reasons = {"tensor.asynchronous": reason_not_asynchronous(), "float8": reason_no_float8()}
+    axes = mesh_sizes(mesh)
+    check_parallel_config(_NAME, config, axes, "torch", reasons)
+    check_axis_order(_NAME, config.data, axes)
+    check_compile(_NAME, config, model)
+    _check_fresh(model)
+    if config.data is not None and config.data.engine == "ddp" and any(p.is_meta for p in model.parameters()):
+        advice = 'Materialize it first, or use engine="fsdp".'
+        fail(_NAME, "model", 'on a device with engine="ddp"', "one on the meta device", advice=advice)
+    _check_reductions(model, config)
+    plan = plan_of(model)
+    _check_paths(model, plan, config)
+    if config.float8:
+        check_float8(_NAME, config, model, plan)
+    if config.tensor is not None:
+        if plan.styles is None:
+            advice = "Register a plan with styles."
+            fail(_NAME, "config.tensor", "None for a model whose plan has no styles", "TensorParallel", advice=advice)
+        plan.check(model, config.tensor, axes[config.tensor.axis])
+    if config.data is not None and config.data.context_axis is not None:
+        if plan.context is None:
+            refuse_context(_NAME, type(model).__name__, config.data.context_axis)
+        dividing = (*(() if config.tensor is None else (config.tensor.axis,)), config.data.context_axis)
+        plan.check_context(model, {axis: axes[axis] for axis in dividing})
+    return plan
+
+
+def _check_reductions(model: nn.Module, config: ParallelConfig) -> None:
+    """A reduction in another dtype is a hook of DDP's, which compiled autograd does not trace."""
+    data, compiled = config.data, config.compile
+    if data is None or data.reduce_dtype is None or compiled is None or not compiled.compiled_autograd:
+        return
+    for name, parameter in model.named_parameters():
+        dtype = dtype_name(parameter.dtype)
+        if parameter.requires_grad and dtype != data.reduce_dtype:
+            rule = "None, or the dtype of all parameters, with config.compile.compiled_autograd"
+            got = f"{data.reduce_dtype!r} ({name} is {dtype})"
+            raise UnsupportedError(error_text(_NAME, "config.data.reduce_dtype", rule, got))
+
+
+def _said(model: nn.Module, mesh: Any, config: ParallelConfig) -> dict[str, Any]:
+    """What has to be alike on all ranks of a mesh."""
+    parameters = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in model.named_parameters()]
+    digest = blake2b(repr(parameters).encode(), digest_size=4).hexdigest()
+    elements = sum(p.numel() for p in model.parameters())
+    return {
+        "the axes of mesh": mesh_sizes(mesh),
+        "config": config,
+        "the class of model": type(model).__name__,
+        "the parameters of model": f"{len(parameters)} of {elements} elements, digest {digest}",
+    }
+
+
+def _check_paths(model: nn.Module, plan: Plan, config: ParallelConfig) -> None:
+    """What the plan names is there."""
+    for path in (plan.blocks, *plan.ends):
+        try:
+            model.get_submodule(path)
+        except AttributeError:
+            advice = f"The plan of its kind looks for '{path}'. Parallelize the model inside it, or register a plan."
+            fail(_NAME, "model", f"one with a '{path}'", type(model).__name__, advice=advice)
+    if config.compile is not None and config.compile.ends and not plan.ends:
+        fail(_NAME, "config.compile.ends", "False for a model whose plan has no ends", True)
+
+
+def mesh_sizes(mesh: Any) -> dict[str, int]:
+    """Ranks by name of axis; empty for None."""
+    if mesh is None:
+        return {}
+    if not isinstance(mesh, DeviceMesh):
+        fail_type(_NAME, "mesh", "a DeviceMesh or None", type(mesh).__name__)
+    if mesh.mesh_dim_names is None:
+        advice = "Pass mesh_dim_names to init_device_mesh."
+        fail(_NAME, "mesh", "a DeviceMesh with names for its axes", "one without", advice=advice)
+    if mesh.get_coordinate() is None:
+        fail(_NAME, "mesh", "one that this rank is in", "one it is not in")
+    return dict(zip(mesh.mesh_dim_names, mesh.mesh.shape, strict=True))
+
+
+def _check_fresh(model: nn.Module) -> None:
+    wrapped = isinstance(model, DistributedDataParallel) or any(isinstance(m, FSDPModule) for m in model.modules())
+    if wrapped or hasattr(model, _MARK) or any(isinstance(p, DTensor) for p in model.parameters()):
+        advice = "Build it anew, or pass one configuration with all that is wanted."
+        fail(_NAME, "model", "one that has not been parallelized", type(model).__name__, advice=advice)

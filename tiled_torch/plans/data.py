@@ -1,0 +1,100 @@
+"""Data parallelism of a finished model: `fully_shard` block by block, hybrid over two axes, or DistributedDataParallel."""
+
+from typing import Any
+
+import torch
+import torch.distributed._functional_collectives as functional
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from shared_specs.config import DataParallel
+from tiled_torch.linear.module import TiledLinear
+from tiled_torch.plans.registry import Plan
+
+
+def apply_data_parallel(model: nn.Module, mesh: DeviceMesh, data: DataParallel, plan: Plan) -> nn.Module:
+    """The model, sharded in place, or inside DistributedDataParallel."""
+    if data.engine == "ddp":
+        return _replicated(model, mesh[data.shard_axis], data)
+    options: dict[str, Any] = {
+        "mesh": sharding_mesh(mesh, data),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=_dtype(data.param_dtype), reduce_dtype=_dtype(data.reduce_dtype)),
+        "offload_policy": CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+        if data.cpu_offload
+        else OffloadPolicy(),
+    }
+    for tile in _tiles_of(model):  # units of their own, so that no layer in tiles is gathered whole
+        fully_shard(tile, reshard_after_forward=data.reshard != "never" and not data.pipeline, **options)
+    blocks = [block for block in plan.blocks_of(model) if block is not model]
+    for block, reshard in zip(blocks, reshard_after_forward(data, len(blocks)), strict=True):
+        fully_shard(block, reshard_after_forward=reshard, **options)
+    ends = [model.get_submodule(path) for path in plan.ends if plan.ends_apart]
+    if ends:
+        fully_shard(ends[0], reshard_after_forward=data.reshard != "never" and not data.pipeline, **options)
+    if ends[1:]:  # used last: backward would gather them again at once
+        fully_shard(ends[1:], reshard_after_forward=data.reshard == "always", **options)
+    fully_shard(model, reshard_after_forward=data.reshard == "always", **options)
+    return model
+
+
+def _tiles_of(model: nn.Module) -> list[nn.Module]:
+    layers = [module for module in model.modules() if isinstance(module, TiledLinear)]
+    return [layer.linears[out_id][in_id] for layer in layers for out_id, in_id, *_ in layer.grid()]  # type: ignore[index]
+
+
+def reshard_after_forward(data: DataParallel, blocks: int) -> list[bool]:
+    """Whether each block's gathered weights are freed after its forward."""
+    if data.reshard != "default":
+        return [data.reshard == "always"] * blocks
+    # A pipeline runs every block once for each micro-batch; the last block is the first that backward needs.
+    return [not data.pipeline and number < blocks - 1 for number in range(blocks)]
+
+
+def sharding_mesh(mesh: DeviceMesh, data: DataParallel) -> DeviceMesh:
+    """The axes weights are sharded over, flattened to one, behind the axis of replicas where there is one."""
+    if data.context_axis is None:
+        names = (data.shard_axis,) if data.replicate_axis is None else (data.replicate_axis, data.shard_axis)
+        return mesh[names]
+    name = f"{data.shard_axis}_{data.context_axis}"
+    flat = mesh[data.shard_axis, data.context_axis]._flatten(name)
+    if data.replicate_axis is None:
+        return flat
+    if hasattr(DeviceMesh, "_concatenate"):
+        return DeviceMesh._concatenate([mesh[data.replicate_axis], flat])
+    return mesh[data.replicate_axis, name]  # before 2.12
+
+
+def _replicated(model: nn.Module, mesh: DeviceMesh, data: DataParallel) -> nn.Module:
+    engine = DistributedDataParallel(model, process_group=mesh.get_group())
+    dtype = _dtype(data.reduce_dtype)
+    if dtype is not None and any(p.requires_grad and p.dtype != dtype for p in model.parameters()):
+        engine.register_comm_hook((mesh.get_group(), dtype), _reduce_in)
+    return engine
+
+
+def _reduce_in(
+    state: Any,
+    bucket: torch.distributed.GradBucket,  # pyright: ignore[reportPrivateImportUsage]
+) -> Future[Tensor]:
+    """The mean of a bucket of gradients over the replicas, computed in another dtype than theirs.
+
+    Once a model of this process was parallelized with compiled autograd, DDP gives (gradient, parameter) instead, one by
+    one, and looks at no result.
+    """
+    group, dtype = state
+    replicas = torch.distributed.get_world_size(group)
+    if isinstance(bucket, tuple):
+        gradient, _ = bucket
+        gradient.copy_(functional.all_reduce(gradient.to(dtype) / replicas, "sum", group))
+        return None  # type: ignore[return-value]
+    gradients = bucket.buffer()
+    wide = gradients.to(dtype).div_(replicas)
+    work: Any = torch.distributed.all_reduce(wide, group=group, async_op=True)
+    return work.get_future().then(lambda done: gradients.copy_(done.value()[0]))
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    return None if name is None else getattr(torch, name)

@@ -1,0 +1,124 @@
+"""Weights for a model that was built, and parallelized, on the meta device: every rank makes only what it holds."""
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shared_specs.errors import fail
+from tiled_torch.collectives.initialise import Parts, fill_local
+
+_NAME = "materialize"
+
+
+def materialize(
+    model: nn.Module, *, device: torch.device | str = "cpu", weights: Mapping[str, Parts] | None = None, seed: int = 0
+) -> nn.Module:
+    """The same model with memory and values: given ones, or drawn so that they are the same however it is sharded.
+
+    Args:
+        model: on the meta device, after `parallelize` (engine "fsdp") or without it; changed in place.
+        device: of the local parameters and of the buffers.
+        weights: whole tensors by the names of `model.named_parameters()`, a tied one once, or what has a `shape` and gives
+            a tensor for a tuple of slices, such as an array in a file, of which only this rank's part is then asked for.
+            None draws them as the modules do (`reset_parameters`, or `_init_weights` of a Hugging Face model), each from
+            `seed` and its module's name. Buffers are computed as the modules do in either case.
+    Returns:
+        The model itself.
+    Memory: one module's whole parameters at a time beside the local ones, where they are drawn.
+    Raises:
+        SpecError: a weight is missing, is one too many or has another shape; a module with parameters or buffers that does
+            not say how it initialises them, or leaves one as it is.
+    Example:
+        >>> with torch.device("meta"):
+        ...     linear = nn.Linear(4, 4)
+        >>> bool(materialize(linear).weight.isfinite().all())
+        True
+    """
+    if weights is not None:
+        _check(model, weights)
+    ties = _ties(model)
+    model.to_empty(device=device)
+    for (first, name), *others in ties:
+        for module, other in others:
+            setattr(module, other, getattr(first, name))
+    with torch.no_grad():
+        for path, module in model.named_modules():
+            _initialise(model, path, module, seed, drawn=weights is None)
+        for name, whole in (weights or {}).items():
+            fill_local(model.get_parameter(name), whole)
+    return model
+
+
+def _check(model: nn.Module, weights: Mapping[str, Parts]) -> None:
+    parameters = dict(model.named_parameters())
+    for name in parameters.keys() ^ weights.keys():
+        fail(
+            _NAME,
+            "weights",
+            "one for every parameter",
+            f"{'none' if name in parameters else 'one too many'} for {name}",
+        )
+    for name, whole in weights.items():
+        if whole.shape != parameters[name].shape:
+            fail(_NAME, f"weights['{name}']", f"of shape {list(parameters[name].shape)}", list(whole.shape))
+
+
+def _ties(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    """Every place of every parameter; to_empty makes a new one in each."""
+    places: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            places[id(parameter)].append((module, name))
+    return list(places.values())
+
+
+def _initialise(model: nn.Module, path: str, module: nn.Module, seed: int, *, drawn: bool) -> None:
+    own: dict[str, Any] = {name: p for name, p in module._parameters.items() if p is not None}
+    if not (own and drawn) and not any(b is not None for b in module._buffers.values()):
+        return
+    initialise = _initialiser(model, path, module)
+    # Whole and on the host, so that the draws depend on neither the mesh nor the device; NaN, to see what is drawn.
+    whole = {
+        name: nn.Parameter(_unset(torch.empty(p.shape, dtype=p.dtype)), requires_grad=False) for name, p in own.items()
+    }
+    for buffer in module._buffers.values():
+        if buffer is not None:
+            _unset(buffer)
+    module._parameters.update(whole)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(int.from_bytes(hashlib.sha256(f"{seed} {path}".encode()).digest()[:7]))
+            initialise()
+    finally:
+        module._parameters.update(own)
+    for name, tensor in ((whole if drawn else {}) | module._buffers).items():
+        if tensor is not None and tensor.is_floating_point() and bool(tensor.isnan().any()):
+            advice = "Set it in reset_parameters(), or in _init_weights() of the model."
+            fail(_NAME, f"{path}.{name}".removeprefix("."), "set by its module", "left as it was", advice=advice)
+    for name, parameter in own.items():
+        fill_local(parameter, whole[name])
+
+
+def _unset(tensor: Tensor) -> Tensor:
+    return tensor.fill_(torch.nan) if tensor.is_floating_point() else tensor
+
+
+def _initialiser(model: nn.Module, path: str, module: nn.Module) -> Callable[[], Any]:
+    by_model: Any = getattr(model, "_init_weights", None)
+    if by_model is not None:
+        return lambda: by_model(module)
+    by_itself: Any = getattr(module, "reset_parameters", None)
+    if by_itself is None:
+        advice = "Give it reset_parameters()."
+        fail(
+            _NAME,
+            path or type(module).__name__,
+            "a module that initialises itself",
+            type(module).__name__,
+            advice=advice,
+        )
+    return by_itself

@@ -1,0 +1,106 @@
+"""Plans: where a kind of model has its blocks and ends, and how tensor parallelism splits them; users add their own."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from shared_specs.config import TensorParallel
+from shared_specs.errors import UnsupportedError, error_text, fail
+
+
+def _nothing(*_: Any) -> None:
+    pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What `parallelize` has to know of one model.
+
+    Args:
+        blocks: path of the nn.ModuleList of layers that are recomputed, compiled and sharded one by one; "" where the
+            model is itself the only one.
+        ends: paths of what is called before and after the blocks (embedding, final norm, head), in order, as far as
+            their forward is called.
+        ends_apart: whether with data parallelism the first of the ends is a unit of its own, and the others are one;
+            False where two of them share a weight, or one's is used without calling it.
+        check: (model, tensor, ranks) -> None; raises where the model cannot be split so. Called before anything is done.
+        styles: (model, tensor) -> {path, where * stands for any one name: torch ParallelStyle}; None where there is no
+            tensor parallelism.
+        finish: (model, mesh, tensor) -> None, after the styles were applied: weights to tie again, a loss to exchange.
+        same_batch: whether every rank of the tensor axis is called with the same batch, which the first call then compares;
+            False where ranks are called with tokens of their own.
+        context: (model, mesh of one axis) -> None; lets the model, called with whole sequences, compute with this rank's
+            tokens of them; None where there is no context parallelism. See `context_slice` and `context_attention`.
+        check_context: (model, ranks of the axes that divide heads by name, context's last) -> None; as `check`.
+    """
+
+    blocks: str
+    ends: tuple[str, ...] = ()
+    ends_apart: bool = True
+    check: Callable[[Any, TensorParallel, int], None] = _nothing
+    styles: Callable[[Any, TensorParallel], Mapping[str, ParallelStyle]] | None = None
+    finish: Callable[[Any, DeviceMesh, TensorParallel], None] = _nothing
+    same_batch: bool = True
+    context: Callable[[Any, DeviceMesh], None] | None = None
+    check_context: Callable[[Any, Mapping[str, int]], None] = _nothing
+
+    def blocks_of(self, model: nn.Module) -> list[nn.Module]:
+        """The layers of this model, in order."""
+        return list(model.get_submodule(self.blocks).children()) if self.blocks else [model]
+
+
+Builder = Callable[[Any], Plan]
+_BUILDERS: dict[str | type, Builder] = {}
+
+
+def register_plan(kind: str | type[nn.Module], plan: Plan | Builder, *, replace: bool = False) -> None:
+    """Make `parallelize` know a kind of model.
+
+    Args:
+        kind: the `config.model_type` of Hugging Face models, or a class, which stands for its subclasses too.
+        plan: of every model of that kind, or a function that makes one for a given model.
+        replace: whether there may be a plan for it already, which this one then replaces.
+    Raises:
+        SpecError: the kind has a plan and replace is False.
+    Example:
+        >>> class Stack(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        >>> register_plan(Stack, Plan(blocks="layers"))
+        >>> len(plan_of(Stack()).blocks_of(Stack()))
+        2
+    """
+    _load_own_plans()
+    if kind in _BUILDERS and not replace:
+        fail("register_plan", "kind", "one without a plan", _name(kind), advice="Pass replace=True to exchange it.")
+    _BUILDERS[kind] = plan if not isinstance(plan, Plan) else lambda _: plan
+
+
+def plan_of(model: nn.Module, function: str = "parallelize") -> Plan:
+    """The plan of a model: that of its class or the nearest base class that has one, else of its `config.model_type`."""
+    _load_own_plans()
+    for base in type(model).__mro__:
+        if base in _BUILDERS:
+            return _BUILDERS[base](model)
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    if kind in _BUILDERS:
+        return _BUILDERS[kind](model)
+    rule = "of a kind that has a plan: " + ", ".join(sorted(map(_name, _BUILDERS)))
+    advice = "Add one with tiled_torch.parallel.register_plan."
+    raise UnsupportedError(error_text(function, "model", rule, kind or type(model).__name__, advice=advice))
+
+
+def _load_own_plans() -> None:
+    """The library's plans register themselves when they are imported, which need not have happened yet."""
+    for name in ("decoder", "modules"):
+        import_module(f"tiled_torch.plans.{name}")
+
+
+def _name(kind: str | type) -> str:
+    return kind if isinstance(kind, str) else kind.__name__

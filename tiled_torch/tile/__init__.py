@@ -1,0 +1,1 @@
+"""`tile`: any token-wise function, a shard of tokens at a time."""

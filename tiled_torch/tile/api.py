@@ -1,0 +1,195 @@
+"""`tile`: any token-wise module or function, computed shard by shard and recomputed in backward, exactly.
+
+Two autograd nodes, as for `tiled_mlp`. `Save` keeps the arguments, takes every other tensor that fn reaches as an input
+and owns the backward; its outputs are anchors, one element seen in the shape of each result. `Run` computes the results
+and hands their gradients to the anchors. Non-reentrant checkpointing stops its replay at `Save`, before the loop.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._autograd import _get_current_graph_task_keep_graph as _keeps_graph  # torch has no public name for it
+from torch.utils import _pytree as pytree
+
+from shared_specs import checks
+from shared_specs.config import Tiling
+from shared_specs.errors import fail, fail_type
+from shared_specs.shards import ShardPlan, plan_tokens
+from tiled_torch.core import replay
+from tiled_torch.core.tensors import device_kind, refuse_second_order
+from tiled_torch.tile import forward_mode, token_layout
+from tiled_torch.tile.call import Call
+from tiled_torch.tile.state import mode_of
+
+_UNTILED = "; differentiate fn itself, or use tiled_jax."
+
+
+def tile(fn: Callable[..., Any], *, num_shards: int | None = None, tiling: Tiling | None = None) -> Callable[..., Any]:
+    """A function of the same arguments that computes fn shard by shard, with exact gradients.
+
+    fn(x)[rows] = fn(x[rows]) is what makes a function token-wise, and is not checked. Of what fn computes only one
+    shard exists at a time; backward runs fn again, shard by shard, on the same random numbers and autocast state. Each
+    shard finds its modules again as its forward found them: mode, buffers, attributes, weights put in by
+    `functional_call`. Afterwards all stands as it did. A tensor that fn reaches and does not itself write must not change
+    before backward: that is autograd's own error.
+
+    A shard of x is [1, t, H] where x has three or more dims, and [t, H] where it has two. Other tensor arguments with
+    x's leading dims are cut the same way, unless they are nn.Parameters; every other argument is passed whole. Results
+    may be any nested structure of tensors [1, t, ...] or [t, ...] and of None; they come back as [*leading dims, ...]
+    or [T, ...].
+
+    Besides its arguments fn may reach leaves (parameters), in a module or in a closure: they are found by running fn on
+    the first two tokens, and receive one gradient each, or a sum in `main_grad` where they have it. A module's
+    trainable parameters are known without that, so experts that no first token chose get theirs too. Modules that
+    fully_shard wraps inside fn are gathered once for the whole loop, and their gradients are reduced once.
+
+    That run also shows, however fn reaches them, the modules that fn calls, the generators (`generator=`) that it draws
+    from and the plain tensors that PyTorch's operations write in place. Not seen, and so not put back for backward, are
+    modules that only later tokens reach outside fn's own, and writes to other Python objects or by kernels of others.
+
+    Under torch.compile a tiled function runs as it is, between two compiled graphs, so fullgraph=True around it cannot
+    work. `tiled_mlp` and the modules of `tile_model` compile whole.
+
+    Args:
+        fn: an nn.Module (called, so its hooks run, once per shard) or a function; its first argument is x.
+        num_shards: at most this many shards of T, >= 1; None lets the plan choose. See shared_specs.shards.
+        tiling: the long form: num_shards or shard_tokens. keep and memory_budget do not apply.
+    Returns:
+        A callable. Its x is [T, H] or [B, S, H] (any leading dims); T = 0 runs fn once without tokens.
+    Numerics: gradients of what shards share are summed in float32 (float64 for float64) and cast once, or added to
+        `main_grad`: one of 16 bits gets the finished sum, and is rounded once in each backward.
+    Memory: keeps the tensor arguments, and of tensors that fn writes a copy for every shard (one in all of a tensor beyond
+        64 KiB); peak is what fn needs for one shard, plus the float32 sums. Checkpointing outside does not replay the
+        loop if nothing after it in the checkpointed region saves a tensor. Forward mode carries tangents shard by shard.
+    Raises:
+        TypeError: fn cannot be called, x is no tensor, a result is neither a tensor nor None.
+        SpecError: x has less than two dims; a result has no row per token; fn reaches a tensor that requires grad and
+            was computed outside fn, or, in backward, a leaf that it did not reach before; fn writes to its arguments,
+            values that require grad to another tensor, or for later tokens alone what cannot be put back.
+        RuntimeError: a tensor that fn reaches was written between forward and backward.
+        UnsupportedError: backward with create_graph=True; torch.func; forward mode where a result requires grad; a
+            DTensor argument or result; FSDP1 or DDP inside fn; a ZeRO-3 parameter that no leaf module around the call has
+            gathered; a CUDA graph that is being captured.
+    Source: derived in shared_specs/README.md; the sharding idea is DeepSpeed's ALST (arXiv 2506.13996).
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> experts = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 8))
+        >>> tile(experts, num_shards=4)(torch.randn(2, 5, 8)).shape
+        torch.Size([2, 5, 8])
+    """
+    if not callable(fn):
+        fail_type("tile", "fn", "a module or a function", type(fn).__name__)
+    unused = ("vocab_shards", "deterministic")
+    tiling = checks.resolve_tiling("tile", num_shards, 0.0, tiling, unused=unused)
+    if tiling.keep:
+        fail("tile", "keep", "0", tiling.keep, advice="A generic function has no gate and up to keep.")
+    if tiling.memory_budget is not None:
+        advice = "The bytes of a generic function are unknown; pass num_shards or shard_tokens."
+        fail("tile", "memory_budget", "None", tiling.memory_budget, advice=advice)
+    return Tiled(fn, tiling)
+
+
+class Tiled:
+    """What `tile` returns. function: the public function called, for its messages."""
+
+    def __init__(self, fn: Callable[..., Any], tiling: Tiling, function: str = "tile") -> None:
+        self.fn, self.tiling, self.function = fn, tiling, function
+
+    def __repr__(self) -> str:
+        return f"tile({self.fn!r}, tiling={self.tiling!r})"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if "torch._dynamo" in sys.modules:  # someone compiles: this call stays as it is, between two compiled graphs
+            return torch.compiler.disable(self._run)(*args, **kwargs)
+        return self._run(*args, **kwargs)  # torch.compiler would take seconds to load, for nothing
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        replay.refuse_transforms(self.function, "fn")
+        layout, tensors = token_layout.split(self.fn, args, kwargs, function=self.function)
+        with mode_of(tensors):
+            return self._run_split(layout, tensors)
+
+    def _run_split(self, layout: token_layout.Layout, tensors: list[Tensor]) -> Any:
+        device = tensors[layout.rowed.index(True)].device
+        call = Call(self.fn, layout, plan_of(layout, self.tiling, device), tensors, device)
+        token = call.units.open(device)
+        with torch.no_grad():
+            flat = layout.flat(tensors)
+        if torch.is_grad_enabled() or call.units.loaded:  # the probe also sees who would communicate
+            call.probe(flat)
+        anchors: tuple[Tensor, ...] = ()
+        if any(call.differentiable):
+            anchors = Save.apply(call, token, *tensors, *(capture.tensor for capture in call.captures))
+            results = _with_none(call, Run.apply(call, flat, *anchors))
+        else:
+            results = call.forward(flat)
+        call.units.close(anchors)
+        assert call.spec is not None
+        return pytree.tree_unflatten(results, call.spec)
+
+
+def plan_of(layout: token_layout.Layout, tiling: Tiling, device: torch.device) -> ShardPlan:
+    return plan_tokens(
+        layout.tokens,
+        num_shards=tiling.num_shards,
+        shard_tokens=tiling.shard_tokens,
+        device=device_kind(device),
+    )
+
+
+def _with_none(call: Call, results: tuple[Tensor, ...]) -> list[Tensor | None]:
+    given = iter(results)
+    return [None if form is None else next(given) for form in call.forms]
+
+
+class Save(torch.autograd.Function):
+    """Packs the arguments; owns the backward. Outputs: one anchor for each differentiable result."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, token: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        # Arguments: fn is computed again from them. What fn captures it finds by itself; versions guard it.
+        ctx.save_for_backward(*tensors[: len(call.needs)], *call.derived())
+        pairs = zip(call.forms, call.differentiable, strict=True)
+        return tuple(form.anchor() for form, differentiable in pairs if form and differentiable)
+
+    @staticmethod
+    def backward(ctx: Any, *danchors: Tensor | None) -> tuple[Tensor | None, ...]:
+        saved, call = ctx.saved_tensors, ctx.call
+        if not _keeps_graph():
+            ctx.call = None  # with all that fn reaches, as autograd lets go of what it saves
+        token = torch.zeros((), device=call.device) if ctx.needs_input_grad[1] else None
+        refuse_second_order(call.layout.function, _UNTILED, "The recomputed backward")
+        if all(danchor is None for danchor in danchors):
+            return (None, token, *(None for _ in ctx.needs_input_grad[2:]))
+        if forward_mode.active() and any(forward_mode.tangent_of(danchor) is not None for danchor in danchors):
+            forward_mode.refuse(call.layout.function)
+        own = len(call.needs)
+        with mode_of(saved):
+            return (None, token, *call.backward(saved[:own], saved[own:], danchors))
+
+
+class Run(torch.autograd.Function):
+    """Computes the results from detached operands; saves nothing and hands their gradients to the anchors."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, flat: list[Tensor], *anchors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        results = call.forward(flat)
+        pairs = list(zip(results, call.differentiable, strict=True))
+        ctx.mark_non_differentiable(*(r for r, differentiable in pairs if r is not None and not differentiable))
+        ctx.differentiable = [differentiable for r, differentiable in pairs if r is not None]
+        return tuple(r for r in results if r is not None)
+
+    @staticmethod
+    def backward(ctx: Any, *dresults: Tensor | None) -> tuple[Tensor | None, ...]:
+        return (
+            None,
+            None,
+            *(d for d, differentiable in zip(dresults, ctx.differentiable, strict=True) if differentiable),
+        )

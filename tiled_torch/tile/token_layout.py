@@ -1,0 +1,160 @@
+"""Which arguments and results of a token-wise function have one row per token, and how a shard of them looks.
+
+No autograd here: `split` describes a call, `Layout.shard` cuts a shard out of it, `Form` says how a result is stored.
+"""
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from shared_specs import checks
+from shared_specs.errors import fail, fail_type, show_shape
+from tiled_torch.core.tensors import refuse_dtensor
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The arguments of one call without their tensors, so that it can outlive them.
+
+    Args:
+        others: flattened arguments, None where a tensor stands. positions: where the tensors stand.
+        rowed: per tensor, whether it has one row per token and is cut; the others are passed whole.
+        lead: leading dims of x. batched: x has three or more dims, so a shard is [1, t, ...] and not [t, ...].
+        function: the public function called, for its messages.
+    """
+
+    others: tuple[Any, ...]
+    spec: pytree.TreeSpec
+    positions: tuple[int, ...]
+    rowed: tuple[bool, ...]
+    lead: tuple[int, ...]
+    function: str = "tile"
+
+    @property
+    def tokens(self) -> int:
+        return math.prod(self.lead)
+
+    @property
+    def batched(self) -> bool:
+        return len(self.lead) > 1
+
+    def flat(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Every rowed tensor as [T, ...] (a copy only where leading dims cannot be merged), the others as they are."""
+        merged = zip(tensors, self.rowed, strict=True)
+        return [t.reshape(self.tokens, *t.shape[len(self.lead) :]) if rowed else t for t, rowed in merged]
+
+    def pieces(self, flat: Sequence[Tensor], start: int, stop: int) -> list[Tensor]:
+        """Tokens start to stop of every rowed tensor, the others whole; [t, ...]."""
+        return [t[start:stop] if rowed else t for t, rowed in zip(flat, self.rowed, strict=True)]
+
+    def arguments(self, pieces: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The positional and keyword arguments of the call for one shard."""
+        leaves = list(self.others)
+        for position, piece, rowed in zip(self.positions, pieces, self.rowed, strict=True):
+            leaves[position] = piece.unsqueeze(0) if rowed and self.batched else piece
+        return pytree.tree_unflatten(leaves, self.spec)
+
+
+def split(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], *, function: str = "tile"
+) -> tuple[Layout, list[Tensor]]:
+    """The layout of a call and its tensors; SpecError or TypeError where x cannot be cut."""
+    x = args[0] if args else kwargs.get(_first_name(fn))
+    if not isinstance(x, Tensor):
+        fail_type(function, "x, the first argument,", "an array", type(x).__name__)
+    if x.dim() < 2:
+        fail(function, "x", "[tokens, hidden] or more dims", show_shape(tuple(x.shape)))
+    leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
+    positions = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
+    tensors = [leaves[i] for i in positions]
+    for tensor in tensors:
+        refuse_dtensor(function, "an argument of fn", tensor, _TO_LOCAL)
+    lead = tuple(x.shape[:-1])
+    rowed = tuple(t is x or _has_rows(t, lead) for t in tensors)
+    others = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+    return Layout(others, spec, positions, rowed, lead, function), tensors
+
+
+def _has_rows(tensor: Tensor, lead: tuple[int, ...]) -> bool:
+    return tuple(tensor.shape[: len(lead)]) == lead and not isinstance(tensor, nn.Parameter)
+
+
+def _first_name(fn: Callable[..., Any]) -> str:
+    """Name of fn's first parameter, for a call that gives x by name."""
+    try:
+        return next(iter(inspect.signature(fn.forward if isinstance(fn, nn.Module) else fn).parameters), "")
+    except ValueError:  # a builtin without a signature
+        return ""
+
+
+_TO_LOCAL = "Convert it with to_local(), or let the parallel plan of fn's own layers do it."
+
+
+@dataclass(frozen=True)
+class Form:
+    """How one result is stored: rows [T, *rest], seen as [*lead, *rest] where the shard's was [1, t, *rest]."""
+
+    shape: tuple[int, ...]
+    rest: tuple[int, ...]
+    batched: bool
+    dtype: torch.dtype
+    device: torch.device
+
+    def empty(self) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
+
+    def anchor(self) -> Tensor:
+        """One element seen as the whole result: what stands in for it in the graph without memory of its own."""
+        return torch.empty_strided(self.shape, (0,) * len(self.shape), dtype=self.dtype, device=self.device)
+
+    def rows(self, whole: Tensor, tokens: int) -> Tensor:
+        return whole.reshape(tokens, *self.rest)
+
+    def shard_shape(self, t: int) -> tuple[int, ...]:
+        return (1, t, *self.rest) if self.batched else (t, *self.rest)
+
+
+def form_of(index: int, result: Any, t: int, layout: Layout) -> Form | None:
+    """The form of fn's result number `index` for a shard of t tokens; None for a result that is None."""
+    if result is None:
+        return None
+    if not isinstance(result, Tensor):
+        fail_type(layout.function, f"output {index} of fn", "an array or None", type(result).__name__)
+    refuse_dtensor(layout.function, f"output {index} of fn", result, _TO_LOCAL)
+    shape = tuple(result.shape)
+    if layout.batched and shape[:2] == (1, t):
+        rest, batched = shape[2:], True
+    elif shape[:1] == (t,):
+        rest, batched = shape[1:], False
+    else:
+        checks.fail_rows(layout.function, index, shape, t)
+    lead = layout.lead if batched else (layout.tokens,)
+    return Form((*lead, *rest), rest, batched, result.dtype, result.device)
+
+
+def write(
+    function: str, index: int, result: Any, form: Form | None, rows: Tensor | None, start: int, stop: int
+) -> None:
+    """Stores one shard's result in its rows, after checking that it has the form of the others."""
+    if form is None or rows is None or result is None:
+        if form is not None or result is not None:
+            fail(function, f"output {index} of fn", "None for every shard or for none", _show(result))
+        return
+    t = stop - start
+    if isinstance(result, Tensor) and result.shape[:1] != (t,) and result.shape[:2] != (1, t):
+        checks.fail_rows(function, index, tuple(result.shape), t)
+    if not isinstance(result, Tensor) or tuple(result.shape) != form.shard_shape(t):
+        fail(function, f"output {index} of fn", show_shape(form.shard_shape(t)), _show(result))
+    if result.dtype != form.dtype:
+        fail(function, f"output {index} of fn", f"of dtype {form.dtype} for every shard", result.dtype)
+    rows[start:stop] = result.reshape(t, *form.rest)
+
+
+def _show(result: Any) -> str:
+    return show_shape(tuple(result.shape)) if isinstance(result, Tensor) else type(result).__name__
