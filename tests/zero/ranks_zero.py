@@ -2,6 +2,7 @@
 
 import gc
 import os
+import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
