@@ -164,7 +164,7 @@ PYTEST_ARGS ?=
 BENCH_ARGS ?=
 TUNE_ARGS ?=
 GPU_RUN := timeout --kill-after=10 $(GPU_SECONDS) $(GPU_PYTHON) -m
-GPU_parity = $(GPU_RUN) shared_specs.app.gpu_parity --out $(OUT) $(PYTEST_ARGS)
+GPU_parity = $(GPU_RUN) shared_specs.app.gpu.parity --out $(OUT) $(PYTEST_ARGS)
 GPU_torch = $(GPU_RUN) tiled_torch bench --device gpu --op all --out $(OUT) $(BENCH_ARGS)
 GPU_jax = $(GPU_RUN) tiled_jax bench --device gpu --op all --out $(OUT) $(BENCH_ARGS)
 GPU_tune = $(GPU_RUN) tiled_torch tune --minutes 4 --out $(OUT) $(TUNE_ARGS); first=$$?; \

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from shared_specs.config import TensorParallel
-from shared_specs.parallel_checks import TensorSizes, check_divides
+from shared_specs.plans.checks import TensorSizes, check_divides
 from tiled_torch import TiledLinearCrossEntropy, TiledMLP
 from tiled_torch.parallel import Plan, register_plan
 from tiled_torch.plans.tensor_styles import Embedding, Norm, TiledLossStyle, TiledMLPStyle, Whole

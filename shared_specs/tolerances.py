@@ -1,6 +1,6 @@
 """The only tolerance numbers of the repository. No environment variable and no test loosens one.
 
-A result may be at most FACTOR times as wrong as the baseline (`shared_specs/rounding.py`) plus a floor, measured as
+A result may be at most FACTOR times as wrong as the baseline (`shared_specs/core/rounding.py`) plus a floor, measured as
 relative L2 distance to the float64 oracle. Evidence: a correct half scores 0.7 to 1.4 times the baseline, a half that
 drops one shard of 64 scores 38.
 """

@@ -9,9 +9,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from shared_specs.cases import LossCase, MLPCase
 from shared_specs.config import DIFFERENTIABLE_OUTPUTS, LossResult, Tiling
-from shared_specs.inputs import is_frozen, loss_options, make_inputs, make_loss_inputs
+from shared_specs.loss.cases import LossCase, loss_options, make_loss_inputs
+from shared_specs.mlp.cases import MLPCase, make_inputs
+from shared_specs.reference import is_frozen
 from tests.asserting import assert_near
 
 Array = np.ndarray[Any, Any]
@@ -48,8 +49,8 @@ class NumpyAdapter:
     half, backends = "numpy", ("oracle",)
 
     def run(self, case: MLPCase, backend: str = "oracle") -> Results:
-        from shared_specs.inputs import baseline
-        from shared_specs.rounding import DTYPES
+        from shared_specs.core.rounding import DTYPES
+        from shared_specs.reference import baseline
 
         return {name: value.astype(DTYPES[case.dtype]) for name, value in baseline(case).items()}
 

@@ -5,10 +5,11 @@ from typing import Any
 
 import numpy as np
 
-from shared_specs import inputs
-from shared_specs.cases import LossCase, MLPCase
+from shared_specs import reference
 from shared_specs.config import LOSS_OUTPUTS
-from shared_specs.rounding import DTYPES, compute_dtype, relative_error
+from shared_specs.core.rounding import DTYPES, compute_dtype, relative_error
+from shared_specs.loss.cases import LossCase
+from shared_specs.mlp.cases import MLPCase
 from shared_specs.tolerances import limit
 
 Array = np.ndarray[Any, Any]
@@ -17,7 +18,7 @@ Array = np.ndarray[Any, Any]
 @cache
 def truth(case: MLPCase | LossCase) -> tuple[dict[str, Array], dict[str, float]]:
     """The oracle's results and the largest relative error each may show."""
-    oracle, baseline = inputs.oracle(case), inputs.baseline(case)
+    oracle, baseline = reference.oracle(case), reference.baseline(case)
     return oracle, {name: limit(relative_error(baseline[name], oracle[name]), case.dtype) for name in oracle}
 
 

@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from shared_specs.app.budget import Buffers
 from shared_specs.app.command import Command, main
-from shared_specs.app.loop import finetune
-from shared_specs.app.stored import Array
-from shared_specs.app.team import ALONE, Team, check_layout
-from shared_specs.app.trainer import TrainerState
-from shared_specs.cli import FinetuneOptions
+from shared_specs.app.finetune.budget import Buffers
+from shared_specs.app.finetune.loop import finetune
+from shared_specs.app.finetune.processes import ALONE, Team, check_layout
+from shared_specs.app.finetune.stored import Array
+from shared_specs.app.finetune.trainer import TrainerState
+from shared_specs.app.options import FinetuneOptions
 
 _EMBED = "model.embed_tokens.weight"
 

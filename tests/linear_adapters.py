@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from shared_specs.collectives.partitions import bounds
 from shared_specs.config import NAMES, Half
-from shared_specs.linear_cases import LinearCase, linear_baseline, linear_oracle, make_linear_inputs
-from shared_specs.partitions import bounds
-from shared_specs.rounding import DTYPES, compute_dtype, relative_error
+from shared_specs.core.rounding import DTYPES, compute_dtype, relative_error
+from shared_specs.linear.cases import LinearCase, linear_baseline, linear_oracle, make_linear_inputs
 from shared_specs.tolerances import limit
 from tests.adapters import ADAPTERS, Array, Results
 from tests.asserting import assert_within

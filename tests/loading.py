@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from shared_specs.app.finetune.stored import StoredArray
+from shared_specs.app.finetune.trainer import Trainer
 from shared_specs.app.memory import PeakMemory, resident_bytes
-from shared_specs.app.model_config import weight_shapes
-from shared_specs.app.stored import StoredArray
-from shared_specs.app.trainer import Trainer
-from shared_specs.app.weights import read_model
-from shared_specs.cli import FinetuneOptions
+from shared_specs.app.models.model_config import weight_shapes
+from shared_specs.app.models.weights import read_model
+from shared_specs.app.options import FinetuneOptions
 from tests.tiny_model import tiny_config, write_tiny_folder, write_tiny_gguf
 
 # 80 MB of weights, of which no single one is more than a fortieth.

@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations, product
 from typing import Any
 
-from shared_specs.cases import MLPCase
 from shared_specs.config import ACTIVATIONS
+from shared_specs.mlp.cases import MLPCase
 
 Row = dict[str, Any]
 Pair = frozenset[tuple[str, Any]]

@@ -8,9 +8,9 @@ from gguf import GGMLQuantizationType, GGUFWriter, TokenType
 from gguf.quants import quantize
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from shared_specs.app.model_config import complete_config, weight_shapes
-from shared_specs.app.tokenizer import ModelTokenizer
-from shared_specs.app.weights import write_model
+from shared_specs.app.models.model_config import complete_config, weight_shapes
+from shared_specs.app.models.tokenizer import ModelTokenizer
+from shared_specs.app.models.weights import write_model
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",

@@ -3,11 +3,11 @@
 import sys
 
 from shared_specs.app.command import Command, main
-from shared_specs.cli import BenchOptions, FinetuneOptions, TuneOptions
+from shared_specs.app.options import BenchOptions, FinetuneOptions, TuneOptions
 
 
 def _finetune(options: FinetuneOptions) -> int:
-    from shared_specs.app.loop import finetune
+    from shared_specs.app.finetune.loop import finetune
     from tiled_jax.commands.finetune import JaxTrainer
 
     return finetune(JaxTrainer(), options)

@@ -6,7 +6,8 @@ from typing import Literal
 
 import jax
 
-from shared_specs import checks, config
+from shared_specs import config
+from shared_specs.core import checks
 
 # For functions whose computation no kernel has; the reason is about the code of today, not about the machine.
 NO_KERNEL = "tiled_jax has no Pallas kernel for this operation yet; the XLA path runs on every device."

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import torch
 
-from shared_specs import checks
 from shared_specs.config import TORCH
+from shared_specs.core import checks
 
 _ran: dict[str, str] = {}
 

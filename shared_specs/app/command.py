@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from shared_specs.app.team import USER_ERRORS, SaidElsewhere, let_first_speak
-from shared_specs.cli import flag, parse_size
+from shared_specs.app.finetune.processes import USER_ERRORS, SaidElsewhere, let_first_speak
+from shared_specs.app.options import flag, parse_size
 
 _LONGEST_WORD = 300
 
@@ -22,7 +22,7 @@ class Command:
     Attributes:
         name: the word.
         help: one line for --help.
-        options: a dataclass of `shared_specs.cli`.
+        options: a dataclass of `shared_specs.app.options`.
         extras: of the package tiled-mlp, with which all that the command imports is installed.
         run: does the work and returns the exit code; imports its framework itself, so that --help needs none.
     """

@@ -9,9 +9,9 @@ from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
-from shared_specs.app.model_config import weight_shapes
-from shared_specs.app.team import OutputError
-from shared_specs.cli import FinetuneOptions, InputError
+from shared_specs.app.finetune.processes import OutputError
+from shared_specs.app.models.model_config import weight_shapes
+from shared_specs.app.options import FinetuneOptions, InputError
 
 _T = TypeVar("_T")
 _FLOAT32 = 4

@@ -15,9 +15,10 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
 
-from shared_specs import costs
-from shared_specs.blocks import CANDIDATES, Blocks
 from shared_specs.config import Tiling
+from shared_specs.kernels.blocks import CANDIDATES, Blocks
+from shared_specs.loss import costs as loss_costs
+from shared_specs.mlp import costs as mlp_costs
 from shared_specs.shards import ShardPlan
 from tests.aot import h200
 from tests.aot.conftest import DUMP
@@ -161,10 +162,10 @@ def kernels_without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("backend", "deterministic"), [("xla", False), ("pallas", False), ("pallas", True)])
 def test_temporary_bytes_of_the_mlp(backend: str, deterministic: bool, kernels_without_a_device: None) -> None:
     """Within the formula, and no more at four times the tokens."""
-    shape = costs.MLPShape(tokens=16384, hidden=H, intermediate=W, itemsize=2, weight_itemsize=4)
+    shape = mlp_costs.MLPShape(tokens=16384, hidden=H, intermediate=W, itemsize=2, weight_itemsize=4)
     short, long = (temp_bytes(tokens, backend, deterministic) for tokens in (16384, 65536))
     print(backend, short / 2**20, long / 2**20, "MiB")
-    assert short <= costs.compiled_peak_bytes(shape, ShardPlan(16384, 2048), device="gpu")
+    assert short <= mlp_costs.compiled_peak_bytes(shape, ShardPlan(16384, 2048), device="gpu")
     assert long <= 1.05 * short
 
 
@@ -181,10 +182,10 @@ def test_sums_of_weight_gradients_are_added_by_their_products(kernels_without_a_
 
 def test_temporary_bytes_of_the_mlp_inside_shard_map(kernels_without_a_device: None) -> None:
     """Within the formula too where the kernel may not write over the sums of weight gradients, and makes new ones."""
-    shape = costs.MLPShape(tokens=16384, hidden=H, intermediate=W, itemsize=2, weight_itemsize=4)
+    shape = mlp_costs.MLPShape(tokens=16384, hidden=H, intermediate=W, itemsize=2, weight_itemsize=4)
     found = temp_bytes(16384, "pallas", True, mapped=True)
-    print(found / 2**20, costs.compiled_peak_bytes(shape, ShardPlan(16384, 2048), device="gpu") / 2**20, "MiB")
-    assert found <= costs.compiled_peak_bytes(shape, ShardPlan(16384, 2048), device="gpu")
+    print(found / 2**20, mlp_costs.compiled_peak_bytes(shape, ShardPlan(16384, 2048), device="gpu") / 2**20, "MiB")
+    assert found <= mlp_costs.compiled_peak_bytes(shape, ShardPlan(16384, 2048), device="gpu")
 
 
 def test_temporary_bytes_of_the_loss() -> None:
@@ -195,7 +196,7 @@ def test_temporary_bytes_of_the_loss() -> None:
     program = h200.compiled(
         jax.value_and_grad(tiled, argnums=(0, 1)), h200.shape(BF16, tokens, H), h200.shape(BF16, H, V), targets
     )
-    shape = costs.LossShape(tokens=tokens, hidden=H, vocab=V, itemsize=2, weight_itemsize=2)
+    shape = loss_costs.LossShape(tokens=tokens, hidden=H, vocab=V, itemsize=2, weight_itemsize=2)
     found = program.memory_analysis().temp_size_in_bytes
     print(found / 2**20, "MiB")
-    assert found <= costs.compiled_loss_peak_bytes(shape, ShardPlan(tokens, shard), device="gpu")
+    assert found <= loss_costs.compiled_loss_peak_bytes(shape, ShardPlan(tokens, shard), device="gpu")

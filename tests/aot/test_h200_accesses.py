@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from shared_specs.blocks import CANDIDATES, Blocks
+from shared_specs.kernels.blocks import CANDIDATES, Blocks
 from tests.aot import h200, ptx
 from tests.aot.conftest import DUMP
 from tiled_jax.mlp.kernels.glu_elementwise import glu, glu_backward

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
 
-from shared_specs import costs
-from shared_specs.blocks import CANDIDATES, Blocks
 from shared_specs.config import LossOptions, Tiling
+from shared_specs.kernels.blocks import CANDIDATES, Blocks
+from shared_specs.loss import costs as loss_costs
 from shared_specs.shards import ShardPlan
 from tests.aot import h200, ptx
 from tests.aot.conftest import DUMP
@@ -122,8 +122,8 @@ def temp_bytes(backend: str, dtype: Any = BF16, vocab: int = V, weight_dtype: An
 
 def bound(dtype: Any = BF16, vocab: int = V, weight_dtype: Any = None) -> int:
     itemsize, weight_itemsize = (jnp.dtype(d).itemsize for d in (dtype, weight_dtype or dtype))
-    shape = costs.LossShape(tokens=T, hidden=H, vocab=vocab, itemsize=itemsize, weight_itemsize=weight_itemsize)
-    return costs.compiled_loss_peak_bytes(shape, ShardPlan(T, SHARD), device="gpu")
+    shape = loss_costs.LossShape(tokens=T, hidden=H, vocab=vocab, itemsize=itemsize, weight_itemsize=weight_itemsize)
+    return loss_costs.compiled_loss_peak_bytes(shape, ShardPlan(T, SHARD), device="gpu")
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from shared_specs.oracle.collectives import collective_cases
+from shared_specs.collectives.cases import collective_cases
 from tests.on_torch.ranks_collectives import call
 from tests.on_torch.ranks_loss import distance, draw
 from tiled_torch import parallel

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 for _package in ("transformers", "gguf", "tokenizers", "safetensors"):
     pytest.importorskip(_package)
 
-from shared_specs.app.log import read_log, step_records  # noqa: E402
+from shared_specs.app.finetune.log import read_log, step_records  # noqa: E402
 from shared_specs.tolerances import DEMO_LOSS_RTOL  # noqa: E402
 from tests.tiny_model import write_inputs  # noqa: E402
 

@@ -8,8 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from shared_specs.blocks import DETERMINISTIC, UNMEASURED, Paths
-from shared_specs.cases import LOSS_CASES, MLP_CASES, LossCase, MLPCase
+from shared_specs.kernels.blocks import DETERMINISTIC, UNMEASURED, Paths
+from shared_specs.loss.cases import LOSS_CASES, LossCase
+from shared_specs.mlp.cases import MLP_CASES, MLPCase
 from tests.adapters import JaxAdapter, Results, TorchAdapter
 from tests.asserting import assert_case
 

@@ -13,6 +13,21 @@ from pathlib import PurePosixPath
 
 PACKAGES = ("shared_specs", "tiled_torch", "tiled_jax")
 
+# The specification's rooms, lowest first; its files at the top but `reference` are below all of them.
+SPEC_LEVELS = {
+    "core": 1,
+    "collectives": 2,
+    "tile": 3,
+    "mlp": 4,
+    "loss": 4,
+    "linear": 4,
+    "layers": 5,
+    "plans": 6,
+    "kernels": 6,
+    "reference": 6,
+    "app": 7,
+}
+
 # A module may import rooms of a lower level and its own room; rooms of one level do not know each other.
 # "root" is the package's own __init__, which re-exports the public names.
 LEVELS = {
@@ -91,7 +106,7 @@ def fault(package: str, room: str, found: Import) -> str | None:
     if top not in EVERYWHERE[package] | IN_ROOM.get((package, room), set()):
         return f"{top} does not belong in {package}/{room}"
     if top == "shared_specs":
-        return fault_of_app(package, room, rest)
+        return fault_of_app(package, room, rest) or (fault_of_spec(room, rest) if package == top else None)
     if top == package:
         return fault_of_direction(room, rest)
     return None
@@ -103,6 +118,13 @@ def fault_of_app(package: str, room: str, rest: list[str]) -> str | None:
     if package == "shared_specs":
         return "nothing in shared_specs outside app imports app"
     return None if room in ROOMS_WITH_APP else "only models and commands of a half import shared_specs.app"
+
+
+def fault_of_spec(room: str, rest: list[str]) -> str | None:
+    own, target = SPEC_LEVELS.get(room, 0), SPEC_LEVELS.get(rest[0], 0) if rest else 0
+    if own > target or own == target == 0 or rest[0] == room:
+        return None
+    return f"imports go one way, and {rest[0]} is not below {room}"
 
 
 def fault_of_direction(room: str, rest: list[str]) -> str | None:

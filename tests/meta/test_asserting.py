@@ -6,11 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shared_specs import inputs
-from shared_specs.cases import MLP_CASES, MLPCase
-from shared_specs.inputs import make_inputs
-from shared_specs.oracle.mlp import mlp
-from shared_specs.rounding import relative_error
+from shared_specs import reference
+from shared_specs.core.rounding import relative_error
+from shared_specs.mlp.cases import MLP_CASES, MLPCase, make_inputs
+from shared_specs.mlp.oracle import mlp
 from shared_specs.tolerances import FLOOR
 from tests.adapters import ADAPTERS
 from tests.asserting import assert_case, assert_near, assert_within, truth
@@ -91,7 +90,7 @@ def test_two_and_a_half_times_the_error_of_the_baseline_is_refused(case: MLPCase
     """And not only tens of times: a limit of four times the baseline would let most mutants of one rounding pass."""
     oracle, limits = truth(case)
     for name, expected in oracle.items():
-        baseline = relative_error(inputs.baseline(case)[name], expected)
+        baseline = relative_error(reference.baseline(case)[name], expected)
         assert_within(expected * (1 + 1.9 * baseline), expected, limits[name], name)
         wrong = expected * (1 + 2.5 * baseline + 1.01 * FLOOR[case.dtype])
         with pytest.raises(AssertionError, match="relative error"):

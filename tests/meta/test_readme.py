@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from shared_specs.app.tables import RECORDS, render
-from shared_specs.records import FORMAT, read_records
+from shared_specs.app.bench.records import FORMAT, read_records
+from shared_specs.app.bench.tables import RECORDS, render
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -14,7 +14,7 @@ TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 
 def test_tables_come_from_records() -> None:
     assert "No record yet" not in TEXT
-    assert render(TEXT, read_records(RECORDS)) == TEXT, "run: python -m shared_specs.app.tables"
+    assert render(TEXT, read_records(RECORDS)) == TEXT, "run: python -m shared_specs.app.bench.tables"
 
 
 def test_a_table_that_differs_is_noticed() -> None:

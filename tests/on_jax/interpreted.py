@@ -16,8 +16,8 @@ from jax._src.pallas.mosaic.interpret import thread_map
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from shared_specs.oracle.mlp import activate
-from shared_specs.rounding import DTYPES, compute_dtype, relative_error, round_to
+from shared_specs.core.rounding import DTYPES, compute_dtype, relative_error, round_to
+from shared_specs.mlp.oracle import activate
 from shared_specs.tolerances import limit
 from tests.asserting import assert_within
 

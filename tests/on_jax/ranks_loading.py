@@ -5,7 +5,7 @@ import sys
 
 import jax
 
-from shared_specs.cli import FinetuneOptions
+from shared_specs.app.options import FinetuneOptions
 from tests.loading import memory_of_loading
 from tiled_jax.commands.finetune import JaxTrainer
 

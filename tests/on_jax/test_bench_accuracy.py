@@ -7,10 +7,10 @@ from pathlib import Path
 import jax
 import pytest
 
-from shared_specs.app.accuracy import WEIGHTS
-from shared_specs.cli import BenchOptions
+from shared_specs.app.bench.accuracy import WEIGHTS
+from shared_specs.app.bench.workloads import ACCURACY_WORKLOADS, AccuracyWorkload
+from shared_specs.app.options import BenchOptions
 from shared_specs.tolerances import BF16_256_SHARDS
-from shared_specs.workloads import ACCURACY_WORKLOADS, AccuracyWorkload
 from tiled_jax.commands import bench_accuracy
 from tiled_jax.commands.bench import bench
 from tiled_jax.commands.peers import MLP, plain

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from shared_specs.app.gpu_bench import bench_jobs
-from shared_specs.app.gpu_supervisor import Found
-from shared_specs.app.gpu_worker import serve
-from shared_specs.blocks import CANDIDATES, Blocks
-from shared_specs.cli import BenchOptions, InputError, TuneOptions
-from shared_specs.roofline import GPUS
+from shared_specs.app.gpu.bench import bench_jobs
+from shared_specs.app.gpu.supervisor import Found
+from shared_specs.app.gpu.worker import serve
+from shared_specs.app.options import BenchOptions, InputError, TuneOptions
+from shared_specs.kernels.blocks import CANDIDATES, Blocks
+from shared_specs.kernels.roofline import GPUS
 from shared_specs.tolerances import FLOOR, between, between_rows
 from tests.asserting import assert_within
 from tests.on_jax.counting import flop, temp_bytes

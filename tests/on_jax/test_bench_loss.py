@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from shared_specs.workloads import LOSS_WORKLOADS
+from shared_specs.app.bench.workloads import LOSS_WORKLOADS
 from tiled_jax.commands import bench_loss
 
 SMALL = replace(LOSS_WORKLOADS[0], name="small", tokens=2048, hidden=16, vocab=96)

@@ -7,8 +7,8 @@ from pathlib import Path
 import jax
 import pytest
 
-from shared_specs.cli import BenchOptions, InputError
-from shared_specs.workloads import MESH_WORKLOADS
+from shared_specs.app.bench.workloads import MESH_WORKLOADS
+from shared_specs.app.options import BenchOptions, InputError
 from tiled_jax.commands import bench_mesh
 from tiled_jax.commands.bench import bench
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import jax
 import pytest
 
-from shared_specs import costs
-from shared_specs.workloads import MLP_WORKLOADS
+from shared_specs.app.bench.workloads import MLP_WORKLOADS
+from shared_specs.mlp import costs as mlp_costs
 from tests.on_jax.counting import temp_bytes
 from tiled_jax.commands import bench
 from tiled_jax.commands.peers import TILED, y_and_gradients
@@ -31,8 +31,8 @@ def test_every_variant_computes_the_plain_gradients_and_is_reported() -> None:
 def test_the_tiled_variants_keep_to_the_prediction(name: str) -> None:
     """Four shards: a compiler that drops optimization barriers has no part in it."""
     T, H, I = 4096, 64, 256  # noqa: E741
-    shape = costs.MLPShape(tokens=T, hidden=H, intermediate=I)
-    predicted = bench.predicted_bytes(shape, costs.plan_mlp("test", shape))[name]
+    shape = mlp_costs.MLPShape(tokens=T, hidden=H, intermediate=I)
+    predicted = bench.predicted_bytes(shape, mlp_costs.plan_mlp("test", shape))[name]
     arguments = (jax.ShapeDtypeStruct(size, "float32") for size in ((T, H), (H, I), (H, I), (I, H), (T, H)))
     used = temp_bytes(y_and_gradients(bench.variants(1024)[name]), *arguments)
     assert predicted / 2 < used <= predicted

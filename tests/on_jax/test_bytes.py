@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from shared_specs import costs
 from shared_specs.config import Tiling
+from shared_specs.mlp import costs as mlp_costs
 from shared_specs.shards import ShardPlan
 from tests.on_jax.counting import flop, kept_bytes, temp_bytes
 from tests.on_jax.untiled import mlp, operands, y_and_gradients
@@ -32,19 +32,19 @@ def shapes(tokens: int, hidden: int, intermediate: int) -> list[jax.ShapeDtypeSt
 @pytest.mark.parametrize(("tokens", "shard_tokens"), [(64, 16), (70, 16), (32, 16), (16, 16)])
 @pytest.mark.parametrize("keep", [0.0, 0.25, 0.5, 1.0])
 def test_flop(tokens: int, shard_tokens: int, keep: float) -> None:
-    shape, plan = costs.MLPShape(tokens=tokens, hidden=8, intermediate=12), ShardPlan(tokens, shard_tokens)
+    shape, plan = mlp_costs.MLPShape(tokens=tokens, hidden=8, intermediate=12), ShardPlan(tokens, shard_tokens)
     tiled = partial(tiled_mlp, tiling=Tiling(shard_tokens=shard_tokens, keep=keep))
     arguments = shapes(tokens, 8, 12)
-    assert flop(gradient(tiled), *arguments) == costs.mlp_flop(shape, plan, keep=keep)
+    assert flop(gradient(tiled), *arguments) == mlp_costs.mlp_flop(shape, plan, keep=keep)
     # jax.checkpoint drops what nobody reads of its replay: the down-projection, and without kept shards all of it.
-    replayed = costs.mlp_flop(shape, plan, keep=keep, checkpointing="non-reentrant")
-    assert flop(gradient(jax.checkpoint(tiled)), *arguments) == replayed == 11 * costs.thi(shape)
+    replayed = mlp_costs.mlp_flop(shape, plan, keep=keep, checkpointing="non-reentrant")
+    assert flop(gradient(jax.checkpoint(tiled)), *arguments) == replayed == 11 * mlp_costs.thi(shape)
 
 
 def test_flop_of_the_plain_mlp_show_that_the_meter_counts() -> None:
-    shape, arguments = costs.MLPShape(tokens=64, hidden=8, intermediate=12), shapes(64, 8, 12)
-    assert flop(gradient(mlp), *arguments) == costs.plain_flop(shape)
-    assert flop(gradient(jax.checkpoint(mlp)), *arguments) == costs.plain_flop(shape, checkpointing="non-reentrant")
+    shape, arguments = mlp_costs.MLPShape(tokens=64, hidden=8, intermediate=12), shapes(64, 8, 12)
+    assert flop(gradient(mlp), *arguments) == mlp_costs.plain_flop(shape)
+    assert flop(gradient(jax.checkpoint(mlp)), *arguments) == mlp_costs.plain_flop(shape, checkpointing="non-reentrant")
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_flop_of_the_plain_mlp_show_that_the_meter_counts() -> None:
 )
 def test_frozen_operands_cost_nothing(argnums: tuple[int, ...], products: int) -> None:
     tiled = partial(tiled_mlp, tiling=Tiling(shard_tokens=16))
-    thi = costs.thi(costs.MLPShape(tokens=70, hidden=8, intermediate=12))
+    thi = mlp_costs.thi(mlp_costs.MLPShape(tokens=70, hidden=8, intermediate=12))
     assert flop(gradient(tiled, argnums), *shapes(70, 8, 12)) == products * thi
 
 
@@ -63,9 +63,9 @@ def test_frozen_operands_cost_nothing(argnums: tuple[int, ...], products: int) -
 def test_kept_bytes(keep: float, gated: bool) -> None:
     x, w_gate, w_up, w_down = operands(70, dtype=jnp.float32)
     w_gate = w_gate if gated else None
-    shape, plan = costs.MLPShape(tokens=70, hidden=8, intermediate=12, gated=gated), ShardPlan(70, 16)
+    shape, plan = mlp_costs.MLPShape(tokens=70, hidden=8, intermediate=12, gated=gated), ShardPlan(70, 16)
     tiled = partial(tiled_mlp, tiling=Tiling(shard_tokens=16, keep=keep))
-    assert kept_bytes(tiled, x, w_gate, w_up, w_down) == costs.saved_bytes(shape, plan, keep=keep)
+    assert kept_bytes(tiled, x, w_gate, w_up, w_down) == mlp_costs.saved_bytes(shape, plan, keep=keep)
 
 
 def allowed(shard_tokens: int, hidden: int = H, intermediate: int = I) -> int:
@@ -96,10 +96,10 @@ def temp(
     """Temporary bytes of y and every gradient of a stack, without the gate and up that `keep` pays for."""
     layer = partial(tiled_mlp, tiling=Tiling(shard_tokens=shard_tokens, keep=keep))
     x, *weights = shapes(tokens, hidden, intermediate)
-    shape = costs.MLPShape(tokens=tokens, hidden=hidden, intermediate=intermediate)
+    shape = mlp_costs.MLPShape(tokens=tokens, hidden=hidden, intermediate=intermediate)
     plan = ShardPlan(tokens, shard_tokens)
     used = temp_bytes(with_gradients(layer, layers), x, x, *weights * layers)
-    return used - layers * costs.saved_bytes(shape, plan, keep=keep)
+    return used - layers * mlp_costs.saved_bytes(shape, plan, keep=keep)
 
 
 @pytest.mark.parametrize(("tokens", "shard_tokens"), [(8192, 1024), (9000, 1024), (8192, 256)])
@@ -178,7 +178,7 @@ def test_temp_bytes_are_within_the_formula(call: dict[str, Any]) -> None:
     weights = [
         None if w is w_gate and not given["gated"] else w.update(dtype=weight_dtype) for w in (w_gate, w_up, w_down)
     ]
-    shape = costs.MLPShape(
+    shape = mlp_costs.MLPShape(
         tokens=4096,
         hidden=given["hidden"],
         intermediate=given["intermediate"],
@@ -191,8 +191,8 @@ def test_temp_bytes_are_within_the_formula(call: dict[str, Any]) -> None:
         Tiling(shard_tokens=given["shard_tokens"], keep=given["keep"]),
     )
     layer = partial(tiled_mlp, tiling=tiling, activation=given.get("activation", "silu"))
-    used = temp_bytes(with_gradients(layer), x, x, *weights) - costs.saved_bytes(shape, plan, keep=given["keep"])
-    assert used <= costs.compiled_peak_bytes(shape, plan)
+    used = temp_bytes(with_gradients(layer), x, x, *weights) - mlp_costs.saved_bytes(shape, plan, keep=given["keep"])
+    assert used <= mlp_costs.compiled_peak_bytes(shape, plan)
 
 
 @pytest.mark.parametrize("budget", [16 * 2**20, 64 * 2**20])

@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from shared_specs.config import Checkpointing
-from shared_specs.rounding import relative_error
+from shared_specs.core.rounding import relative_error
 from shared_specs.tolerances import limit
 from tests.asserting import assert_within
 from tests.on_jax.counting import flop, kept_bytes, temp_bytes

@@ -12,8 +12,8 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shared_specs.oracle.collectives import CollectiveCase, collective_cases
-from shared_specs.rounding import relative_error
+from shared_specs.collectives.cases import CollectiveCase, collective_cases
+from shared_specs.core.rounding import relative_error
 from shared_specs.tolerances import DISTRIBUTED_FLOAT64, limit
 from tests.asserting import assert_within
 from tests.on_jax.parallel_models import quickly

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from shared_specs.blocks import DETERMINISTIC
-from shared_specs.cases import MLPCase
 from shared_specs.config import Tiling
 from shared_specs.errors import UnsupportedError
+from shared_specs.kernels.blocks import DETERMINISTIC
+from shared_specs.mlp.cases import MLPCase
 from shared_specs.shards import ShardPlan
 from tests.adapters import ADAPTERS
 from tests.asserting import assert_case

@@ -16,14 +16,14 @@ import pytest
 from flax import nnx
 from rich.console import Console
 
-from shared_specs.app.checkpoint import load_checkpoint, save_sharded_checkpoint
 from shared_specs.app.command import main
-from shared_specs.app.log import read_log, step_records
-from shared_specs.app.loop import MODEL_NAME, finetune
-from shared_specs.app.team import ALONE, OutputError
-from shared_specs.app.trainer import ADAMW
-from shared_specs.app.weights import read_model
-from shared_specs.cli import FinetuneOptions, InputError
+from shared_specs.app.finetune.checkpoint import load_checkpoint, save_sharded_checkpoint
+from shared_specs.app.finetune.log import read_log, step_records
+from shared_specs.app.finetune.loop import MODEL_NAME, finetune
+from shared_specs.app.finetune.processes import ALONE, OutputError
+from shared_specs.app.finetune.trainer import ADAMW
+from shared_specs.app.models.weights import read_model
+from shared_specs.app.options import FinetuneOptions, InputError
 from shared_specs.config import Tiling
 from shared_specs.errors import UnsupportedError
 from shared_specs.tolerances import DEMO_LOSS_RTOL, MODEL_FLOAT32

@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from shared_specs.app.log import read_log, step_records
-from shared_specs.app.loop import MODEL_NAME, finetune
-from shared_specs.app.weights import read_model
-from shared_specs.cli import FinetuneOptions, InputError
+from shared_specs.app.finetune.log import read_log, step_records
+from shared_specs.app.finetune.loop import MODEL_NAME, finetune
+from shared_specs.app.models.weights import read_model
+from shared_specs.app.options import FinetuneOptions, InputError
 from shared_specs.errors import SpecError
 from shared_specs.tolerances import DEMO_LOSS_RTOL
 from tests.asserting import assert_within

@@ -12,10 +12,10 @@ from typing import Any
 import jax
 import pytest
 
-from shared_specs.app.checkpoint import newest_checkpoint
-from shared_specs.app.log import LOG_NAME
-from shared_specs.app.team import ALONE
-from shared_specs.cli import FinetuneOptions, InputError
+from shared_specs.app.finetune.checkpoint import newest_checkpoint
+from shared_specs.app.finetune.log import LOG_NAME
+from shared_specs.app.finetune.processes import ALONE
+from shared_specs.app.options import FinetuneOptions, InputError
 from tests.tiny_model import write_text, write_tiny_folder
 from tiled_jax.commands import team
 

@@ -12,8 +12,8 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from shared_specs.oracle import inference as oracle
-from shared_specs.rounding import relative_error
+from shared_specs.core.rounding import relative_error
+from shared_specs.layers import oracle
 from shared_specs.tolerances import DISTRIBUTED_FLOAT64, limit
 from tests.asserting import assert_within
 from tiled_jax import SpecError, UnsupportedError

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreted_kernels
 
-from shared_specs import costs
-from shared_specs.blocks import Blocks
-from shared_specs.cases import LOSS_CASES, LossCase
 from shared_specs.config import LossOptions, Tiling
+from shared_specs.core.rounding import DTYPES, relative_error, round_to
 from shared_specs.errors import UnsupportedError
-from shared_specs.oracle.loss import linear_cross_entropy, log_sum_exp
-from shared_specs.rounding import DTYPES, relative_error, round_to
+from shared_specs.kernels.blocks import Blocks
+from shared_specs.loss import costs as loss_costs
+from shared_specs.loss.cases import LOSS_CASES, LossCase
+from shared_specs.loss.oracle import linear_cross_entropy, log_sum_exp
 from shared_specs.shards import ShardPlan
 from shared_specs.tolerances import MODEL_FLOAT32, limit
 from tests.adapters import ADAPTERS
@@ -295,15 +295,15 @@ def test_a_memory_budget_has_room_for_what_the_kernel_adds(
         "tiled_jax.loss.api.run",
         lambda call, *_: plans.update({call.steps.backend: call.plan}) or {"loss": jnp.zeros(())},
     )
-    shape = costs.LossShape(tokens=400, hidden=16, vocab=200)
-    padded, copy = costs.LossShape(tokens=400, hidden=16, vocab=256), 16 * 256 * 4
-    budget = costs.compiled_loss_peak_bytes(shape, ShardPlan(400, 100))
+    shape = loss_costs.LossShape(tokens=400, hidden=16, vocab=200)
+    padded, copy = loss_costs.LossShape(tokens=400, hidden=16, vocab=256), 16 * 256 * 4
+    budget = loss_costs.compiled_loss_peak_bytes(shape, ShardPlan(400, 100))
     for backend in ("xla", "pallas"):
         tiled_linear_cross_entropy(*arguments, tiling=Tiling(memory_budget=budget), backend=backend)
     assert plans["xla"] == ShardPlan(400, 100)
     t = plans["pallas"].shard_tokens
     needed = [
-        costs.compiled_loss_peak_bytes(padded, ShardPlan(400, t)) + copy + (0 if in_place else t * 256 * 4)
+        loss_costs.compiled_loss_peak_bytes(padded, ShardPlan(400, t)) + copy + (0 if in_place else t * 256 * 4)
         for t in (t, t + 1)
     ]
     assert needed[0] <= budget < needed[1]

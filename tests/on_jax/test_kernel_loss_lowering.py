@@ -10,8 +10,8 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from shared_specs.blocks import CANDIDATES, Blocks
 from shared_specs.config import LossOptions, LossResult, Tiling
+from shared_specs.kernels.blocks import CANDIDATES, Blocks
 from tests.on_jax.interpreted import FINDS_RACES
 from tiled_jax import tiled_linear_cross_entropy
 from tiled_jax.loss.kernels import cross_entropy as kernel

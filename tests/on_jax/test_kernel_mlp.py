@@ -11,9 +11,9 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from shared_specs.blocks import PALLAS_UNMEASURED, Paths
-from shared_specs.cases import MLPCase
 from shared_specs.errors import UnsupportedError
+from shared_specs.kernels.blocks import PALLAS_UNMEASURED, Paths
+from shared_specs.mlp.cases import MLPCase
 from shared_specs.shards import KERNEL_MULTIPLE, ShardPlan
 from tests.adapters import ADAPTERS
 from tests.asserting import assert_case

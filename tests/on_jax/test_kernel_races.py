@@ -12,7 +12,7 @@ from jax import lax
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreted_kernels
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from shared_specs.blocks import Blocks
+from shared_specs.kernels.blocks import Blocks
 from tests.on_jax.interpreted import FINDS_RACES, assert_true, clean_interpreter, operands
 from tiled_jax.core.mosaic import interpreter
 from tiled_jax.mlp.kernels.dgated import dgated

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from shared_specs.blocks import CANDIDATES, Blocks
+from shared_specs.kernels.blocks import CANDIDATES, Blocks
 from tests.on_jax.counting import jaxprs_in
 from tiled_jax.mlp.kernels.dgated import dgated
 from tiled_jax.mlp.kernels.glu_up import gate_and_up, glu_up

@@ -10,8 +10,8 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from shared_specs.blocks import CANDIDATES, DEFAULTS, Blocks
 from shared_specs.config import ACTIVATIONS
+from shared_specs.kernels.blocks import CANDIDATES, DEFAULTS, Blocks
 from shared_specs.tolerances import FLOOR
 from tests.asserting import assert_within
 from tests.on_jax import untiled

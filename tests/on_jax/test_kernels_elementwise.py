@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from shared_specs.blocks import CANDIDATES, Blocks
 from shared_specs.config import ACTIVATIONS
-from shared_specs.oracle.mlp import activate
-from shared_specs.rounding import DTYPES, relative_error, round_to
+from shared_specs.core.rounding import DTYPES, relative_error, round_to
+from shared_specs.kernels.blocks import CANDIDATES, Blocks
+from shared_specs.mlp.oracle import activate
 from shared_specs.tolerances import limit
 from tests.asserting import assert_within
 from tests.on_jax import untiled

@@ -11,8 +11,8 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from shared_specs.blocks import CANDIDATES, DEFAULTS, DETERMINISTIC, Blocks
-from shared_specs.rounding import DTYPES, compute_dtype, relative_error, round_to
+from shared_specs.core.rounding import DTYPES, compute_dtype, relative_error, round_to
+from shared_specs.kernels.blocks import CANDIDATES, DEFAULTS, DETERMINISTIC, Blocks
 from shared_specs.tolerances import limit
 from tests.asserting import assert_within
 from tests.on_jax.interpreted import written_over

@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shared_specs.rounding import relative_error
+from shared_specs.core.rounding import relative_error
 from shared_specs.tolerances import limit
 from tests.asserting import assert_within
 from tests.on_jax.counting import collectives

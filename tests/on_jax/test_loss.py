@@ -13,9 +13,9 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from shared_specs import costs
-from shared_specs.cases import LOSS_CASES, LossCase
 from shared_specs.config import LossOptions, Tiling
+from shared_specs.loss import costs as loss_costs
+from shared_specs.loss.cases import LOSS_CASES, LossCase
 from shared_specs.shards import ShardPlan
 from shared_specs.tolerances import MODEL_FLOAT32
 from tests.adapters import ADAPTERS
@@ -266,8 +266,8 @@ def calls(kind: str, shard_tokens: int) -> tuple[LossOptions, Any]:
 def test_flop(kind: str, tokens: int) -> None:
     """6 THV where forward can compute the gradients, else 8; 2 without gradients; frozen operands cost nothing."""
     loss, fn = calls(kind, 16)
-    shape = costs.LossShape(tokens=tokens, hidden=8, vocab=15, vocab_shards=LOSSES[kind][1].get("vocab_shards", 1))
-    count = partial(costs.loss_flop, shape, gradients_in_forward=loss.gradients_in_forward)
+    shape = loss_costs.LossShape(tokens=tokens, hidden=8, vocab=15, vocab_shards=LOSSES[kind][1].get("vocab_shards", 1))
+    count = partial(loss_costs.loss_flop, shape, gradients_in_forward=loss.gradients_in_forward)
     arguments, total = shapes(tokens), scalar(fn)
     thv = 2 * tokens * 8 * 15
     in_forward = kind in ("mean", "sum")
@@ -333,7 +333,7 @@ CALLS: list[Any] = [
 def test_temp_bytes_are_within_the_formula(call: dict[str, Any]) -> None:
     given: dict[str, Any] = {"tokens": 4096, "shard_tokens": 512} | call
     dtype = given.get("dtype", "float32")
-    shape = costs.LossShape(
+    shape = loss_costs.LossShape(
         tokens=given["tokens"],
         hidden=H,
         vocab=V,
@@ -342,7 +342,9 @@ def test_temp_bytes_are_within_the_formula(call: dict[str, Any]) -> None:
         weight_itemsize=jnp.dtype(given.get("weight_dtype", dtype)).itemsize,
         bends=bool({"logit_softcap", "logit_scale"} & set(given)),
     )
-    assert temp(**given) <= costs.compiled_loss_peak_bytes(shape, ShardPlan(given["tokens"], given["shard_tokens"]))
+    assert temp(**given) <= loss_costs.compiled_loss_peak_bytes(
+        shape, ShardPlan(given["tokens"], given["shard_tokens"])
+    )
 
 
 def test_temp_bytes_are_one_shard_of_logits_and_one_product() -> None:

@@ -11,9 +11,9 @@ import pytest
 from flax import nnx
 from jax import lax
 
-from shared_specs.cases import MLP_CASES, MLPCase
 from shared_specs.config import ACTIVATIONS, Tiling
-from shared_specs.rounding import relative_error
+from shared_specs.core.rounding import relative_error
+from shared_specs.mlp.cases import MLP_CASES, MLPCase
 from shared_specs.tolerances import BF16_256_SHARDS, DISTRIBUTED_FLOAT64
 from tests.adapters import ADAPTERS
 from tests.asserting import assert_case

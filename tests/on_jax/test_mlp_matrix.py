@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from shared_specs.cases import MLPCase
-from shared_specs.inputs import make_inputs
+from shared_specs.mlp.cases import MLPCase, make_inputs
 from tests.adapters import ADAPTERS
 from tests.matrix import MATRIX
 from tests.on_jax.untiled import mlp

@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from shared_specs.partitions import RANDOM_STREAMS
+from shared_specs.layers.random import RANDOM_STREAMS
 from tiled_jax import SpecError
 from tiled_jax.parallel import RandomStates, mesh_coordinates, seed_parallel
 

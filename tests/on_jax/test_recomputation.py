@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from shared_specs import costs
 from shared_specs.config import Tiling
+from shared_specs.mlp import costs as mlp_costs
 from tests.on_jax.counting import jaxprs_in
 from tiled_jax import tiled_mlp
 
@@ -73,11 +73,11 @@ def merged_flop() -> int:
     return merged.flop
 
 
-SHAPE = costs.MLPShape(tokens=TOKENS, hidden=HIDDEN, intermediate=INTERMEDIATE)
+SHAPE = mlp_costs.MLPShape(tokens=TOKENS, hidden=HIDDEN, intermediate=INTERMEDIATE)
 
 
 def test_no_product_of_the_recomputation_is_one_of_forward() -> None:
-    assert merged_flop() == 11 * costs.thi(SHAPE)
+    assert merged_flop() == 11 * mlp_costs.thi(SHAPE)
 
 
 def test_without_the_barrier_two_of_them_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,6 +85,6 @@ def test_without_the_barrier_two_of_them_are(monkeypatch: pytest.MonkeyPatch) ->
     jax.clear_caches()
     monkeypatch.setattr(lax, "optimization_barrier", lambda operands: operands)
     try:
-        assert merged_flop() == 9 * costs.thi(SHAPE)
+        assert merged_flop() == 9 * mlp_costs.thi(SHAPE)
     finally:
         jax.clear_caches()

@@ -11,11 +11,11 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from shared_specs.collectives.sequence_plan import SequencePlan
 from shared_specs.config import LossOptions, LossResult, Tiling
-from shared_specs.costs import LossShape
-from shared_specs.partitions import SequencePlan
-from shared_specs.rounding import relative_error
-from shared_specs.sequence_costs import compiled_sequence_loss_peak_bytes
+from shared_specs.core.rounding import relative_error
+from shared_specs.loss.costs import LossShape
+from shared_specs.loss.sequence_costs import compiled_sequence_loss_peak_bytes
 from shared_specs.tolerances import DISTRIBUTED_FLOAT64, limit
 from tests.asserting import assert_within
 from tests.on_jax.counting import temp_bytes

@@ -9,10 +9,11 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from shared_specs.collectives.costs import gathered_plan, in_flight_bytes
+from shared_specs.collectives.sequence_plan import SequencePlan
 from shared_specs.config import Tiling
-from shared_specs.costs import MLPShape, saved_bytes
-from shared_specs.partitions import SequencePlan
-from shared_specs.sequence_costs import compiled_sequence_peak_bytes, gathered_plan, in_flight_bytes
+from shared_specs.mlp.costs import MLPShape, saved_bytes
+from shared_specs.mlp.sequence_costs import compiled_sequence_peak_bytes
 from shared_specs.tolerances import COST_BYTES
 from tests.on_jax.counting import temp_bytes
 from tests.on_jax.split_tokens import SPECS, Operands, abstract, called, largest_arrays, mesh_of, use_rings

@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from shared_specs.rounding import relative_error
+from shared_specs.core.rounding import relative_error
 from shared_specs.tolerances import BF16_256_SHARDS, limit
 from tests.asserting import assert_within
 from tests.on_jax.counting import collectives, kept_bytes, temp_bytes

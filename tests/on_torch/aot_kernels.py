@@ -30,7 +30,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from shared_specs.blocks import PAIR, PERSISTENT, ROW_ALONE, TRITON_CANDIDATES, Blocks, candidates_on
+from shared_specs.kernels.blocks import PAIR, PERSISTENT, ROW_ALONE, TRITON_CANDIDATES, Blocks, candidates_on
 from tests.on_torch.aot_reading import TENSOR_CORES, as_json, serialised_products, spills_in_product_loops, write_table
 from tiled_torch.core import launch
 from tiled_torch.loss.kernels import cross_entropy

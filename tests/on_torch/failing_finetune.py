@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from shared_specs.app.command import Command, main
-from shared_specs.app.loop import finetune
-from shared_specs.cli import FinetuneOptions
+from shared_specs.app.finetune.loop import finetune
+from shared_specs.app.options import FinetuneOptions
 from tiled_torch.commands.finetune import TorchTrainer
 
 

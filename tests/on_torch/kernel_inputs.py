@@ -11,8 +11,8 @@ from triton.runtime.interpreter import InterpreterBuilder
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import tests.triton_interpreter  # noqa: F401
-from shared_specs.blocks import Blocks
-from shared_specs.rounding import relative_error
+from shared_specs.core.rounding import relative_error
+from shared_specs.kernels.blocks import Blocks
 from shared_specs.tolerances import limit
 from tiled_torch.core import launch
 

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
-from shared_specs.oracle.collectives import CollectiveCase, collective_cases
+from shared_specs.collectives.cases import CollectiveCase, collective_cases
 from tests.on_torch.ranks_engines import Collectives
 from tests.on_torch.ranks_layers import Order
 from tests.on_torch.ranks_loss import distance, group_of

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from rich.console import Console
 from torch.distributed.tensor import DTensor
 
-from shared_specs.app.loop import finetune
-from shared_specs.app.team import USER_ERRORS
-from shared_specs.cli import FinetuneOptions
+from shared_specs.app.finetune.loop import finetune
+from shared_specs.app.finetune.processes import USER_ERRORS
+from shared_specs.app.options import FinetuneOptions
 from tests.loading import memory_of_loading
 from tiled_torch.commands.finetune import TorchTrainer
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from shared_specs import LossOptions
-from shared_specs.partitions import vocab_range
+from shared_specs.collectives.partitions import vocab_range
 from tests.on_torch.ranks_loss import distance, draw, labels
 from tiled_torch.parallel import vocab_parallel_linear_cross_entropy
 

@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from shared_specs.collectives.partitions import vocab_range
 from shared_specs.config import ParallelLinearOptions
-from shared_specs.partitions import vocab_range
 from tests.on_torch.ranks_engines import Collectives, compares
 from tests.on_torch.ranks_layers import stretch
 from tests.on_torch.ranks_loss import distance, draw, group_of

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from shared_specs import LossOptions, LossResult, SpecError, Tiling
-from shared_specs.costs import LossShape, loss_peak_bytes
-from shared_specs.partitions import vocab_range
+from shared_specs.collectives.partitions import vocab_range
+from shared_specs.loss.costs import LossShape, loss_peak_bytes
 from shared_specs.shards import plan_tokens
 from tests.on_torch.counting import LiveBytes
 from tests.on_torch.ranks_engines import Collectives, spread

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shared_specs.partitions import RANDOM_STREAMS
+from shared_specs.layers.random import RANDOM_STREAMS
 from tiled_torch.parallel import checkpoint, seed_parallel
 
 

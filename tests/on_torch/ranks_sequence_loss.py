@@ -14,9 +14,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from shared_specs import LossOptions, Tiling
-from shared_specs.costs import LossShape
-from shared_specs.partitions import SequencePlan, vocab_range
-from shared_specs.sequence_costs import sequence_loss_peak_bytes
+from shared_specs.collectives.partitions import vocab_range
+from shared_specs.collectives.sequence_plan import SequencePlan
+from shared_specs.loss.costs import LossShape
+from shared_specs.loss.sequence_costs import sequence_loss_peak_bytes
 from tests.on_torch.counting import GemmFlop, LiveBytes
 from tests.on_torch.ranks_engines import Collectives
 from tests.on_torch.ranks_loss import HIDDEN, distance, draw, group_of, labels, message_of, named

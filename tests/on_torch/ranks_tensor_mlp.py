@@ -20,9 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from shared_specs import Tiling
-from shared_specs.costs import MLPShape
-from shared_specs.partitions import SequencePlan, plan_sequence
-from shared_specs.sequence_costs import sequence_peak_bytes
+from shared_specs.collectives.sequence_plan import SequencePlan, plan_sequence
+from shared_specs.mlp.costs import MLPShape
+from shared_specs.mlp.sequence_costs import sequence_peak_bytes
 from tests.on_torch.counting import FACTORS, GemmFlop, LiveBytes
 from tests.on_torch.ranks_engines import Collectives, full
 from tests.on_torch.ranks_loss import distance, draw, group_of

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from shared_specs.app.accuracy import WEIGHTS
-from shared_specs.cli import BenchOptions, InputError
+from shared_specs.app.bench.accuracy import WEIGHTS
+from shared_specs.app.bench.workloads import ACCURACY_WORKLOADS
+from shared_specs.app.options import BenchOptions, InputError
 from shared_specs.tolerances import BF16_256_SHARDS
-from shared_specs.workloads import ACCURACY_WORKLOADS
 from tiled_torch.commands import bench_accuracy
 from tiled_torch.commands.bench import bench
 from tiled_torch.commands.peers import PlainMLP

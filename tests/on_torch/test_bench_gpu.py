@@ -12,13 +12,13 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import tests.triton_interpreter  # noqa: F401
-from shared_specs import blocks
-from shared_specs.app.gpu_bench import bench_jobs
-from shared_specs.app.gpu_supervisor import Found
-from shared_specs.app.gpu_worker import Variant, serve
-from shared_specs.app.tune import best_blocks, best_paths
-from shared_specs.cli import BenchOptions, InputError, TuneOptions
-from shared_specs.roofline import GPUS
+from shared_specs.app.bench.tune import best_blocks, best_paths
+from shared_specs.app.gpu.bench import bench_jobs
+from shared_specs.app.gpu.supervisor import Found
+from shared_specs.app.gpu.worker import Variant, serve
+from shared_specs.app.options import BenchOptions, InputError, TuneOptions
+from shared_specs.kernels import blocks
+from shared_specs.kernels.roofline import GPUS
 from tests.gpu.test_large import check
 from tests.on_torch.counting import GemmFlop
 from tiled_torch.commands.bench import bench

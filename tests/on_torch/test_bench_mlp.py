@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from shared_specs import costs
+from shared_specs.app.bench.workloads import MLP_WORKLOADS
+from shared_specs.mlp import costs as mlp_costs
 from shared_specs.tolerances import COST_BYTES
-from shared_specs.workloads import MLP_WORKLOADS
 from tests.on_torch.counting import GemmFlop, LiveBytes
 from tiled_torch.commands import bench
 from tiled_torch.commands.peers import PlainMLP, own_variants, products_alone
@@ -42,8 +42,8 @@ def test_peak_bytes_are_those_above_inputs_outputs_and_gradients(dtype: str) -> 
         name: bench.peak_bytes(bench._step(forward, mlp, x, dy), mlp, x) for name, forward in own_variants(mlp).items()
     }
     assert 6 * T * I * itemsize <= peaks["plain"] <= 7 * T * I * itemsize
-    shape = costs.MLPShape(tokens=T, hidden=H, intermediate=I, itemsize=itemsize, weight_itemsize=itemsize)
-    predicted = bench.predicted_bytes(shape, costs.plan_mlp("test", shape))
+    shape = mlp_costs.MLPShape(tokens=T, hidden=H, intermediate=I, itemsize=itemsize, weight_itemsize=itemsize)
+    predicted = bench.predicted_bytes(shape, mlp_costs.plan_mlp("test", shape))
     assert {name: peaks[name] for name in predicted} == pytest.approx(predicted, rel=COST_BYTES)
 
 

@@ -15,16 +15,16 @@ import torch.distributed as dist
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from shared_specs.app.checkpoint import load_checkpoint, save_sharded_checkpoint
 from shared_specs.app.command import main
-from shared_specs.app.log import read_log, step_records
-from shared_specs.app.loop import MODEL_NAME, finetune
-from shared_specs.app.model_config import scale_positions
-from shared_specs.app.predict import plain_step
-from shared_specs.app.team import ALONE, OutputError
-from shared_specs.app.trainer import ADAMW
-from shared_specs.app.weights import default_model, read_model
-from shared_specs.cli import FinetuneOptions, InputError
+from shared_specs.app.finetune.checkpoint import load_checkpoint, save_sharded_checkpoint
+from shared_specs.app.finetune.log import read_log, step_records
+from shared_specs.app.finetune.loop import MODEL_NAME, finetune
+from shared_specs.app.finetune.plain_memory import plain_step
+from shared_specs.app.finetune.processes import ALONE, OutputError
+from shared_specs.app.finetune.trainer import ADAMW
+from shared_specs.app.models.model_config import scale_positions
+from shared_specs.app.models.weights import default_model, read_model
+from shared_specs.app.options import FinetuneOptions, InputError
 from shared_specs.errors import UnsupportedError
 from shared_specs.tolerances import DEMO_LOSS_RTOL, MODEL_FLOAT32
 from tests.installed import hinted, run_with

@@ -9,12 +9,12 @@ import torch
 from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from shared_specs.app.loop import MODEL_NAME, finetune
-from shared_specs.app.model_config import complete_config
-from shared_specs.app.predict import plain_step
-from shared_specs.app.weights import read_model
-from shared_specs.cli import FinetuneOptions, InputError
-from shared_specs.decoders import DECODERS
+from shared_specs.app.finetune.loop import MODEL_NAME, finetune
+from shared_specs.app.finetune.plain_memory import plain_step
+from shared_specs.app.models.decoders import DECODERS
+from shared_specs.app.models.model_config import complete_config
+from shared_specs.app.models.weights import read_model
+from shared_specs.app.options import FinetuneOptions, InputError
 from tests.on_torch.test_finetune import compare_with_transformers, loaded, windows
 from tests.tiny_model import MISTRAL, QWEN2, write_inputs, write_tiny_folder, write_tiny_gguf
 from tiled_torch.commands.finetune import TorchTrainer

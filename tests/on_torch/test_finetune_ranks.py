@@ -16,11 +16,11 @@ import pytest
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
-from shared_specs.app.checkpoint import load_checkpoint
-from shared_specs.app.log import LOG_NAME, read_log, step_records
-from shared_specs.app.loop import MODEL_NAME, finetune
-from shared_specs.app.weights import read_model
-from shared_specs.cli import FinetuneOptions, flag
+from shared_specs.app.finetune.checkpoint import load_checkpoint
+from shared_specs.app.finetune.log import LOG_NAME, read_log, step_records
+from shared_specs.app.finetune.loop import MODEL_NAME, finetune
+from shared_specs.app.models.weights import read_model
+from shared_specs.app.options import FinetuneOptions, flag
 from shared_specs.tolerances import DEMO_LOSS_RTOL, FLOOR, MODEL_FLOAT32, limit
 from tests.loading import assert_no_whole_model, write_big
 from tests.ranks import LOOPBACK, Ranks

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import triton
 
-from shared_specs.blocks import TRITON_CANDIDATES, candidates_on
+from shared_specs.kernels.blocks import TRITON_CANDIDATES, candidates_on
 from tests.on_torch.aot_reading import read_table, serialised_products
 
 # Bytes of shared memory that one program may use: CUDA programming guide, table of compute capabilities.

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from shared_specs import SpecError, UnsupportedError
-from shared_specs.partitions import bounds
-from shared_specs.rounding import relative_error
+from shared_specs.collectives.partitions import bounds
+from shared_specs.core.rounding import relative_error
 from shared_specs.tolerances import DISTRIBUTED_FLOAT64, limit
 from tests.asserting import assert_near
 from tests.on_torch.counting import GemmFlop, LiveBytes, saved_bytes

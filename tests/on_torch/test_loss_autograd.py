@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from shared_specs import LossOptions, LossResult, Tiling, UnsupportedError
-from shared_specs.rounding import relative_error
+from shared_specs.core.rounding import relative_error
 from shared_specs.tolerances import DISTRIBUTED_FLOAT64, limit
 from tests.on_torch.test_loss_exact import head, total
 from tiled_torch import tiled_linear_cross_entropy

@@ -8,8 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shared_specs import LossOptions, Tiling, costs
-from shared_specs.rounding import relative_error
+from shared_specs import LossOptions, Tiling
+from shared_specs.core import budget as budgets
+from shared_specs.core.rounding import relative_error
+from shared_specs.loss import costs as loss_costs
 from shared_specs.shards import plan_tokens
 from shared_specs.tolerances import BF16_256_SHARDS, COST_BYTES, DISTRIBUTED_FLOAT64, limit
 from tests.on_torch.counting import GemmFlop, LiveBytes
@@ -50,8 +52,8 @@ def name_of(loss: LossOptions) -> str:
 def test_flop(loss: LossOptions, vocab_shards: int) -> None:
     """Forward, first backward and second backward."""
     x, weight, bias, targets = head(96)
-    shape = costs.LossShape(tokens=96, hidden=H, vocab=V, vocab_shards=vocab_shards)
-    formula = partial(costs.loss_flop, shape, gradients_in_forward=loss.gradients_in_forward)
+    shape = loss_costs.LossShape(tokens=96, hidden=H, vocab=V, vocab_shards=vocab_shards)
+    formula = partial(loss_costs.loss_flop, shape, gradients_in_forward=loss.gradients_in_forward)
     tiling = Tiling(num_shards=4, vocab_shards=vocab_shards)
     with GemmFlop() as counter:
         value = total(tiled_linear_cross_entropy(x, weight, targets, bias=bias, loss=loss, tiling=tiling))
@@ -68,13 +70,13 @@ def test_flop(loss: LossOptions, vocab_shards: int) -> None:
 
 def test_flop_formulas() -> None:
     """6, 8 and 2 THV by hand."""
-    shape = costs.LossShape(tokens=96, hidden=H, vocab=V)
+    shape = loss_costs.LossShape(tokens=96, hidden=H, vocab=V)
     thv = 96 * H * V
-    assert costs.loss_flop(shape, gradients_in_forward=True) == 6 * thv
-    assert costs.loss_flop(shape, gradients_in_forward=False) == 8 * thv
-    cut = costs.LossShape(tokens=96, hidden=H, vocab=V, vocab_shards=2)
-    assert costs.loss_flop(cut, gradients_in_forward=True) == 8 * thv
-    assert costs.loss_flop(cut, gradients_in_forward=True, dx=False, dweight=False) == 2 * thv
+    assert loss_costs.loss_flop(shape, gradients_in_forward=True) == 6 * thv
+    assert loss_costs.loss_flop(shape, gradients_in_forward=False) == 8 * thv
+    cut = loss_costs.LossShape(tokens=96, hidden=H, vocab=V, vocab_shards=2)
+    assert loss_costs.loss_flop(cut, gradients_in_forward=True) == 8 * thv
+    assert loss_costs.loss_flop(cut, gradients_in_forward=True, dx=False, dweight=False) == 2 * thv
 
 
 @pytest.mark.parametrize("loss", [MEAN, NONE], ids=["mean", "none"])
@@ -90,9 +92,9 @@ def test_a_gradient_that_nobody_needs_costs_nothing(frozen: str, loss: LossOptio
         assert value.requires_grad == bool(wanted)
         if wanted:
             value.sum().backward()
-    shape = costs.LossShape(tokens=96, hidden=H, vocab=V)
+    shape = loss_costs.LossShape(tokens=96, hidden=H, vocab=V)
     needs: Any = {"gradients_in_forward": loss.gradients_in_forward, "dx": x.requires_grad}
-    expected = costs.loss_flop(shape, **needs, dweight=weight.requires_grad)
+    expected = loss_costs.loss_flop(shape, **needs, dweight=weight.requires_grad)
     if not x.requires_grad and not weight.requires_grad and bias.requires_grad and loss is NONE:
         expected += 2 * 96 * H * V  # the bias needs the logits again, and no other product
     assert counter.flop == expected
@@ -118,8 +120,8 @@ def test_peak_bytes(dtype: torch.dtype, vocab_shards: int, loss: LossOptions, T:
         value = total(tiled_linear_cross_entropy(x, weight, targets, loss=loss, tiling=tiling))
     with LiveBytes() as backward:
         dx, dweight = torch.autograd.grad(value, [x, weight])
-    predicted = costs.loss_peak_bytes(
-        costs.LossShape(
+    predicted = loss_costs.loss_peak_bytes(
+        loss_costs.LossShape(
             tokens=T,
             hidden=hidden,
             vocab=vocab,
@@ -164,7 +166,7 @@ def test_automatic_plan() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_memory_budget_is_kept_and_used(dtype: torch.dtype, vocab_shards: int | None) -> None:
     x, weight, _, targets = head(2048, dtype, 32, 8192)
-    shape = costs.LossShape(
+    shape = loss_costs.LossShape(
         tokens=2048,
         hidden=32,
         vocab=8192,
@@ -178,11 +180,11 @@ def test_memory_budget_is_kept_and_used(dtype: torch.dtype, vocab_shards: int | 
         value = tiled_linear_cross_entropy(x, weight, targets, tiling=tiling)
     dx, dweight = torch.autograd.grad(value, [x, weight])
     peak = forward.peak - dx.numel() * dx.itemsize - (dweight.numel() * 4 if dtype == torch.float32 else 0)
-    t = costs.shard_tokens_within("test", budget, 2048, partial(costs.loss_peak_bytes, shape))
+    t = budgets.shard_tokens_within("test", budget, 2048, partial(loss_costs.loss_peak_bytes, shape))
     assert t < 2048
     assert peak <= budget * (1 + COST_BYTES)
-    assert costs.loss_peak_bytes(shape, plan_tokens(2048, shard_tokens=t)) <= budget
-    assert costs.loss_peak_bytes(shape, plan_tokens(2048, shard_tokens=t + 1)) > budget
+    assert loss_costs.loss_peak_bytes(shape, plan_tokens(2048, shard_tokens=t)) <= budget
+    assert loss_costs.loss_peak_bytes(shape, plan_tokens(2048, shard_tokens=t + 1)) > budget
     assert forward.largest == max(8192 * 32 * 4, t * shape.vocab_shard * 4)
 
 

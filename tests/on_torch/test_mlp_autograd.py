@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from shared_specs import SpecError, UnsupportedError
-from shared_specs.rounding import relative_error
+from shared_specs.core.rounding import relative_error
 from shared_specs.tolerances import DISTRIBUTED_FLOAT64, MODEL_FLOAT32, limit
 from tests.on_torch.test_mlp_exact import operands
 from tiled_torch import TiledMLP, backends, tiled_linear_cross_entropy, tiled_loss, tiled_mlp

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shared_specs.rounding import relative_error
+from shared_specs.core.rounding import relative_error
 from shared_specs.tolerances import DISTRIBUTED_FLOAT64
 from tiled_torch import TiledMLP, tiled_linear_cross_entropy, tiled_mlp
 

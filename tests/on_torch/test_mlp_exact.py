@@ -13,8 +13,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from shared_specs import Tiling, costs
-from shared_specs.rounding import relative_error
+from shared_specs import Tiling
+from shared_specs.core import budget as budgets
+from shared_specs.core.rounding import relative_error
+from shared_specs.mlp import costs as mlp_costs
 from shared_specs.shards import plan_tokens
 from shared_specs.tolerances import BF16_256_SHARDS, COST_BYTES
 from tests.on_torch.counting import GemmFlop, LiveBytes, saved_bytes
@@ -57,19 +59,19 @@ def test_flop(mode: Any, keep: float, gated: bool) -> None:
     def run(x: Tensor) -> Tensor:
         return block(x) if mode == "none" else checkpoint(block, x, use_reentrant=mode == "reentrant")
 
-    shape = costs.MLPShape(tokens=128, hidden=H, intermediate=I, gated=gated)
+    shape = mlp_costs.MLPShape(tokens=128, hidden=H, intermediate=I, gated=gated)
     plan = plan_tokens(128, num_shards=4)
-    assert count_flop(run, x) == costs.mlp_flop(shape, plan, keep=keep, checkpointing=mode)
+    assert count_flop(run, x) == mlp_costs.mlp_flop(shape, plan, keep=keep, checkpointing=mode)
 
 
 def test_flop_formulas() -> None:
     """22 - 4f, 22 and 28 - 4f THI, by hand."""
-    shape = costs.MLPShape(tokens=128, hidden=H, intermediate=I)
+    shape = mlp_costs.MLPShape(tokens=128, hidden=H, intermediate=I)
     plan, thi = plan_tokens(128, num_shards=4), 2 * 128 * H * I
     for keep, f in ((0.0, 0), (0.5, 0.5), (1.0, 1)):
-        assert costs.mlp_flop(shape, plan, keep=keep) * 2 == (22 - 4 * f) * thi
-        assert costs.mlp_flop(shape, plan, keep=keep, checkpointing="non-reentrant") * 2 == 22 * thi
-        assert costs.mlp_flop(shape, plan, keep=keep, checkpointing="reentrant") * 2 == (28 - 4 * f) * thi
+        assert mlp_costs.mlp_flop(shape, plan, keep=keep) * 2 == (22 - 4 * f) * thi
+        assert mlp_costs.mlp_flop(shape, plan, keep=keep, checkpointing="non-reentrant") * 2 == 22 * thi
+        assert mlp_costs.mlp_flop(shape, plan, keep=keep, checkpointing="reentrant") * 2 == (28 - 4 * f) * thi
 
 
 @pytest.mark.parametrize("mode", ["none", "non-reentrant", "reentrant"])
@@ -82,16 +84,16 @@ def test_plain_flop_is_what_the_formula_says(mode: Any) -> None:
     def run(x: Tensor) -> Tensor:
         return block(x) if mode == "none" else checkpoint(block, x, use_reentrant=mode == "reentrant")
 
-    shape = costs.MLPShape(tokens=128, hidden=H, intermediate=I)
-    assert count_flop(run, x) == costs.plain_flop(shape, checkpointing=mode)
+    shape = mlp_costs.MLPShape(tokens=128, hidden=H, intermediate=I)
+    assert count_flop(run, x) == mlp_costs.plain_flop(shape, checkpointing=mode)
 
 
 @pytest.mark.parametrize(("keep", "gated"), list(itertools.product([0.0, 0.25, 0.5, 1.0], [True, False])))
 def test_saved_bytes(keep: float, gated: bool) -> None:
     x, weights = operands(1000, gated=gated)
     _, found = saved_bytes(lambda: tiled_mlp(x, *weights, num_shards=8, keep=keep), exclude=leaves(x, weights))
-    shape = costs.MLPShape(tokens=1000, hidden=H, intermediate=I, gated=gated)
-    assert found == costs.saved_bytes(shape, plan_tokens(1000, num_shards=8), keep=keep)
+    shape = mlp_costs.MLPShape(tokens=1000, hidden=H, intermediate=I, gated=gated)
+    assert found == mlp_costs.saved_bytes(shape, plan_tokens(1000, num_shards=8), keep=keep)
 
 
 def test_plain_saved_bytes() -> None:
@@ -100,7 +102,7 @@ def test_plain_saved_bytes() -> None:
         lambda: F.linear(F.silu(F.linear(x, weights[0])) * F.linear(x, weights[1]), weights[2]),
         exclude=leaves(x, weights),
     )
-    assert found == costs.plain_saved_bytes(costs.MLPShape(tokens=64, hidden=H, intermediate=I))
+    assert found == mlp_costs.plain_saved_bytes(mlp_costs.MLPShape(tokens=64, hidden=H, intermediate=I))
 
 
 PEAKS = [
@@ -124,7 +126,7 @@ def test_peak_bytes(dtype: torch.dtype, gated: bool, activation: Any, T: int, t:
     hidden, inter = 64, 512
     x, weights = operands(T, dtype, gated, hidden, inter)
     dy = torch.randn(T, hidden).to(dtype)
-    shape = costs.MLPShape(
+    shape = mlp_costs.MLPShape(
         tokens=T,
         hidden=hidden,
         intermediate=inter,
@@ -137,11 +139,11 @@ def test_peak_bytes(dtype: torch.dtype, gated: bool, activation: Any, T: int, t:
         y = tiled_mlp(x, *weights, num_shards=T // t, activation=activation)
     with LiveBytes() as backward:
         grads = torch.autograd.grad(y, leaves(x, weights), dy)
-    predicted = costs.peak_bytes(shape, plan_tokens(T, num_shards=T // t))
+    predicted = mlp_costs.peak_bytes(shape, plan_tokens(T, num_shards=T // t))
     assert backward.peak_above(grads) == predicted
     assert forward.peak_above([y]) <= predicted
     assert max(forward.largest, backward.largest) < T * inter * dtype.itemsize
-    five = 5 * t * inter * dtype.itemsize + costs.accumulator_bytes(shape, plan_tokens(T, num_shards=T // t))
+    five = 5 * t * inter * dtype.itemsize + mlp_costs.accumulator_bytes(shape, plan_tokens(T, num_shards=T // t))
     copies = t * (inter + hidden) * 4 if dtype.itemsize < 4 else 0
     assert predicted <= five + copies
 
@@ -149,13 +151,13 @@ def test_peak_bytes(dtype: torch.dtype, gated: bool, activation: Any, T: int, t:
 def test_peak_bytes_under_autocast() -> None:
     """Weights in float32 are there in bfloat16 as well."""
     x, weights = operands(2048, hidden=128, inter=512)
-    shape = costs.MLPShape(tokens=2048, hidden=128, intermediate=512, itemsize=2)
+    shape = mlp_costs.MLPShape(tokens=2048, hidden=128, intermediate=512, itemsize=2)
     with torch.autocast("cpu", torch.bfloat16):
         y = tiled_mlp(x, *weights, num_shards=8)
     dy = torch.ones_like(y)
     with LiveBytes() as backward:
         grads = torch.autograd.grad(y, leaves(x, weights), dy)
-    predicted = costs.peak_bytes(shape, plan_tokens(2048, num_shards=8))
+    predicted = mlp_costs.peak_bytes(shape, plan_tokens(2048, num_shards=8))
     rows = 2048 // 8 * 128 * 2  # a shard of x in bfloat16
     assert backward.peak - sum(grad.numel() * grad.itemsize for grad in grads) - rows == pytest.approx(
         predicted, rel=COST_BYTES
@@ -207,15 +209,15 @@ def test_few_frames_between_the_module_and_its_products(monkeypatch) -> None:
 
 def test_memory_budget_is_kept_and_used() -> None:
     x, weights = operands(4096, hidden=64, inter=512)
-    shape = costs.MLPShape(tokens=4096, hidden=64, intermediate=512)
+    shape = mlp_costs.MLPShape(tokens=4096, hidden=64, intermediate=512)
     budget = 3 * 2**20
     y, dy = tiled_mlp(x, *weights, tiling=Tiling(memory_budget=budget)), torch.ones(4096, 64)
     with LiveBytes() as backward:
         grads = torch.autograd.grad(y, leaves(x, weights), dy)
     peak = backward.peak - sum(grad.numel() * grad.itemsize for grad in grads)
-    t = costs.shard_tokens_within("test", budget, 4096, partial(costs.peak_bytes, shape))
+    t = budgets.shard_tokens_within("test", budget, 4096, partial(mlp_costs.peak_bytes, shape))
     assert peak <= budget
-    assert costs.peak_bytes(shape, plan_tokens(4096, shard_tokens=t + 1)) > budget
+    assert mlp_costs.peak_bytes(shape, plan_tokens(4096, shard_tokens=t + 1)) > budget
 
 
 def test_hooks_fire_once_per_parameter() -> None:

@@ -10,9 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shared_specs.cases import MLPCase
-from shared_specs.inputs import make_inputs
-from shared_specs.rounding import relative_error
+from shared_specs.core.rounding import relative_error
+from shared_specs.mlp.cases import MLPCase, make_inputs
 from shared_specs.tolerances import DISTRIBUTED_FLOAT64
 from tests.adapters import ADAPTERS
 from tests.asserting import assert_within

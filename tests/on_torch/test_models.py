@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shared_specs import SpecError, UnsupportedError
-from shared_specs.rounding import relative_error
+from shared_specs.core.rounding import relative_error
 from shared_specs.tolerances import DISTRIBUTED_FLOAT64, MODEL_FLOAT32
 from tests.on_torch.counting import LiveBytes
 from tiled_torch import backends, tile_model, tiling_paths, untile_model

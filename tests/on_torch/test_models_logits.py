@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from shared_specs import UnsupportedError
-from shared_specs.rounding import relative_error
+from shared_specs.core.rounding import relative_error
 from shared_specs.tolerances import DISTRIBUTED_FLOAT64, limit
 from tests.on_torch.counting import LiveBytes
 from tests.on_torch.test_models import IDS, SCALES, Adapter, assert_same, build

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shared_specs import UnsupportedError
-from shared_specs.rounding import relative_error
+from shared_specs.core.rounding import relative_error
 from shared_specs.tolerances import DISTRIBUTED_FLOAT64, MODEL_FLOAT32
 from tests.on_torch.test_models import IDS, Adapter, assert_same, build, loss_and_gradients
 from tiled_torch import tile_model, tiling_paths, untile_model

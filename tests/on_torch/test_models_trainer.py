@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shared_specs.rounding import relative_error
+from shared_specs.core.rounding import relative_error
 from shared_specs.tolerances import MODEL_FLOAT32
 from tests.on_torch.counting import LiveBytes
 from tests.on_torch.test_models import build

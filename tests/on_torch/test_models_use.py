@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from shared_specs.rounding import relative_error
+from shared_specs.core.rounding import relative_error
 from shared_specs.tolerances import DISTRIBUTED_FLOAT64
 from tests.on_torch.test_models import IDS, assert_same, build, loss_and_gradients
 from tiled_torch import tile_model, tiling_paths, untile_model

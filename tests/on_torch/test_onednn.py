@@ -9,9 +9,10 @@ from torch import Tensor
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from shared_specs import Tiling, costs
-from shared_specs.cases import MLPCase
+from shared_specs import Tiling
 from shared_specs.config import ACTIVATIONS
+from shared_specs.mlp import costs as mlp_costs
+from shared_specs.mlp.cases import MLPCase
 from shared_specs.shards import ShardPlan, plan_tokens
 from shared_specs.tolerances import COST_BYTES
 from tests.adapters import ADAPTERS
@@ -88,8 +89,8 @@ def test_flop(keep: float, gated: bool, everywhere: list[tuple[int, ...]]) -> No
     x, weights = operands(128, 32, 96, gated=gated)
     with GemmFlop() as counter:
         tiled_mlp(x, *weights, num_shards=4, keep=keep).sum().backward()
-    shape = costs.MLPShape(tokens=128, hidden=32, intermediate=96, gated=gated)
-    assert counter.flop == costs.mlp_flop(shape, plan_tokens(128, num_shards=4), keep=keep)
+    shape = mlp_costs.MLPShape(tokens=128, hidden=32, intermediate=96, gated=gated)
+    assert counter.flop == mlp_costs.mlp_flop(shape, plan_tokens(128, num_shards=4), keep=keep)
     assert everywhere
 
 
@@ -111,12 +112,12 @@ def test_pytorchs_own_counter_sees_these_products(everywhere: list[tuple[int, ..
 def test_peak_bytes(keep: float, T: int, gated: bool, everywhere: list[tuple[int, ...]]) -> None:
     """Those of the buffers that other products write into, exactly, though here each product brings its own."""
     x, weights = operands(T, 48, 96, gated=gated)
-    shape, plan = costs.MLPShape(tokens=T, hidden=48, intermediate=96, gated=gated), ShardPlan(T, 1024)
+    shape, plan = mlp_costs.MLPShape(tokens=T, hidden=48, intermediate=96, gated=gated), ShardPlan(T, 1024)
     with LiveBytes() as counted:
         y = tiled_mlp(x, *weights, tiling=Tiling(shard_tokens=1024, keep=keep))
         y.sum().backward()
     results = [y, *(leaf.grad for leaf in (x, *weights) if leaf is not None and leaf.grad is not None)]
-    expected = costs.peak_bytes(shape, plan) + costs.saved_bytes(shape, plan, keep=keep)
+    expected = mlp_costs.peak_bytes(shape, plan) + mlp_costs.saved_bytes(shape, plan, keep=keep)
     found = counted.peak_above(results)
     assert everywhere
     assert abs(found - expected) <= COST_BYTES * expected

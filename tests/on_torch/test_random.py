@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from shared_specs import SpecError, UnsupportedError
-from shared_specs.partitions import RANDOM_STREAMS, derived_seed, stream_coordinates
+from shared_specs.layers.random import RANDOM_STREAMS, derived_seed, stream_coordinates
 from tiled_torch import tile
 from tiled_torch.layers import random
 from tiled_torch.parallel import CheckpointWithoutOutput, RandomStates, checkpoint, seed_parallel

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from shared_specs.partitions import RANDOM_STREAMS
+from shared_specs.layers.random import RANDOM_STREAMS
 from shared_specs.tolerances import DISTRIBUTED_FLOAT64
 from tests.ranks import Ranks
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from shared_specs import UnsupportedError
-from shared_specs.oracle.collectives import COLLECTIVES, collective_cases
+from shared_specs.collectives.cases import collective_cases
+from shared_specs.collectives.oracle import COLLECTIVES
 from shared_specs.signatures import PARALLEL_SIGNATURES
 from shared_specs.tolerances import DISTRIBUTED_FLOAT64, limit
 from tests.on_torch.ranks_loss import distance

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shared_specs import Tiling, tolerances
-from shared_specs.rounding import relative_error
+from shared_specs.core.rounding import relative_error
 from tests.adapters import ADAPTERS
 from tests.asserting import assert_within
 from tests.on_torch.counting import LiveBytes, saved_bytes

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from shared_specs.rounding import relative_error
+from shared_specs.core.rounding import relative_error
 from shared_specs.tolerances import DISTRIBUTED_FLOAT64, limit
 from tests.on_torch.counting import LiveBytes
 from tests.on_torch.ranks_model import LoRALinear

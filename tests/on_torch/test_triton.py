@@ -9,12 +9,13 @@ import pytest
 import torch
 
 import tests.triton_interpreter  # noqa: F401
-from shared_specs import costs
-from shared_specs.blocks import DETERMINISTIC, UNMEASURED, Paths
-from shared_specs.cases import LOSS_CASES, MLP_CASES, LossCase, MLPCase
 from shared_specs.config import LossOptions, Tiling
+from shared_specs.core.rounding import relative_error
 from shared_specs.errors import UnsupportedError
-from shared_specs.rounding import relative_error
+from shared_specs.kernels.blocks import DETERMINISTIC, UNMEASURED, Paths
+from shared_specs.loss.cases import LOSS_CASES, LossCase
+from shared_specs.mlp import costs as mlp_costs
+from shared_specs.mlp.cases import MLP_CASES, MLPCase
 from shared_specs.shards import ShardPlan
 from shared_specs.tolerances import COST_BYTES, limit
 from tests.adapters import ADAPTERS
@@ -203,8 +204,8 @@ def test_flop_of_the_kernels(keep, monkeypatch):
     x, w, dy = torch.randn(256, 24, requires_grad=True), torch.randn(32, 24, requires_grad=True), torch.randn(256, 24)
     tiling = Tiling(num_shards=2, keep=keep, deterministic=True)
     tiled_mlp(x, w, w, w.T, tiling=tiling, backend="triton").backward(dy)
-    shape = costs.MLPShape(tokens=256, hidden=24, intermediate=32)
-    assert flop[0] == costs.mlp_flop(shape, ShardPlan(256, 128), keep=keep)
+    shape = mlp_costs.MLPShape(tokens=256, hidden=24, intermediate=32)
+    assert flop[0] == mlp_costs.mlp_flop(shape, ShardPlan(256, 128), keep=keep)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -218,10 +219,10 @@ def test_peak_bytes_of_the_kernels(dtype):
     y = tiled_mlp(x, *weights, tiling=Tiling(shard_tokens=512, deterministic=True), backend="triton")
     with LiveBytes() as live:
         torch.autograd.grad(y, weights, dy)
-    shape = costs.MLPShape(
+    shape = mlp_costs.MLPShape(
         tokens=tokens, hidden=hidden, intermediate=width, itemsize=dtype.itemsize, weight_itemsize=dtype.itemsize
     )
     gradients = sum(w.numel() * w.itemsize for w in weights)
     # the interpreter's own copies of a CPU's tensors are not made of tensors, so they are not seen
-    predicted = costs.peak_bytes(shape, ShardPlan(tokens, 512), device="gpu", kernels=True)
+    predicted = mlp_costs.peak_bytes(shape, ShardPlan(tokens, 512), device="gpu", kernels=True)
     assert abs(live.peak - gradients - predicted) <= COST_BYTES * predicted

@@ -6,18 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shared_specs.bad_inputs import (
-    BAD_CASES,
-    DEVICES,
-    GOOD_SHAPES,
-    UNUSABLE_BACKEND,
-    BadCase,
-)
-from shared_specs.bad_loss_inputs import BAD_LOSS_CASES, GOOD_LOSS_SHAPES
-from shared_specs.bad_module_inputs import BAD_HEAD_CASES, BAD_WEIGHTS_CASES
 from shared_specs.config import NAMES, Half, LossOptions
+from shared_specs.core.bad_case import DEVICES, BadCase
+from shared_specs.core.rounding import DTYPES
 from shared_specs.errors import SpecError, UnsupportedError
-from shared_specs.rounding import DTYPES
+from shared_specs.loss.bad_inputs import BAD_HEAD_CASES, BAD_LOSS_CASES, GOOD_LOSS_SHAPES
+from shared_specs.mlp.bad_inputs import BAD_CASES, BAD_WEIGHTS_CASES, GOOD_SHAPES, UNUSABLE_BACKEND
 from tests.adapters import ADAPTERS
 
 PAIRS = [(case, half) for case in BAD_CASES for half in case.halves]

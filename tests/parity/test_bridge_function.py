@@ -15,9 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import tiled_jax
 import tiled_torch
-from shared_specs.cases import MLP_CASES, MLPCase
 from shared_specs.errors import SpecError, UnsupportedError
-from shared_specs.inputs import make_inputs
+from shared_specs.mlp.cases import MLP_CASES, MLPCase, make_inputs
 from shared_specs.tolerances import DEMO_LOSS_RTOL
 from tests.adapters import ADAPTERS
 from tests.asserting import assert_near, assert_within, truth

@@ -14,9 +14,8 @@ from torch import nn
 
 import tiled_jax
 import tiled_torch
-from shared_specs.cases import MLP_CASES, MLPCase
 from shared_specs.errors import SpecError
-from shared_specs.inputs import make_inputs
+from shared_specs.mlp.cases import MLP_CASES, MLPCase, make_inputs
 from tests.adapters import ADAPTERS
 from tests.asserting import assert_within, truth
 from tiled_torch.bridge import params_to_jax, params_to_torch, to_torch

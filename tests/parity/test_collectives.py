@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from shared_specs.oracle.collectives import CollectiveCase, collective_cases
+from shared_specs.collectives.cases import CollectiveCase, collective_cases
 from shared_specs.signatures import PARALLEL_SIGNATURES
 from shared_specs.tolerances import DISTRIBUTED_FLOAT64
 from tests.asserting import assert_within

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from shared_specs.cases import LOSS_CASES, MLP_CASES, LossCase, MLPCase
+from shared_specs.loss.cases import LOSS_CASES, LossCase
+from shared_specs.mlp.cases import MLP_CASES, MLPCase
 from tests.adapters import JaxAdapter, TorchAdapter
 from tests.asserting import assert_within, truth
 from tiled_torch.bridge import to_jax, to_torch

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM
 
-from shared_specs.app.loop import MODEL_NAME
-from shared_specs.app.weights import read_model
-from shared_specs.decoders import DECODERS
+from shared_specs.app.finetune.loop import MODEL_NAME
+from shared_specs.app.models.decoders import DECODERS
+from shared_specs.app.models.weights import read_model
 from shared_specs.tolerances import DEMO_LOSS_RTOL
 from tests.asserting import assert_within
 from tests.parity.test_finetune import _same_programs_are_compiled_once, run  # noqa: F401  (a fixture)

@@ -16,7 +16,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from shared_specs.config import JAX, TORCH
-from shared_specs.oracle import inference as oracle
+from shared_specs.layers import oracle
 from shared_specs.tolerances import DISTRIBUTED_FLOAT64
 from tests.asserting import assert_within
 from tests.on_jax.parallel_models import quickly

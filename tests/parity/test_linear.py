@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shared_specs.bad_linear_inputs import BAD_LINEAR_CASES, GOOD_LINEAR, BadLinearCase
+from shared_specs.collectives.partitions import bounds
 from shared_specs.config import HALVES, NAMES, Half
-from shared_specs.linear_cases import LINEAR_CASES, LinearCase
-from shared_specs.partitions import bounds
+from shared_specs.linear.bad_inputs import BAD_LINEAR_CASES, GOOD_LINEAR, BadLinearCase
+from shared_specs.linear.cases import LINEAR_CASES, LinearCase
 from tests.adapters import ADAPTERS
 from tests.asserting import assert_within
 from tests.linear_adapters import RUNNERS, assert_linear_case, linear_truth

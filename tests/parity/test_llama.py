@@ -9,9 +9,9 @@ import pytest
 import torch
 from flax import nnx
 
-from shared_specs.app.model_config import scale_positions
-from shared_specs.app.trainer import Trainer, TrainerState
-from shared_specs.cli import FinetuneOptions
+from shared_specs.app.finetune.trainer import Trainer, TrainerState
+from shared_specs.app.models.model_config import scale_positions
+from shared_specs.app.options import FinetuneOptions
 from shared_specs.tolerances import DEMO_LOSS_RTOL, MODEL_FLOAT32
 from tests.asserting import assert_within
 from tests.tiny_model import QWEN2, tiny_config, tiny_weights

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from shared_specs.cases import LOSS_CASES, LossCase
+from shared_specs.loss.cases import LOSS_CASES, LossCase
 from tests.adapters import ADAPTERS
 from tests.asserting import assert_case
 

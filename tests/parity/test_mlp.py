@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from shared_specs.cases import MLP_CASES, MLPCase
+from shared_specs.mlp.cases import MLP_CASES, MLPCase
 from tests.adapters import ADAPTERS
 from tests.asserting import assert_case
 

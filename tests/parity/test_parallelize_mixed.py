@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 from shared_specs.config import DataParallel, ParallelConfig, TensorParallel, Tiling
-from shared_specs.rounding import relative_error
+from shared_specs.core.rounding import relative_error
 from shared_specs.tolerances import limit
 from tests.asserting import assert_within
 from tests.on_jax.parallel_models import mesh_of, run_quickly

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from shared_specs.partitions import RANDOM_STREAMS
+from shared_specs.layers.random import RANDOM_STREAMS
 from tests.ranks import Ranks
 from tiled_jax.parallel import mesh_coordinates, seed_parallel
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from shared_specs.app.gpu_worker import Variant, channel, receive, serve
+from shared_specs.app.gpu.worker import Variant, channel, receive, serve
 
 
 class FakeDevice:

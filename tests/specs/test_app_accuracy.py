@@ -6,12 +6,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from shared_specs.app.accuracy import WEIGHTS, case_of, inputs_of, measure_errors
-from shared_specs.inputs import baseline, oracle
-from shared_specs.oracle.mlp import mlp
-from shared_specs.rounding import DTYPES, relative_error, round_to
+from shared_specs.app.bench.accuracy import WEIGHTS, case_of, inputs_of, measure_errors
+from shared_specs.app.bench.workloads import ACCURACY_WORKLOADS
+from shared_specs.core.rounding import DTYPES, relative_error, round_to
+from shared_specs.mlp.oracle import mlp
+from shared_specs.reference import baseline, oracle
 from shared_specs.shards import plan_tokens
-from shared_specs.workloads import ACCURACY_WORKLOADS
 
 SMALL = replace(ACCURACY_WORKLOADS[0], name="small", tokens=2048, hidden=16, intermediate=24)
 

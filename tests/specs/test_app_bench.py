@@ -1,6 +1,6 @@
 """How the benchmarks of both halves take turns."""
 
-from shared_specs.app.bench import interleave
+from shared_specs.app.bench.bench import interleave
 
 
 def test_every_variant_runs_once_in_every_turn():

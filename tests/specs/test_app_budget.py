@@ -2,8 +2,8 @@
 
 import pytest
 
-from shared_specs.app.budget import Buffers, check_budget
-from shared_specs.cli import FinetuneOptions, InputError
+from shared_specs.app.finetune.budget import Buffers, check_budget
+from shared_specs.app.options import FinetuneOptions, InputError
 from tests.tiny_model import tiny_config
 
 

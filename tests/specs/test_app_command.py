@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from shared_specs.app.command import Command, main
-from shared_specs.cli import FinetuneOptions, InputError, flag, parse_size
+from shared_specs.app.options import FinetuneOptions, InputError, flag, parse_size
 from shared_specs.config import Tiling
 
 

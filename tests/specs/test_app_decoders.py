@@ -5,10 +5,16 @@ import json
 import numpy as np
 import pytest
 
-from shared_specs.app.model_config import check_context, complete_config, saved_config, scale_positions, weight_shapes
-from shared_specs.app.weights import read_model
-from shared_specs.cli import InputError
-from shared_specs.decoders import DECODERS, sliding_window
+from shared_specs.app.models.decoders import DECODERS, sliding_window
+from shared_specs.app.models.model_config import (
+    check_context,
+    complete_config,
+    saved_config,
+    scale_positions,
+    weight_shapes,
+)
+from shared_specs.app.models.weights import read_model
+from shared_specs.app.options import InputError
 from tests.tiny_model import CONFIG, MISTRAL, QWEN2, tiny_config, tiny_tokenizer, tiny_weights, write_tiny_folder
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

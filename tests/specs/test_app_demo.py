@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from shared_specs.app import demo, demo_report
-from shared_specs.app.demo_report import Result, Run, largest_difference, picture, record, table, verdict
-from shared_specs.app.log import RunLog
-from shared_specs.app.predict import plain_step
+from shared_specs.app.demo import report as demo_report
+from shared_specs.app.demo import run as demo
+from shared_specs.app.demo.report import Result, Run, largest_difference, picture, record, table, verdict
+from shared_specs.app.finetune.log import RunLog
+from shared_specs.app.finetune.plain_memory import plain_step
 from shared_specs.app.progress import show_bytes
 from shared_specs.tolerances import DEMO_LOSS_RTOL, FLOOR
 from tests.pictures import assert_shows, bars, curves, saved_figures

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from shared_specs.app import gpu_bench
-from shared_specs.app.gpu_bench import NO_TIME, bench_jobs, mlp_workloads, packing
-from shared_specs.app.gpu_supervisor import Job, run_jobs
-from shared_specs.cli import BenchOptions, InputError
+from shared_specs.app.bench.workloads import GPU_SIZES
+from shared_specs.app.gpu import bench as gpu_bench
+from shared_specs.app.gpu.bench import NO_TIME, bench_jobs, mlp_workloads, packing
+from shared_specs.app.gpu.supervisor import Job, run_jobs
+from shared_specs.app.options import BenchOptions, InputError
 from shared_specs.tolerances import between, between_rows
-from shared_specs.workloads import GPU_SIZES
 
 COMMAND = [sys.executable, "-m", "tests.specs.fake_worker"]
 GROUPS = {"kernels": ("up", "down"), "mlp": ("main", "peers", "rest", "sweep"), "loss": ("main", "peers")}

@@ -14,13 +14,13 @@ import pytest
 from rich.console import Console
 from safetensors.numpy import load_file
 
-from shared_specs.app.checkpoint import load_checkpoint
-from shared_specs.app.log import LOG_NAME, read_log, step_records
-from shared_specs.app.loop import MODEL_NAME, PLOT_NAME, finetune
+from shared_specs.app.finetune.checkpoint import load_checkpoint
+from shared_specs.app.finetune.log import LOG_NAME, read_log, step_records
+from shared_specs.app.finetune.loop import MODEL_NAME, PLOT_NAME, finetune
+from shared_specs.app.finetune.processes import Alone
 from shared_specs.app.memory import machine_bytes
-from shared_specs.app.team import Alone
-from shared_specs.app.weights import read_model
-from shared_specs.cli import FinetuneOptions, InputError
+from shared_specs.app.models.weights import read_model
+from shared_specs.app.options import FinetuneOptions, InputError
 from shared_specs.tolerances import FLOOR
 from tests.fake_trainer import FakeTrainer
 from tests.tiny_model import write_inputs
@@ -384,9 +384,9 @@ def test_killed_while_saving_leaves_the_checkpoint_before(options, tmp_path, mon
     def die(*_arguments):
         raise Killed
 
-    monkeypatch.setattr("shared_specs.app.checkpoint._digests", die)
+    monkeypatch.setattr("shared_specs.app.finetune.checkpoint._digests", die)
     run_on = options(resume=True)
-    monkeypatch.setattr("shared_specs.app.checkpoint._verify", lambda folder: None)
+    monkeypatch.setattr("shared_specs.app.finetune.checkpoint._verify", lambda folder: None)
     with pytest.raises(Killed):
         run(run_on)
     monkeypatch.undo()

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from shared_specs.app.checkpoint import load_checkpoint
-from shared_specs.app.log import LOG_NAME, read_log, step_records
-from shared_specs.app.loop import MODEL_NAME, finetune
+from shared_specs.app.finetune.checkpoint import load_checkpoint
+from shared_specs.app.finetune.log import LOG_NAME, read_log, step_records
+from shared_specs.app.finetune.loop import MODEL_NAME, finetune
+from shared_specs.app.finetune.processes import OutputError
+from shared_specs.app.options import FinetuneOptions, InputError
 from shared_specs.app.output import check_records
 from shared_specs.app.progress import RunProgress
-from shared_specs.app.team import OutputError
-from shared_specs.cli import FinetuneOptions, InputError
 from tests.fake_trainer import FakeTrainer
 from tests.synced import Renames, assert_synced_before_the_name
 from tests.tiny_model import write_inputs
@@ -138,7 +138,7 @@ def test_a_folder_that_only_looks_writable_is_refused_before_the_model(options, 
 
 
 def test_an_absurd_batch_is_refused_before_it_is_cut(options, tmp_path, monkeypatch):
-    monkeypatch.setattr("shared_specs.app.text.Windows.batch", lambda *_: pytest.fail("windows are cut"))
+    monkeypatch.setattr("shared_specs.app.finetune.text.Windows.batch", lambda *_: pytest.fail("windows are cut"))
     with pytest.raises(InputError, match=r"^finetune: --batch must be <= \d+, the sequences .*, got 10000000000\.$"):
         run(options(batch=10**10), Unloaded())
     assert list(tmp_path.iterdir()) == []

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from shared_specs.app import gpu_parity
-from shared_specs.app.gpu_parity import bounded, run_parity
+from shared_specs.app.gpu import parity as gpu_parity
+from shared_specs.app.gpu.parity import bounded, run_parity
 
 ROOT = Path(__file__).parents[2]
 GREEN = "import pytest\n@pytest.mark.gpu\ndef test_green(): pass\ndef test_of_no_gpu(): assert False\n"
@@ -81,7 +81,7 @@ def test_a_part_that_fails_stops_no_other(tmp_path: Path) -> None:
     fake.chmod(0o755)
     done = make("gpu", f"PYTHON={fake}", f"OUT={tmp_path}")
     ran = [line for line in done.stdout.splitlines() if not line.startswith("==")]
-    modules = ["shared_specs.app.gpu_parity", "tiled_torch", "tiled_jax", "tiled_torch", "tiled_jax"]
+    modules = ["shared_specs.app.gpu.parity", "tiled_torch", "tiled_jax", "tiled_torch", "tiled_jax"]
     assert ran == [f"{module} 0 cuda,cpu lo" for module in modules]
     assert done.returncode != 0
     assert make("gpu", f"PYTHON={fake}", "PART=jax").returncode == 0

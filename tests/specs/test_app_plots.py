@@ -6,10 +6,10 @@ import itertools
 import pytest
 from rich.console import Console
 
-from shared_specs.app.log import read_log, step_records
-from shared_specs.app.loop import PLOT_NAME, finetune
+from shared_specs.app.finetune.log import read_log, step_records
+from shared_specs.app.finetune.loop import PLOT_NAME, finetune
+from shared_specs.app.options import FinetuneOptions
 from shared_specs.app.plots import GIB, plot_runs
-from shared_specs.cli import FinetuneOptions
 from tests.fake_trainer import FakeTrainer
 from tests.pictures import assert_shows, curves, saved_figures
 from tests.tiny_model import write_inputs

@@ -1,6 +1,6 @@
 """The tables of the README that are made of bytes and of errors."""
 
-from shared_specs.app.tables import GPU_KIND, GPU_ROWS, TABLES, render
+from shared_specs.app.bench.tables import GPU_KIND, GPU_ROWS, TABLES, render
 
 HARDWARE = {"cpu": "c", "cores": 1, "memory_bytes": 2**30}
 BASE = {"date": "2026-01-01T00:00:00Z", "hardware": HARDWARE, "versions": {"python": "3.11"}}

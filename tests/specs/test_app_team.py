@@ -10,11 +10,18 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from shared_specs.app import team
-from shared_specs.app.checkpoint import load_checkpoint, save_sharded_checkpoint
-from shared_specs.app.loop import finetune
-from shared_specs.app.team import OutputError, SaidElsewhere, agreed, check_layout, end_alone, let_first_speak
-from shared_specs.cli import FinetuneOptions, InputError
+from shared_specs.app.finetune import processes as team
+from shared_specs.app.finetune.checkpoint import load_checkpoint, save_sharded_checkpoint
+from shared_specs.app.finetune.loop import finetune
+from shared_specs.app.finetune.processes import (
+    OutputError,
+    SaidElsewhere,
+    agreed,
+    check_layout,
+    end_alone,
+    let_first_speak,
+)
+from shared_specs.app.options import FinetuneOptions, InputError
 from shared_specs.errors import UnsupportedError
 from tests.fake_trainer import FakeTrainer
 from tests.tiny_model import write_text, write_tiny_folder

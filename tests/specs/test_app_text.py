@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from shared_specs.app.text import Windows, make_windows, read_text
-from shared_specs.cli import InputError
+from shared_specs.app.finetune.text import Windows, make_windows, read_text
+from shared_specs.app.options import InputError
 from tests.tiny_model import tiny_tokenizer, write_text
 
 

@@ -12,10 +12,10 @@ from gguf import GGMLQuantizationType, dequantize
 from gguf.quants import quantize
 from safetensors.numpy import load_file, save_file
 
-from shared_specs.app.gguf_file import unpermute_rotary
-from shared_specs.app.model_config import check_context, complete_config, saved_config, scale_positions
-from shared_specs.app.weights import default_model, read_model, write_model
-from shared_specs.cli import InputError
+from shared_specs.app.models.gguf_file import unpermute_rotary
+from shared_specs.app.models.model_config import check_context, complete_config, saved_config, scale_positions
+from shared_specs.app.models.weights import default_model, read_model, write_model
+from shared_specs.app.options import InputError
 from tests.tiny_model import CONFIG, tiny_config, tiny_tokenizer, tiny_weights, write_tiny_folder, write_tiny_gguf
 
 TEXT = "the sun on 42 tiles\n\n  <|end|>über"

@@ -1,7 +1,7 @@
 """The lines that `parallelize` logs in both halves."""
 
-from shared_specs.applied import applied_lines
 from shared_specs.config import Checkpointing, Compile, DataParallel, ParallelConfig, TensorParallel
+from shared_specs.plans.applied import applied_lines
 
 
 def test_one_line_for_each_step() -> None:

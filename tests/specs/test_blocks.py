@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from shared_specs import blocks
-from shared_specs.blocks import (
+from shared_specs.kernels import blocks
+from shared_specs.kernels.blocks import (
     CANDIDATES,
     DEFAULTS,
     DETERMINISTIC,

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from shared_specs.oracle.collectives import COLLECTIVES, collective_cases
+from shared_specs.collectives.cases import collective_cases
+from shared_specs.collectives.oracle import COLLECTIVES
 from shared_specs.tolerances import DISTRIBUTED_FLOAT64
 
 # Where x (or y, and then dy) is one array that all ranks hold, it counts once.

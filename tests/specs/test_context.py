@@ -3,15 +3,11 @@
 import numpy as np
 import pytest
 
+from shared_specs.collectives.partitions import even_range
 from shared_specs.config import DataParallel, ParallelConfig
 from shared_specs.errors import SpecError, UnsupportedError
-from shared_specs.parallel_checks import (
-    check_context_heads,
-    check_context_tokens,
-    check_parallel_config,
-    refuse_context,
-)
-from shared_specs.partitions import ContextHeads, context_heads, even_range
+from shared_specs.layers.heads import ContextHeads, context_heads
+from shared_specs.plans.checks import check_context_heads, check_context_tokens, check_parallel_config, refuse_context
 from shared_specs.tolerances import DISTRIBUTED_FLOAT64
 from tests.asserting import assert_within
 

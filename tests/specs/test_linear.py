@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared_specs.bad_linear_inputs import BAD_LINEAR_CASES
-from shared_specs.linear_cases import LINEAR_CASES, LinearCase, linear_baseline, linear_oracle, make_linear_inputs
-from shared_specs.oracle.linear import linear
-from shared_specs.partitions import RANDOM_STREAMS, derived_seed, stream_coordinates
-from shared_specs.rounding import DTYPES
+from shared_specs.core.rounding import DTYPES
+from shared_specs.layers.random import RANDOM_STREAMS, derived_seed, stream_coordinates
+from shared_specs.linear.bad_inputs import BAD_LINEAR_CASES
+from shared_specs.linear.cases import LINEAR_CASES, LinearCase, linear_baseline, linear_oracle, make_linear_inputs
+from shared_specs.linear.oracle import linear
 
 STEP = 1e-6
 CENTRAL = 2e-8  # what central differences at STEP resolve; not a limit on any half

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shared_specs import SpecError, means
+from shared_specs import SpecError
+from shared_specs.tile import means
 
 MEAN = r"^tiled_loss: fn must be a sum over its tokens, got a mean. Return sums \(reduction='sum'\) and divide"
 

@@ -5,12 +5,13 @@ import math
 import numpy as np
 import pytest
 
-from shared_specs.cases import LOSS_CASES, MLP_CASES, LossCase, MLPCase
 from shared_specs.config import ACTIVATIONS, LossOptions
-from shared_specs.inputs import baseline, loss_options, make_inputs, make_loss_inputs, oracle
-from shared_specs.oracle.loss import linear_cross_entropy
-from shared_specs.oracle.mlp import activate, erf, mlp
-from shared_specs.rounding import DTYPES, relative_error, round_to
+from shared_specs.core.rounding import DTYPES, relative_error, round_to
+from shared_specs.loss.cases import LOSS_CASES, LossCase, loss_options, make_loss_inputs
+from shared_specs.loss.oracle import linear_cross_entropy
+from shared_specs.mlp.cases import MLP_CASES, MLPCase, make_inputs
+from shared_specs.mlp.oracle import activate, erf, mlp
+from shared_specs.reference import baseline, oracle
 from shared_specs.tolerances import FACTOR, FLOOR, limit
 
 STEP = 1e-6

@@ -4,7 +4,7 @@ import pytest
 
 from shared_specs import SpecError, UnsupportedError
 from shared_specs.config import Checkpointing, Compile, DataParallel, ParallelConfig, TensorParallel
-from shared_specs.parallel_checks import TensorSizes, check_divides, check_parallel_config, mesh_axes
+from shared_specs.plans.checks import TensorSizes, check_divides, check_parallel_config, mesh_axes
 
 TENSOR, DDP = TensorParallel(), DataParallel(engine="ddp")
 BOTH = {"dp_shard": 2, "tp": 2}

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared_specs.errors import SpecError
-from shared_specs.partitions import (
+from shared_specs.collectives.partitions import (
     VocabPartition,
     VocabUtility,
     bounds,
@@ -16,6 +15,7 @@ from shared_specs.partitions import (
     vocab_partition,
     vocab_range,
 )
+from shared_specs.errors import SpecError
 
 
 @given(total=st.integers(0, 10_000), parts=st.integers(1, 64))

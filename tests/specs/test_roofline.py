@@ -2,41 +2,43 @@
 
 import pytest
 
-from shared_specs import costs, roofline
-from shared_specs.blocks import Paths
 from shared_specs.errors import SpecError
-from shared_specs.roofline import GPUS, Work
+from shared_specs.kernels import roofline
+from shared_specs.kernels.blocks import Paths
+from shared_specs.kernels.roofline import GPUS, Work
+from shared_specs.loss import costs as loss_costs
+from shared_specs.mlp import costs as mlp_costs
 from shared_specs.shards import ShardPlan
 
-LLAMA = costs.MLPShape(tokens=131072, hidden=4096, intermediate=14336, itemsize=2, weight_itemsize=2)
+LLAMA = mlp_costs.MLPShape(tokens=131072, hidden=4096, intermediate=14336, itemsize=2, weight_itemsize=2)
 PLAN = ShardPlan(131072, 8192)
-ODD = costs.MLPShape(tokens=1000, hidden=24, intermediate=56, out=24, itemsize=2, weight_itemsize=2)
+ODD = mlp_costs.MLPShape(tokens=1000, hidden=24, intermediate=56, out=24, itemsize=2, weight_itemsize=2)
 
 
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("keep", [0.0, 0.3, 1.0])
 def test_products_are_those_that_the_costs_count(gated: bool, keep: float) -> None:
-    shape = costs.MLPShape(tokens=1000, hidden=24, intermediate=56, gated=gated)
+    shape = mlp_costs.MLPShape(tokens=1000, hidden=24, intermediate=56, gated=gated)
     plan = ShardPlan(1000, 96)
     for variant in ("tiled", "products"):
         work = roofline.mlp_work(shape, plan, variant=variant, keep=keep)
-        assert work.flop == costs.mlp_flop(shape, plan, keep=keep)
-    assert roofline.mlp_work(shape, plan, variant="plain").flop == costs.plain_flop(shape)
+        assert work.flop == mlp_costs.mlp_flop(shape, plan, keep=keep)
+    assert roofline.mlp_work(shape, plan, variant="plain").flop == mlp_costs.plain_flop(shape)
     for variant, kind in (("checkpoint", "non-reentrant"), ("checkpoint-reentrant", "reentrant")):
-        assert roofline.mlp_work(shape, plan, variant=variant).flop == costs.plain_flop(shape, checkpointing=kind)
+        assert roofline.mlp_work(shape, plan, variant=variant).flop == mlp_costs.plain_flop(shape, checkpointing=kind)
 
 
 def test_products_of_a_tiling_that_recomputes_everything() -> None:
-    thi = costs.thi(LLAMA)
+    thi = mlp_costs.thi(LLAMA)
     assert roofline.mlp_work(LLAMA, PLAN, variant="whole").flop == 12 * thi
     assert roofline.mlp_work(LLAMA, PLAN, variant="whole-in-checkpoint").flop == 15 * thi
 
 
 def test_products_of_the_loss_are_those_that_the_costs_count() -> None:
-    shape = costs.LossShape(tokens=1000, hidden=24, vocab=333, itemsize=2, weight_itemsize=2)
+    shape = loss_costs.LossShape(tokens=1000, hidden=24, vocab=333, itemsize=2, weight_itemsize=2)
     for variant in ("plain", "tiled"):
         work = roofline.loss_work(shape, ShardPlan(1000, 96), variant=variant)
-        assert work.flop == costs.loss_flop(shape, gradients_in_forward=True)
+        assert work.flop == loss_costs.loss_flop(shape, gradients_in_forward=True)
 
 
 def test_bytes_of_one_shard_by_hand() -> None:
@@ -51,7 +53,7 @@ def test_bytes_of_one_shard_by_hand() -> None:
 
 
 def test_sums_over_shards_are_read_and_written_again() -> None:
-    shape = costs.MLPShape(tokens=1000, hidden=24, intermediate=56, itemsize=2, weight_itemsize=2)
+    shape = mlp_costs.MLPShape(tokens=1000, hidden=24, intermediate=56, itemsize=2, weight_itemsize=2)
     one, four = (roofline.mlp_work(shape, ShardPlan(1000, t)).bytes for t in (1000, 250))
     weights = 3 * 24 * 56
     assert four - one == weights * 8 * 3 + weights * (4 + 2)
@@ -70,14 +72,14 @@ def test_figures_of_an_h200_at_the_widths_of_llama() -> None:
     for variant, milliseconds in expected.items():
         seconds = roofline.mlp_seconds(LLAMA, PLAN, GPUS["h200"], variant=variant).total
         assert round(seconds * 1e3) == milliseconds, variant
-    loss = costs.LossShape(tokens=32768, hidden=4096, vocab=128256, itemsize=2, weight_itemsize=2)
+    loss = loss_costs.LossShape(tokens=32768, hidden=4096, vocab=128256, itemsize=2, weight_itemsize=2)
     seconds = roofline.loss_seconds(loss, ShardPlan(32768, 8192), GPUS["h200"], sweeps=2).total
     assert round(seconds * 1e3) == 138
 
 
 def test_rows_of_the_kernels() -> None:
-    shape = costs.MLPShape(tokens=512, hidden=24, intermediate=56, itemsize=2, weight_itemsize=2)
-    thi = costs.thi(shape)
+    shape = mlp_costs.MLPShape(tokens=512, hidden=24, intermediate=56, itemsize=2, weight_itemsize=2)
+    thi = mlp_costs.thi(shape)
     flop = {"up": 2, "glu": 0, "glu_backward": 0, "down": 1, "linear": 1, "dx": 2, "weight_gradient": 1}
     for question, units in flop.items():
         assert roofline.shard_work(question, shape, fused=False).flop == units * thi

@@ -3,7 +3,7 @@
 import pytest
 
 from shared_specs import SpecError
-from shared_specs.sequence_checks import check_alike
+from shared_specs.collectives.agreement import check_alike
 
 
 def said(*words: str) -> list[dict[str, str]]:

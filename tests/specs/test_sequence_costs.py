@@ -7,23 +7,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared_specs import costs
+from shared_specs.collectives.agreement import sequence_tokens
+from shared_specs.collectives.costs import eager_in_flight_bytes, gathered_plan, in_flight_bytes
+from shared_specs.collectives.sequence_plan import SequencePlan, plan_sequence
 from shared_specs.errors import SpecError
-from shared_specs.partitions import SequencePlan, plan_sequence
-from shared_specs.sequence_checks import sequence_tokens
-from shared_specs.sequence_costs import (
-    eager_in_flight_bytes,
-    gathered_plan,
-    in_flight_bytes,
-    plan_sequence_loss,
-    plan_sequence_mlp,
-    sequence_loss_peak_bytes,
-    sequence_peak_bytes,
-)
+from shared_specs.loss import costs as loss_costs
+from shared_specs.loss.sequence_costs import plan_sequence_loss, sequence_loss_peak_bytes
+from shared_specs.mlp import costs as mlp_costs
+from shared_specs.mlp.sequence_costs import plan_sequence_mlp, sequence_peak_bytes
 from shared_specs.shards import TARGET_TOKENS, ShardPlan
 
-SHAPE = costs.MLPShape(tokens=4000, hidden=10, intermediate=30)
-LOSS = costs.LossShape(tokens=4000, hidden=10, vocab=301)
+SHAPE = mlp_costs.MLPShape(tokens=4000, hidden=10, intermediate=30)
+LOSS = loss_costs.LossShape(tokens=4000, hidden=10, vocab=301)
 
 
 @given(
@@ -97,13 +92,13 @@ def test_eager_in_flight_bytes_by_hand() -> None:
 def test_peaks_are_those_of_the_loop_and_what_is_under_way() -> None:
     plan = SequencePlan((1000,) * 4, 50)
     loop = ShardPlan(4000, 200)
-    assert sequence_peak_bytes(SHAPE, plan) == costs.peak_bytes(SHAPE, loop) + eager_in_flight_bytes(
+    assert sequence_peak_bytes(SHAPE, plan) == mlp_costs.peak_bytes(SHAPE, loop) + eager_in_flight_bytes(
         SHAPE, plan, upstream=10
     )
     split = replace(LOSS, copied=True)
     rows_again = 200 * 301 * 4
-    assert costs.loss_peak_bytes(split, loop) == costs.loss_peak_bytes(LOSS, loop) + rows_again
-    assert sequence_loss_peak_bytes(split, plan) == costs.loss_peak_bytes(split, loop) + eager_in_flight_bytes(
+    assert loss_costs.loss_peak_bytes(split, loop) == loss_costs.loss_peak_bytes(LOSS, loop) + rows_again
+    assert sequence_loss_peak_bytes(split, plan) == loss_costs.loss_peak_bytes(split, loop) + eager_in_flight_bytes(
         split, plan
     )
 
@@ -111,7 +106,7 @@ def test_peaks_are_those_of_the_loop_and_what_is_under_way() -> None:
 @pytest.mark.parametrize("multiple_of", [1, 128])
 def test_a_budget_takes_the_longest_shard_that_fits(multiple_of: int) -> None:
     tokens = (5000, 5000, 4000, 0)
-    shape = costs.MLPShape(tokens=1, hidden=64, intermediate=128)
+    shape = mlp_costs.MLPShape(tokens=1, hidden=64, intermediate=128)
     for budget in (2**21, 2**23, 2**30):
         plan = plan_sequence_mlp("f", shape, tokens, memory_budget=budget, multiple_of=multiple_of)
         assert sequence_peak_bytes(shape, plan) <= budget
@@ -121,7 +116,7 @@ def test_a_budget_takes_the_longest_shard_that_fits(multiple_of: int) -> None:
 
 
 def test_a_budget_for_the_loss() -> None:
-    tokens, shape = (500, 300), costs.LossShape(tokens=1, hidden=64, vocab=4096)
+    tokens, shape = (500, 300), loss_costs.LossShape(tokens=1, hidden=64, vocab=4096)
     plan = plan_sequence_loss("f", shape, tokens, memory_budget=2**22)
     longer = SequencePlan(tokens, plan.shard_tokens + 1)
     assert sequence_loss_peak_bytes(shape, plan) <= 2**22 < sequence_loss_peak_bytes(shape, longer)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared_specs.costs import MLPShape, plan_mlp
+from shared_specs.mlp.costs import MLPShape, plan_mlp
 from shared_specs.shards import KERNEL_MULTIPLE, TARGET_TOKENS, ShardPlan, plan_tokens
 
 tokens_of = st.integers(0, 5000)

@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from shared_specs import collective_checks as checks
+from shared_specs.collectives import checks
 from shared_specs.errors import fail, show_shape
 from tiled_jax.collectives import conjugates
 from tiled_jax.collectives.conjugates import Axis, Sizes, mesh_axis

@@ -9,7 +9,7 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shared_specs.collective_checks import check_even
+from shared_specs.collectives.checks import check_even
 from shared_specs.errors import fail, fail_type, show_shape
 
 

@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shared_specs import costs
-from shared_specs.app.bench import chosen_workloads, interleave, require_parity, show, summarise
-from shared_specs.cli import BenchOptions
-from shared_specs.records import make_record, write_record
+from shared_specs.app.bench.bench import chosen_workloads, interleave, require_parity, show, summarise
+from shared_specs.app.bench.records import make_record, write_record
+from shared_specs.app.bench.workloads import MLPWorkload
+from shared_specs.app.options import BenchOptions
+from shared_specs.mlp import costs as mlp_costs
 from shared_specs.shards import ShardPlan
-from shared_specs.workloads import MLPWorkload
 from tiled_jax.commands.bench_accuracy import bench_accuracy
 from tiled_jax.commands.bench_loss import bench_loss
 from tiled_jax.commands.bench_mesh import bench_mesh
@@ -49,14 +49,14 @@ def measure(workload: MLPWorkload, repeats: int) -> list[dict[str, Any]]:
     """One result a variant, after checking that every variant computes the same y and gradients."""
     arguments = _arguments(workload)
     itemsize = arguments[0].dtype.itemsize
-    shape = costs.MLPShape(
+    shape = mlp_costs.MLPShape(
         tokens=workload.tokens,
         hidden=workload.hidden,
         intermediate=workload.intermediate,
         itemsize=itemsize,
         weight_itemsize=itemsize,
     )
-    plan = costs.plan_mlp("bench", shape)
+    plan = mlp_costs.plan_mlp("bench", shape)
     compiled = {
         name: jax.jit(y_and_gradients(fn)).lower(*arguments).compile()
         for name, fn in variants(plan.shard_tokens).items()
@@ -82,10 +82,10 @@ def _temp_bytes(program: Any) -> int:
     return program.memory_analysis().temp_size_in_bytes
 
 
-def predicted_bytes(shape: costs.MLPShape, plan: ShardPlan) -> dict[str, int]:
+def predicted_bytes(shape: mlp_costs.MLPShape, plan: ShardPlan) -> dict[str, int]:
     """What the formulas say of the tiled variants' `temp_bytes`: an upper bound."""
-    peak = costs.compiled_peak_bytes(shape, plan)
-    return {name: peak + costs.saved_bytes(shape, plan, keep=keep) for name, keep in TILED.items()}
+    peak = mlp_costs.compiled_peak_bytes(shape, plan)
+    return {name: peak + mlp_costs.saved_bytes(shape, plan, keep=keep) for name, keep in TILED.items()}
 
 
 def _arguments(workload: MLPWorkload) -> tuple[jax.Array, ...]:

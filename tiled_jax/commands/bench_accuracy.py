@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shared_specs.app.accuracy import Array, chosen_accuracy_workloads, inputs_of, measure_errors
-from shared_specs.app.bench import require_parity
-from shared_specs.cli import BenchOptions
-from shared_specs.records import make_record, write_record
+from shared_specs.app.bench.accuracy import Array, chosen_accuracy_workloads, inputs_of, measure_errors
+from shared_specs.app.bench.bench import require_parity
+from shared_specs.app.bench.records import make_record, write_record
+from shared_specs.app.bench.workloads import AccuracyWorkload
+from shared_specs.app.options import BenchOptions
 from shared_specs.shards import plan_tokens
-from shared_specs.workloads import AccuracyWorkload
 from tiled_jax import tiled_mlp
 from tiled_jax.commands.peers import MLP, plain, scan_checkpoint, y_and_gradients
 

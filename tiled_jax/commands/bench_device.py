@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shared_specs.app.bench import host_seconds
-from shared_specs.app.gpu_worker import Variant
+from shared_specs.app.bench.bench import host_seconds
+from shared_specs.app.gpu.worker import Variant
 
 # Elements that a comparison widens at a time.
 _BLOCK = 2**27

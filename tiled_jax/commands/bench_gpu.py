@@ -1,7 +1,7 @@
 """`bench --device gpu` in JAX: the kernels against XLA, then whole MLPs and losses against their plain forms and tokamax."""
 
-from shared_specs.app.gpu_bench import bench_on_gpu
-from shared_specs.cli import BenchOptions
+from shared_specs.app.gpu.bench import bench_on_gpu
+from shared_specs.app.options import BenchOptions
 
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "flax", "tokamax")
 GROUPS = {

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shared_specs.app.gpu_worker import Variant
+from shared_specs.app.gpu.worker import Variant
 from shared_specs.config import LossOptions
-from shared_specs.costs import MLPShape
-from shared_specs.roofline import gpu_named, passing, shard_work
+from shared_specs.kernels.roofline import gpu_named, passing, shard_work
+from shared_specs.mlp.costs import MLPShape
 from tiled_jax import backends
 from tiled_jax.commands.bench_device import variant
 from tiled_jax.core.activations import activate

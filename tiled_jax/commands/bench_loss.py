@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shared_specs import costs
-from shared_specs.app.bench import chosen_loss_workloads, interleave, require_parity, show, summarise
-from shared_specs.cli import BenchOptions
-from shared_specs.records import make_record, write_record
-from shared_specs.rounding import relative_error
+from shared_specs.app.bench.bench import chosen_loss_workloads, interleave, require_parity, show, summarise
+from shared_specs.app.bench.records import make_record, write_record
+from shared_specs.app.bench.workloads import LossWorkload
+from shared_specs.app.options import BenchOptions
+from shared_specs.core.rounding import relative_error
+from shared_specs.loss import costs as loss_costs
 from shared_specs.tolerances import BENCH_GRADIENTS
-from shared_specs.workloads import LossWorkload
 from tiled_jax import tiled_linear_cross_entropy
 
 PACKAGES = ("jax", "jaxlib", "flax", "numpy")
@@ -38,8 +38,8 @@ def bench_loss(options: BenchOptions) -> int:
 def measure(workload: LossWorkload, repeats: int) -> list[dict[str, Any]]:
     """One result a variant, after checking that every variant computes the same loss and gradients."""
     arguments = _arguments(workload)
-    plan = costs.plan_loss(
-        "bench", costs.LossShape(tokens=workload.tokens, hidden=workload.hidden, vocab=workload.vocab)
+    plan = loss_costs.plan_loss(
+        "bench", loss_costs.LossShape(tokens=workload.tokens, hidden=workload.hidden, vocab=workload.vocab)
     )
     compiled: dict[str, Any] = {
         name: jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(*arguments).compile()

@@ -10,11 +10,11 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shared_specs.app.bench import interleave, require_parity, show, summarise
-from shared_specs.cli import BenchOptions, InputError
+from shared_specs.app.bench.bench import interleave, require_parity, show, summarise
+from shared_specs.app.bench.records import make_record, write_record
+from shared_specs.app.bench.workloads import MESH_WORKLOADS, MeshWorkload
+from shared_specs.app.options import BenchOptions, InputError
 from shared_specs.config import Tiling
-from shared_specs.records import make_record, write_record
-from shared_specs.workloads import MESH_WORKLOADS, MeshWorkload
 from tiled_jax import tiled_mlp
 from tiled_jax.commands.peers import MLP, check_gradients, plain, y_and_gradients
 

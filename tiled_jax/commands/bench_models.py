@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shared_specs import costs
-from shared_specs.app.gpu_worker import Variant
-from shared_specs.blocks import DETERMINISTIC, Paths, paths_for
+from shared_specs.app.gpu.worker import Variant
 from shared_specs.config import Tiling
-from shared_specs.roofline import MLPVariant, gpu_named, loss_seconds, mlp_seconds
+from shared_specs.kernels.blocks import DETERMINISTIC, Paths, paths_for
+from shared_specs.kernels.roofline import MLPVariant, gpu_named, loss_seconds, mlp_seconds
+from shared_specs.loss import costs as loss_costs
+from shared_specs.mlp import costs as mlp_costs
 from shared_specs.shards import ShardPlan
 from tiled_jax import backends, tiled_linear_cross_entropy, tiled_mlp
 from tiled_jax.commands.bench_device import variant
@@ -56,12 +57,12 @@ class MLPs:
             draw(3, i, h, dtype=dtype, scale=i**-0.5),
             draw(4, tokens, h, dtype=dtype),
         )
-        self.shape = costs.MLPShape(
+        self.shape = mlp_costs.MLPShape(
             tokens=tokens, hidden=h, intermediate=i, itemsize=dtype.itemsize, weight_itemsize=dtype.itemsize
         )
         kind = backends.device_kind()
-        self.plan = costs.plan_mlp("bench", self.shape, shard_tokens=shard, device=kind, compiled=True)
-        self.peak = costs.compiled_peak_bytes(self.shape, self.plan, device=kind)
+        self.plan = mlp_costs.plan_mlp("bench", self.shape, shard_tokens=shard, device=kind, compiled=True)
+        self.peak = mlp_costs.compiled_peak_bytes(self.shape, self.plan, device=kind)
         self.gpu = gpu_named(jax.devices()[0].device_kind)
         self.paths = paths_for("pallas", ARCHITECTURE, str(dtype), (i, h))
 
@@ -75,20 +76,20 @@ class MLPs:
         return variant(with_gradients(fn), *self.arguments, names=RESULTS, flop=flop, **facts)
 
     def forward_only(self, fn: MLP) -> Variant:
-        return variant(fn, *self.arguments[:-1], names=("y",), flop=3 * costs.thi(self.shape))
+        return variant(fn, *self.arguments[:-1], names=("y",), flop=3 * mlp_costs.thi(self.shape))
 
     def plain(self) -> Variant:
-        return self.step(plain, costs.plain_flop(self.shape), library=True)
+        return self.step(plain, mlp_costs.plain_flop(self.shape), library=True)
 
     def own(
         self, backend: str, *, keep: float = 0.0, in_checkpoint: bool = False, deterministic: bool = False
     ) -> Variant:
         tiling = Tiling(shard_tokens=self.shard, keep=keep, deterministic=deterministic)
         fn: MLP = partial(tiled_mlp, tiling=tiling, backend=backend)
-        flop = costs.mlp_flop(
+        flop = mlp_costs.mlp_flop(
             self.shape, self.plan, keep=keep, checkpointing="non-reentrant" if in_checkpoint else "none"
         )
-        predicted = self.peak + costs.saved_bytes(self.shape, self.plan, keep=keep)
+        predicted = self.peak + mlp_costs.saved_bytes(self.shape, self.plan, keep=keep)
         paths = None if backend == "xla" else DETERMINISTIC if deterministic else self.paths
         facts = {"predicted_bytes": predicted, "model_seconds": self.model("tiled", keep, paths)}
         return self.step(jax.checkpoint(fn) if in_checkpoint else fn, flop, **facts)
@@ -98,12 +99,12 @@ class MLPs:
         whole = self.shape.tokens // self.shard
         again = int(recomputed * whole)
         run = partial(products_alone, self.shard, again)
-        flop = (9 * whole + 2 * again) * costs.thi(self.shape) * self.shard / self.shape.tokens
+        flop = (9 * whole + 2 * again) * mlp_costs.thi(self.shape) * self.shard / self.shape.tokens
         seconds = self.model("products", 1.0 - recomputed)
         return variant(run, *self.arguments, names=None, flop=flop, model_seconds=seconds)
 
     def main(self) -> dict[str, Variant]:
-        once = costs.plain_flop(self.shape, checkpointing="non-reentrant")
+        once = mlp_costs.plain_flop(self.shape, checkpointing="non-reentrant")
         return {
             "plain": self.plain(),
             "tiled-pallas": self.own("pallas"),
@@ -116,7 +117,7 @@ class MLPs:
         }
 
     def peers(self) -> dict[str, Variant]:
-        tokamax = self.step(_tokamax, costs.plain_flop(self.shape), peer=True)
+        tokamax = self.step(_tokamax, mlp_costs.plain_flop(self.shape), peer=True)
         return {"plain": self.plain(), "tiled-pallas": self.own("pallas"), "tokamax": tokamax}
 
     def rest(self) -> dict[str, Variant]:
@@ -193,12 +194,12 @@ class Losses:
         targets = jnp.asarray(np.random.default_rng(2).integers(0, vocab, tokens), jnp.int32)
         weight = draw(1, hidden, vocab, dtype=dtype, scale=hidden**-0.5)
         self.arguments = draw(0, tokens, hidden, dtype=dtype), weight, targets
-        self.shape = costs.LossShape(
+        self.shape = loss_costs.LossShape(
             tokens=tokens, hidden=hidden, vocab=vocab, itemsize=dtype.itemsize, weight_itemsize=dtype.itemsize
         )
 
     def step(self, loss: Callable[..., jax.Array], flop: float | None = None, **facts: Any) -> Variant:
-        flop = flop or costs.loss_flop(self.shape, gradients_in_forward=True)
+        flop = flop or loss_costs.loss_flop(self.shape, gradients_in_forward=True)
         fn = jax.value_and_grad(loss, argnums=(0, 1))
         return variant(fn, *self.arguments, names=("loss", "dx", "dweight"), flop=flop, **facts)
 
@@ -209,7 +210,7 @@ class Losses:
         # The kernel finds a shard of logits in the cache the second time.
         sweeps = 2 if backend == "pallas" else 3
         seconds = None if gpu is None else loss_seconds(self.shape, plan, gpu, sweeps=sweeps).total
-        predicted = costs.compiled_loss_peak_bytes(self.shape, plan, device=self.kind)
+        predicted = loss_costs.compiled_loss_peak_bytes(self.shape, plan, device=self.kind)
         return self.step(loss, predicted_bytes=predicted, model_seconds=seconds)
 
     def plain(self) -> Variant:
@@ -223,7 +224,7 @@ class Losses:
 
     def peers(self) -> dict[str, Variant]:
         shard = self.shards[len(self.shards) // 2 - 1]
-        again = costs.loss_flop(self.shape, gradients_in_forward=False)
+        again = loss_costs.loss_flop(self.shape, gradients_in_forward=False)
         found = {"plain": self.plain(), f"tiled-pallas-{shard}": self.own("pallas", shard)}
         return found | {"scan-checkpoint": self.step(partial(scan_checkpoint, shard), again, peer=True)}
 

@@ -7,9 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shared_specs.app.gpu_worker import Variant
-from shared_specs.blocks import CANDIDATES, Blocks
+from shared_specs.app.gpu.worker import Variant
 from shared_specs.config import LossOptions
+from shared_specs.kernels.blocks import CANDIDATES, Blocks
 from tiled_jax.commands.bench_device import Program, variant
 from tiled_jax.commands.bench_kernels import LAUNCHES, Operands, interpreted, kernel_questions
 from tiled_jax.loss.kernels.cross_entropy import Columns, RowSlopes, statistics_and_gradient

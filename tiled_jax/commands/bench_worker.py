@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shared_specs.app.gpu_worker import Groups, channel, receive, serve
+from shared_specs.app.gpu.worker import Groups, channel, receive, serve
 from tiled_jax import backends
 from tiled_jax.commands.bench_device import JaxDevice, described
 from tiled_jax.commands.bench_kernels import kernel_questions

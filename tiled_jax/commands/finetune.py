@@ -12,11 +12,11 @@ import numpy as np
 import optax
 from flax import nnx
 
-from shared_specs.app.budget import Buffers
-from shared_specs.app.stored import Array
-from shared_specs.app.team import Team
-from shared_specs.app.trainer import ADAMW, TrainerState
-from shared_specs.cli import FinetuneOptions
+from shared_specs.app.finetune.budget import Buffers
+from shared_specs.app.finetune.processes import Team
+from shared_specs.app.finetune.stored import Array
+from shared_specs.app.finetune.trainer import ADAMW, TrainerState
+from shared_specs.app.options import FinetuneOptions
 from shared_specs.shards import KERNEL_MULTIPLE
 from tiled_jax import backends
 from tiled_jax.commands import team
@@ -29,7 +29,7 @@ _MOMENTS = {"m": "mu", "v": "nu"}
 
 
 class JaxTrainer:
-    """See `shared_specs.app.trainer.Trainer`.
+    """See `shared_specs.app.finetune.trainer.Trainer`.
 
     Parameters, gradients and moments are float32; with `--dtype bfloat16` the products are bfloat16. Parameters and
     moments are donated to each step, so one step's copies are the next one's. Checkpoints are in the common form, whole,

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from shared_specs.app.team import ALONE, Team, check_layout, end_alone
-from shared_specs.cli import FinetuneOptions, InputError
+from shared_specs.app.finetune.processes import ALONE, Team, check_layout, end_alone
+from shared_specs.app.options import FinetuneOptions, InputError
 from shared_specs.config import Checkpointing, DataParallel, ParallelConfig, TensorParallel
 from shared_specs.errors import UnsupportedError
 

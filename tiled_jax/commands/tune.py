@@ -6,9 +6,9 @@ What touches the GPU runs in processes of its own: `bench_worker.py`.
 from dataclasses import replace
 from pathlib import Path
 
-from shared_specs.app.tune import TOY, tune_on_gpu
-from shared_specs.blocks import TUNED
-from shared_specs.cli import InputError, TuneOptions
+from shared_specs.app.bench.tune import TOY, tune_on_gpu
+from shared_specs.app.options import InputError, TuneOptions
+from shared_specs.kernels.blocks import TUNED
 from tiled_jax.commands.bench_gpu import PACKAGES
 
 

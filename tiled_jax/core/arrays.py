@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 from jax.core import Tracer
 
-from shared_specs import checks
+from shared_specs.core import checks
 from shared_specs.errors import UnsupportedError, error_text, fail_type
 
 

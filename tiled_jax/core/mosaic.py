@@ -19,7 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from shared_specs.blocks import DETERMINISTIC, Blocks, blocks_for, paths_for
+from shared_specs.kernels.blocks import DETERMINISTIC, Blocks, blocks_for, paths_for
 
 ARCHITECTURE = "sm_90"
 KERNEL_DTYPES = ("bfloat16", "float16")
@@ -260,7 +260,7 @@ def zeros(result: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def default_blocks(op: str, dtype: Any, shape: tuple[int, ...]) -> Blocks:
-    """The block sizes of `shared_specs.blocks` for this op on Hopper. shape: the sizes that no shard count changes."""
+    """The block sizes of `shared_specs.kernels.blocks` for this op on Hopper. shape: the sizes that no shard count changes."""
     return blocks_for("pallas", op, ARCHITECTURE, str(jnp.dtype(dtype)), shape)
 
 

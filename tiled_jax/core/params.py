@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from shared_specs import module_checks
+from shared_specs.core import checks
 from shared_specs.errors import fail_type
 
 # Names of the mesh axes of (hidden dim, intermediate dim); None leaves a dim whole.
@@ -25,7 +25,7 @@ def check_dtypes(function: str, dtype: Any, param_dtype: Any) -> None:
             found = jnp.dtype(value).name
         except TypeError:
             found = repr(value)
-        module_checks.check_param_dtype(function, name, found)
+        checks.check_param_dtype(function, name, found)
 
 
 def check_sharding(function: str, sharding: Any, second: str) -> None:

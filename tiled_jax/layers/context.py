@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from shared_specs.errors import fail, fail_type, show_shape
-from shared_specs.parallel_checks import check_context_tokens
-from shared_specs.partitions import context_heads
+from shared_specs.layers.heads import context_heads
+from shared_specs.plans.checks import check_context_tokens
 from tiled_jax.collectives.conjugates import Axis, mesh_axis, own, transposed
 from tiled_jax.core.arrays import array
 from tiled_jax.layers.attention import causal_attention

@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shared_specs import checks, collective_checks, layer_checks
+from shared_specs.collectives import checks as collective_checks
+from shared_specs.collectives.partitions import vocab_partition
+from shared_specs.core import checks
 from shared_specs.errors import fail
-from shared_specs.partitions import vocab_partition
+from shared_specs.layers import checks as layer_checks
 from shared_specs.shards import ShardPlan
 from tiled_jax.collectives import conjugates
 from tiled_jax.collectives.conjugates import mesh_axis

@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shared_specs import inference_checks, layer_checks
 from shared_specs.config import ParallelLinearOptions
+from shared_specs.layers import checks as layer_checks
+from shared_specs.layers import inference_checks
 from tiled_jax.collectives import conjugates
 from tiled_jax.collectives.padding import is_token, without_padding
 from tiled_jax.core.arrays import array, operand

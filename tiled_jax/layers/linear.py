@@ -11,9 +11,10 @@ from typing import Any
 import jax
 from jax import lax
 
-from shared_specs import collective_checks, layer_checks
+from shared_specs.collectives import checks as collective_checks
 from shared_specs.config import JAX, ParallelLinearOptions
 from shared_specs.errors import fail
+from shared_specs.layers import checks as layer_checks
 from tiled_jax.collectives import conjugates
 from tiled_jax.collectives.conjugates import Axis, mesh_axis
 from tiled_jax.core.arrays import array, operand

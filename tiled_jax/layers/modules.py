@@ -10,9 +10,11 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shared_specs import checks, collective_checks, layer_checks
+from shared_specs.collectives import checks as collective_checks
 from shared_specs.config import ParallelLinearOptions
+from shared_specs.core import checks
 from shared_specs.errors import fail, fail_type, show_shape
+from shared_specs.layers import checks as layer_checks
 from tiled_jax.collectives.mesh import TokenLayout, check_mesh, place, split_as
 from tiled_jax.core.arrays import array
 from tiled_jax.core.params import compute_dtype, init_bias, init_weight

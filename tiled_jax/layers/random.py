@@ -15,7 +15,7 @@ from jax import lax
 from jax.core import Tracer
 
 from shared_specs.errors import fail, fail_type
-from shared_specs.partitions import RANDOM_STREAMS, stream_coordinates
+from shared_specs.layers.random import RANDOM_STREAMS, stream_coordinates
 
 _DEFAULT = "tensor-parallel"
 State = tuple[jax.Array, jax.Array]  # a typed key, and how many draws were made from it
@@ -26,7 +26,7 @@ def seed_parallel(seed: Any, *, data: Any = 0, tensor: Any = 0, expert: Any = 0)
 
     "data-parallel" differs from data rank to data rank and agrees over tensor and expert ranks: for activations that
     tensor ranks hold whole. "tensor-parallel" differs over tensor ranks as well: for activations that are split.
-    "expert-parallel" differs over all (shared_specs.partitions.RANDOM_STREAMS). Inside `jax.shard_map` the keys' types
+    "expert-parallel" differs over all (shared_specs.layers.random.RANDOM_STREAMS). Inside `jax.shard_map` the keys' types
     say the same: a key varies along just these axes.
 
     Args:

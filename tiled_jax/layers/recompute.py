@@ -15,7 +15,7 @@ from jax.extend import core
 
 from shared_specs.config import SELECTIVE_MODES, Checkpointing, ParallelConfig
 from shared_specs.errors import UnsupportedError, error_text, fail, fail_type
-from shared_specs.parallel_checks import check_parallel_config
+from shared_specs.plans.checks import check_parallel_config
 from tiled_jax.collectives.conjugates import PART_OF_SUM
 from tiled_jax.layers.attention import ATTENTION
 

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from shared_specs import collective_checks
+from shared_specs.collectives import checks as collective_checks
 from tiled_jax.collectives import conjugates
 from tiled_jax.collectives.conjugates import mesh_axis
 from tiled_jax.core.arrays import array

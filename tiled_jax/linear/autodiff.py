@@ -16,8 +16,8 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from shared_specs.collectives.partitions import bounds
 from shared_specs.errors import fail, show_shape
-from shared_specs.partitions import bounds
 from tiled_jax.core.linear_call import Arrays, Saved, differentiable
 from tiled_jax.core.loops import gradient_of, vary_like, vary_over
 from tiled_jax.core.products import product, product_of_rows, wide

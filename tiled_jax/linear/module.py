@@ -33,8 +33,8 @@ class TiledLinear(nnx.Module):
         in_features, out_features: of the whole layer.
         bias: whether it has one.
         in_splits, out_splits: tiles along each dim, in [1, features]. Sizes differ by at most one
-            (shared_specs.partitions.bounds); a shorter tile is stored with a zero behind it, which nothing reads and
-            whose gradient is zero.
+            (shared_specs.collectives.partitions.bounds); a shorter tile is stored with a zero behind it, which nothing reads
+            and whose gradient is zero.
         input_is_already_split: x is a list of in_splits arrays. combine_out_splits: one result, or a list of out_splits.
         linear_cls: None or nnx.Linear. linear_args: kernel_init and bias_init, as nnx.Linear takes them.
         init_linear: a plain layer to take the initial values from.

@@ -10,9 +10,9 @@ from flax import linen as nn
 from flax import nnx
 from jax import lax
 
-from shared_specs import linear_checks
 from shared_specs.config import JAX
 from shared_specs.errors import UnsupportedError, error_text, fail_type
+from shared_specs.linear import checks as linear_checks
 from tiled_jax.core.arrays import array, operand
 from tiled_jax.core.params import Sharding, as_operands, compute_dtype
 from tiled_jax.linear.autodiff import Cut, Tiles, tiled_linear

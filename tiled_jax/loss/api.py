@@ -8,12 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from shared_specs import checks, config, costs
+from shared_specs import config
+from shared_specs.collectives.agreement import sequence_tokens
+from shared_specs.collectives.costs import gathered_plan
+from shared_specs.collectives.sequence_plan import SequencePlan
 from shared_specs.config import LossOptions, LossResult, Tiling
+from shared_specs.core import budget as budgets
+from shared_specs.core import checks
 from shared_specs.errors import fail_type
-from shared_specs.partitions import SequencePlan
-from shared_specs.sequence_checks import sequence_tokens
-from shared_specs.sequence_costs import compiled_sequence_loss_peak_bytes, gathered_plan, plan_sequence_loss
+from shared_specs.loss import checks as loss_checks
+from shared_specs.loss import costs as loss_costs
+from shared_specs.loss.sequence_costs import compiled_sequence_loss_peak_bytes, plan_sequence_loss
 from shared_specs.shards import ShardPlan
 from tiled_jax import backends
 from tiled_jax.collectives.gathered_tokens import TokenAxis
@@ -57,7 +62,7 @@ def tiled_linear_cross_entropy(
         loss.outputs names any.
     Numerics: logits and their gradient are rounded to the dtype of x; what lies between and every sum is float32.
         Gradients of the logits are stored before the upstream gradient and 1 / num_valid multiply the products.
-    Memory: one shard of logits (shared_specs.costs.compiled_loss_peak_bytes), with "pallas" also a padded copy of a weight
+    Memory: one shard of logits (shared_specs.loss.costs.compiled_loss_peak_bytes), with "pallas" also a padded copy of a weight
         whose V is no multiple of 128 and, on jax 0.11 inside a `jax.shard_map` with check_vma=True, the gradient of float32
         logits beside them: there no kernel may write over what differs between devices. A memory_budget counts both.
         With reduction "mean" or "sum" and one vocabulary shard the gradients are computed in forward, 6 THV FLOP, and kept;
@@ -110,11 +115,11 @@ def linear_cross_entropy(
     options = checks.resolve_tiling(
         function, num_shards, 0.0, tiling, x=x.shape, unused=("keep", "deterministic"), token_axes=axis is None
     )
-    checks.check_loss_options(function, loss)
+    loss_checks.check_loss_options(function, loss)
     fixed = {"targets": targets} | _arrays(function, loss)
     steps = choose_steps(function, backend, x.dtype)
     seen = operands({"x": x, **w, **fixed})
-    checks.check_linear_cross_entropy(
+    loss_checks.check_linear_cross_entropy(
         function,
         x=seen["x"],
         weight=seen["weight"],
@@ -177,7 +182,7 @@ def check_targets(function: str, targets: Any, vocab: int, ignore_index: int) ->
     values = np.asarray(targets)
     wrong = (values != ignore_index) & ((values < 0) | (values >= vocab))
     if wrong.any():
-        checks.fail_target(function, int(values[wrong][0]), vocab, ignore_index)
+        loss_checks.fail_target(function, int(values[wrong][0]), vocab, ignore_index)
 
 
 def _arrays(function: str, loss: LossOptions) -> dict[str, jax.Array]:
@@ -201,7 +206,7 @@ class _MakePlan:
     """
 
     function: str
-    shape: costs.LossShape
+    shape: loss_costs.LossShape
     options: Tiling
     steps: LossSteps
     in_place: bool
@@ -218,7 +223,7 @@ class _MakePlan:
         steps: LossSteps,
         in_place: bool,
     ) -> "_MakePlan":
-        shape = costs.LossShape(
+        shape = loss_costs.LossShape(
             tokens=checks.flat_tokens(x.shape),
             hidden=x.shape[-1],
             vocab=weight.shape[1],
@@ -234,13 +239,13 @@ class _MakePlan:
         cut = {name: getattr(self.options, name) for name in ("num_shards", "shard_tokens")}
 
         def peak(plan: ShardPlan) -> int:
-            found = costs.compiled_loss_peak_bytes(shape, plan, device=self.device)
+            found = loss_costs.compiled_loss_peak_bytes(shape, plan, device=self.device)
             return found + self._beside(shape, entries, plan.longest)
 
         budget = self.options.memory_budget
         if budget is not None:
-            cut["shard_tokens"] = costs.shard_tokens_within(self.function, budget, tokens, peak)
-        return costs.plan_loss(self.function, shape, **cut, device=self.device)
+            cut["shard_tokens"] = budgets.shard_tokens_within(self.function, budget, tokens, peak)
+        return loss_costs.plan_loss(self.function, shape, **cut, device=self.device)
 
     def gathered(self, tokens: int, ranks: int) -> ShardPlan:
         """The plan of a device's own tokens where each of so many devices has as many, and shards are gathered."""
@@ -248,20 +253,20 @@ class _MakePlan:
         shape = self._padded(tokens, entries)
         cut = {name: getattr(self.options, name) for name in ("num_shards", "shard_tokens", "memory_budget")}
 
-        def peak(shape: costs.LossShape, plan: SequencePlan) -> int:
+        def peak(shape: loss_costs.LossShape, plan: SequencePlan) -> int:
             found = compiled_sequence_loss_peak_bytes(shape, plan, device=self.device)
             return found + self._beside(shape, entries, gathered_plan(plan).longest)
 
         plan = plan_sequence_loss(self.function, shape, (tokens,) * ranks, **cut, device=self.device, peak=peak)
         return ShardPlan(tokens, plan.shard_tokens)
 
-    def _padded(self, tokens: int, entries: int) -> costs.LossShape:
+    def _padded(self, tokens: int, entries: int) -> loss_costs.LossShape:
         """The shape with the padding behind every part of the vocabulary."""
         parts = self.shape.vocab_shards
         longest = -(-entries // parts)
         return replace(self.shape, tokens=tokens, vocab=entries + parts * (self.steps.columns(longest) - longest))
 
-    def _beside(self, shape: costs.LossShape, entries: int, shard: int) -> int:
+    def _beside(self, shape: loss_costs.LossShape, entries: int, shard: int) -> int:
         """Bytes that the formulas do not count, for shards of so many tokens."""
         # Parts of the vocabulary are copies anyway, and so is a weight in another dtype.
         padded = shape.vocab > entries and shape.vocab_shards == 1 and not shape.cast_bytes

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from shared_specs import module_checks
 from shared_specs.config import JAX, LossOptions, Tiling
+from shared_specs.loss import checks as loss_checks
 from tiled_jax.core.arrays import array, operands
 from tiled_jax.core.params import Sharding, check_dtypes
 from tiled_jax.loss.params import loss_param_axes, loss_param_shapes, make_loss_config
@@ -86,7 +86,7 @@ class TiledLinearCrossEntropy(nnx.Module):
         params = {"weight": array(function, "weight", weight)}
         params |= {} if bias is None else {"bias": array(function, "bias", bias)}
         seen = operands(params)
-        module_checks.check_head(function, seen["weight"], seen.get("bias"), JAX)
+        loss_checks.check_head(function, seen["weight"], seen.get("bias"), JAX)
         # The smallest module with these options; its parameter is replaced by the one given.
         module = cls(1, 1, loss=loss, num_shards=num_shards, tiling=tiling, backend=backend, rngs=nnx.Rngs(0))
         for name, value in params.items():

@@ -6,8 +6,9 @@ from typing import Any
 
 import jax
 
-from shared_specs import checks
 from shared_specs.config import JAX, LossOptions, Tiling
+from shared_specs.core import checks
+from shared_specs.loss import checks as loss_checks
 from tiled_jax import backends
 from tiled_jax.core.params import Sharding, as_operands, check_sharding, compute_dtype
 from tiled_jax.loss.api import tiled_linear_cross_entropy
@@ -47,7 +48,7 @@ class LossConfig:
 
 def make_loss_config(loss: Any, num_shards: int | None, tiling: Tiling | None, backend: str) -> LossConfig:
     """The options of a module, checked when it is made and not when it is first called."""
-    checks.check_loss_options(_NAME, loss)
+    loss_checks.check_loss_options(_NAME, loss)
     checks.check_backend(_NAME, backend, JAX, backends.usable_backends())
     resolved = checks.resolve_tiling(_NAME, num_shards, 0.0, tiling, unused=("keep", "deterministic"), token_axes=True)
     return LossConfig(loss=loss, tiling=resolved, backend=backend)

@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shared_specs import checks
+from shared_specs.collectives.partitions import vocab_partition
 from shared_specs.config import LossOptions, Tiling
-from shared_specs.partitions import vocab_partition
+from shared_specs.core import checks
+from shared_specs.loss import checks as loss_checks
 from tiled_jax.collectives.gathered_tokens import axis_ranks
 from tiled_jax.core.arrays import array, operand
 from tiled_jax.core.linear_call import Arrays, Saved, differentiable
@@ -57,7 +58,7 @@ def vocab_parallel_linear_cross_entropy(
         What `tiled_linear_cross_entropy` of the whole weight returns, the same on all devices of the axis; with
         sequence_parallel sums and means are over the tokens of all of its devices, and what there is of every token is of
         this device's.
-    Numerics, Memory: as there, of V / R entries (shared_specs.sequence_costs.compiled_sequence_loss_peak_bytes).
+    Numerics, Memory: as there, of V / R entries (shared_specs.loss.sequence_costs.compiled_sequence_loss_peak_bytes).
     Raises:
         As there; SpecError where the devices have fewer entries than vocab_size.
     Source: derived in shared_specs/README.md; the split is Megatron-LM's, arXiv 1909.08053.
@@ -124,8 +125,8 @@ def vocab_parallel_cross_entropy(
     logits = array(name, "vocab_parallel_logits", vocab_parallel_logits)
     target = array(name, "target", target)
     options = LossOptions(label_smoothing=label_smoothing, reduction="none")
-    checks.check_loss_options(name, options)
-    checks.check_vocab_parallel_logits(name, operand(logits), operand(target))
+    loss_checks.check_loss_options(name, options)
+    loss_checks.check_vocab_parallel_logits(name, operand(logits), operand(target))
     local = logits.shape[-1]
     vocab = _vocab(name, vocab_size, local, axis_name)
     check_targets(name, target, vocab, options.ignore_index)

@@ -8,11 +8,14 @@ from typing import Any, NamedTuple
 import jax
 from jax import lax
 
-from shared_specs import checks, config, costs
-from shared_specs.blocks import DETERMINISTIC, paths_for
+from shared_specs import config
 from shared_specs.config import Tiling
+from shared_specs.core import checks
 from shared_specs.errors import fail_type
-from shared_specs.sequence_costs import compiled_sequence_peak_bytes, plan_sequence_mlp
+from shared_specs.kernels.blocks import DETERMINISTIC, paths_for
+from shared_specs.mlp import checks as mlp_checks
+from shared_specs.mlp import costs as mlp_costs
+from shared_specs.mlp.sequence_costs import compiled_sequence_peak_bytes, plan_sequence_mlp
 from shared_specs.shards import ShardPlan
 from tiled_jax import backends
 from tiled_jax.collectives.gathered_tokens import TokenAxis
@@ -68,7 +71,7 @@ def tiled_mlp(
         are rounded to the dtype of x; elementwise work is float32. Weight gradients are summed over shards in float32
         and rounded to the weight's dtype once. float64 is float64 throughout.
     Memory: x and the weights are kept for backward, and gate and up of the kept shards
-        (shared_specs.costs.saved_bytes). Compiled temporary bytes do not grow with T (costs.compiled_peak_bytes).
+        (shared_specs.mlp.costs.saved_bytes). Compiled temporary bytes do not grow with T (costs.compiled_peak_bytes).
     Raises:
         SpecError: shapes, dtypes or devices disagree (of arrays committed to one each, outside `jit`), or a number is out
         of its range. TypeError: a wrong kind of value.
@@ -108,9 +111,9 @@ class Given(NamedTuple):
     usable: Mapping[str, str | None]  # what `usable_backends` says
 
     @property
-    def shape(self) -> costs.MLPShape:
+    def shape(self) -> mlp_costs.MLPShape:
         """What the formulas need of this call."""
-        return costs.MLPShape(
+        return mlp_costs.MLPShape(
             tokens=checks.flat_tokens(self.x.shape),
             hidden=self.x.shape[-1],
             intermediate=self.w["w_up"].shape[1],
@@ -186,7 +189,7 @@ def check_operands(
     usable = backends.usable_backends()
     checks.check_backend(function, backend, config.JAX, usable)
     seen = operands({"x": x, **w, **{f"b_{name}": value for name, value in b.items()}})
-    checks.check_mlp(
+    mlp_checks.check_mlp(
         function,
         x=seen["x"],
         weights={name: seen[name] for name in w},
@@ -226,14 +229,14 @@ class _MakePlan:
     """The plan of so many tokens, and of so many columns of the weights, of one call. Static."""
 
     function: str
-    shape: costs.MLPShape
+    shape: mlp_costs.MLPShape
     options: Tiling
     device: str
     multiple_of: int
 
     def __call__(self, tokens: int, columns: int) -> ShardPlan:
         shape = replace(self.shape, tokens=tokens, intermediate=columns)
-        return costs.plan_mlp(self.function, shape, **self._cut(), compiled=True)
+        return mlp_costs.plan_mlp(self.function, shape, **self._cut(), compiled=True)
 
     def gathered(self, ranks: int) -> ShardPlan:
         """Return the plan of a device's own tokens where each of so many devices has as many, and shards are gathered."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from shared_specs import checks
+from shared_specs.core import checks
 from tiled_jax.core.linear_call import Arrays, Saved, differentiable
 from tiled_jax.core.loops import gradient_of
 from tiled_jax.core.own_tokens import TokenOp, as_typed, on_own_tokens

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from shared_specs import checks, module_checks
 from shared_specs.config import JAX, Tiling
+from shared_specs.mlp import checks as mlp_checks
 from tiled_jax.core.arrays import array, operands
 from tiled_jax.core.params import Sharding, check_dtypes, init_bias, init_weight
 from tiled_jax.mlp.api import tiled_mlp
@@ -92,11 +92,11 @@ class TiledMLP(nnx.Module):
             fused_gate_up: gate and up are concatenated into one parameter (one copy).
         """
         function = "TiledMLP.from_weights"
-        weights, given = module_checks.mlp_operands(function, w_gate, w_up, w_down, biases)
+        weights, given = mlp_checks.mlp_operands(function, w_gate, w_up, w_down, biases)
         params = {name: array(function, name, w) for name, w in weights.items()}
         params |= {f"b_{name}": array(function, f"biases[{name!r}]", b) for name, b in given.items()}
         seen = operands(params)
-        module_checks.check_mlp_weights(
+        mlp_checks.check_mlp_weights(
             function,
             weights={name: seen[name] for name in weights},
             biases={name: seen[f"b_{name}"] for name in given},
@@ -104,7 +104,7 @@ class TiledMLP(nnx.Module):
             names=JAX,
         )
         if fused_gate_up:
-            checks.check_fused_biases(function, tuple(given))
+            mlp_checks.check_fused_biases(function, tuple(given))
         # The smallest module with these options; its parameters are replaced, all of them, by the ones given.
         module = cls(
             1,

@@ -7,9 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shared_specs import checks
 from shared_specs.config import JAX, Tiling
+from shared_specs.core import checks
 from shared_specs.errors import fail
+from shared_specs.mlp import checks as mlp_checks
 from tiled_jax import backends
 from tiled_jax.core.arrays import array
 from tiled_jax.core.params import as_operands, check_sharding, compute_dtype
@@ -64,8 +65,8 @@ def make_config(
     function: str = "TiledMLP",
 ) -> MLPConfig:
     """The options of a module, checked when it is made and not when it is first called. function: the module, in messages."""
-    checks.check_activation(function, activation)
-    checks.check_fused(function, gated, fused_gate_up)
+    mlp_checks.check_activation(function, activation)
+    mlp_checks.check_fused(function, gated, fused_gate_up)
     checks.check_backend(function, backend, JAX, backends.usable_backends())
     return MLPConfig(
         activation=activation,

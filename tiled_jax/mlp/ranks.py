@@ -11,10 +11,10 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shared_specs import checks
+from shared_specs.collectives.agreement import sequence_tokens
+from shared_specs.collectives.partitions import even_range
 from shared_specs.config import Tiling
-from shared_specs.partitions import even_range
-from shared_specs.sequence_checks import sequence_tokens
+from shared_specs.core import checks
 from tiled_jax.collectives.gathered_tokens import axis_ranks
 from tiled_jax.collectives.mesh import check_mesh, place, split_as, token_spec
 from tiled_jax.collectives.padding import is_token, without_padding
@@ -66,7 +66,7 @@ def tensor_parallel_mlp(
         [same leading dims, H_out], dtype of x; the same on all devices without sequence_parallel.
     Numerics: as `tiled_mlp`; a device's part of y and of dx is rounded to the dtype of x before it is added to the others'.
     Memory: as `tiled_mlp` of R t tokens and I / R columns, and the gathered shards
-        (shared_specs.sequence_costs.compiled_sequence_peak_bytes).
+        (shared_specs.mlp.sequence_costs.compiled_sequence_peak_bytes).
     Raises:
         As `tiled_mlp`; SpecError where axis_name is no axis of a surrounding `jax.shard_map`.
     Source: derived in shared_specs/README.md; the split is Megatron-LM's, arXiv 1909.08053 and 2205.05198, which gathers all

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from shared_specs.blocks import PALLAS_UNMEASURED, Paths
+from shared_specs.kernels.blocks import PALLAS_UNMEASURED, Paths
 from shared_specs.shards import KERNEL_MULTIPLE
 from tiled_jax.core.mosaic import differentiated_as, interpreter
 from tiled_jax.mlp.kernels import dgated, glu_elementwise, glu_up, glu_up_aux, weight_gradient

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from shared_specs.app.models.decoders import DECODERS, PARTIAL, ROPE_TERMS, biases, rope_parameters, sliding_window
 from shared_specs.config import HF_ACTIVATIONS, Activation
-from shared_specs.decoders import DECODERS, PARTIAL, ROPE_TERMS, biases, rope_parameters, sliding_window
 from shared_specs.errors import SpecError, UnsupportedError, error_text
 
 _HERE = "LlamaConfig.from_hf"

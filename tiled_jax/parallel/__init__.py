@@ -2,7 +2,7 @@
 
 import sys
 
-from shared_specs.partitions import VocabUtility
+from shared_specs.collectives.partitions import VocabUtility
 from tiled_jax.collectives.api import (
     all_gather_last_dim_from_tensor_parallel_region,
     all_to_all,

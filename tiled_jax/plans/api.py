@@ -17,9 +17,9 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shared_specs.applied import applied_lines
 from shared_specs.config import ParallelConfig
 from shared_specs.errors import fail, fail_type
+from shared_specs.plans.applied import applied_lines
 from tiled_jax.core.loops import vary_over, varying
 from tiled_jax.core.products import wide
 from tiled_jax.linear.module import TiledLinear

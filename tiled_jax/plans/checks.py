@@ -9,7 +9,7 @@ from jax.sharding import AxisType
 
 from shared_specs.config import ParallelConfig
 from shared_specs.errors import UnsupportedError, error_text, fail, fail_type, show_shape
-from shared_specs.parallel_checks import (
+from shared_specs.plans.checks import (
     check_context_heads,
     check_context_tokens,
     check_divides,

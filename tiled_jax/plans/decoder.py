@@ -12,11 +12,11 @@ from typing import Any
 import jax
 from flax import nnx
 
-from shared_specs import costs
 from shared_specs.config import Checkpointing
 from shared_specs.errors import fail
-from shared_specs.parallel_checks import TensorSizes
-from shared_specs.sequence_costs import compiled_sequence_peak_bytes, plan_sequence_mlp
+from shared_specs.mlp import costs as mlp_costs
+from shared_specs.mlp.sequence_costs import compiled_sequence_peak_bytes, plan_sequence_mlp
+from shared_specs.plans.checks import TensorSizes
 from tiled_jax import backends
 from tiled_jax.core.params import as_operands, compute_dtype
 from tiled_jax.core.products import wide
@@ -164,7 +164,7 @@ def _shard_tokens(model: Llama, rows: int, mapped: Mapped) -> int | None:
         return None
     mlp: Any = model.layers.mlp  # a TiledMLP, as the model is not plain
     ranks, tiling = mapped.axes.size[str(mapped.axes.tensor)], mlp.config.tiling
-    shape = costs.MLPShape(
+    shape = mlp_costs.MLPShape(
         tokens=rows,
         hidden=model.config.hidden_size,
         intermediate=model.config.intermediate_size // ranks,

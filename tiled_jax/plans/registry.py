@@ -8,7 +8,7 @@ from typing import Any, Literal
 from flax import nnx
 
 from shared_specs.errors import fail
-from shared_specs.parallel_checks import TensorSizes
+from shared_specs.plans.checks import TensorSizes
 
 Path = tuple[Any, ...]
 Names = tuple[str | None, ...]

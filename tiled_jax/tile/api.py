@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from shared_specs import checks
 from shared_specs.config import Tiling
+from shared_specs.core import checks
 from shared_specs.errors import fail, fail_type
 from shared_specs.shards import ShardPlan, plan_tokens
 from tiled_jax import backends

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from shared_specs import checks, means
 from shared_specs.config import Tiling
+from shared_specs.core import checks
 from shared_specs.errors import fail_type
 from shared_specs.shards import plan_tokens
+from shared_specs.tile import means
 from tiled_jax import backends
 from tiled_jax.core.products import wide
 from tiled_jax.tile import token_layout

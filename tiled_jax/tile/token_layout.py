@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from shared_specs import checks
 from shared_specs.errors import fail, fail_type, show_shape
+from shared_specs.tile import checks as tile_checks
 from tiled_jax.core.arrays import check_known_shape, differing_devices
 from tiled_jax.core.loops import vary_over
 
@@ -151,4 +151,4 @@ def form_of(index: int, result: Any, t: int, layout: Layout) -> Form:
         return Form((*layout.lead, *shape[2:]), shape[2:])
     if shape[:1] == (t,):
         return Form((layout.tokens, *shape[1:]), shape[1:])
-    checks.fail_rows(layout.function, index, shape, t)
+    tile_checks.fail_rows(layout.function, index, shape, t)

@@ -7,7 +7,7 @@ the first time). A call that another rank never makes ends after the group's tim
 A backward makes the conjugate collective and is differentiable itself. Integers travel as well, without gradients.
 
 Source: Megatron-LM, arXiv 1909.08053 section 3 and arXiv 2205.05198 section 4.2; what each rank gets is written down in
-shared_specs/oracle/collectives.py.
+shared_specs/collectives/oracle.py.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from shared_specs import collective_checks as checks
+from shared_specs.collectives import checks
 from shared_specs.errors import fail, fail_type, show_shape
 from tiled_torch.collectives.conjugates import Exchange, Join, Keep, Split, Sum, SumSplit, ToHidden, ToSequence, move
 from tiled_torch.collectives.groups import RankGroup, not_compiled, rank_group

@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from shared_specs.collectives.agreement import check_alike
 from shared_specs.errors import fail
-from shared_specs.sequence_checks import check_alike
 from tiled_torch.collectives import failures
 from tiled_torch.collectives.failures import named
 from tiled_torch.collectives.groups import RankGroup, backend_of, not_compiled, rank_group

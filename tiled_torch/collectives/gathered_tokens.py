@@ -11,8 +11,8 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from shared_specs.partitions import SequencePlan
-from shared_specs.sequence_costs import gathered_plan
+from shared_specs.collectives.costs import gathered_plan
+from shared_specs.collectives.sequence_plan import SequencePlan
 from tiled_torch.collectives import transport
 from tiled_torch.collectives.groups import RankGroup
 from tiled_torch.collectives.transport import Pending

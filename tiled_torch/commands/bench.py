@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shared_specs import costs
-from shared_specs.app.bench import chosen_workloads, interleave, require_parity, show, summarise
-from shared_specs.cli import BenchOptions, InputError
-from shared_specs.records import make_record, write_record
-from shared_specs.rounding import relative_error
+from shared_specs.app.bench.bench import chosen_workloads, interleave, require_parity, show, summarise
+from shared_specs.app.bench.records import make_record, write_record
+from shared_specs.app.bench.workloads import MLPWorkload
+from shared_specs.app.options import BenchOptions, InputError
+from shared_specs.core.rounding import relative_error
+from shared_specs.mlp import costs as mlp_costs
 from shared_specs.shards import ShardPlan
 from shared_specs.tolerances import BENCH_GRADIENTS
-from shared_specs.workloads import MLPWorkload
 from tiled_torch.commands.bench_accuracy import bench_accuracy
 from tiled_torch.commands.bench_loss import bench_loss
 from tiled_torch.commands.live_bytes import LiveBytes
@@ -53,14 +53,14 @@ def measure(workload: MLPWorkload, repeats: int) -> list[dict[str, Any]]:
     mlp = PlainMLP(workload.hidden, workload.intermediate, dtype)
     x = torch.randn(1, workload.tokens, workload.hidden, dtype=dtype, requires_grad=True)
     dy = torch.randn_like(x)
-    shape = costs.MLPShape(
+    shape = mlp_costs.MLPShape(
         tokens=workload.tokens,
         hidden=workload.hidden,
         intermediate=workload.intermediate,
         itemsize=dtype.itemsize,
         weight_itemsize=dtype.itemsize,
     )
-    plan = costs.plan_mlp("bench", shape)
+    plan = mlp_costs.plan_mlp("bench", shape)
     peers, missing = peer_variants(mlp, len(plan))
     for name, reason in missing.items():
         print(f"{name}: left out: {reason}", file=sys.stderr)
@@ -93,10 +93,10 @@ def peak_bytes(run: Callable[[], Tensor], mlp: PlainMLP, x: Tensor) -> int:
     return counted.peak_above([y, *(grad for grad in gradients if grad is not None)])
 
 
-def predicted_bytes(shape: costs.MLPShape, plan: ShardPlan) -> dict[str, int]:
+def predicted_bytes(shape: mlp_costs.MLPShape, plan: ShardPlan) -> dict[str, int]:
     """What the formulas say of the tiled variants' `peak_bytes`."""
-    peak = costs.peak_bytes(shape, plan)
-    return {name: peak + costs.saved_bytes(shape, plan, keep=keep) for name, keep in TILED.items()}
+    peak = mlp_costs.peak_bytes(shape, plan)
+    return {name: peak + mlp_costs.saved_bytes(shape, plan, keep=keep) for name, keep in TILED.items()}
 
 
 def _step(forward: Callable[[Tensor], Tensor], mlp: PlainMLP, x: Tensor, dy: Tensor) -> Callable[[], Tensor]:

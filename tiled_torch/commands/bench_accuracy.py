@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shared_specs.app.accuracy import Array, chosen_accuracy_workloads, inputs_of, measure_errors
-from shared_specs.app.bench import require_parity
-from shared_specs.cli import BenchOptions
-from shared_specs.records import make_record, write_record
-from shared_specs.workloads import AccuracyWorkload
+from shared_specs.app.bench.accuracy import Array, chosen_accuracy_workloads, inputs_of, measure_errors
+from shared_specs.app.bench.bench import require_parity
+from shared_specs.app.bench.records import make_record, write_record
+from shared_specs.app.bench.workloads import AccuracyWorkload
+from shared_specs.app.options import BenchOptions
 from tiled_torch import tiled_mlp
 from tiled_torch.commands.peers import PEER_NOTE, PlainMLP, peer_variants
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shared_specs.app.bench import host_seconds
-from shared_specs.app.gpu_worker import Variant
+from shared_specs.app.bench.bench import host_seconds
+from shared_specs.app.gpu.worker import Variant
 
 # Cycles that the device waits before a timed run, about a millisecond, so that the host's launches do not count.
 _HEAD_START = 2_000_000

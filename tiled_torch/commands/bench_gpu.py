@@ -1,7 +1,7 @@
 """`bench --device gpu` in PyTorch: kernels against the vendor's library, then whole MLPs and losses against peers."""
 
-from shared_specs.app.gpu_bench import bench_on_gpu
-from shared_specs.cli import BenchOptions
+from shared_specs.app.gpu.bench import bench_on_gpu
+from shared_specs.app.options import BenchOptions
 
 PACKAGES = ("torch", "triton", "liger-kernel", "deepspeed", "quack-kernels")
 PEER_NOTE = (

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shared_specs.app.gpu_worker import Variant
-from shared_specs.blocks import DETERMINISTIC, Paths
+from shared_specs.app.gpu.worker import Variant
 from shared_specs.config import LossOptions
-from shared_specs.costs import MLPShape
-from shared_specs.roofline import GPU, passing, shard_work
+from shared_specs.kernels.blocks import DETERMINISTIC, Paths
+from shared_specs.kernels.roofline import GPU, passing, shard_work
+from shared_specs.mlp.costs import MLPShape
 from tiled_torch.loss.math import Columns, labels_of
 from tiled_torch.loss.steps import LossSteps
 from tiled_torch.loss.steps_kernels import KernelLossSteps

@@ -9,13 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from shared_specs import costs
-from shared_specs.app.bench import chosen_loss_workloads, interleave, require_parity, show, summarise
-from shared_specs.cli import BenchOptions
-from shared_specs.records import make_record, write_record
-from shared_specs.rounding import relative_error
+from shared_specs.app.bench.bench import chosen_loss_workloads, interleave, require_parity, show, summarise
+from shared_specs.app.bench.records import make_record, write_record
+from shared_specs.app.bench.workloads import LossWorkload
+from shared_specs.app.options import BenchOptions
+from shared_specs.core.rounding import relative_error
+from shared_specs.loss import costs as loss_costs
 from shared_specs.tolerances import BENCH_GRADIENTS
-from shared_specs.workloads import LossWorkload
 from tiled_torch import tiled_linear_cross_entropy
 from tiled_torch.commands.peers import liger_loss
 
@@ -69,7 +69,9 @@ def measure(workload: LossWorkload, repeats: int) -> list[dict[str, Any]]:
     x = torch.randn(workload.tokens, workload.hidden, dtype=dtype, requires_grad=True)
     weight = (torch.randn(workload.vocab, workload.hidden, dtype=dtype) / workload.hidden**0.5).requires_grad_()
     targets = torch.randint(0, workload.vocab, (workload.tokens,))
-    plan = costs.plan_loss("bench", costs.LossShape(tokens=x.shape[0], hidden=x.shape[1], vocab=weight.shape[0]))
+    plan = loss_costs.plan_loss(
+        "bench", loss_costs.LossShape(tokens=x.shape[0], hidden=x.shape[1], vocab=weight.shape[0])
+    )
     runs: dict[str, Callable[[], Tensor]] = {}
     expected: dict[str, Tensor] = {}
     for name, loss in variants().items():

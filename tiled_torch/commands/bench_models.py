@@ -9,11 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from shared_specs import costs
-from shared_specs.app.gpu_worker import Variant
-from shared_specs.blocks import DETERMINISTIC, Paths, paths_for
+from shared_specs.app.gpu.worker import Variant
 from shared_specs.config import Tiling
-from shared_specs.roofline import GPU, MLPVariant, loss_seconds, mlp_seconds
+from shared_specs.kernels.blocks import DETERMINISTIC, Paths, paths_for
+from shared_specs.kernels.roofline import GPU, MLPVariant, loss_seconds, mlp_seconds
+from shared_specs.loss import costs as loss_costs
+from shared_specs.mlp import costs as mlp_costs
 from shared_specs.shards import ShardPlan
 from tiled_torch import tiled_linear_cross_entropy, tiled_mlp
 from tiled_torch.commands.bench_kernels import draw
@@ -49,10 +50,10 @@ class MLPs:
             self.mlp = PlainMLP(hidden, width, dtype)
         self.x = draw(1, tokens, hidden, like=dtype, device=device).requires_grad_()
         self.dy = draw(1, tokens, hidden, like=dtype, device=device)
-        self.shape = costs.MLPShape(
+        self.shape = mlp_costs.MLPShape(
             tokens=tokens, hidden=hidden, intermediate=width, itemsize=dtype.itemsize, weight_itemsize=dtype.itemsize
         )
-        self.plan = costs.plan_mlp("bench", self.shape, shard_tokens=shard, device="gpu", kernels=True)
+        self.plan = mlp_costs.plan_mlp("bench", self.shape, shard_tokens=shard, device="gpu", kernels=True)
         name = dtype_name(dtype)
         self.paths = paths_for("triton", launch.architecture(device), name, (width, hidden))
 
@@ -94,23 +95,23 @@ class MLPs:
 
     def forward_only(self, forward: Forward, **facts: Any) -> Variant:
         run = torch.no_grad()(lambda: forward(self.x))
-        return Variant(run=run, results=lambda: {"y": run()}, flop=3 * costs.thi(self.shape), **facts)
+        return Variant(run=run, results=lambda: {"y": run()}, flop=3 * mlp_costs.thi(self.shape), **facts)
 
     def products(self, recomputed: float) -> Variant:
         """Nothing but products: what no implementation of as many can be faster than."""
         run = products_alone(self.mlp, self.x[0], self.dy[0], self.shard, recomputed=recomputed)
         shards = [stop - start for start, stop in self.plan]
         again = sum(shards[: int(recomputed * len(shards))]) / self.shape.tokens
-        flop = (9 + 2 * again) * costs.thi(self.shape)
+        flop = (9 + 2 * again) * mlp_costs.thi(self.shape)
         return Variant(run=run, flop=flop, model_seconds=self.model("products", 1.0 - recomputed))
 
     def plain(self) -> Variant:
-        return self.step(self.mlp, costs.plain_flop(self.shape), library=True, model_seconds=self.model("plain"))
+        return self.step(self.mlp, mlp_costs.plain_flop(self.shape), library=True, model_seconds=self.model("plain"))
 
     def own(self, keep: float = 0.0, *, in_checkpoint: bool = False, **options: Any) -> Variant:
         """One of ours. Bytes are predicted where nothing else is saved or recomputed."""
         forward: Forward = partial(self.tiled, keep=keep, **options)
-        flop = costs.mlp_flop(
+        flop = mlp_costs.mlp_flop(
             self.shape, self.plan, keep=keep, checkpointing="non-reentrant" if in_checkpoint else "none"
         )
         if options.get("backend") == "eager":
@@ -125,7 +126,7 @@ class MLPs:
 
     def main(self) -> dict[str, Variant]:
         mlp = self.mlp
-        once = costs.plain_flop(self.shape, checkpointing="non-reentrant")
+        once = mlp_costs.plain_flop(self.shape, checkpointing="non-reentrant")
         return {
             "plain": self.plain(),
             "tiled": self.own(),
@@ -139,7 +140,7 @@ class MLPs:
         }
 
     def peers(self) -> dict[str, Variant]:
-        thi = costs.thi(self.shape)
+        thi = mlp_costs.thi(self.shape)
         found = {"plain": self.plain(), "tiled": self.own(), "tiled-in-checkpoint": self.own(in_checkpoint=True)}
         variants, missing = peer_variants(self.mlp, len(self.plan))
         for name in ("liger", "deepspeed"):
@@ -153,7 +154,7 @@ class MLPs:
     def rest(self) -> dict[str, Variant]:
         mlp, shape = self.mlp, self.shape
         compiled: Any = torch.compile(mlp)
-        once, twice = (costs.plain_flop(shape, checkpointing=kind) for kind in ("non-reentrant", "reentrant"))
+        once, twice = (mlp_costs.plain_flop(shape, checkpointing=kind) for kind in ("non-reentrant", "reentrant"))
         found = {
             "plain": self.plain(),
             "products-20": self.products(0.5),
@@ -166,10 +167,10 @@ class MLPs:
             ),
             "plain-forward": self.forward_only(mlp),
             "tiled-forward": self.forward_only(self.tiled),
-            "compiled": self.step(compiled, costs.plain_flop(shape), peer=True),
+            "compiled": self.step(compiled, mlp_costs.plain_flop(shape), peer=True),
             "compiled-checkpoint": self.step(lambda x: checkpoint(compiled, x, use_reentrant=False), once, peer=True),
         }
-        for name, recompute, flop in (("quack", False, costs.plain_flop(shape)), ("quack-recompute", True, once)):
+        for name, recompute, flop in (("quack", False, mlp_costs.plain_flop(shape)), ("quack-recompute", True, once)):
             forward = or_absent(partial(quack_mlp, mlp, recompute=recompute))
             found[name] = self.step(forward, flop, grads=("dw_down",), peer=True)  # its gate and up are one copy
         return found
@@ -184,11 +185,11 @@ def mlp_groups(**sizes: Any) -> Groups:
     return {name: lambda name=name: getattr(MLPs(**sizes), name)() for name in MLP_GROUPS}
 
 
-def predicted_bytes(shape: costs.MLPShape, plan: ShardPlan, keep: float, device: torch.device) -> int:
+def predicted_bytes(shape: mlp_costs.MLPShape, plan: ShardPlan, keep: float, device: torch.device) -> int:
     """What the formulas say of a tiled MLP's `peak_bytes`: what a run takes beyond x, dy and the weights."""
     results = (2 * shape.tokens * shape.hidden + shape.weight_elements) * shape.itemsize  # y, dx, weights' gradients
-    working = costs.peak_bytes(shape, plan, device=device_kind(device), kernels=True)
-    return results + working + costs.saved_bytes(shape, plan, keep=keep)
+    working = mlp_costs.peak_bytes(shape, plan, device=device_kind(device), kernels=True)
+    return results + working + mlp_costs.saved_bytes(shape, plan, keep=keep)
 
 
 class Losses:
@@ -210,7 +211,7 @@ class Losses:
         self.x = draw(tokens, hidden, like=dtype, device=device).requires_grad_()
         self.weight = draw(vocab, hidden, like=dtype, device=device, scale=hidden**-0.5).requires_grad_()
         self.targets = torch.randint(0, vocab, (tokens,), device=device)
-        self.shape = costs.LossShape(
+        self.shape = loss_costs.LossShape(
             tokens=tokens, hidden=hidden, vocab=vocab, itemsize=dtype.itemsize, weight_itemsize=dtype.itemsize
         )
 
@@ -231,7 +232,7 @@ class Losses:
                 raise RuntimeError("no gradient")
             return {"loss": value.detach(), "dx": dx, "dweight": dweight}
 
-        flop = costs.loss_flop(self.shape, gradients_in_forward=True)
+        flop = loss_costs.loss_flop(self.shape, gradients_in_forward=True)
         return Variant(run=run, results=results, flop=flop, **facts)
 
     def own(self, shard: int, backend: str) -> Variant:
@@ -273,11 +274,11 @@ def loss_groups(**sizes: Any) -> Groups:
     return {name: lambda name=name: getattr(Losses(**sizes), name)() for name in LOSS_GROUPS}
 
 
-def predicted_loss_bytes(shape: costs.LossShape, shard: int, device: torch.device, *, kernels: bool) -> int:
+def predicted_loss_bytes(shape: loss_costs.LossShape, shard: int, device: torch.device, *, kernels: bool) -> int:
     """What the formula says of a tiled loss's `peak_bytes`: beyond x, the weight and targets."""
     gradients = (shape.tokens + shape.vocab) * shape.hidden * shape.itemsize
     kind = device_kind(device)
-    return gradients + costs.loss_peak_bytes(shape, ShardPlan(shape.tokens, shard), device=kind, kernels=kernels)
+    return gradients + loss_costs.loss_peak_bytes(shape, ShardPlan(shape.tokens, shard), device=kind, kernels=kernels)
 
 
 def or_absent(make: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:

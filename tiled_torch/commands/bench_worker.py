@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from shared_specs.app.gpu_worker import Groups, Variant, channel, receive, serve
-from shared_specs.app.tune import WAYS
-from shared_specs.blocks import Blocks, candidates_on
-from shared_specs.roofline import gpu_named
+from shared_specs.app.bench.tune import WAYS
+from shared_specs.app.gpu.worker import Groups, Variant, channel, receive, serve
+from shared_specs.kernels.blocks import Blocks, candidates_on
+from shared_specs.kernels.roofline import gpu_named
 from tiled_torch.commands.bench_device import TorchDevice, described
 from tiled_torch.commands.bench_kernels import Question, kernel_questions
 from tiled_torch.commands.bench_models import loss_groups, mlp_groups

@@ -13,11 +13,11 @@ import transformers
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from shared_specs.app.budget import Buffers
-from shared_specs.app.stored import Array
-from shared_specs.app.team import ALONE, Team
-from shared_specs.app.trainer import ADAMW, TrainerState
-from shared_specs.cli import FinetuneOptions
+from shared_specs.app.finetune.budget import Buffers
+from shared_specs.app.finetune.processes import ALONE, Team
+from shared_specs.app.finetune.stored import Array
+from shared_specs.app.finetune.trainer import ADAMW, TrainerState
+from shared_specs.app.options import FinetuneOptions
 from shared_specs.errors import UnsupportedError
 from shared_specs.shards import KERNEL_MULTIPLE
 from tiled_torch import backends
@@ -28,7 +28,7 @@ _MOMENTS = {"m": "exp_avg", "v": "exp_avg_sq"}
 
 
 class TorchTrainer:
-    """See `shared_specs.app.trainer.Trainer`.
+    """See `shared_specs.app.finetune.trainer.Trainer`.
 
     Parameters, gradients and moments are float32; with `--dtype bfloat16` the forward runs under autocast.
     """

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 
-from shared_specs.app.stored import Array
+from shared_specs.app.finetune.stored import Array
 
 FORMAT = "torch.distributed.checkpoint"
 _MOMENTS = {"m": "exp_avg", "v": "exp_avg_sq"}

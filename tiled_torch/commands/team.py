@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shared_specs.app.team import ALONE, Team, check_layout, end_alone
-from shared_specs.cli import FinetuneOptions
+from shared_specs.app.finetune.processes import ALONE, Team, check_layout, end_alone
+from shared_specs.app.options import FinetuneOptions
 from shared_specs.config import Checkpointing, DataParallel, ParallelConfig, TensorParallel
 
 # gloo reports what happened to another process in a plain RuntimeError, as it does what a caller did wrong.
@@ -25,7 +25,7 @@ _GLOO_WORDS = (
 
 
 class TorchTeam:
-    """See `shared_specs.app.team.Team`. What is gathered travels over gloo, whatever the model's collectives use."""
+    """See `shared_specs.app.finetune.processes.Team`. What is gathered travels over gloo, whatever collectives use."""
 
     some_lost = False
 

@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from shared_specs import checks
+from shared_specs.core import checks
 from tiled_torch.core.tensors import dtype_name
 
 _CASTABLE = (torch.float32, torch.bfloat16, torch.float16)

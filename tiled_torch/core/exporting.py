@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from shared_specs.config import Tiling
-from shared_specs.costs import shard_tokens_within
+from shared_specs.core.budget import shard_tokens_within
 from shared_specs.errors import UnsupportedError, error_text
 from shared_specs.shards import TARGET_TOKENS, ShardPlan
 

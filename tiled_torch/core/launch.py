@@ -9,9 +9,9 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from shared_specs import blocks as table
-from shared_specs.blocks import Blocks
 from shared_specs.errors import UnsupportedError
+from shared_specs.kernels import blocks as table
+from shared_specs.kernels.blocks import Blocks
 
 # What the interpreter and ahead-of-time compilation stand for; a GPU says for itself what it is.
 ASSUMED = (9, 0)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shared_specs import checks, module_checks
+from shared_specs.core import checks
 from shared_specs.errors import fail_type
 from tiled_torch.core.autocast import operand
 from tiled_torch.core.tensors import dtype_name
@@ -22,4 +22,4 @@ def check_dtype(function: str, dtype: Any) -> None:
     """SpecError for a dtype that no parameter can have; None is PyTorch's default one."""
     if dtype is not None:
         name = dtype_name(dtype) if isinstance(dtype, torch.dtype) else repr(dtype)
-        module_checks.check_param_dtype(function, "dtype", name)
+        checks.check_param_dtype(function, "dtype", name)

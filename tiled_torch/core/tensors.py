@@ -6,7 +6,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-from shared_specs.checks import flat_tokens
+from shared_specs.core.checks import flat_tokens
 from shared_specs.errors import UnsupportedError, error_text
 
 

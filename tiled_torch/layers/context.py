@@ -17,9 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shared_specs.collectives.partitions import even_range
 from shared_specs.errors import fail, fail_type, show_shape
-from shared_specs.parallel_checks import check_context_tokens
-from shared_specs.partitions import ContextHeads, context_heads, even_range
+from shared_specs.layers.heads import ContextHeads, context_heads
+from shared_specs.plans.checks import check_context_tokens
 from tiled_torch.collectives.conjugates import ToHidden, ToSequence, move
 from tiled_torch.collectives.groups import RankGroup, not_compiled, rank_group
 from tiled_torch.core.tensors import refuse_dtensor

@@ -5,9 +5,11 @@ from typing import Any
 
 from torch import Tensor
 
-from shared_specs import checks, collective_checks, layer_checks
+from shared_specs.collectives import checks as collective_checks
+from shared_specs.collectives.partitions import vocab_partition
+from shared_specs.core import checks
 from shared_specs.errors import fail, fail_type
-from shared_specs.partitions import vocab_partition
+from shared_specs.layers import checks as layer_checks
 from tiled_torch.collectives.conjugates import Join, Keep, Sum, SumSplit, move
 from tiled_torch.collectives.groups import not_compiled, rank_group
 from tiled_torch.core.autocast import operand
@@ -35,7 +37,7 @@ def vocab_parallel_embedding(
         ids: [*tokens], int32 or int64, the same on every rank, in [0, vocab_size).
         weight: [V / R, H], this rank's entries.
         vocab_size: V, where ranks do not all hold V / R entries: partitions are those of
-            `shared_specs.partitions.vocab_range`, or equal with padding at the end, which gets no gradient.
+            `shared_specs.collectives.partitions.vocab_range`, or equal with padding at the end, which gets no gradient.
         reduce_scatter_embeddings: return this rank's tokens only (for sequence parallelism).
         sequence_dim: the dim of ids that is then split; split_sizes: tokens of every rank there, None for equal parts.
         deterministic: look up by indexing, whose gradient is added in one order on a GPU too (it sorts), instead of by

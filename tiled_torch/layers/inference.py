@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shared_specs import inference_checks, layer_checks
 from shared_specs.errors import UnsupportedError, error_text, fail_type
+from shared_specs.layers import checks as layer_checks
+from shared_specs.layers import inference_checks
 from tiled_torch.collectives import transport
 from tiled_torch.collectives.consistency import agree
 from tiled_torch.collectives.groups import RankGroup, not_compiled, rank_group

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shared_specs import collective_checks, layer_checks
+from shared_specs.collectives import checks as collective_checks
 from shared_specs.config import TORCH, ParallelLinearOptions
 from shared_specs.errors import fail, fail_type
+from shared_specs.layers import checks as layer_checks
 from tiled_torch.collectives.conjugates import Join, Keep, Split, Sum, SumSplit, move
 from tiled_torch.collectives.groups import RankGroup, not_compiled, rank_group
 from tiled_torch.core.autocast import after_autocast, autocast_dtype, operand

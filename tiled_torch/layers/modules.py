@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shared_specs import checks, layer_checks
 from shared_specs.config import ParallelLinearOptions
+from shared_specs.core import checks
 from shared_specs.errors import fail, show_shape
+from shared_specs.layers import checks as layer_checks
 from tiled_torch.collectives.groups import rank_group
 from tiled_torch.collectives.initialise import (
     InitMethod,

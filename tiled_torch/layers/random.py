@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._C._autograd import _top_saved_tensors_default_hooks as _top_hooks  # torch has no public name for it
 
 from shared_specs.errors import UnsupportedError, error_text, fail, fail_type
-from shared_specs.partitions import RANDOM_STREAMS, derived_seed, stream_coordinates
+from shared_specs.layers.random import RANDOM_STREAMS, derived_seed, stream_coordinates
 from tiled_torch.core import replay
 
 _DEFAULT = "tensor-parallel"
@@ -30,7 +30,7 @@ def seed_parallel(seed: int, *, data: int = 0, tensor: int = 0, expert: int = 0)
 
     "data-parallel" differs from data rank to data rank and agrees over tensor and expert ranks: for activations that
     tensor ranks hold whole. "tensor-parallel" differs over tensor ranks as well: for activations that are split.
-    "expert-parallel" differs over all (shared_specs.partitions.RANDOM_STREAMS). The default generators, from which
+    "expert-parallel" differs over all (shared_specs.layers.random.RANDOM_STREAMS). The default generators, from which
     whatever runs outside `fork` draws, are seeded too: they agree where "data-parallel" does, with other numbers. Build the
     model before, under torch.manual_seed of one seed for all ranks: one that is built afterwards has other weights on every
     data rank, of which `fully_shard` would make one model's parts (DistributedDataParallel takes those of its first rank).

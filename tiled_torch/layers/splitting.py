@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shared_specs import checks, collective_checks
+from shared_specs.collectives import checks as collective_checks
+from shared_specs.core import checks
 from shared_specs.errors import fail_type
 from tiled_torch.collectives.conjugates import Join, Split, move, own_part
 from tiled_torch.collectives.groups import not_compiled, rank_group

@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shared_specs.collectives.partitions import VocabPartition
 from shared_specs.errors import fail
-from shared_specs.partitions import VocabPartition
 
 
 def own_rows(

@@ -8,9 +8,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from shared_specs import linear_checks
 from shared_specs.config import TORCH
 from shared_specs.errors import UnsupportedError, error_text, fail_type
+from shared_specs.linear import checks as linear_checks
 from tiled_torch.core.partitioned import gathered, whole_shape
 from tiled_torch.core.tensors import is_dtensor
 from tiled_torch.linear.sums import add_partial, shared_input
@@ -25,8 +25,8 @@ class TiledLinear(nn.Module):
     the model) and the gathered weight is never whole: two tiles at most, the one that runs and the next one. ZeRO-3 gathers
     tile by tile too, also to draw or to copy them inside deepspeed.zero.Init.
 
-    Splits follow `shared_specs.partitions.bounds`: sizes differ by at most one, the longer ones first. The bias belongs
-    to the last input split. Subclasses may override the three steps: `split_input`, `reduce_local_output` and
+    Splits follow `shared_specs.collectives.partitions.bounds`: sizes differ by at most one, the longer ones first. The bias
+    belongs to the last input split. Subclasses may override the three steps: `split_input`, `reduce_local_output` and
     `combine_outputs`.
 
     Args:

@@ -13,11 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shared_specs import checks, costs
+from shared_specs.collectives.sequence_plan import SequencePlan
 from shared_specs.config import TORCH, LossOptions, LossResult, Tiling
+from shared_specs.core import checks
 from shared_specs.errors import UnsupportedError, fail, fail_type
-from shared_specs.partitions import SequencePlan
-from shared_specs.sequence_costs import plan_sequence_loss
+from shared_specs.loss import checks as loss_checks
+from shared_specs.loss import costs as loss_costs
+from shared_specs.loss.sequence_costs import plan_sequence_loss
 from shared_specs.shards import ShardPlan
 from tiled_torch import backends
 from tiled_torch.core import exporting, tangents
@@ -66,7 +68,7 @@ def tiled_linear_cross_entropy(
         compute dtype near 1, and multiplied by the upstream gradient and 1/num_valid in float32 after the products.
         The weight's gradient is summed over shards in float32 and cast once, or added to `weight.main_grad` (of 16 bits too,
         which is then rounded once in each backward).
-    Memory: peak `costs.loss_peak_bytes`: one shard of logits. Keeps the gradients until backward, or, with reduction
+    Memory: peak `loss_costs.loss_peak_bytes`: one shard of logits. Keeps the gradients until backward, or, with reduction
         "none" or outputs that have gradients, x and two numbers per token (also for float16 with a z_loss: 8 THV FLOP
         instead of 6, because how large gradients are is known only after the last log-sum-exp). Forward mode (dual tensors of
         torch.autograd.forward_ad) carries tangents a shard at a time; where gradients are wanted of the same call, autograd
@@ -126,7 +128,7 @@ class Given(NamedTuple):
         tiling = checks.resolve_tiling(
             name, num_shards, 0.0, tiling, x=tuple(self.x.shape), unused=("keep", "deterministic")
         )
-        checks.check_loss_options(name, loss)
+        loss_checks.check_loss_options(name, loss)
         for argument in ("class_weight", "num_valid"):
             value = getattr(loss, argument)
             if isinstance(value, Tensor) and value.requires_grad:
@@ -138,7 +140,7 @@ class Given(NamedTuple):
                 rule = "a number or a 0-d array" if argument == "num_valid" else "an array"
                 fail_type(name, f"loss.{argument}", rule, type(value).__name__)
         cast = autocast_dtype(self.x)
-        checks.check_linear_cross_entropy(
+        loss_checks.check_linear_cross_entropy(
             name,
             x=operand(self.x, cast),
             weight=operand(self.weight, cast),
@@ -155,7 +157,7 @@ class Given(NamedTuple):
             tangents.refuse_kernels(name, backend)
         over_ranks, entries = entries is not None, self.weight.shape[0] if entries is None else entries
         cuts = min(tiling.vocab_shards or 1, max(1, entries))
-        shape = costs.LossShape(
+        shape = loss_costs.LossShape(
             tokens=checks.flat_tokens(self.x.shape),
             hidden=self.x.shape[-1],
             vocab=entries,
@@ -176,9 +178,9 @@ class Given(NamedTuple):
             return plan_sequence_loss(name, shape, tokens, **options), cuts, chosen
         if torch.compiler.is_exporting():
             device = options["device"]
-            peak = partial(costs.loss_peak_bytes, shape, device=device, kernels=options["kernels"])
+            peak = partial(loss_costs.loss_peak_bytes, shape, device=device, kernels=options["kernels"])
             return exporting.symbolic_plan(name, shape.tokens, tiling, device=device, peak=peak), cuts, chosen
-        return costs.plan_loss(name, shape, **options), cuts, chosen
+        return loss_costs.plan_loss(name, shape, **options), cuts, chosen
 
     def run(
         self,

@@ -9,8 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shared_specs import checks
 from shared_specs.config import LossOptions
+from shared_specs.core import checks
+from shared_specs.loss import checks as loss_checks
 from shared_specs.shards import ShardPlan
 from tiled_torch.core.autocast import without_autocast
 from tiled_torch.core.operands import is_fake
@@ -97,7 +98,7 @@ class Problem:
         if targets.device.type == "cpu" and not is_fake(targets):
             missing = loss_math.first_missing_target(targets, self.vocab, ignore)
             if missing is not None:
-                checks.fail_target(self.function, missing, self.vocab, ignore)
+                loss_checks.fail_target(self.function, missing, self.vocab, ignore)
         return loss_math.labels_of(targets, self.vocab, given.class_weight, ignore, wide_dtype(self.dtype))
 
     def factors(self, labels: Labels, num_valid: Tensor | None) -> tuple[Tensor, Tensor]:

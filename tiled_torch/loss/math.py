@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shared_specs.config import LossOptions
-from shared_specs.costs import LOSS_ELEMENTS
+from shared_specs.loss.costs import LOSS_ELEMENTS
 from tiled_torch.core.tensors import device_kind, wide_dtype
 
 

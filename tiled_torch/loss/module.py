@@ -7,8 +7,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from shared_specs import checks, module_checks
 from shared_specs.config import TORCH, LossOptions, LossResult, Tiling
+from shared_specs.core import checks
+from shared_specs.loss import checks as loss_checks
 from tiled_torch import backends
 from tiled_torch.core.params import as_operand, check_dtype
 from tiled_torch.core.partitioned import gathered, whole_shape
@@ -61,7 +62,7 @@ class TiledLinearCrossEntropy(nn.Module):
         self.reset_parameters()
 
     def _set_options(self, loss: LossOptions, num_shards: int | None, tiling: Tiling | None, backend: str) -> None:
-        checks.check_loss_options(_NAME, loss)
+        loss_checks.check_loss_options(_NAME, loss)
         checks.check_backend(_NAME, backend, TORCH, backends.usable_backends())
         self.loss, self.backend = loss, backend
         self.tiling = checks.resolve_tiling(_NAME, num_shards, 0.0, tiling, unused=("keep", "deterministic"))
@@ -81,7 +82,7 @@ class TiledLinearCrossEntropy(nn.Module):
         function = f"{_NAME}.from_weights"
         seen = as_operand(function, "weight", weight)
         seen_bias = None if bias is None else as_operand(function, "bias", bias)
-        module_checks.check_head(function, seen, seen_bias, TORCH)
+        loss_checks.check_head(function, seen, seen_bias, TORCH)
         module = cls.__new__(cls)
         nn.Module.__init__(module)
         module._set_options(loss, num_shards, tiling, backend)

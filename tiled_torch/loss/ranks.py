@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shared_specs import checks
+from shared_specs.collectives.agreement import sequence_tokens
+from shared_specs.collectives.partitions import VocabPartition, vocab_partition
+from shared_specs.collectives.sequence_plan import SequencePlan
 from shared_specs.config import LossOptions, LossResult, Tiling
+from shared_specs.core import checks
 from shared_specs.errors import fail, fail_type
-from shared_specs.partitions import SequencePlan, VocabPartition, vocab_partition
-from shared_specs.sequence_checks import sequence_tokens
+from shared_specs.loss import checks as loss_checks
 from tiled_torch import backends
 from tiled_torch.collectives import transport
 from tiled_torch.collectives.consistency import agree
@@ -80,7 +82,7 @@ def vocab_parallel_linear_cross_entropy(
         loss: class_weight is whole, [V]; num_valid is of all tokens. outputs as in `tiled_linear_cross_entropy`, complete on
             every rank; with sequence_parallel scalars are of all tokens, results per token of the rank's own.
         vocab_size: V, where ranks do not all hold V / R entries: partitions are those of
-            `shared_specs.partitions.vocab_range`, or equal with padding at the end, which gets no gradient.
+            `shared_specs.collectives.partitions.vocab_range`, or equal with padding at the end, which gets no gradient.
         sequence_parallel: tokens are split over the ranks as well; num_shards and tiling are of the local tokens then,
             t = shard_tokens, and the same on every rank.
         split_sizes: the number of local tokens (leading dims flattened) of every rank; None where all hold as many.
@@ -192,7 +194,7 @@ def vocab_parallel_cross_entropy(
         if not isinstance(tensor, Tensor):
             fail_type(_LOGITS, name, "an array", type(tensor).__name__)
     options = LossOptions(label_smoothing=label_smoothing, reduction="none")
-    checks.check_loss_options(_LOGITS, options)
+    loss_checks.check_loss_options(_LOGITS, options)
     split_by_mesh = is_dtensor(vocab_parallel_logits)
     if split_by_mesh:
         last = vocab_parallel_logits.dim() - 1
@@ -200,13 +202,13 @@ def vocab_parallel_cross_entropy(
     else:
         logits, part = vocab_parallel_logits, None
     over = rank_group(_LOGITS, group)
-    checks.check_vocab_parallel_logits(_LOGITS, *(operand(a, None) for a in (logits, target)))
+    loss_checks.check_vocab_parallel_logits(_LOGITS, *(operand(a, None) for a in (logits, target)))
     if part is None:
         part = _partition(over, vocab_size, logits.shape[-1])
     if target.device.type == "cpu" and not is_fake(target):
         missing = loss_math.first_missing_target(target, part.vocab, options.ignore_index)
         if missing is not None:
-            checks.fail_target(_LOGITS, missing, part.vocab, options.ignore_index)
+            loss_checks.fail_target(_LOGITS, missing, part.vocab, options.ignore_index)
     backends.record_run(_LOGITS, "eager")
     said = {
         _ENTRIES: logits.shape[-1] if vocab_size is None and not split_by_mesh else None,

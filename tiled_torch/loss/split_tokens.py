@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from shared_specs.partitions import SequencePlan
+from shared_specs.collectives.sequence_plan import SequencePlan
 from tiled_torch.collectives import transport
 from tiled_torch.collectives.gathered_tokens import GatheredRows
 from tiled_torch.collectives.groups import RankGroup

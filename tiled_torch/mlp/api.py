@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shared_specs import checks, costs
 from shared_specs.config import TORCH, Activation, Tiling
+from shared_specs.core import checks
 from shared_specs.errors import fail_type
+from shared_specs.mlp import checks as mlp_checks
+from shared_specs.mlp import costs as mlp_costs
 from shared_specs.shards import KERNEL_MULTIPLE, ShardPlan
 from tiled_torch import backends
 from tiled_torch.core import exporting, partitioned, tangents
@@ -72,7 +74,7 @@ def tiled_mlp(
     Numerics: products in the compute dtype, elementwise work in float32 (float64 for float64), weight gradients summed
         over shards in float32 and cast once to the weight's dtype, or added to `weight.main_grad` where it exists (one of 16
         bits gets the finished sum, and is rounded once in each backward).
-    Memory: keeps x, the weights and `costs.saved_bytes`; peak `costs.peak_bytes`, independent of T. Forward mode (dual
+    Memory: keeps x, the weights and `costs.saved_bytes`; peak `mlp_costs.peak_bytes`, independent of T. Forward mode (dual
         tensors of torch.autograd.forward_ad) carries tangents a shard at a time; where gradients are wanted of the same call,
         autograd keeps of it what it keeps of the untiled MLP.
     Raises:
@@ -137,7 +139,7 @@ def checked(
     tiling = checks.resolve_tiling(function, num_shards, keep, tiling, x=tuple(x.shape))
     cast = autocast_dtype(x)
     dtype = after_autocast(x, cast)
-    checks.check_mlp(
+    mlp_checks.check_mlp(
         function,
         x=operand(x, cast),
         weights={name: operand(w, cast) for name, w in weights.items()},  # type: ignore[arg-type]
@@ -163,14 +165,14 @@ def plan_for(
     shape, options = shape_of(x, weights, dtype, activation), plan_options(x, tiling, backend)
     if torch.compiler.is_exporting():
         cut: Any = {name: options[name] for name in ("device", "multiple_of")}
-        peak = partial(costs.peak_bytes, shape, device=cut["device"], kernels=options["kernels"])
+        peak = partial(mlp_costs.peak_bytes, shape, device=cut["device"], kernels=options["kernels"])
         return exporting.symbolic_plan(function, shape.tokens, tiling, peak=peak, **cut)
-    return costs.plan_mlp(function, shape, **options)
+    return mlp_costs.plan_mlp(function, shape, **options)
 
 
-def shape_of(x: Tensor, weights: Weights, dtype: torch.dtype, activation: str) -> costs.MLPShape:
+def shape_of(x: Tensor, weights: Weights, dtype: torch.dtype, activation: str) -> mlp_costs.MLPShape:
     """What the formulas need of one call."""
-    return costs.MLPShape(
+    return mlp_costs.MLPShape(
         tokens=checks.flat_tokens(x.shape),
         hidden=x.shape[-1],
         intermediate=weights.w_up.shape[0],
@@ -183,7 +185,7 @@ def shape_of(x: Tensor, weights: Weights, dtype: torch.dtype, activation: str) -
 
 
 def plan_options(x: Tensor, tiling: Tiling, backend: str) -> dict[str, Any]:
-    """The arguments of `costs.plan_mlp` that say how to cut."""
+    """The arguments of `mlp_costs.plan_mlp` that say how to cut."""
     return {
         "num_shards": tiling.num_shards,
         "shard_tokens": tiling.shard_tokens,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shared_specs.checks import flat_tokens
+from shared_specs.core.checks import flat_tokens
 from tiled_torch.core.gradients import main_grad_of, refuse_compiled_main_grad
 from tiled_torch.mlp.loops import Kept, MLPCall
 from tiled_torch.mlp.steps import Weights

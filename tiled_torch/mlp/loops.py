@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shared_specs import checks
-from shared_specs.blocks import DETERMINISTIC
+from shared_specs.core import checks
+from shared_specs.kernels.blocks import DETERMINISTIC
 from shared_specs.shards import ShardPlan
 from tiled_torch.core.autocast import without_autocast
 from tiled_torch.core.gradients import GradientSum

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import graph
 
-from shared_specs.costs import block_rows
+from shared_specs.mlp.costs import block_rows
 from tiled_torch.core.tensors import device_kind, wide_dtype
 
 aten = torch.ops.aten

@@ -7,9 +7,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from shared_specs import checks, module_checks
 from shared_specs.config import TORCH, Activation, Tiling
+from shared_specs.core import checks
 from shared_specs.errors import fail
+from shared_specs.mlp import checks as mlp_checks
 from tiled_torch import backends
 from tiled_torch.core.gradients import fused_halves
 from tiled_torch.core.params import as_operand, check_dtype
@@ -98,8 +99,8 @@ class TiledMLP(MLPParameters, nn.Module):
         tiling: Tiling | None,
         backend: str,
     ) -> None:
-        checks.check_activation("TiledMLP", activation)
-        checks.check_fused("TiledMLP", gated, fused_gate_up)
+        mlp_checks.check_activation("TiledMLP", activation)
+        mlp_checks.check_fused("TiledMLP", gated, fused_gate_up)
         checks.check_backend("TiledMLP", backend, TORCH, backends.usable_backends())
         self.activation, self.gated, self.fused_gate_up = activation, gated, fused_gate_up
         self.tiling, self.backend = checks.resolve_tiling("TiledMLP", num_shards, keep, tiling), backend
@@ -126,12 +127,12 @@ class TiledMLP(MLPParameters, nn.Module):
             fused_gate_up: gate and up are concatenated into one parameter (one copy), which is frozen where both of them are.
         """
         function = "TiledMLP.from_weights"
-        weights, given = module_checks.mlp_operands(function, w_gate, w_up, w_down, biases)
+        weights, given = mlp_checks.mlp_operands(function, w_gate, w_up, w_down, biases)
         seen = {name: as_operand(function, name, w) for name, w in weights.items()}
         seen_biases = {name: as_operand(function, f"biases[{name!r}]", b) for name, b in given.items()}
-        module_checks.check_mlp_weights(function, weights=seen, biases=seen_biases, activation=activation, names=TORCH)
+        mlp_checks.check_mlp_weights(function, weights=seen, biases=seen_biases, activation=activation, names=TORCH)
         if fused_gate_up:
-            checks.check_fused_biases(function, tuple(given))
+            mlp_checks.check_fused_biases(function, tuple(given))
         module = cls.__new__(cls)
         nn.Module.__init__(module)
         module._set_options(activation, w_gate is not None, fused_gate_up, num_shards, keep, tiling, backend)

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shared_specs import checks
+from shared_specs.collectives.agreement import sequence_tokens
+from shared_specs.collectives.sequence_plan import SequencePlan
 from shared_specs.config import Activation, Tiling
+from shared_specs.core import checks
 from shared_specs.errors import fail
-from shared_specs.partitions import SequencePlan
-from shared_specs.sequence_checks import sequence_tokens
-from shared_specs.sequence_costs import plan_sequence_mlp
+from shared_specs.mlp.sequence_costs import plan_sequence_mlp
 from shared_specs.shards import ShardPlan
 from tiled_torch import backends
 from tiled_torch.collectives import transport

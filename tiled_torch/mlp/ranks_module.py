@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shared_specs import checks
+from shared_specs.collectives.agreement import check_sequence_parallel
+from shared_specs.collectives.partitions import even_range
 from shared_specs.config import TORCH, Activation, Tiling
-from shared_specs.partitions import even_range
-from shared_specs.sequence_checks import check_sequence_parallel
+from shared_specs.core import checks
+from shared_specs.mlp import checks as mlp_checks
 from tiled_torch import backends
 from tiled_torch.collectives.groups import rank_group
 from tiled_torch.collectives.initialise import fill, own_slice
@@ -64,8 +65,8 @@ class TensorParallelTiledMLP(MLPParameters, ParallelLayer):
         super().__init__()
         checks.check_sizes(_NAME, {"hidden_size": hidden_size, "intermediate_size": intermediate_size})
         checks.check_flags(_NAME, bias=bias)
-        checks.check_activation(_NAME, activation)
-        checks.check_fused(_NAME, gated, fused_gate_up)
+        mlp_checks.check_activation(_NAME, activation)
+        mlp_checks.check_fused(_NAME, gated, fused_gate_up)
         check_sequence_parallel(_NAME, sequence_parallel)
         checks.check_backend(_NAME, backend, TORCH, backends.usable_backends())
         self._settle(group, device, dtype)

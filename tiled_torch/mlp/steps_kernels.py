@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from shared_specs.blocks import Paths, paths_for
+from shared_specs.kernels.blocks import Paths, paths_for
 from tiled_torch.core import launch
 from tiled_torch.core.tensors import dtype_name
 from tiled_torch.mlp.kernels.dgated import dgated

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shared_specs import checks
 from shared_specs.config import TORCH, Tiling
+from shared_specs.core import checks
 from shared_specs.errors import UnsupportedError, error_text, fail_type
 from tiled_torch import backends
 from tiled_torch.core import partitioned

@@ -4,7 +4,7 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from shared_specs.partitions import VocabUtility as VocabUtility
+from shared_specs.collectives.partitions import VocabUtility as VocabUtility
 from tiled_torch.collectives.api import (
     all_gather_last_dim_from_tensor_parallel_region as all_gather_last_dim_from_tensor_parallel_region,
 )

@@ -11,10 +11,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from shared_specs.applied import applied_lines
 from shared_specs.config import DataParallel, ParallelConfig, TensorParallel
 from shared_specs.errors import UnsupportedError, error_text, fail, fail_type
-from shared_specs.parallel_checks import check_axis_order, check_parallel_config, refuse_context
+from shared_specs.plans.applied import applied_lines
+from shared_specs.plans.checks import check_axis_order, check_parallel_config, refuse_context
 from tiled_torch.collectives.consistency import check_everywhere
 from tiled_torch.collectives.same_batch import compare_first_batch
 from tiled_torch.core.tensors import dtype_name

@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import (
 
 from shared_specs.config import TensorParallel
 from shared_specs.errors import UnsupportedError, error_text, fail
-from shared_specs.parallel_checks import TensorSizes, check_divides
+from shared_specs.plans.checks import TensorSizes, check_divides
 from tiled_torch.loss.ranks import vocab_parallel_cross_entropy
 from tiled_torch.plans.decoder_context import apply_context, check_context
 from tiled_torch.plans.registry import Plan, register_plan

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shared_specs.errors import UnsupportedError, error_text, fail
-from shared_specs.parallel_checks import check_context_heads, refuse_context
+from shared_specs.plans.checks import check_context_heads, refuse_context
 from tiled_torch.collectives.conjugates import Sum, move
 from tiled_torch.collectives.groups import rank_group
 from tiled_torch.collectives.same_batch import check_same_batch

@@ -4,7 +4,7 @@ from typing import Any
 
 from shared_specs.config import TensorParallel
 from shared_specs.errors import fail
-from shared_specs.parallel_checks import TensorSizes, check_divides
+from shared_specs.plans.checks import TensorSizes, check_divides
 from tiled_torch.linear.module import TiledLinear
 from tiled_torch.loss.module import TiledLinearCrossEntropy
 from tiled_torch.mlp.module import TiledMLP

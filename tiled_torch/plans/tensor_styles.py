@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle
 
+from shared_specs.collectives.partitions import VocabPartition
 from shared_specs.config import LossOptions
 from shared_specs.errors import UnsupportedError, error_text
-from shared_specs.partitions import VocabPartition
 from tiled_torch.layers.vocab_rows import own_rows
 from tiled_torch.loss.module import TiledLinearCrossEntropy
 from tiled_torch.loss.ranks import vocab_parallel_linear_cross_entropy

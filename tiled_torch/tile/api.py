@@ -14,8 +14,8 @@ from torch import Tensor
 from torch._C._autograd import _get_current_graph_task_keep_graph as _keeps_graph  # torch has no public name for it
 from torch.utils import _pytree as pytree
 
-from shared_specs import checks
 from shared_specs.config import Tiling
+from shared_specs.core import checks
 from shared_specs.errors import fail, fail_type
 from shared_specs.shards import ShardPlan, plan_tokens
 from tiled_torch.core import replay

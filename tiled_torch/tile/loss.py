@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from shared_specs import checks, means
 from shared_specs.config import Tiling
+from shared_specs.core import checks
 from shared_specs.errors import fail_type
+from shared_specs.tile import means
 from tiled_torch.core import replay
 from tiled_torch.core.replay import is_capturing
 from tiled_torch.core.tensors import wide_dtype

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from shared_specs import checks
 from shared_specs.errors import fail, fail_type, show_shape
+from shared_specs.tile import checks as tile_checks
 from tiled_torch.core.tensors import refuse_dtensor
 
 
@@ -133,7 +133,7 @@ def form_of(index: int, result: Any, t: int, layout: Layout) -> Form | None:
     elif shape[:1] == (t,):
         rest, batched = shape[1:], False
     else:
-        checks.fail_rows(layout.function, index, shape, t)
+        tile_checks.fail_rows(layout.function, index, shape, t)
     lead = layout.lead if batched else (layout.tokens,)
     return Form((*lead, *rest), rest, batched, result.dtype, result.device)
 
@@ -148,7 +148,7 @@ def write(
         return
     t = stop - start
     if isinstance(result, Tensor) and result.shape[:1] != (t,) and result.shape[:2] != (1, t):
-        checks.fail_rows(function, index, tuple(result.shape), t)
+        tile_checks.fail_rows(function, index, tuple(result.shape), t)
     if not isinstance(result, Tensor) or tuple(result.shape) != form.shard_shape(t):
         fail(function, f"output {index} of fn", show_shape(form.shard_shape(t)), _show(result))
     if result.dtype != form.dtype:

@@ -23,8 +23,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from shared_specs.blocks import Blocks
 from shared_specs.config import LossOptions
+from shared_specs.kernels.blocks import Blocks
 from tiled_jax.core.mosaic import (
     GRID_AXIS,
     default_blocks,
@@ -120,7 +120,7 @@ def statistics_and_gradient(
         columns, slopes: what each row needs besides.
         options: logit_scale, logit_softcap, whether there is label_smoothing and whether "entropy" is among the outputs;
             the rest belongs to the caller.
-        blocks: `columns` logits at a time, a power of two, and `resident`; None takes those of shared_specs.blocks.
+        blocks: `columns` logits at a time, a power of two, and `resident`; None takes those of shared_specs.kernels.blocks.
         interpret: parameters of the interpreter (`common.interpreter`), or None to compile for the device.
     Numerics: float32 throughout; dlogits are rounded to the dtype of the logits once.
     Raises:

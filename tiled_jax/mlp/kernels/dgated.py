@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from shared_specs.blocks import Blocks
+from shared_specs.kernels.blocks import Blocks
 from tiled_jax.core.activations import activate_in_kernel
 from tiled_jax.core.mosaic import (
     PIECE,
@@ -54,7 +54,7 @@ def dgated(
             blocks and the caller has no other use for them (not inside `shard_map` with check_vma=True on jax 0.11,
             which lets no kernel write to what varies over devices).
         activation: one of shared_specs.ACTIVATIONS.
-        blocks: None takes those of shared_specs.blocks.
+        blocks: None takes those of shared_specs.kernels.blocks.
         interpret: parameters of the interpreter (`common.interpreter`), or None to compile for the device.
     Numerics: dh accumulates in float32 and is not rounded, where the XLA path rounds it to the dtype of dy; elementwise
         work is float32; each result is rounded once.

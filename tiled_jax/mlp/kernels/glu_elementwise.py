@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shared_specs.blocks import Blocks
+from shared_specs.kernels.blocks import Blocks
 from tiled_jax.core.activations import activate_in_kernel
 from tiled_jax.core.mosaic import default_blocks, in_wide_words, launch_over, shaped_like
 
@@ -28,7 +28,7 @@ def glu(
         gate, up: [t, I], bfloat16 | float16 | float32; any t >= 1 (padded here where t x I is no whole number of runs).
             gate None: a plain MLP.
         activation: one of shared_specs.ACTIVATIONS.
-        blocks: `columns` elements a program, a multiple of 128; None takes those of shared_specs.blocks.
+        blocks: `columns` elements a program, a multiple of 128; None takes those of shared_specs.kernels.blocks.
         interpret: parameters of the interpreter (`common.interpreter`), or None to compile for the device.
     Numerics: float32, rounded once.
     """

@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from shared_specs.blocks import Blocks
+from shared_specs.kernels.blocks import Blocks
 from tiled_jax.core.activations import activate_in_kernel
 from tiled_jax.core.mosaic import (
     PIECE,
@@ -51,7 +51,7 @@ def glu_up(
         w_gate, w_up: [H, I], dtype of x. H a multiple of blocks.depth, I of blocks.columns.
         b_gate, b_up: [I], dtype of x, or None.
         activation: one of shared_specs.ACTIVATIONS.
-        blocks: None takes those of shared_specs.blocks.
+        blocks: None takes those of shared_specs.kernels.blocks.
         interpret: parameters of the interpreter (`common.interpreter`), or None to compile for the device.
     Numerics: products accumulate in float32; gate and up are rounded to the dtype of x once, after the bias, and the
         activation works on the rounded values in float32: the numbers of the unfused XLA path.

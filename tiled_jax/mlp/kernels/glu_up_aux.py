@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from shared_specs.blocks import Blocks
+from shared_specs.kernels.blocks import Blocks
 from tiled_jax.core.activations import activate_in_kernel
 from tiled_jax.core.mosaic import (
     PIECE,
@@ -48,7 +48,7 @@ def glu_up_auxiliary(
         gate: [t, I], dtype of x: the pre-activation, bias and all. Its memory becomes that of h as in `dgated`.
         b_up: [I], dtype of x, or None.
         activation: one of shared_specs.ACTIVATIONS.
-        blocks: None takes those of shared_specs.blocks.
+        blocks: None takes those of shared_specs.kernels.blocks.
         interpret: parameters of the interpreter (`common.interpreter`), or None to compile for the device.
     Numerics: up accumulates in float32 and is rounded to the dtype of x once, after the bias, and the activation works on
         rounded values in float32: the numbers of the unfused XLA path.

@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from shared_specs.blocks import Blocks
+from shared_specs.kernels.blocks import Blocks
 from tiled_jax.core.mosaic import (
     PIECE,
     WARPGROUP_AXIS,
@@ -39,7 +39,7 @@ def linear(
         x: [t, K], bfloat16 | float16; any t >= 1 (padded to whole blocks here). K a multiple of blocks.depth.
         w: [K, N], dtype of x. N a multiple of 64.
         bias: [N], dtype of x, or None.
-        blocks: None takes those of shared_specs.blocks; narrower ones where N asks for them.
+        blocks: None takes those of shared_specs.kernels.blocks; narrower ones where N asks for them.
         interpret: parameters of the interpreter (`common.interpreter`), or None to compile for the device.
     Numerics: float32, a block of K at a time, rounded once after the bias.
     Raises:

@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from shared_specs.blocks import Blocks
+from shared_specs.kernels.blocks import Blocks
 from tiled_jax.core.mosaic import COPYING_REGISTERS, GRID_AXIS, WARPGROUP_AXIS, for_each_block, pipeline
 
 # Half of the registers of a multiprocessor to each of two, but what the copying one keeps.

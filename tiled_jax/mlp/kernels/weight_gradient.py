@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from shared_specs.blocks import Blocks
+from shared_specs.kernels.blocks import Blocks
 from tiled_jax.core.mosaic import (
     PIECE,
     WARPGROUP_AXIS,
@@ -42,7 +42,7 @@ def weight_gradient(
             (not inside `shard_map` with check_vma=True on jax 0.11, which lets no kernel write to what varies over devices).
         a: [t, M], bfloat16 | float16; any t >= 1 (padded to whole blocks here). M a multiple of blocks.rows.
         b: [t, N], dtype of a. N a multiple of 64.
-        blocks: None takes those of shared_specs.blocks; narrower ones where N asks for them.
+        blocks: None takes those of shared_specs.kernels.blocks; narrower ones where N asks for them.
         interpret: parameters of the interpreter (`common.interpreter`), or None to compile for the device.
     Numerics: float32 throughout: blocks.depth tokens at a time in token order, each block's sum added to the one before it.
     Raises:

@@ -1,0 +1,117 @@
+"""The framework-free body of `tune`: candidates of a kernel's block sizes, timed in turn, and the entries they become."""
+
+import contextlib
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from shared_specs.app.gpu.bench import Pack, measuring, packing, record, show
+from shared_specs.app.gpu.supervisor import Job, Rows
+from shared_specs.app.options import TuneOptions
+from shared_specs.kernels.blocks import CANDIDATES, Blocks, Kernels, Paths, write_tuned
+
+# Seconds of one candidate that hangs or compiles too long; seconds that the ways to make an MLP may take.
+FIRST_SECONDS = 30.0
+PATHS_SECONDS = 40.0
+TOY = {"hidden": 16, "intermediate": 32, "vocab": 50, "tokens": 130, "dtype": "float32", "repeats": 1}
+
+
+def tune_on_gpu(
+    options: TuneOptions,
+    kernels: Kernels,
+    half: str,
+    packages: Iterable[str],
+    shapes: Mapping[str, tuple[int, ...]],
+    ways: Iterable[str],
+    table: Path,
+) -> int:
+    """Times every candidate, then the ways to make an MLP with the fastest, and writes the table.
+
+    An op none of whose candidates was right and in time keeps its entry. Returns 1 where a candidate was wrong.
+
+    Args:
+        shapes: op -> what its blocks are looked up by. ways: the fields of `Paths` that this half chooses.
+        table: what is written. With `toy` a copy of it.
+    """
+    facts = {name: getattr(options, name) for name in ("hidden", "intermediate", "vocab", "tokens", "toy")}
+    first = Job(
+        name="tune",
+        op="tune",
+        groups=tuple(shapes),
+        seconds=max(1.0, options.seconds - min(PATHS_SECONDS, options.seconds / 4)),
+        repeats=options.repeats,
+        dtype=options.dtype,
+        first_seconds=FIRST_SECONDS,
+        facts={**facts, "shards": [options.tokens]},
+    )
+    wrong = 0
+    with _pack_of(options, f"tune-{half.removeprefix('tiled_')}") as pack:
+
+        def measured(job: Job, seconds: float) -> tuple[Rows, dict[str, Any]]:
+            ((_, rows, device),) = measuring([job], half, seconds, pack.log, toy=options.toy)
+            show(job, rows)
+            record(pack.folder, half, packages, job, rows, device)
+            return rows, device
+
+        rows, device = measured(first, first.seconds)
+        wrong += sum("wrong" in row for row in rows)
+        chosen = best_blocks(kernels, rows)
+        known = {op: asdict(blocks) for op, blocks in chosen.items()}
+        second = replace(first, name="paths", op="paths", groups=tuple(ways), seconds=PATHS_SECONDS)
+        second = replace(second, facts={**second.facts, "blocks": known})
+        rows, _ = measured(second, max(1.0, options.seconds - first.seconds))
+        wrong += sum("wrong" in row for row in rows)
+        key = {"kernels": kernels, "architecture": device.get("architecture", "sm_90"), "dtype": options.dtype}
+        entries = [{**key, "op": op, "shape": list(shapes[op]), "blocks": known[op]} for op in known]
+        parts: Any = best_paths(rows)
+        if set(parts) == set(ways):
+            shape = [options.intermediate, options.hidden]
+            entries.append({**key, "op": "paths", "shape": shape, "paths": asdict(Paths(**parts))})
+            print(", ".join(f"{part}: {way}" for part, way in parts.items()))
+        if options.toy:
+            copy = pack.folder / table.name
+            copy.write_text(table.read_text())
+            table = copy
+        write_tuned(entries, table)
+        if table.parent != pack.folder:
+            (pack.folder / table.name).write_text(table.read_text())
+    print(f"{len(entries)} entries written to {table}; commit it together with a record")
+    return 1 if wrong else 0
+
+
+@contextmanager
+def _pack_of(options: TuneOptions, name: str) -> Iterator[Pack]:
+    """As `packing`; without --out nothing of it is kept but the table."""
+    with contextlib.ExitStack() as stack:
+        out = options.out or stack.enter_context(tempfile.TemporaryDirectory())
+        with packing(Path(out), f"gpu-{name}") as pack:
+            yield pack
+
+
+def best_blocks(kernels: Kernels, rows: Rows) -> dict[str, Blocks]:
+    """Op -> the fastest of its candidates that were right; an op without one is left out."""
+    found: dict[str, Blocks] = {}
+    for op in dict.fromkeys(row["group"] for row in rows):
+        timed = [row for row in rows if row["group"] == op and "left_out" not in row and row["variant"].isdecimal()]
+        if timed:
+            fastest = min(timed, key=lambda row: row["median_seconds"])
+            found[op] = CANDIDATES[kernels][op][int(fastest["variant"])]
+            print(f"{op}: {', '.join(f'{name} {value}' for name, value in asdict(found[op]).items())}")
+    return found
+
+
+def best_paths(rows: Rows) -> dict[str, str]:
+    """Part of an MLP -> the fastest way to make it among those a table can name."""
+    found: dict[str, str] = {}
+    for part in dict.fromkeys(row["group"] for row in rows):
+        timed = [row for row in rows if row["group"] == part and "left_out" not in row and row["variant"] in WAYS[part]]
+        if timed:
+            found[part] = min(timed, key=lambda row: row["median_seconds"])["variant"]
+    return found
+
+
+# Part -> what `Paths` can say of it.
+WAYS = {"up": ("vendor", "auxiliary", "dual"), "down": ("vendor", "dgated"), "weight_gradient": ("vendor", "kernel")}

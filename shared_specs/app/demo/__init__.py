@@ -1,0 +1,1 @@
+"""`make demo`: plain against tiled in both halves."""

@@ -1,0 +1,93 @@
+"""The log of a run: JSON lines, one record a step, readable while the run goes on and after a kill."""
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+from shared_specs.app.options import InputError
+
+LOG_NAME = "log.jsonl"
+
+
+class RunLog:
+    """Appends records to `log.jsonl` in a folder; each is on disk's way before `write` returns."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / LOG_NAME
+        torn = self.path.exists() and not self.path.read_bytes().endswith(b"\n")
+        self._file = self.path.open("a", encoding="utf-8")
+        if torn:  # a kill in the middle of a line: what follows gets a line of its own
+            self._file.write("\n")
+
+    def write(self, event: str, **values: Any) -> None:
+        """Append one record, `{"event": event, ...}`."""
+        self._file.write(json.dumps({"event": event, **values}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # of a line that a full disk did not take, for which write raised
+            self._file.close()
+
+
+class NoLog:
+    """The log of a process that leaves writing to another one."""
+
+    def write(self, event: str, **values: Any) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def read_log(folder: Path) -> list[dict[str, Any]]:
+    """All whole records of a run's log, in the order they were written.
+
+    Raises:
+        InputError: there is no log in the folder, or what is there was not written as one.
+    """
+    try:
+        lines = (folder / LOG_NAME).read_text(encoding="utf-8").splitlines()
+    except OSError:
+        raise InputError(f"finetune: --out {folder} holds no run ({LOG_NAME} is missing).") from None
+    except UnicodeDecodeError:
+        raise _damaged(folder, "it is not UTF-8 text") from None
+    records = []
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue  # torn by a kill; the step was not counted either
+        if not isinstance(record, dict) or "event" not in record:  # no part of a record is JSON by itself
+            raise _damaged(folder, f"line {number} is no record")
+        records.append(record)
+    return records
+
+
+def run_header(folder: Path, records: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The options and the digest of the text that a run began with; None where it was ended while it wrote them.
+
+    Raises:
+        InputError: its first record has none.
+    """
+    if not records:
+        return None
+    header = records[0]
+    if not (isinstance(header.get("options"), dict) and isinstance(header.get("text_sha256"), str)):
+        raise _damaged(folder, "its first record is not that of a beginning")
+    return header
+
+
+def _damaged(folder: Path, reason: str) -> InputError:
+    return InputError(f"finetune: --out {folder} holds a damaged {LOG_NAME}: {reason}. Start again in a new --out.")
+
+
+def step_records(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The record of each step, in order; a step that was done again after a resume counts once, the last time.
+
+    A step whose loss was no number, with which a run ends, is left out.
+    """
+    steps = {
+        record["step"]: record for record in records if record["event"] == "step" and isinstance(record["loss"], float)
+    }
+    return [steps[step] for step in sorted(steps)]

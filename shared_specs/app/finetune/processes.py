@@ -1,0 +1,117 @@
+"""The processes of one run as the loop sees them: who writes, what all agree on, and what it means when one is lost."""
+
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+from shared_specs.app.options import FinetuneOptions, InputError
+from shared_specs.app.signals import exit_code
+from shared_specs.errors import SpecError, UnsupportedError
+
+# What the user can mend, told in one line; any other error is a fault, told by its traceback.
+USER_ERRORS = (InputError, SpecError, UnsupportedError)
+_T = TypeVar("_T")
+_PATIENCE_SECONDS = 30.0
+
+
+class Team(Protocol):
+    """The processes of a run. Every method but `lost` is called by all of them, in the same order."""
+
+    rank: int  # of this process; 0 writes log, plot and model
+    count: int
+
+    def gather(self, value: Any) -> list[Any]:
+        """`value` (JSON) of every process, in rank order; returns once all have come to it."""
+        ...
+
+    def lost(self, error: BaseException) -> str | None:
+        """What an error, none of USER_ERRORS, says of another process that ended or no longer answers; None for a fault of
+        this one's own."""
+        ...
+
+
+class Alone:
+    """The team of a run in one process."""
+
+    rank, count = 0, 1
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+    def lost(self, error: BaseException) -> str | None:
+        return None
+
+
+ALONE = Alone()
+
+
+class OutputError(InputError):
+    """What a run writes could not be written: the disk is full, for example. What it wrote before is there."""
+
+
+class SaidElsewhere(InputError):
+    """Ends this process with the exit code of bad input, quietly: another process says what is wrong."""
+
+
+def let_first_speak() -> None:
+    """Before a process that torchrun started says what is wrong: process 0, given the same words, says so and ends, and
+    torchrun then ends the others; what another one still says after a while is wrong in it alone."""
+    if os.environ.get("RANK", "0") != "0":
+        time.sleep(_PATIENCE_SECONDS)
+
+
+def end_alone(lost: bool) -> None:
+    """End this process here and now where it lost another one (`lost`), or fails by itself, its traceback shown first.
+
+    To leave in order would be to wait for what is under way with the others, up to the timeout; a launcher that meanwhile
+    sees one of them fail ends this one, and nobody learns why.
+    """
+    error = sys.exception()
+    interrupted = isinstance(error, KeyboardInterrupt)
+    fault = error is not None and not interrupted and not isinstance(error, USER_ERRORS)
+    if fault:
+        traceback.print_exception(error)
+    if lost or fault or interrupted:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(exit_code(signal.SIGINT) if interrupted else 1)
+
+
+def agreed(team: Team, work: Callable[[], _T]) -> _T:
+    """What `work` returns, once it succeeded in every process.
+
+    Raises:
+        InputError: it did in any of them; process 0 gets the text, the others SaidElsewhere.
+    """
+    result, wrong = None, None
+    try:
+        result = work()
+    except InputError as error:
+        if team.count == 1:
+            raise
+        wrong = (str(error), isinstance(error, OutputError))
+    told = team.gather(wrong)
+    failed = [rank for rank, found in enumerate(told) if found is not None]
+    if failed:
+        if team.rank != 0:
+            raise SaidElsewhere
+        where = "" if failed[0] == 0 else f" (process {failed[0]} of {team.count})"
+        text, of_output = told[failed[0]]
+        raise (OutputError if of_output else InputError)(text + where)
+    return result  # type: ignore[return-value]
+
+
+def check_layout(options: FinetuneOptions, count: int, unit: str, advice: str) -> None:
+    """Refuse a `--dp`, `--fsdp`, `--cp` and `--tp` that do not make up the ranks there are.
+
+    Args:
+        count: how many there are. unit: what they are, such as "processes". advice: how to get as many as were asked for.
+    """
+    if options.ranks != count:
+        got = f"{options.dp} x {options.fsdp} x {options.cp} x {options.tp} = {options.ranks}"
+        rule = f"--dp x --fsdp x --cp x --tp must be {count}, the {unit} of this run"
+        raise InputError(f"finetune: {rule}, got {got}. {advice}")

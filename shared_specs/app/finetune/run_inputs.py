@@ -1,0 +1,126 @@
+"""A fine-tuning run before it starts: everything read and checked, nothing written."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shared_specs.app.finetune.checkpoint import Checkpoint, load_checkpoint
+from shared_specs.app.finetune.log import read_log, run_header
+from shared_specs.app.finetune.processes import ALONE, Team
+from shared_specs.app.finetune.text import Windows, make_windows
+from shared_specs.app.memory import machine_bytes
+from shared_specs.app.models.model_config import check_context, scale_positions
+from shared_specs.app.models.weights import ModelFiles, read_model
+from shared_specs.app.options import FinetuneOptions, InputError, fixed_fields, flag
+from shared_specs.app.output import check_can_be_made, check_room
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a run computes with.
+
+    Attributes:
+        files: the model; for a resumed run its checkpoint.
+        config: the model's configuration with `--rope-scale` applied.
+        checkpoint: where a resumed run continues; None at the beginning.
+    """
+
+    options: FinetuneOptions
+    out: Path
+    files: ModelFiles
+    config: dict[str, Any]
+    windows: Windows
+    checkpoint: Checkpoint | None
+
+    @property
+    def done(self) -> int:
+        """Steps done before this process."""
+        return self.checkpoint.record["step"] if self.checkpoint else 0
+
+    def record(self, step: int) -> dict[str, Any]:
+        """What a checkpoint notes, so that a resumed run can be held against it."""
+        return {"step": step, "options": fixed_fields(self.options), "text_sha256": self.windows.digest()}
+
+
+def prepare(options: FinetuneOptions, shard_format: str = "", team: Team = ALONE) -> Job:
+    """Read and check everything a run needs.
+
+    Args:
+        shard_format: the form of sharded checkpoints that the trainer reads.
+
+    Raises:
+        InputError: an option, the model, the text, `--out` or the checkpoint cannot be used.
+    """
+    options.check()
+    out = Path(options.out)
+    checkpoint, record = _resumed(options, out, team)
+    if checkpoint and checkpoint.shard_format not in (None, shard_format):
+        raise InputError(
+            f"finetune: --resume found a checkpoint of the form {checkpoint.shard_format}, which is not this half's. "
+            "Resume it with the half that wrote it."
+        )
+    if record is not None:
+        _check_same_options(options, record)
+    files = read_model(checkpoint.folder if checkpoint else options.model)
+    config = scale_positions(files.config, options.rope_scale)
+    check_context(config, options.tokens)
+    _check_batch(config, options)
+    if checkpoint is None:
+        _ = files.weights  # those of a checkpoint were verified
+    if team.rank == 0:
+        check_room(out, config, options, checkpoint.record["step"] if checkpoint else None)
+    windows = make_windows(options.text, files.tokenizer, config["vocab_size"], options.tokens, options.seed)
+    job = Job(options, out, files, config, windows, checkpoint)
+    if record is not None:
+        _check_same_text(job, record)
+    return job
+
+
+def _resumed(options: FinetuneOptions, out: Path, team: Team) -> tuple[Checkpoint | None, dict[str, Any] | None]:
+    """Where a run continues, and what is known of its beginning."""
+    check_can_be_made(out)
+    if options.resume:
+        header = run_header(out, read_log(out))  # refuses a folder that holds no run
+        checkpoint = load_checkpoint(out, team)
+        return checkpoint, checkpoint.record if checkpoint else header
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise InputError(
+            f"finetune: --out must be a new or empty folder, got {out}, which is not. "
+            "Pass another one, or --resume to continue the run in it."
+        )
+    return None, None
+
+
+def _check_batch(config: dict[str, Any], options: FinetuneOptions) -> None:
+    """Refuse a batch of which this machine cannot hold one hidden state, let alone train on it, before it is cut."""
+    tokens = options.tokens // options.cp
+    bytes_each = config["hidden_size"] * (2 if options.dtype == "bfloat16" else 4) * tokens
+    most = max(machine_bytes() // bytes_each, 1) * options.dp * options.fsdp
+    if options.batch > most:
+        raise InputError(
+            f"finetune: --batch must be <= {most}, the sequences of which this machine can hold a single hidden state, "
+            f"got {options.batch}."
+        )
+
+
+def _check_same_options(options: FinetuneOptions, record: dict[str, Any]) -> None:
+    """The losses can only be those of the uninterrupted run if all that decides them is the same."""
+    for name, value in fixed_fields(options).items():
+        if record["options"].get(name) != value:
+            raise InputError(
+                f"finetune: {flag(name)} must be {record['options'].get(name)}, as the run in {options.out} began, "
+                f"got {value}. Repeat its options to resume it."
+            )
+
+
+def _check_same_text(job: Job, record: dict[str, Any]) -> None:
+    if record["text_sha256"] != job.windows.digest():
+        raise InputError(
+            f"finetune: --text must be the text that the run in {job.out} began with, got another one. "
+            "Start again in a new --out."
+        )
+    if job.done > job.options.steps:
+        raise InputError(
+            f"finetune: --steps must be >= {job.done}, the steps that the run in {job.out} has done, "
+            f"got {job.options.steps}. It counts all steps of the run."
+        )

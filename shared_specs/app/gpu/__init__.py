@@ -1,0 +1,1 @@
+"""The four bounded commands that test and measure on a GPU."""

@@ -1,0 +1,1 @@
+"""Model folders without a framework: configuration, weights, tokenizer."""

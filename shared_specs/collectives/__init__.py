@@ -1,0 +1,1 @@
+"""Several ranks: who has what, what travels, what ranks must agree on."""

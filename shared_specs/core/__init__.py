@@ -1,0 +1,1 @@
+"""What any capability needs: checks, rounding, the longest shard within a budget."""

@@ -1,0 +1,201 @@
+"""Checks that any function has: options of a call, operands' dtypes and devices. Both halves raise the same text."""
+
+# pyright: reportUnnecessaryIsInstance=false
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from shared_specs.config import HalfNames, Tiling
+from shared_specs.errors import UnsupportedError, error_text, fail, fail_type, show_shape
+from shared_specs.shards import KERNEL_MULTIPLE, ShardPlan
+
+FLOAT_DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+@dataclass(frozen=True)
+class Operand:
+    """An array as the checks see it. `device` is compared, never interpreted; "" goes with any."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    device: str = ""
+
+
+def is_one_of(value: object, allowed: Sequence[str]) -> bool:
+    """Of strings only: an array is compared element by element."""
+    return isinstance(value, str) and value in allowed
+
+
+def check_keep(function: str, keep: object) -> None:
+    if isinstance(keep, bool) or not isinstance(keep, int | float):
+        fail_type(function, "keep", "a number", type(keep).__name__)
+    if not 0.0 <= keep <= 1.0:  # also refuses NaN
+        fail(function, "keep", "in [0, 1]", keep, advice="It is the fraction of shards whose gate and up are kept.")
+
+
+def check_flags(function: str, **flags: object) -> None:
+    """Every flag is True or False."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            fail_type(function, name, "True or False", type(value).__name__)
+
+
+def check_float(function: str, name: str, dtype: str) -> None:
+    if dtype not in FLOAT_DTYPES:
+        fail(function, name, "of dtype " + ", ".join(FLOAT_DTYPES), dtype)
+
+
+def check_count(
+    function: str, argument: str, count: object, *, x: tuple[int, ...] | None = None, advice: str = ""
+) -> None:
+    """x: the shape to name. It becomes text only where it is needed: a traced length cannot."""
+    if count is None:
+        return
+    if isinstance(count, bool) or not isinstance(count, int):
+        fail_type(function, argument, "an integer or None", type(count).__name__)
+    if count < 1:
+        shapes = f"x is {show_shape(x)}" if x is not None else ""
+        fail(function, argument, ">= 1", count, shapes=shapes, advice=advice)
+
+
+def resolve_tiling(
+    function: str,
+    num_shards: int | None,
+    keep: float,
+    tiling: Tiling | None,
+    *,
+    x: tuple[int, ...] | None = None,
+    unused: Sequence[str] = ("vocab_shards",),
+    token_axes: bool = False,
+) -> Tiling:
+    """The checked long form of the tiling arguments; the long and the short form exclude each other.
+
+    `unused` names the fields that the function has no use for: they must be left at their defaults. `token_axes`: whether it
+    can cut tokens along mesh axes by itself.
+    """
+    if tiling is not None:
+        if not isinstance(tiling, Tiling):
+            fail_type(function, "tiling", "a Tiling or None", type(tiling).__name__)
+        if num_shards is not None or keep:
+            short = "num_shards" if num_shards is not None else "keep"
+            fail(function, short, "left out when tiling is given", num_shards if num_shards is not None else keep)
+    else:
+        tiling = Tiling(num_shards=num_shards, keep=keep)
+    advice = "Pass num_shards=None to let the plan choose."
+    check_count(function, "num_shards", tiling.num_shards, x=x, advice=advice)
+    check_count(function, "shard_tokens", tiling.shard_tokens, x=x)
+    check_count(function, "memory_budget", tiling.memory_budget, x=x, advice="It is a number of bytes.")
+    check_keep(function, tiling.keep)
+    check_count(function, "vocab_shards", tiling.vocab_shards, x=x)
+    check_flags(function, deterministic=tiling.deterministic)
+    check_token_axes(function, tiling.token_axes, token_axes)
+    for name in unused:
+        if getattr(tiling, name):
+            fail(function, name, "left out", getattr(tiling, name), advice="This function has no use for it.")
+    given = [name for name in ("num_shards", "shard_tokens", "memory_budget") if getattr(tiling, name) is not None]
+    if len(given) > 1:
+        fail(function, "tiling", "given one of num_shards, shard_tokens, memory_budget", " and ".join(given))
+    return tiling
+
+
+def check_token_axes(function: str, axes: object, usable: bool) -> None:
+    """An axis name, or a tuple with for each leading dim of x a name, a tuple of names, or None."""
+    if axes is None:
+        return
+    if not usable:
+        advice = "It is for tiled_mlp and tiled_linear_cross_entropy of tiled_jax."
+        fail(function, "token_axes", "left out", repr(axes), advice=advice)
+    names = [name for entry in _entries(axes) for name in _entries(entry)]
+    if wrong := [name for name in names if name is not None and not isinstance(name, str)]:
+        rule = "a name, or a tuple of names, tuples of names and None"
+        fail_type(function, "token_axes", rule, f"{type(wrong[0]).__name__} in {axes!r}")
+    given = [name for name in names if name is not None]
+    if len({*given}) < len(given):
+        fail(function, "token_axes", "each axis once", repr(axes))
+
+
+def _entries(value: object) -> tuple[object, ...]:
+    return cast(tuple[object, ...], value) if isinstance(value, tuple) else (value,)
+
+
+def check_backend(function: str, backend: object, names: HalfNames, reasons: Mapping[str, str | None]) -> None:
+    """`reasons[name]` says why a backend cannot run here; None where it can."""
+    if not is_one_of(backend, names.backends):
+        fail(function, "backend", "one of " + ", ".join(names.backends), repr(backend))
+    reason = reasons.get(str(backend))
+    if reason is not None:
+        raise UnsupportedError(
+            error_text(function, "backend", "usable here", repr(backend), advice=f'{reason} Pass backend="auto".')
+        )
+
+
+def check_deterministic(function: str, tiling: Tiling, refused: str | None) -> None:
+    """UnsupportedError where `tiling.deterministic` is asked for and `refused` says why it cannot be had."""
+    if tiling.deterministic and refused is not None:
+        raise UnsupportedError(error_text(function, "deterministic", "False here", True, advice=refused))
+
+
+def check_deterministic_shards(function: str, plan: ShardPlan) -> None:
+    """UnsupportedError where a loop that computes the shorter last shard first cannot sum over shards in token order."""
+    if len(plan) > 1 and plan.tokens % plan.shard_tokens:
+        raise UnsupportedError(
+            error_text(
+                function,
+                "the length of a shard",
+                "a divisor of the number of tokens for deterministic gradients of weights",
+                plan.shard_tokens,
+                shapes=f"there are {plan.tokens} tokens",
+                advice=f"Pass a shard_tokens that divides them and is a multiple of {KERNEL_MULTIPLE}, or num_shards=1.",
+            )
+        )
+
+
+def check_weight(
+    function: str, name: str, weight: Operand, inputs: tuple[str, int], outputs: tuple[str, int], names: HalfNames
+) -> None:
+    want = names.weight_shape(inputs[1], outputs[1])
+    if weight.shape == want:
+        return
+    labels = (inputs[0], outputs[0]) if names.input_dim_first else (outputs[0], inputs[0])
+    advice = f"{names.package} keeps weights {names.layout}."
+    if weight.shape == want[::-1]:
+        advice += " This one is transposed."
+    fail(function, name, f"[{labels[0]}, {labels[1]}] = {show_shape(want)}", show_shape(weight.shape), advice=advice)
+
+
+def check_kinds(function: str, x: Operand, others: Mapping[str, Operand], *, master_weights: bool) -> None:
+    check_float(function, "x", x.dtype)
+    is_master = master_weights and x.dtype in ("bfloat16", "float16")
+    for name, other in others.items():
+        if other.dtype != x.dtype and not (is_master and other.dtype == "float32"):
+            fail(function, name, f"of x's dtype {x.dtype}", other.dtype, advice="Cast one of them.")
+
+
+def check_devices(function: str, operands: Mapping[str, Operand | None]) -> None:
+    """All that are somewhere are where the first of them is."""
+    known = [(name, each.device) for name, each in operands.items() if each is not None and each.device]
+    for name, device in known[1:]:
+        first, expected = known[0]
+        if device != expected:
+            fail(function, name, f"on {first}'s device {expected}", device)
+
+
+def check_sizes(function: str, sizes: Mapping[str, object]) -> None:
+    """Feature counts of a module: integers >= 1."""
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int):
+            fail_type(function, name, "an integer", type(size).__name__ if size is not None else "None")
+        check_count(function, name, size)
+
+
+def flat_tokens(shape: Sequence[int]) -> int:
+    """T: the product of all dims but the last."""
+    return math.prod(shape[:-1])
+
+
+def check_param_dtype(function: str, name: str, dtype: str) -> None:
+    """`dtype`: its name, or how it looks where it is none."""
+    if dtype not in FLOAT_DTYPES:
+        fail(function, name, "one of " + ", ".join(FLOAT_DTYPES), dtype)

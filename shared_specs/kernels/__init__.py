@@ -1,0 +1,1 @@
+"""Block sizes of the kernels, and a model of the time they take."""

@@ -1,0 +1,1 @@
+"""Tensor-parallel layers: checks, attention heads, streams of random numbers."""

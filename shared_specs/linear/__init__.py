@@ -1,0 +1,1 @@
+"""TiledLinear: checks, oracle, cases."""

@@ -1,0 +1,1 @@
+"""The losses: checks, costs, oracle, cases."""

@@ -1,0 +1,125 @@
+"""Checks of the losses, before any work: the same text in both halves."""
+
+# pyright: reportUnnecessaryIsInstance=false
+
+import math
+from typing import Never
+
+from shared_specs.config import LOSS_OUTPUTS, LOSS_REDUCTIONS, HalfNames, LossOptions
+from shared_specs.core import checks
+from shared_specs.core.checks import Operand, check_devices, check_float, check_kinds, check_weight, is_one_of
+from shared_specs.errors import fail, fail_type, show_shape
+
+
+def _check_number(function: str, name: str, value: object, rule: str, *, least: float, most: float = math.inf) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        fail_type(function, name, "a number", type(value).__name__)
+    if not least <= value <= most:  # also refuses NaN
+        fail(function, name, rule, value)
+
+
+def check_loss_options(function: str, loss: object) -> None:
+    """Every field of LossOptions but the arrays, `class_weight` and `num_valid`."""
+    if not isinstance(loss, LossOptions):
+        fail_type(function, "loss", "a LossOptions", type(loss).__name__)
+    if isinstance(loss.ignore_index, bool) or not isinstance(loss.ignore_index, int):
+        fail_type(function, "loss.ignore_index", "an integer", type(loss.ignore_index).__name__)
+    _check_number(function, "loss.label_smoothing", loss.label_smoothing, "in [0, 1]", least=0.0, most=1.0)
+    _check_number(function, "loss.z_loss", loss.z_loss, ">= 0", least=0.0)
+    _check_number(function, "loss.logit_scale", loss.logit_scale, "finite", least=-1e300, most=1e300)
+    if loss.logit_softcap is not None:
+        _check_number(function, "loss.logit_softcap", loss.logit_softcap, "> 0", least=5e-324)
+    if not is_one_of(loss.reduction, LOSS_REDUCTIONS):
+        fail(function, "loss.reduction", "one of " + ", ".join(LOSS_REDUCTIONS), repr(loss.reduction))
+    if not isinstance(loss.outputs, tuple):
+        fail_type(function, "loss.outputs", "a tuple of names", type(loss.outputs).__name__)
+    for name in loss.outputs:
+        if not is_one_of(name, LOSS_OUTPUTS):
+            fail(function, "loss.outputs", "among " + ", ".join(LOSS_OUTPUTS), repr(name))
+    if loss.num_valid is not None and loss.reduction != "mean":
+        fail(function, "loss.num_valid", 'left out unless loss.reduction is "mean"', loss.num_valid)
+    if isinstance(loss.num_valid, bool):
+        fail_type(function, "loss.num_valid", "a number or a 0-d array", "bool")
+    if isinstance(loss.num_valid, int | float):
+        _check_number(function, "loss.num_valid", loss.num_valid, "> 0", least=5e-324)
+
+
+def check_linear_cross_entropy(
+    function: str,
+    *,
+    x: Operand,
+    weight: Operand,
+    targets: Operand,
+    bias: Operand | None,
+    class_weight: Operand | None,
+    num_valid: Operand | None,
+    names: HalfNames,
+    vocab: int | None = None,
+    master_weights: bool = False,
+) -> None:
+    """Shapes, dtypes and devices of one call. `vocab`: V where `weight` is only a partition of the vocabulary."""
+    if len(x.shape) < 2:
+        fail(function, "x", "[tokens, hidden] or more dims", show_shape(x.shape))
+    if len(weight.shape) != 2:
+        fail(function, "weight", f"a matrix {names.layout}", show_shape(weight.shape))
+    hidden, rows = x.shape[-1], weight.shape[1 if names.input_dim_first else 0]
+    if weight.shape[0 if names.input_dim_first else 1] != hidden:
+        if hidden not in weight.shape:
+            width = weight.shape[0 if names.input_dim_first else 1]
+            fail(function, "x", f"[..., {width}], the input size of weight", show_shape(x.shape))
+        rows = weight.shape[0 if names.input_dim_first else 1]
+        check_weight(function, "weight", weight, ("hidden", hidden), ("vocab", rows), names)
+    if targets.shape != x.shape[:-1]:
+        shapes = f"x is {show_shape(x.shape)}"
+        fail(function, "targets", show_shape(x.shape[:-1]), show_shape(targets.shape), shapes=shapes)
+    check_targets_dtype(function, "targets", targets)
+    if bias is not None and bias.shape != (rows,):
+        fail(function, "bias", show_shape((rows,)), show_shape(bias.shape))
+    entries = rows if vocab is None else vocab
+    if class_weight is not None and class_weight.shape != (entries,):
+        fail(function, "loss.class_weight", show_shape((entries,)), show_shape(class_weight.shape))
+    if num_valid is not None and num_valid.shape != ():
+        fail(function, "loss.num_valid", "a number or a 0-d array", show_shape(num_valid.shape))
+    others = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
+    check_kinds(function, x, others, master_weights=master_weights)
+    check_devices(function, {"x": x, **others, "targets": targets, "loss.class_weight": class_weight})
+
+
+def check_vocab_parallel_logits(function: str, logits: Operand, target: Operand) -> None:
+    """Shapes, dtypes and devices of given logits [*tokens, V / R] and of their targets."""
+    if len(logits.shape) < 2:
+        fail(function, "vocab_parallel_logits", "[tokens, vocab] or more dims", show_shape(logits.shape))
+    if target.shape != logits.shape[:-1]:
+        shapes = f"vocab_parallel_logits is {show_shape(logits.shape)}"
+        fail(function, "target", show_shape(logits.shape[:-1]), show_shape(target.shape), shapes=shapes)
+    check_targets_dtype(function, "target", target)
+    check_float(function, "vocab_parallel_logits", logits.dtype)
+    if target.device != logits.device:
+        fail(function, "target", f"on the logits' device {logits.device}", target.device)
+
+
+def check_targets_dtype(function: str, name: str, targets: Operand) -> None:
+    if targets.dtype not in ("int64", "int32"):
+        fail(function, name, "of dtype int64, int32", targets.dtype)
+
+
+def fail_target(function: str, target: int, vocab: int, ignore_index: int) -> Never:
+    """A target that is neither an entry of the vocabulary nor `ignore_index`."""
+    rule = f"in [0, {vocab}) or ignore_index = {ignore_index}"
+    fail(function, "targets", rule, target, advice="Mark tokens without a label with ignore_index.")
+
+
+def check_head(function: str, weight: checks.Operand, bias: checks.Operand | None, names: HalfNames) -> None:
+    """The operands of a linear cross entropy before there is an x; one row stands in for it."""
+    checks.check_float(function, "weight", weight.dtype)
+    into = 0 if names.input_dim_first else 1
+    check_linear_cross_entropy(
+        function,
+        x=checks.Operand((1, weight.shape[into] if len(weight.shape) == 2 else 0), weight.dtype),
+        weight=weight,
+        targets=checks.Operand((1,), "int32"),
+        bias=bias,
+        class_weight=None,
+        num_valid=None,
+        names=names,
+    )

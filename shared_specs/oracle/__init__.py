@@ -1,1 +1,0 @@
-"""The truth, in float64 NumPy, one straight line per formula."""

@@ -1,0 +1,1 @@
+"""`parallelize`: checks of its configuration, and what was applied in words."""

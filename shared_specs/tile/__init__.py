@@ -1,0 +1,1 @@
+"""`tile` and `tiled_loss`: checks, and losses that are means."""
