@@ -32,7 +32,7 @@ export TILED_JAX_CACHE ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/tiled-mlp/jax
 
 # A worker that dies ends the run: pytest-xdist 3.8 waits for ever for the rest of its file where it starts another one.
 SIDE_BY_SIDE = -n $(JOBS) --dist loadfile --max-worker-restart=0
-test float8 deepspeed aot-triton test-new-jax test-old-torch: export OMP_NUM_THREADS := 1
+test test-figures float8 deepspeed aot-triton test-new-jax test-old-torch: export OMP_NUM_THREADS := 1
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # What `make gpu` runs under: output as it comes, Triton on the device, JAX's memory piece by piece, no host name looked up.
@@ -72,6 +72,10 @@ test: $(ENV) ## every test but the slow ones and those that need a GPU
 .PHONY: test-slow
 test-slow: $(ENV) ## the tests that take minutes each
 	TILED_AOT_TRITON=1 TILED_REQUIRE=torch,jax $(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)
+
+.PHONY: test-figures
+test-figures: $(ENV) ## of the slow tests those that guard bytes and collectives
+	TILED_REQUIRE=torch,jax $(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "figures and not gpu" $(ARGS)
 
 .PHONY: test-fast
 test-fast: $(ENV) ## the specification and the repository's own rules
@@ -133,7 +137,7 @@ lint: $(ENV) ## formatting and lint, nothing written
 # Pyright is a Node.js program that its Python package fetches on first use, so it may be missing where nothing else is.
 .PHONY: types
 types: $(ENV) ## pyright, where it can run
-	@if $(BIN)/pyright --version >/dev/null 2>&1; then \
+	@if timeout 300 $(BIN)/pyright --version >/dev/null 2>&1; then \
 	  echo "$(BIN)/pyright"; $(BIN)/pyright; \
 	else \
 	  echo "types: skipped: pyright cannot run here (it needs Node.js and its npm package)"; \

@@ -95,7 +95,7 @@ def attention_gradient(fn: Any, tokens: int) -> int:
     return temp_bytes(y_and_gradients(fn), *shapes)
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=[pytest.mark.slow, pytest.mark.figures])])
 def test_bytes_of_one_layers_attention_at_16384_tokens(dtype: str) -> None:
     """Projections, rotation, attention and all their gradients, in the shapes of SmolLM2-135M."""
     config, kind = LlamaConfig.from_hf(SMOLLM2), jnp.dtype(dtype)

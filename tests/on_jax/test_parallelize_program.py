@@ -46,7 +46,11 @@ def counted(program: Any, kind: str) -> Counter[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize(
-    "checkpointing", [pytest.param(None, id="kept", marks=pytest.mark.slow), pytest.param(RECOMPUTED, id="recomputed")]
+    "checkpointing",
+    [
+        pytest.param(None, id="kept", marks=[pytest.mark.slow, pytest.mark.figures]),
+        pytest.param(RECOMPUTED, id="recomputed"),
+    ],
 )
 def test_fsdp_gathers_one_layer_in_forward_and_again_in_backward(checkpointing: Any) -> None:
     """No activation is gathered: 4 x 520 tokens of 128 would be [2080, 128], one device's own [520, 128].

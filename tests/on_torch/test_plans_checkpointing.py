@@ -360,7 +360,11 @@ attends: dict[str, int] = {}
 
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
 @pytest.mark.parametrize(
-    ("mode", "tiled"), [pytest.param(*key, marks=pytest.mark.slow if key == ("full", "") else ()) for key in COMPILED]
+    ("mode", "tiled"),
+    [
+        pytest.param(*key, marks=[pytest.mark.slow, pytest.mark.figures] if key == ("full", "") else ())
+        for key in COMPILED
+    ],
 )
 def test_compiled_blocks_are_one_graph(graphs: dict[str, list[int]], mode: str, tiled: str) -> None:
     """One for all equal layers, its checkpoint inside; the numbers are those of one that is not compiled."""
