@@ -180,7 +180,8 @@ def test_no_process_holds_the_whole_model_while_it_loads(inputs: Path, tmp_path:
     first = base(inputs, tmp_path / "run") | {axis: 2}  # what is made once is no part of the weights
     big = first | {"model": str(write_big(tmp_path, gguf))}
     for shown in started(["tests.on_jax.ranks_loading", json.dumps(first), json.dumps(big)], devices=1):
-        assert_no_whole_model(**json.loads(shown.splitlines()[-1]))
+        # XLA's threads keep 0.15 to 0.35 of it, by how busy the machine is; with the other part it would be 0.65 and more.
+        assert_no_whole_model(**json.loads(shown.splitlines()[-1]), beside=0.45)
 
 
 @pytest.mark.parametrize(
