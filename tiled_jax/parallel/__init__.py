@@ -17,6 +17,11 @@ from tiled_jax.collectives.api import (
     scatter_to_sequence_parallel_region,
     scatter_to_tensor_parallel_region,
 )
+from tiled_jax.collectives.splitting import (
+    gather_split_1d_tensor,
+    split_tensor_along_last_dim,
+    split_tensor_into_1d_equal_chunks,
+)
 from tiled_jax.layers import modules as _layers
 from tiled_jax.layers import random as _random
 from tiled_jax.layers.context import context_attention, context_slice
@@ -26,11 +31,6 @@ from tiled_jax.layers.linear import column_parallel_linear, linear_with_frozen_w
 from tiled_jax.layers.modules import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from tiled_jax.layers.random import RandomStates, mesh_coordinates, seed_parallel
 from tiled_jax.layers.recompute import checkpoint_without_output, checkpointed, scan_layers
-from tiled_jax.layers.splitting import (
-    gather_split_1d_tensor,
-    split_tensor_along_last_dim,
-    split_tensor_into_1d_equal_chunks,
-)
 from tiled_jax.loss.ranks import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
 from tiled_jax.mlp import ranks as _mlp
 from tiled_jax.mlp.ranks import TensorParallelTiledMLP, tensor_parallel_mlp

@@ -26,18 +26,23 @@ from tiled_torch.collectives.api import (
 from tiled_torch.collectives.api import scatter_to_sequence_parallel_region as scatter_to_sequence_parallel_region
 from tiled_torch.collectives.api import scatter_to_tensor_parallel_region as scatter_to_tensor_parallel_region
 from tiled_torch.collectives.broadcast_data import broadcast_data as broadcast_data
-from tiled_torch.layers import modules as _layers
-from tiled_torch.layers import random as _random
-from tiled_torch.layers.attributes import (
+from tiled_torch.collectives.split_module import (
     copy_tensor_model_parallel_attributes as copy_tensor_model_parallel_attributes,
 )
-from tiled_torch.layers.attributes import (
+from tiled_torch.collectives.split_module import (
     param_is_not_tensor_parallel_duplicate as param_is_not_tensor_parallel_duplicate,
 )
-from tiled_torch.layers.attributes import (
+from tiled_torch.collectives.split_module import (
     set_defaults_if_not_set_tensor_model_parallel_attributes as set_defaults_if_not_set_tensor_model_parallel_attributes,
 )
-from tiled_torch.layers.attributes import set_tensor_model_parallel_attributes as set_tensor_model_parallel_attributes
+from tiled_torch.collectives.split_module import (
+    set_tensor_model_parallel_attributes as set_tensor_model_parallel_attributes,
+)
+from tiled_torch.collectives.splitting import gather_split_1d_tensor as gather_split_1d_tensor
+from tiled_torch.collectives.splitting import split_tensor_along_last_dim as split_tensor_along_last_dim
+from tiled_torch.collectives.splitting import split_tensor_into_1d_equal_chunks as split_tensor_into_1d_equal_chunks
+from tiled_torch.layers import modules as _layers
+from tiled_torch.layers import random as _random
 from tiled_torch.layers.context import context_attention as context_attention
 from tiled_torch.layers.context import context_slice as context_slice
 from tiled_torch.layers.embedding import vocab_parallel_embedding as vocab_parallel_embedding
@@ -59,9 +64,6 @@ from tiled_torch.layers.random import RandomStates as RandomStates
 from tiled_torch.layers.random import seed_parallel as seed_parallel
 from tiled_torch.layers.recompute import CheckpointWithoutOutput as CheckpointWithoutOutput
 from tiled_torch.layers.recompute import checkpoint as checkpoint
-from tiled_torch.layers.splitting import gather_split_1d_tensor as gather_split_1d_tensor
-from tiled_torch.layers.splitting import split_tensor_along_last_dim as split_tensor_along_last_dim
-from tiled_torch.layers.splitting import split_tensor_into_1d_equal_chunks as split_tensor_into_1d_equal_chunks
 from tiled_torch.layers.state import sharded_state_dict as sharded_state_dict
 from tiled_torch.linear.state import whole_state_dict as whole_state_dict
 from tiled_torch.loss.ranks import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy

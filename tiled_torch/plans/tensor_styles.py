@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle
 from shared_specs.collectives.partitions import VocabPartition
 from shared_specs.config import LossOptions
 from shared_specs.errors import UnsupportedError, error_text
-from tiled_torch.layers.vocab_rows import own_rows
+from tiled_torch.layers.embedding import own_rows
 from tiled_torch.loss.module import TiledLinearCrossEntropy
 from tiled_torch.loss.ranks import vocab_parallel_linear_cross_entropy
 from tiled_torch.mlp.module import TiledMLP
