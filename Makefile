@@ -171,8 +171,10 @@ GPU_RUN := timeout --kill-after=10 $(GPU_SECONDS) $(GPU_PYTHON) -m
 GPU_parity = $(GPU_RUN) shared_specs.app.gpu.parity --out $(OUT) $(PYTEST_ARGS)
 GPU_torch = $(GPU_RUN) tiled_torch bench --device gpu --op all --out $(OUT) $(BENCH_ARGS)
 GPU_jax = $(GPU_RUN) tiled_jax bench --device gpu --op all --out $(OUT) $(BENCH_ARGS)
-GPU_tune = $(GPU_RUN) tiled_torch tune --minutes 4 --out $(OUT) $(TUNE_ARGS); first=$$?; \
-  $(GPU_RUN) tiled_jax tune --minutes 4 --out $(OUT) $(TUNE_ARGS) && exit $$first
+# Three minutes and a half each, then 75 s of profiling dgated, where ncu is there.
+GPU_tune = $(GPU_RUN) tiled_torch tune --minutes 3.4 --out $(OUT) $(TUNE_ARGS); first=$$?; \
+  $(GPU_RUN) tiled_jax tune --minutes 3.4 --out $(OUT) $(TUNE_ARGS); second=$$?; \
+  $(GPU_RUN) shared_specs.app.gpu.profile --out $(OUT); exit $$((first ? first : second))
 
 .PHONY: gpu
 gpu: ## on a GPU, 8.5 minutes each: PART=parity, torch, jax, tune; BENCH_ARGS="--widths 8b", PYTEST_ARGS, TUNE_ARGS, OUT

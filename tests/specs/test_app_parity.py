@@ -67,7 +67,7 @@ def test_arguments_go_where_they_belong_and_every_part_is_bounded() -> None:
     assert len(lines) >= 4
     for line in said.split(" -m ")[:-1]:
         assert line.rstrip().endswith("timeout --kill-after=10 510 python3")
-    assert said.count("--out there") == 5
+    assert said.count("--out there") == 6
     assert said.count("-k graph") == 1
     assert said.count("--op all --out there --widths 8b") == 2
 
@@ -81,7 +81,8 @@ def test_a_part_that_fails_stops_no_other(tmp_path: Path) -> None:
     fake.chmod(0o755)
     done = make("gpu", f"PYTHON={fake}", f"OUT={tmp_path}")
     ran = [line for line in done.stdout.splitlines() if not line.startswith("==")]
-    modules = ["shared_specs.app.gpu.parity", "tiled_torch", "tiled_jax", "tiled_torch", "tiled_jax"]
+    halves = ["tiled_torch", "tiled_jax"]
+    modules = ["shared_specs.app.gpu.parity", *halves, *halves, "shared_specs.app.gpu.profile"]
     assert ran == [f"{module} 0 cuda,cpu lo" for module in modules]
     assert done.returncode != 0
     assert make("gpu", f"PYTHON={fake}", "PART=jax").returncode == 0
