@@ -1,0 +1,144 @@
+"""`python -m tests.mutants.run [-k words] [--jobs n]`: breaks a copy of the tree in every known way; the tests must notice.
+
+Each job has a copy of its own and applies one mutant at a time. First the tests of all mutants run once on an unbroken
+copy, so that none counts as caught by tests that fail anyway. Exit status 1 where a mutant survived or could not be tried.
+"""
+
+import argparse
+import os
+import queue
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.mutants.mutants import MUTANTS, Mutant
+
+ROOT = Path(__file__).parents[2]
+NEW_JAX = ROOT / ".venv-new-jax" / "bin" / "python"
+SECONDS = 600.0
+
+
+class Tried(NamedTuple):
+    mutant: Mutant
+    verdict: str  # "caught", "survived" or why it could not be tried
+    seconds: float
+
+
+def copied(folder: Path) -> Path:
+    """A copy of what git has or could have."""
+    names = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    for name in names:
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(ROOT / name, folder / name)
+    return folder
+
+
+def pytest(folder: Path, arguments: str, *, new_jax: bool) -> tuple[int, str]:
+    """Exit status and closing lines of pytest in a copy; 124 where it took too long."""
+    python, needs = (str(NEW_JAX), "jax") if new_jax else (sys.executable, "torch,jax")
+    settings = {"PYTHONPATH": str(folder), "TILED_REQUIRE": needs, "OMP_NUM_THREADS": "1"}
+    settings |= {"TILED_OPTIMIZE": "1", "TILED_TESTS": "spec,jax"} if new_jax else {}
+    command = [python, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", *shlex.split(arguments)]
+    try:
+        done = subprocess.run(
+            command, cwd=folder, env=os.environ | settings, capture_output=True, text=True, timeout=SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return 124, f"not done after {SECONDS:.0f} s"
+    lines = (done.stdout + done.stderr).strip().splitlines()
+    return done.returncode, "\n".join(lines[-15:])
+
+
+def broken(mutant: Mutant, text: str) -> str:
+    """The text of its file as the mutant makes it; ValueError where it does not apply."""
+    if text.count(mutant.old) != 1:
+        raise ValueError(f"{mutant.path} has its text {text.count(mutant.old)} times")
+    return text.replace(mutant.old, mutant.new)
+
+
+def tried(mutant: Mutant, folder: Path, passing: bool) -> Tried:
+    start, file = time.monotonic(), folder / mutant.path
+    text = file.read_text()
+    try:
+        file.write_text(broken(mutant, text))
+        status, said = pytest(folder, mutant.tests, new_jax=mutant.new_jax)
+    except ValueError as error:
+        status, said = 2, str(error)
+    finally:
+        file.write_text(text)
+    verdict = {0: "survived", 1: "caught"}.get(status, f"not tried: {said}")
+    if verdict == "caught" and not passing:
+        verdict = "not tried: its tests fail without it"
+    return Tried(mutant, verdict, time.monotonic() - start)
+
+
+def main(given: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants.run", description=__doc__)
+    parser.add_argument("-k", dest="words", default="", help="only mutants whose name or path has these words")
+    parser.add_argument("--jobs", type=int, default=2, help="how many at a time (2)")
+    options = parser.parse_args(given)
+    chosen = [m for m in MUTANTS if options.words in m.name or options.words in m.path]
+    if not chosen:
+        print(f"mutants: no name or path has {options.words!r}", file=sys.stderr)
+        return 2
+    if any(m.new_jax for m in chosen) and not NEW_JAX.exists():
+        print("mutants: some need .venv-new-jax; make test-new-jax creates it", file=sys.stderr)
+        return 2
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="mutants-") as scratch:
+        found = run_all(chosen, Path(scratch), options.jobs)
+    survived = [each for each in found if each.verdict != "caught"]
+    minutes = (time.monotonic() - begin) / 60
+    print(f"{len(found) - len(survived)} caught, {len(survived)} not, of {len(found)} mutants in {minutes:.1f} min")
+    return 1 if survived else 0
+
+
+def run_all(chosen: list[Mutant], scratch: Path, jobs: int) -> list[Tried]:
+    """Every mutant's verdict, printed as it comes."""
+    suites = list(dict.fromkeys((mutant.tests, mutant.new_jax) for mutant in chosen))
+    work: queue.SimpleQueue[object] = queue.SimpleQueue()
+    passing: dict[tuple[str, bool], bool] = {}
+    found: list[Tried] = []
+    lock = threading.Lock()
+
+    def each(folder: Path) -> None:
+        while not work.empty():
+            try:
+                item = work.get_nowait()
+            except queue.Empty:
+                return
+            if isinstance(item, Mutant):
+                result = tried(item, folder, passing[item.tests, item.new_jax])
+                with lock:
+                    found.append(result)
+                    print(f"{result.verdict:9} {result.seconds:5.0f} s  {item.name}", flush=True)
+            else:
+                tests, new_jax = item  # type: ignore[misc]
+                status, said = pytest(folder, tests, new_jax=new_jax)
+                passing[tests, new_jax] = status == 0
+                if status:
+                    print(f"unbroken, exit status {status}: {tests}\n{said}", flush=True)
+
+    folders = [copied(scratch / f"copy{number}") for number in range(jobs)]
+    for items in (suites, chosen):
+        for item in items:
+            work.put(item)
+        threads = [threading.Thread(target=each, args=(folder,)) for folder in folders]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
