@@ -64,7 +64,7 @@ DIFFERENTIABLE_OUTPUTS = ("log_probs", "lse", "entropy")
 
 @dataclass(frozen=True, kw_only=True)
 class LossOptions:
-    """What the cross entropy of a language-model head computes. Formulas in `shared_specs/README.md`.
+    """Options of the cross entropy of a language-model head. Formulas in `shared_specs/README.md`.
 
     Args:
         ignore_index: a target of this value has no loss, no gradient and does not count.
@@ -107,7 +107,7 @@ class LossOptions:
 
 
 class LossResult(NamedTuple):
-    """What a loss returns when `LossOptions.outputs` names something; what it does not name is None."""
+    """The results of a loss for which `LossOptions.outputs` names some; the others are None."""
 
     loss: Any
     log_probs: Any = None
@@ -141,7 +141,7 @@ NAMES: dict[Half, HalfNames] = {"torch": TORCH, "jax": JAX}
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelLinearOptions:
-    """What a linear layer that is split over ranks does beyond its product. A half refuses what it has no use for.
+    """Options of a linear layer that is split over ranks. A half refuses those that it has no use for.
 
     Args:
         sequence_dim: the dim of x that sequence parallelism splits (0 for [tokens, hidden], 1 for [batch, tokens, hidden]).
@@ -257,7 +257,7 @@ class DataParallel:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """What `parallelize` does to a finished model, in this order; None leaves a step out.
+    """The steps that `parallelize` applies to a finished model, in this order; None leaves a step out.
 
     Args:
         float8: matrix products of the layers in float8, where their sizes are multiples of 16 (tiled_torch with torchao; a

@@ -69,7 +69,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """What takes seconds to import (transformers, DTensor and FSDP) loads on first use."""
+    """Return a public name on first use where it takes seconds to import (transformers, DTensor and FSDP)."""
     if name in ("tile_model", "tiling_paths", "untile_model"):
         from tiled_torch import models
 

@@ -16,7 +16,7 @@ _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "m
 
 
 class InputError(ValueError):
-    """What the user gave a command cannot be used: an option, a file, a folder. The message is one line."""
+    """An option, a file or a folder that a user gave a command cannot be used. The message is one line."""
 
 
 def _option(default: Any, *, help: str, metavar: str | None = None, fixed: bool = False, size: bool = False) -> Any:
@@ -263,7 +263,7 @@ class BenchOptions:
         return 60 * (_GPU_MINUTES if self.minutes is None else self.minutes)
 
     def sizes(self) -> GPUSizes:
-        """What is measured on a GPU, the widths in the order they are named; InputError for a width nobody knows."""
+        """Return the sizes to measure on a GPU, widths in the order they are named; InputError for an unknown width."""
         every = TOY_SIZES if self.toy else GPU_SIZES
         names = [name.strip() for name in self.widths.split(",")] if self.widths is not None else list(every.widths)
         if not set(names) <= set(every.widths) or len(set(names)) < len(names):

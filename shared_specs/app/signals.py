@@ -10,7 +10,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def exit_code(number: int | None) -> int:
-    """What a shell reports for a process that a signal ended; 0 without one."""
+    """Return the exit status that a shell reports for a process that a signal ended; 0 without one."""
     return 0 if number is None else 128 + number
 
 

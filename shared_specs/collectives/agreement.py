@@ -14,7 +14,7 @@ def check_sequence_parallel(function: str, sequence_parallel: object) -> None:
 
 
 def check_alike(function: str, said: Sequence[Mapping[str, str]]) -> None:
-    """What every rank, in rank order, says of its call, by name: SpecError for the first thing in which they differ."""
+    """Check what every rank, in rank order, says of its call: SpecError for the first thing in which they differ."""
     for name in dict.fromkeys(name for of_rank in said for name in of_rank):
         words = [str(of_rank.get(name)) for of_rank in said]
         if len(set(words)) > 1:

@@ -12,7 +12,7 @@ from shared_specs.shards import ShardPlan
 
 
 class Gathered(Protocol):
-    """What is asked of a call's shape (`MLPShape`, `LossShape`): the width of x and the bytes of its elements."""
+    """The shape of a call (`MLPShape`, `LossShape`) as these formulas read it: width of x, bytes of an element."""
 
     @property
     def hidden(self) -> int: ...

@@ -79,7 +79,7 @@ def gpu_named(name: str) -> GPU | None:
 
 
 class Seconds(NamedTuple):
-    """What the model says of one run, in seconds."""
+    """The predicted time of one run, in seconds."""
 
     products: float
     passes: float
@@ -91,7 +91,7 @@ class Seconds(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What one run does on the device: the products as (M, N, K), bytes of passes over memory, launches of both."""
+    """The work of one run on the device: the products as (M, N, K), bytes of passes over memory, launches of both."""
 
     products: tuple[tuple[int, int, int], ...] = ()
     bytes: int = 0

@@ -13,7 +13,7 @@ def rms_norm(x: Array, weight: Array, eps: float) -> Array:
 
 
 def norm_linear(x: Array, norm_weight: Array, weight: Array, bias: Array, eps: float) -> Array:
-    """What `norm_column_parallel_linear` of all ranks is, side by side."""
+    """Return the results of `norm_column_parallel_linear` of all ranks, side by side."""
     return rms_norm(x, norm_weight, eps) @ weight + bias
 
 

@@ -12,7 +12,9 @@ RANDOM_STREAMS: dict[str, tuple[str, ...]] = {
 
 
 def stream_coordinates(stream: str, *, data: int = 0, tensor: int = 0, expert: int = 0) -> tuple[int, ...]:
-    """What is folded into the one seed for a stream: its place among RANDOM_STREAMS, then the ranks it differs across."""
+    """Return the numbers that are folded into the one seed for a stream: its place among RANDOM_STREAMS, then the ranks it
+    differs across.
+    """
     ranks = {"data": data, "tensor": tensor, "expert": expert}
     return (list(RANDOM_STREAMS).index(stream), *(ranks[axis] for axis in RANDOM_STREAMS[stream]))
 

@@ -113,7 +113,7 @@ def linear_oracle(case: LinearCase) -> dict[str, Array]:
 
 
 def linear_baseline(case: LinearCase) -> dict[str, Array]:
-    """What one plain linear layer in the case's dtype would give."""
+    """Return the results of one plain linear layer in the case's dtype."""
     return _evaluate(case, compute_dtype(case.dtype), rounded=True)
 
 

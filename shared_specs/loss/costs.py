@@ -14,7 +14,7 @@ LOSS_ELEMENTS = {"cpu": 2**21, "gpu": 2**26}
 
 @dataclass(frozen=True, kw_only=True)
 class LossShape:
-    """What the formulas need of one linear cross entropy. `vocab`: entries that this call's weight has.
+    """The shape of one linear cross entropy, as the formulas read it. `vocab`: entries that this call's weight has.
 
     `itemsize` is of the compute dtype, `weight_itemsize` of the weight. `bends`: how many of logit_softcap and an entropy
     there are; the gradients of each need one more temporary. `copied`: statistics are made on copies of rows, where other

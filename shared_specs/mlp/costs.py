@@ -22,7 +22,7 @@ ELEMENTWISE_ELEMENTS = {"cpu": 2**17, "gpu": 2**24}
 
 @dataclass(frozen=True, kw_only=True)
 class MLPShape:
-    """What the formulas need of one call. `itemsize` is of the compute dtype, `weight_itemsize` of the weights."""
+    """The shape of one call, as the formulas read it. `itemsize` is of the compute dtype, `weight_itemsize` of the weights."""
 
     tokens: int
     hidden: int

@@ -63,7 +63,7 @@ def check_parallel_config(
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSizes:
-    """What tensor parallelism divides in a model: name of the size, as the model's configuration has it -> its value.
+    """The sizes of a model that tensor parallelism divides: name, as the model's configuration has it -> value.
 
     Args:
         even: sizes that have to be multiples of the ranks (heads, kv heads, intermediate size).
@@ -158,7 +158,7 @@ def _check_fields(function: str, path: str, part: object, kind: type) -> None:
 
 
 def _value(config: ParallelConfig, path: str) -> tuple[Any, Any]:
-    """What `path` is, and what it is by default; the default where the part that holds it is left out."""
+    """Return the value at `path` and its default; the default twice where the part that holds it is left out."""
     *outer, name = path.split(".")
     part: Any = getattr(config, outer[0]) if outer else config
     default = getattr(_PARTS[outer[0]]() if outer else ParallelConfig(), name)

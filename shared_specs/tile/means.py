@@ -96,14 +96,16 @@ class Looks:
 
 
 def _anchor(fn: Any) -> Any:
-    """What lives as long as the function can be called: its code, or the object that is called."""
+    """Return an object that lives as long as the function can be called: its code, or the object that is called."""
     while isinstance(fn, functools.partial | MethodType):
         fn = fn.func if isinstance(fn, functools.partial) else fn.__func__
     return fn.__code__ if isinstance(fn, FunctionType) else fn
 
 
 def signature(value: Any, parts: Iterator[int] | None = None, depth: int = _DEPTH) -> Hashable:
-    """What tells one use of a function from another: words and switches by value, arrays by dtype and rank, else the type."""
+    """Return a key that tells one use of a function from another: words and switches by value, arrays by dtype and rank,
+    else the type.
+    """
     parts = iter(range(_PARTS)) if parts is None else parts
     whole: Any = value
     cls: Any = whole.__class__

@@ -139,7 +139,7 @@ def padded(x: jax.Array, dim: int, sizes: Sizes | None) -> jax.Array:
 
 
 def unpadded(x: jax.Array, dim: int, sizes: Sizes | None) -> jax.Array:
-    """What `padded` was made of."""
+    """Return the array that `padded` was made of."""
     if sizes is None or len(set(sizes)) == 1:
         return x
     longest = max(sizes)

@@ -21,7 +21,7 @@ Arrays = dict[str, jax.Array]
 
 
 class Saved(NamedTuple):
-    """What the derivatives need: arrays by name, and what is static about them (hashable)."""
+    """Arrays by name that the derivatives need, and what is static about them (hashable)."""
 
     arrays: Arrays
     known: Any = None

@@ -15,7 +15,7 @@ Carry = TypeVar("Carry")
 
 @dataclass(frozen=True)
 class Body(Generic[Carry]):
-    """What one shard does: run(first token, number of tokens, carry) -> carry.
+    """The work of one shard: run(first token, number of tokens, carry) -> carry.
 
     The first token may be traced, the number never is. `after(start, carry)` gives both back, the start not before the
     part of the carry that this body writes is complete. It must not wait for more: what nobody reads, as y when a
@@ -97,7 +97,7 @@ def vary_like(a: jax.Array, *others: jax.Array) -> jax.Array:
 
 @dataclass(frozen=True)
 class Like:
-    """What a gradient needs to know of its primal."""
+    """The type of a primal, which its gradient is to have."""
 
     dtype: Any
     axes: frozenset[str]

@@ -190,7 +190,8 @@ def launch_persistent(
 def launch_over(
     body: Any, operands: Sequence[jax.Array], out: Sequence[Any], *, over: Sequence[int], interpret: Any, **options: Any
 ) -> tuple[jax.Array, ...]:
-    """What `body(*operands, *results)` writes, the first results in place of the operands that `over` counts off.
+    """Return the results that `body(*operands, *results)` writes, the first ones in place of the operands that `over`
+    counts off.
 
     Where no ref can be taken of the operands (`takes_ref`) all results are new. An operand that somebody else still
     needs is copied by XLA. Under `vmap` an in-place kernel runs once after the other.

@@ -322,7 +322,7 @@ def _cut(op: TokenOp, lead: int, rows: Any, whole: Any) -> _Specs:
 
 
 def _partition(op: TokenOp, lead: int, settings: tuple[Any, ...], mesh: Mesh, operands: Any, results: Any) -> Any:
-    """What `custom_partitioning` asks: the mesh, the work of one device, and how results and operands are cut."""
+    """Return what `custom_partitioning` asks for: the mesh, the work of one device, and how results and operands are cut."""
     specs = _cut(op, lead, *operands)
     token_axes = tuple(axis for axes in specs.tokens for axis in axes)
 

@@ -167,7 +167,7 @@ def _replays(checkpointing: Checkpointing, index: int) -> bool:
 
 
 def _policy(checkpointing: Checkpointing) -> Any:
-    """What a recomputed layer keeps beside its arguments; None: nothing."""
+    """Return the policy that says what a recomputed layer keeps beside its arguments; None: nothing."""
     names = {"products": [PRODUCT], "op": [PRODUCT, ATTENTION, PART_OF_SUM]}.get(checkpointing.mode, [])
     if not checkpointing.offload:
         return jax.checkpoint_policies.save_only_these_names(*names) if names else None
@@ -239,7 +239,7 @@ def _called(equation: Any) -> str | None:
 
 
 def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], names: _Names) -> list[Any]:
-    """What the program computes, with results named; calls of `jit` are taken apart."""
+    """Return the results of the program, with some of them named; calls of `jit` are taken apart."""
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
 
     def read(atom: Any) -> Any:

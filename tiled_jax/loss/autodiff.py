@@ -139,7 +139,7 @@ def _gradients(call: Call, arrays: Arrays, g: Arrays, wanted: tuple[str, ...]) -
 
 
 def _rows_and_whole(operands: Arrays) -> tuple[Arrays, Arrays]:
-    """What there is of every token, and what all tokens share."""
+    """Return the operands with a row for every token, and those that all tokens share."""
     rows = {name: operands[name] for name in ("x", "targets")}
     return rows, {name: operands[name] for name in ("weight", "bias", "class_weight") if name in operands}
 
@@ -166,7 +166,7 @@ def _reduced(call: Call, a: jax.Array, arrays: Arrays) -> jax.Array:
 
 
 def _means(call: Call, operands: Arrays, numbers: Arrays) -> tuple[jax.Array, jax.Array]:
-    """What the sums of losses and of hits are multiplied with; a mean of nothing is zero."""
+    """Return the factors of the sums of losses and of hits; a mean of nothing is zero."""
     dtype = numbers["loss"].dtype
     hits = (operands["targets"] != call.rules.options.ignore_index).astype(dtype)
     given = operands.get("num_valid")

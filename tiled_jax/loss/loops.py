@@ -172,12 +172,12 @@ def backward(
 
 
 def _whole(numbers: Arrays) -> Statistics:
-    """What backward knows of the statistics over the whole vocabulary."""
+    """Return the statistics over the whole vocabulary, as far as backward knows them."""
     return Statistics(numbers["best"], numbers["total"], target=numbers["best"], weighted=None, spread=None)
 
 
 class _Shard(NamedTuple):
-    """What the gradients of one shard are made of: of `dlogits` where they are there, else of the slopes."""
+    """The parts that the gradients of one shard are made of: `dlogits` where they are there, else of the slopes."""
 
     start: Any
     x: jax.Array
@@ -218,7 +218,7 @@ def _with_shard(call: Call, setting: "_Setting", gradients: Arrays, of: _Shard) 
 
 
 class _Setting(NamedTuple):
-    """What every shard of a call shares.
+    """Everything that the shards of a call share.
 
     `axes`: mesh axes along which anything of the call varies. `token_axes`: those of a number per token, which is the
     same on every device of the axis that the vocabulary is split over unless that splits the tokens too.
@@ -256,7 +256,7 @@ class _Setting(NamedTuple):
         )
 
     def numbers(self, x: jax.Array, names: Collection[str]) -> Arrays:
-        """What numbers of every token begin with."""
+        """Return the numbers of every token before the first shard."""
         return {name: vary_over(jnp.zeros(x.shape[0], self.dtype), self.token_axes) for name in sorted(names)}
 
     def with_rows(self, call: Call, numbers: Arrays, values: Arrays, start: Any) -> Arrays:
@@ -267,7 +267,7 @@ class _Setting(NamedTuple):
         }
 
     def zeros(self, x: jax.Array, w: Arrays, names: tuple[str, ...]) -> Arrays:
-        """What the gradients of these operands begin with."""
+        """Return the gradients of these operands before the first shard."""
         primals = {"x": x, **w}
         return {
             name: vary_over(jnp.zeros(primals[name].shape, x.dtype if name == "x" else self.dtype), self.axes)
@@ -336,7 +336,7 @@ def _statistics(
 
 
 class _Given(NamedTuple):
-    """What a shard is given of its tokens."""
+    """The tokens of one shard."""
 
     x: jax.Array
     targets: jax.Array
@@ -377,7 +377,7 @@ def of_all(call: Call, size: jax.Array) -> jax.Array:
 
 
 def unit_of(call: Call, targets: jax.Array, class_weight: jax.Array | None, dtype: Any) -> jax.Array | None:
-    """What the gradients of the sum of the losses are divided by to be stored near 1; None where they are near it.
+    """Return the number by which gradients of the sum of the losses are divided to be stored near 1; None where they are.
 
     Where a mesh cuts the tokens it is that of the heaviest class, the same on all devices.
     """

@@ -48,8 +48,8 @@ class Part(NamedTuple):
 
 
 class Labels(NamedTuple):
-    """What is known of every token before its logits, all [t]: `wrong` is neither in [0, V) nor ignored, `weight` is ω
-    of the target and 0 where ignored."""
+    """Every token's target and weight, known before its logits, all [t]: `wrong` is neither in [0, V) nor ignored, `weight`
+    is ω of the target and 0 where ignored."""
 
     target: jax.Array
     valid: jax.Array
@@ -272,7 +272,7 @@ def logit_gradients(
 
 
 def operand_gradients(x: jax.Array, dlogits: jax.Array, part: Part, wanted: tuple[str, ...]) -> dict[str, jax.Array]:
-    """What one shard and one part add to the gradients of x, weight and bias, in the wide dtype."""
+    """Return the share of one shard and one part in the gradients of x, weight and bias, in the wide dtype."""
     acc, out = wide(x.dtype), {}
     if "x" in wanted and part.weight is not None:
         out["x"] = product(dlogits, part.weight, (1, 1), acc)

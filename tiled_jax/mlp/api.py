@@ -112,7 +112,7 @@ class Given(NamedTuple):
 
     @property
     def shape(self) -> mlp_costs.MLPShape:
-        """What the formulas need of this call."""
+        """Return the shape of this call, as the formulas read it."""
         return mlp_costs.MLPShape(
             tokens=checks.flat_tokens(self.x.shape),
             hidden=self.x.shape[-1],

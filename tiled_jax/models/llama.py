@@ -76,7 +76,7 @@ class Llama(nnx.Module):
         return self.logits(self.hidden(tokens)).reshape(*tokens.shape, -1)
 
     def hidden(self, tokens: jax.Array) -> jax.Array:
-        """What the head sees: [batch, tokens] int32 -> [batch * tokens, hidden_size] of the compute dtype."""
+        """Return the operand of the head: [batch, tokens] int32 -> [batch * tokens, hidden_size] of the compute dtype."""
         angles = sequence_angles(self.config, tokens.shape[1])
         graph, parameters = nnx.split(self.layers)
 

@@ -54,7 +54,7 @@ def _at(model: Any, path: Path) -> Any:
 
 
 def _shown(path: Path, part: jax.Array, mapped: Mapped) -> Any:
-    """What the model has for a parameter of a module in a list; its part would pass for the whole."""
+    """Return what the model has for a parameter of a module in a list; its part would pass for the whole."""
     split = bool(mapped.axes.shard) and mapped.placements[path].shard_dim is not None
     return SplitParameter(path, part) if split else part
 

@@ -39,7 +39,7 @@ Loss = Callable[[Any, Any], Any]
 
 
 class TrainState(NamedTuple):
-    """What a train step reads and writes.
+    """The state that a train step reads and writes.
 
     Args:
         parameters: `nnx.State` of nnx.Param. optimizer: optax's state, or () without an optimizer.

@@ -62,7 +62,7 @@ def check_model(
 
 
 def _check_own_loss(mesh: jax.sharding.Mesh, config: ParallelConfig) -> None:
-    """What a loss_fn that is written for one device leaves to do."""
+    """Refuse the parts of a configuration that a loss_fn written for one device cannot have."""
     tensor, data = config.tensor, config.data
     if data is not None and data.context_axis is not None:
         refuse_context(HERE, "loss_fn", data.context_axis)

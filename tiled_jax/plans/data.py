@@ -18,7 +18,7 @@ from tiled_jax.plans.registry import MeshAxes, Path, Placement
 
 @dataclass(frozen=True, kw_only=True)
 class Mapped:
-    """What a loss inside `jax.shard_map` knows of the mesh, of the configuration and of its parameters' places."""
+    """The surroundings of a loss inside `jax.shard_map`: the mesh, of the configuration and of its parameters' places."""
 
     axes: MeshAxes
     config: ParallelConfig
@@ -146,7 +146,7 @@ class _Layer:
 @partial(jax.tree_util.register_dataclass, data_fields=["parameters", "kept"], meta_fields=["tree", "whole"])
 @dataclass(frozen=True)
 class _Residuals:
-    """What backward of a layer needs: this device's parts, and everything that is no whole parameter."""
+    """The residuals of a layer: this device's parts, and everything that is no whole parameter."""
 
     parameters: Any
     kept: tuple[jax.Array, ...]

@@ -109,7 +109,7 @@ class Placement:
     dims: int
 
     def spec(self, ndim: int, axes: MeshAxes, *, tensor: bool = True) -> tuple[Any, ...]:
-        """What PartitionSpec takes, for an array of `ndim` dims; without `tensor` of the other axes alone."""
+        """Return the arguments of PartitionSpec for an array of `ndim` dims; without `tensor` of the other axes alone."""
         entries: list[tuple[str, ...]] = [()] * ndim
         if self.shard_dim is not None and axes.shard:
             entries[self.shard_dim] = axes.shard
@@ -153,7 +153,7 @@ def _names(function: str, name: str, dims: int, metadata: Any, rules: ModelRules
 
 
 def _split(function: str, name: str, dim: Any, logical: Mapping[str, Split | None], axes: MeshAxes) -> Split | None:
-    """What splits a dim of this name: a logical one or, in metadata, a mesh axis itself."""
+    """Return the split of a dim of this name: a logical one or, in metadata, a mesh axis itself."""
     if dim is None:
         return None
     if dim in logical:

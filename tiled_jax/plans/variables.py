@@ -50,7 +50,9 @@ def same_keys(before: nnx.State, after: nnx.State) -> nnx.State:
 
 
 def agreed(given: nnx.State, after: nnx.State) -> nnx.State:
-    """What all devices go on with: floating-point statistics averaged, keys as `given`, before they were folded."""
+    """Return the state that all devices go on with: floating-point statistics averaged, keys as `given`, before they were
+    folded.
+    """
 
     def one(path: Any, a: Any, b: Any) -> Any:
         if is_key(a):

@@ -18,7 +18,7 @@ Twins = tuple[jax.Array, jax.Array]  # an array, and itself in float32
 
 
 class SharedSums:
-    """What the shards of one call share, found by tracing what they run."""
+    """The arrays that the shards of one call share, found by tracing them."""
 
     def __init__(self) -> None:
         self._twins: dict[int, Twins] = {}  # by id of the array, which is kept alive

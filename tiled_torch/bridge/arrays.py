@@ -123,7 +123,7 @@ def check_tensor(function: str, name: str, tensor: Any) -> None:
 
 
 def _special_kind(tensor: Tensor) -> str | None:
-    """What keeps a tensor from being shared, whatever is done to it; None for ordinary ones."""
+    """Return the kind of a tensor that cannot be shared, whatever is done to it; None for ordinary ones."""
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # type: ignore[attr-defined]  # no public way
         return "one inside torch.func"
     kind: Any = type(tensor)

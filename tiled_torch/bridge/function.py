@@ -137,7 +137,7 @@ def _crosses(residual: "jax.Array") -> bool:
 
 @dataclass(frozen=True, eq=False)
 class _Call:
-    """What backward needs besides the saved tensors."""
+    """The state of one call that backward needs besides the saved tensors."""
 
     backward: Callable[..., Any]
     recipe: Any

@@ -65,7 +65,7 @@ def broadcast_data(
 
 
 def _described(over: RankGroup, keys: Any, data: Any, dtype: Any, device: Any) -> dict[str, Any]:
-    """What this rank asks for and has, in strings and integers; `fault` where that alone is wrong."""
+    """Return what this rank asks for and has, in strings and integers; `fault` where that alone is wrong."""
     found: dict[str, Any] = {"fault": None, "keys": [], "dtype": None, "tensors": {}}
     found["fault"] = _kind_fault(keys, data, dtype, over.rank == 0) or _device_fault(device)
     if found["fault"] is not None:
@@ -104,7 +104,7 @@ def _device_fault(device: Any) -> str | None:
 
 
 def _faults(described: Sequence[dict[str, Any]]) -> list[str]:
-    """What is wrong, the same on every rank."""
+    """Return the faults, the same on every rank."""
     faults = [
         f"{each['fault']} This is rank {rank} of {len(described)}."
         for rank, each in enumerate(described)

@@ -15,7 +15,7 @@ from tiled_torch.collectives.transport import Sizes
 
 
 class KeptParts:
-    """What the reduce-scatters of a recomputed region gave, in order, so that its replay sends nothing again.
+    """The results of the reduce-scatters of a recomputed region, in order, so that its replay sends nothing again.
 
     PyTorch's selective checkpoints keep what operators return; those of `torch.distributed` write over their arguments.
     """
@@ -62,7 +62,7 @@ def _kept(make: Callable[[], Tensor]) -> Tensor:
 
 
 class Movement(Protocol):
-    """What one rank gives and gets."""
+    """A map from what a rank gives to what it gets."""
 
     def __call__(self, over: RankGroup, x: Tensor) -> Tensor: ...
 

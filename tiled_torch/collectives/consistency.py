@@ -129,7 +129,7 @@ def _everywhere(over: RankGroup, name: str, numbers: Tensor, x: Tensor | None) -
 
 
 def check_everywhere(function: str, mesh: Any, check: Callable[[], T], said: Callable[[], Mapping[str, Any]]) -> T:
-    """What `check` returns, once it has returned on every rank of a mesh and all of them say the same.
+    """Return the result of `check`, once it has returned on every rank of a mesh and all of them say the same.
 
     One exchange along each axis of a DeviceMesh. A rank that is refused tells the others before it raises, so that they do
     not go on to wait for it.
@@ -155,7 +155,7 @@ def check_everywhere(function: str, mesh: Any, check: Callable[[], T], said: Cal
 
 
 def _notes(function: str, mesh: Any, mine: dict[str, Any]) -> list[dict[str, Any]]:
-    """What every rank of a mesh has to say, in the order of the ranks; this one's alone where there is no mesh."""
+    """Return the notes of every rank of a mesh, in rank order; this one's alone where there is no mesh."""
     if not isinstance(mesh, DeviceMesh) or mesh.get_coordinate() is None:
         return [mine]
     notes = [mine | {"rank": dist.get_rank()}]

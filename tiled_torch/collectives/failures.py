@@ -33,7 +33,7 @@ _state = {"noted": False}  # whether this rank's last line in the log says where
 
 
 def remember(over: RankGroup, words: Words) -> None:
-    """What this rank says of its last call of a function in a group, by name, for the error of one that fails."""
+    """Note this rank's last call of a function in a group, by name, for the error of one that fails."""
     _agreed[over.group or dist.group.WORLD] = (over.function, words)
 
 
@@ -59,7 +59,7 @@ def named(over: RankGroup, name: str, call: Callable[[], Any], x: Tensor | None 
 
 
 def remembered(over: RankGroup) -> Words:
-    """What this rank last said of the function that it is in."""
+    """Return this rank's last note of the function that it is in."""
     function, words = _agreed.get(over.group or dist.group.WORLD, ("", ()))
     return words if function == over.function else ()
 
@@ -108,7 +108,7 @@ _SILENT = "wrote nothing: look there first for an error, an end or work that goe
 
 
 def _where(mine: _Note, other: _Note) -> str:
-    """What is known of a rank, as the end of a sentence."""
+    """Return what is known of a rank, as the end of a sentence."""
     if "ended" in other:
         return f"ended with {other['ended']}"
     if "call" not in other:
@@ -154,7 +154,7 @@ def _look(ranks: Sequence[int]) -> dict[int, _Note]:
 
 
 def _bounded(call: Callable[[], T]) -> T | None:
-    """What the call returns; None where it raises, or waits for a store that does not answer."""
+    """Return the result of the call; None where it raises, or waits for a store that does not answer."""
     found: list[T] = []
 
     def run() -> None:

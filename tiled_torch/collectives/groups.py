@@ -61,7 +61,8 @@ def process_group(function: str, group: Any) -> Any:
 
 
 def backend_of(over: RankGroup, device: str) -> str:
-    """What moves tensors of a kind of device ("cuda", "cpu") in a group: "nccl", another backend's name, or "none".
+    """Return the backend that moves tensors of a kind of device ("cuda", "cpu") in a group: "nccl", another backend's name,
+    or "none".
 
     Asked of the device: a group that was made without naming a backend has one for each kind.
     """

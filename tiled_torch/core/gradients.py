@@ -143,7 +143,7 @@ def local_main_grad(owner: Tensor | None, shape: Sequence[int]) -> Tensor | None
 def returned_gradient(
     owner: Tensor, gradient: Tensor | None, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None
 ) -> Tensor | None:
-    """What backward returns for a parameter whose gradient went to `main_grad` (gradient None): Megatron's contract.
+    """Return what autograd is to get for a parameter whose gradient went to `main_grad` (gradient None): Megatron's contract.
 
     Where the parameter carries `grad_added_to_main_grad` the flag is set and a placeholder is returned, so that
     gradient hooks still fire; its values are never read. shape, dtype: of the operand, where it is a part of the owner.

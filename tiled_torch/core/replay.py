@@ -70,7 +70,7 @@ def set_random_state(device: torch.device, state: RandomState) -> None:
 
 @contextmanager
 def random_state_kept(device: torch.device, generators: Sequence[torch.Generator] = ()) -> Iterator[None]:
-    """What runs inside draws numbers that the program outside never misses. generators: besides the default ones."""
+    """Put the random state back afterwards, so that the program outside misses no number. generators: besides the default."""
     state, own = random_state(device), _states(generators)
     try:
         with restored([take() for take in STREAMS]):
@@ -112,7 +112,7 @@ class RandomStates:
 
     @contextmanager
     def again(self, shard: int) -> Iterator[None]:
-        """What runs inside draws the numbers that the shard drew."""
+        """Inside, random numbers are those that the shard drew."""
         if self.apart:
             yield
             return
@@ -124,7 +124,7 @@ class RandomStates:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """What runs inside draws numbers that the program outside never misses."""
+        """Put the random state back afterwards, so that the program outside misses no number."""
         if self.apart:
             yield
             return
@@ -165,7 +165,7 @@ class Autocast:
 
 
 class ParametrizedCache:
-    """What `torch.nn.utils.parametrize.cached` holds at a moment: weights computed outside fn."""
+    """The content of `torch.nn.utils.parametrize.cached` at a moment: weights computed outside fn."""
 
     def __init__(self) -> None:
         self.enabled = parametrize._cache_enabled

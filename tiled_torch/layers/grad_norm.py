@@ -213,7 +213,7 @@ def _with_gradients(function: str, parameters: list[Tensor]) -> list[Tensor]:
 
 
 def _gradient(function: str, parameter: Tensor) -> Any:
-    """What the optimizer will read: `main_grad` where there is one."""
+    """Return the gradient that the optimizer will read: `main_grad` where there is one."""
     main = getattr(parameter, "main_grad", None)
     if main is None:
         return parameter.grad

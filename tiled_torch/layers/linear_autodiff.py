@@ -23,7 +23,7 @@ _KEPT = "_deferred_weight_grads"  # on a weight: what its gradient will be compu
 
 @dataclass(frozen=True)
 class LinearCall:
-    """What is static about one call.
+    """The static part of one call.
 
     Args:
         dtype: of the product, x's after autocast.

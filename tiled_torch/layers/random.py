@@ -267,7 +267,7 @@ def known() -> Iterator[None]:
 
 
 def _packing() -> Any:
-    """What packs the tensors that autograd saves here, the first of the innermost hooks; None without any."""
+    """Return the hook that packs the tensors which autograd saves here, the innermost one; None without any."""
     hooks = _top_hooks(True)  # type: ignore[call-arg]
     return None if hooks is None else hooks[0]
 

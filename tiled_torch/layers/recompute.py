@@ -244,7 +244,7 @@ class _Call:
         self.saved: dict[int, Tensor] = {}
 
     def dropping(self) -> AbstractContextManager[Any]:
-        """What autograd saves inside is forgotten but for its number."""
+        """Inside, autograd keeps only a number for each tensor that it saves."""
 
         def forget(_: Tensor) -> int:
             self.count += 1

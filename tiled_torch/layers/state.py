@@ -62,7 +62,7 @@ def _presented(value: Any, place: tuple[ParallelLayer, Partition] | None) -> Any
 
 
 def _pieces(part: Tensor, partition: Partition, rank: int, ranks: int) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
-    """What this process holds of a rank's part -> where that starts in the whole: a stretch of each of its runs."""
+    """Yield what this process holds of a rank's part, and where that starts in the whole: a stretch of each of its runs."""
     dim, stride, size = partition
     local, first = _local(part)
     run, last = part.shape[dim] // stride, first[dim] + local.shape[dim]
@@ -77,7 +77,7 @@ def _pieces(part: Tensor, partition: Partition, rank: int, ranks: int) -> Iterat
 
 
 def _local(part: Any) -> tuple[Tensor, tuple[int, ...]]:
-    """What this process holds of a rank's part, and where it starts there."""
+    """Return what this process holds of a rank's part, and where it starts there."""
     if not is_dtensor(part):
         return part, (0,) * part.dim()
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset

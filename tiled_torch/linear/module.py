@@ -210,7 +210,7 @@ class TiledLinear(nn.Module):
         return total.to(new_out.dtype) if in_id == len(self.in_sizes) - 1 else total
 
     def combine_outputs(self, outputs: list[Any]) -> Any:
-        """What forward returns, from its output splits."""
+        """Return the result of forward, from its output splits."""
         if not self.combine_out_splits:
             return outputs
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
@@ -280,7 +280,7 @@ class TiledLinearReturnBias(TiledLinear):
         return super().reduce_local_output(in_id, out_id, before, output), found if bias is None else bias
 
     def combine_outputs(self, outputs: list[Any]) -> Any:
-        """What forward returns, from the pairs of its output splits."""
+        """Return the result of forward, from the pairs of its output splits."""
         parts, biases = [output for output, _ in outputs], [bias for _, bias in outputs]
         if not self.combine_out_splits:
             return parts, biases

@@ -126,7 +126,7 @@ class WholeTensor(Tensor):
 
 
 def _chunks(tensor: Any, offset: tuple[int, ...]) -> list[Chunk]:
-    """What this rank holds of a tile that starts at `offset`; nothing where its part is empty."""
+    """Return what this rank holds of a tile that starts at `offset`; nothing where its part is empty."""
     start, local = (0,) * tensor.dim(), tensor
     if is_dtensor(tensor):
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset

@@ -305,7 +305,7 @@ class Recomputed(torch.autograd.Function):
 
 
 def _remember(ctx: Any, operands: tuple[Tensor | None, ...], owners: tuple[Tensor | None, ...]) -> None:
-    """What `_returned` has to know of x, weight and bias without keeping them."""
+    """Note dtypes and owners of x, weight and bias for `_returned`, without keeping them."""
     given = (w if owner is None else owner for w, owner in zip(operands[1:], owners, strict=True))
     ctx.mains = [None, *(owner if main_grad_of(owner) is not None else None for owner in given)]
     ctx.like = [None if a is None else (a.shape, a.dtype) for a in operands]

@@ -47,7 +47,7 @@ class Operands(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """What is static about one call. options: without its arrays. split: where the tokens are split over ranks.
+    """The static part of one call. options: without its arrays. split: where the tokens are split over ranks.
 
     owners: the parameters that weight and bias are this rank's parts of; None where they are these themselves.
     """
@@ -91,7 +91,7 @@ class Problem:
         return Head(given.weight.to(self.dtype), bias, self.vocab, self.start, self.cuts, self.ranks, steps)
 
     def labels(self, given: Operands) -> Labels:
-        """What the targets say; on a CPU an error for one that does not exist, on every rank."""
+        """Return the labels of the targets; on a CPU an error for one that does not exist, on every rank."""
         targets, ignore = given.targets.reshape(-1), self.options.ignore_index
         if self.split is not None:
             (targets,) = self.split.everywhere([targets], ignore)
@@ -102,7 +102,7 @@ class Problem:
         return loss_math.labels_of(targets, self.vocab, given.class_weight, ignore, wide_dtype(self.dtype))
 
     def factors(self, labels: Labels, num_valid: Tensor | None) -> tuple[Tensor, Tensor]:
-        """What the sums of the losses and of the right tokens are multiplied by; 0 for a mean of nothing.
+        """Return the factors of the sums of the losses and of the right tokens; 0 for a mean of nothing.
 
         A num_valid of 0 beside tokens that count is a division by zero and gives an infinity, as it would outside.
         """

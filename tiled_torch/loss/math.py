@@ -26,7 +26,7 @@ def blocks(logits: Tensor) -> Iterator[slice]:
 
 @dataclass(frozen=True)
 class Labels:
-    """What the targets say of each token, [T] each, and of the vocabulary.
+    """The labels of each token, [T] each, and the weights of the vocabulary.
 
     Args:
         index: the target, 0 where there is none. counted: 1, 0 where ignored, NaN where the target does not exist.
@@ -83,7 +83,7 @@ class Columns(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """What the loss needs of logits z, [r] each: their maximum m, Σ exp(z - m), z of the target (0 where it is elsewhere)
+    """Sums over logits z, [r] each: their maximum m, Σ exp(z - m), z of the target (0 where it is elsewhere)
     and, where asked for, Σ ω z and Σ exp(z - m) (z - m)."""
 
     top: Tensor

@@ -19,7 +19,7 @@ from tiled_torch.loss.math import Labels
 
 
 def loss(given: Operands, problem: Problem) -> tuple[Tensor, ...]:
-    """What `call.values` returns, with tangents. Vocabulary shards become shorter shards of tokens: as many logits."""
+    """Return the results of `call.values`, with tangents. Vocabulary shards become shorter shards of tokens: as many logits."""
     options, rows = problem.options, rows_of(given.x)
     with without_autocast(given.x):
         labels, weight = problem.labels(given), given.weight.to(problem.dtype)

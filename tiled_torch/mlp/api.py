@@ -171,7 +171,7 @@ def plan_for(
 
 
 def shape_of(x: Tensor, weights: Weights, dtype: torch.dtype, activation: str) -> mlp_costs.MLPShape:
-    """What the formulas need of one call."""
+    """Return the shape of one call, as the formulas read it."""
     return mlp_costs.MLPShape(
         tokens=checks.flat_tokens(x.shape),
         hidden=x.shape[-1],

@@ -38,7 +38,7 @@ def steps_for(name: str, x: Tensor, w: Weights, plan: ShardPlan, dtype: torch.dt
 
 @dataclass(frozen=True)
 class MLPCall:
-    """What is static about one call, and its loops. x: [..., H]; steps: as `steps_for` names them.
+    """The static part of one call, and its loops. x: [..., H]; steps: as `steps_for` names them.
 
     kept_start: the first row, in the order of the shards, whose gate and up are kept for backward. owners: the parameters
     that the operands are this rank's parts of; None where they are these themselves.
@@ -179,7 +179,7 @@ def _kept_rows(kept: Kept, gated: bool, of_shard: slice) -> tuple[Tensor | None,
 
 
 def _in_order(x: Tensor, dy: Tensor, shards: int, first_kept: int) -> Iterator[tuple[Tensor, int]]:
-    """What backward needs of every shard, first what it needs first: x, unless gate and up are kept."""
+    """Yield the rows that backward needs of every shard, in that order: x first, unless gate and up are kept."""
     for shard in range(shards):
         for a in (x, dy) if shard < first_kept else (dy, x):
             yield a, shard

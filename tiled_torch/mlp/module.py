@@ -19,7 +19,7 @@ from tiled_torch.mlp.api import tiled_mlp
 
 
 class MLPParameters:
-    """What the modules that own an MLP's parameters share: which of them are which operand."""
+    """The part of a module that owns an MLP's parameters: which of them are which operand."""
 
     w_down: Any
 

@@ -114,7 +114,7 @@ class OneDNNSteps(Steps):
         dx.copy_(rows)
 
     def _into(self, out: Any, make: Callable[[], Tensor]) -> Tensor:
-        """What `make` returns, as the memory of a buffer, or copied into a tensor of the caller's."""
+        """Return the result of `make`, as the memory of a buffer, or copied into a tensor of the caller's."""
         if not self._owns(out):
             return out.copy_(make())
         out.set_()

@@ -101,7 +101,7 @@ def loss_options(model: Any, num_valid: Any, ignore_index: int) -> LossOptions:
 
 
 def shifted(labels: Tensor, ignore_index: int) -> Tensor:
-    """What each position predicts: the next label; nothing for the last."""
+    """Return the label that each position predicts: the next one; none for the last."""
     return F.pad(labels[..., 1:], (0, 1), value=ignore_index)
 
 
@@ -196,7 +196,7 @@ def _path_of(model: Any, labels: Tensor | None, shifted_labels: Tensor | None) -
 
 
 def _outputs_of(signature: inspect.Signature) -> Outputs:
-    """What the untiled forward returns: the class, compiled code's, and the fields beside the loss and the logits."""
+    """Return the result type of the untiled forward: the class, compiled code's, and the fields beside loss and logits."""
     annotated = signature.return_annotation
     kinds = [
         kind for kind in (annotated, *get_args(annotated)) if inspect.isclass(kind) and issubclass(kind, ModelOutput)

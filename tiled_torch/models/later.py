@@ -16,7 +16,7 @@ from tiled_torch.models.logits import adjusted, lazy_logits
 
 
 class Pending:
-    """What the logits are made from. versions: of the head's parameters, as the forward found them."""
+    """The operands that the logits are made from. versions: of the head's parameters, as the forward found them."""
 
     def __init__(self, model: Any, rows: Tensor, options: LossOptions, cast: torch.dtype | None) -> None:
         self.model, self.rows, self.options, self.cast = model, rows, options, cast

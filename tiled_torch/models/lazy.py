@@ -16,7 +16,7 @@ Meta = tuple[torch.Size, torch.dtype, torch.device]
 
 
 class Values:
-    """What one or several lazy tensors stand for, computed once, without gradients."""
+    """The values of one or several lazy tensors, computed once, without gradients."""
 
     def __init__(self, make: Make) -> None:
         self.make = make

@@ -25,7 +25,7 @@ CHANGED = (
 
 @dataclass(frozen=True)
 class Head:
-    """What the logits of one forward are computed from, as that forward found it."""
+    """The head and the hidden states of one forward, as that forward found them."""
 
     module: Any
     options: LossOptions
@@ -48,7 +48,7 @@ class Head:
 
 
 def adjusted(logits: Tensor, options: LossOptions) -> Tensor:
-    """What a model makes of what its head returns."""
+    """Return the logits as the model makes them of its head's result."""
     if options.logit_scale != 1.0:
         logits = logits * options.logit_scale
     if options.logit_softcap is not None:

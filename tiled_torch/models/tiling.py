@@ -251,7 +251,8 @@ class Tiled(Remade):
 
     @property
     def _z3_leaf(self: Any) -> bool:
-        """What ZeRO-3 asks of a module: whether all that is inside is gathered around all shards, without hooks of its own.
+        """Return the answer to ZeRO-3's question to a module: whether all that is inside is gathered around all shards,
+        without hooks of its own.
 
         Where the projections are called, that is; where only their weights are used, `gather_around` is enough, and has none
         of a leaf's limits. It stays as it was when the engine's hooks were made.

@@ -174,7 +174,7 @@ def _check_reductions(model: nn.Module, config: ParallelConfig) -> None:
 
 
 def _said(model: nn.Module, mesh: Any, config: ParallelConfig) -> dict[str, Any]:
-    """What has to be alike on all ranks of a mesh."""
+    """Return the facts that have to be alike on all ranks of a mesh."""
     parameters = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in model.named_parameters()]
     digest = blake2b(repr(parameters).encode(), digest_size=4).hexdigest()
     elements = sum(p.numel() for p in model.parameters())
@@ -187,7 +187,7 @@ def _said(model: nn.Module, mesh: Any, config: ParallelConfig) -> dict[str, Any]
 
 
 def _check_paths(model: nn.Module, plan: Plan, config: ParallelConfig) -> None:
-    """What the plan names is there."""
+    """Check that every module that the plan names is there."""
     for path in (plan.blocks, *plan.ends):
         try:
             model.get_submodule(path)

@@ -72,7 +72,8 @@ def check_compile(function: str, config: ParallelConfig, model: nn.Module) -> No
 
 
 def backward_context(config: ParallelConfig) -> AbstractContextManager[object]:
-    """What `loss.backward()` has to run in: with `compiled_autograd` its compilation as one graph, otherwise nothing.
+    """Return the context that `loss.backward()` has to run in: with `compiled_autograd` its compilation as one graph,
+    otherwise nothing.
 
     Example:
         >>> with backward_context(ParallelConfig()):

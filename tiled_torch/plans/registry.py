@@ -19,7 +19,7 @@ def _nothing(*_: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What `parallelize` has to know of one model.
+    """The plan of one model for `parallelize`.
 
     Args:
         blocks: path of the nn.ModuleList of layers that are recomputed, compiled and sharded one by one; "" where the

@@ -94,7 +94,7 @@ def tile(fn: Callable[..., Any], *, num_shards: int | None = None, tiling: Tilin
 
 
 class Tiled:
-    """What `tile` returns. function: the public function called, for its messages."""
+    """The result of `tile`. function: the public function called, for its messages."""
 
     def __init__(self, fn: Callable[..., Any], tiling: Tiling, function: str = "tile") -> None:
         self.fn, self.tiling, self.function = fn, tiling, function

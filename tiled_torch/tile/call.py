@@ -23,7 +23,7 @@ PROBE_TOKENS = 2  # with one token, [1, t, ...] and [t, 1, ...] would look alike
 
 
 class Call:
-    """What forward leaves for backward, without any tensor that autograd should see being kept."""
+    """The state that forward leaves for backward; autograd sees every tensor that is kept."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Call:
         self.random.generators = watch.generators
 
     def _prepare_backward(self, watch: Watch) -> None:
-        """What has to be known of fn's modules and tensors before the first shard, if backward is to find them again."""
+        """Note fn's modules and tensors before the first shard, so that backward finds them again."""
         self.state = watch.state(self.layout.function)
         derived = {id(capture.tensor) for capture in self.captures if capture.homes}
         reached = [tensor for tensor in watch.reached() if id(tensor) not in derived]

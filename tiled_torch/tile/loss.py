@@ -32,7 +32,7 @@ _LOOKS = means.Looks()
 def tiled_loss(
     fn: Callable[..., Any], x: Tensor, *args: Any, num_shards: int | None = None, tiling: Tiling | None = None
 ) -> Any:
-    """What fn(x, *args) returns, its scalars summed over shards of tokens, with exact gradients.
+    """Return fn(x, *args), its scalars summed over shards of tokens, with exact gradients.
 
     Of what fn computes (logits, for one) only one shard exists at a time; backward runs fn again, shard by shard.
 

@@ -31,7 +31,7 @@ from tiled_torch.tile.state import (
 
 
 class Watch(TorchDispatchMode):
-    """What a run uses, as it stood before the run first used it.
+    """Everything that a run uses, as it stood before the run first used it.
 
     modules: what names of each that was known are bound to. called: those whose forward ran, and what is in them. read:
     tensors from outside the run that its operations read, by key. written: slots from outside that they write, by key.
@@ -81,7 +81,7 @@ class Watch(TorchDispatchMode):
         self._held.clear()
 
     def state(self, function: str) -> State:
-        """What has to be kept of every shard."""
+        """Return the state that has to be kept of every shard."""
         used = dict.fromkeys([*self.called, *self.bound])
         followed, others = Bindings(used), Bindings(module for module in self.modules if module not in used)
         late: dict[int, Slot] = {}
@@ -104,14 +104,14 @@ class Watch(TorchDispatchMode):
             yield from (p for p in called._parameters.values() if p is not None)
 
     def reached(self) -> Iterator[Tensor]:
-        """What the run read, and the parameters of modules that it called, which kernels of others may read unseen."""
+        """Yield the tensors that the run read, and parameters of modules that it called, which kernels may read unseen."""
         yield from self.read.values()
         for module, ran in self.called.items():
             if ran:
                 yield from (p for p in module._parameters.values() if p is not None)
 
     def known(self) -> Iterator[Tensor]:
-        """What modules hold."""
+        """Yield the tensors that modules hold."""
         for bindings in self.modules.values():
             yield from bindings.tensors()
 
@@ -199,7 +199,7 @@ def _several(value: Any) -> tuple[Any, ...]:
 def watched(
     modules: Iterable[nn.Module], check: Callable[[nn.Module], None], own: Iterable[Tensor] = ()
 ) -> Iterator[Watch]:
-    """What runs inside leaves no trace in modules, in tensors and in generators that it is given.
+    """Put modules, tensors and the generators that are given back as they were, and yield what was used.
 
     Args:
         modules: what is known already. check: called with every module before its forward. own: the run's arguments.

@@ -25,7 +25,7 @@ def is_fake(tensor: Any) -> bool:
 
 
 def mode_of(tensors: Iterable[Tensor]) -> AbstractContextManager[Any]:
-    """What makes new tensors fake, as the given ones are; nothing where none is."""
+    """Return the mode that makes new tensors fake, as the given ones are; an empty context where none is."""
     fake: Any = next(filter(is_fake, tensors), None)
     return nullcontext() if fake is None else fake.fake_mode
 
@@ -96,7 +96,7 @@ def slot_of(tensor: Tensor) -> Slot:
 
 
 class Bindings:
-    """What names of modules are bound to: attributes, parameters, buffers and submodules, as found at first."""
+    """The bindings of modules' names: attributes, parameters, buffers and submodules, as found at first."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self.kind: type | None = None  # of the last module
@@ -161,14 +161,14 @@ def _is_freed(value: Any) -> bool:
 
 
 class _Frame(NamedTuple):
-    """What a shard found. copies: of slots, by their key."""
+    """The state that a shard found. copies: of slots, by their key."""
 
     held: Held
     copies: dict[int, Any]
 
 
 class State:
-    """What fn binds and writes, as every shard found it.
+    """Everything that fn binds and writes, as every shard found it.
 
     followed: modules that are followed shard by shard. others: those that fn has not been seen to use. written: slots
     that fn was seen to write, by key. seen: whether it was seen to write or to bind anything.
@@ -236,7 +236,7 @@ class State:
                 slot.put(copy)
 
     def _held(self, last: Held) -> Held:
-        """What names are bound to now, graphs of shards let go: a shard's recomputation starts from values."""
+        """Return what names are bound to now, graphs of shards let go: a shard's recomputation starts from values."""
         held = self.followed.now(last)
         if held is last:
             return last

@@ -127,7 +127,7 @@ WORKLOADS: dict[
 
 @dataclass(frozen=True, kw_only=True)
 class GPUSizes:
-    """What `bench --device gpu` measures.
+    """The sizes that `bench --device gpu` measures.
 
     Attributes:
         widths: name -> (H, I). tokens: of whole calls, ascending. shards: tokens of a shard, ascending; the last but one

@@ -33,7 +33,7 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What a run's log says: its first record and those of its steps."""
+    """The log of one run: its first record and those of its steps."""
 
     run: Run
     start: dict[str, Any]
@@ -59,7 +59,7 @@ class Result:
 
     @property
     def plain_peak_bytes(self) -> int:
-        """What the same step needs without tiling: the formula's bytes on top of those the process had before."""
+        """Return the bytes that the same step needs without tiling: the formula's on top of those the process had before."""
         step = plain_step(self.start["config"], self.tokens * self.start["options"]["batch"])
         return self.start["bytes_before_model"] + step.peak
 
@@ -132,7 +132,9 @@ def _draw_memory(axes: Axes, results: Sequence[Result]) -> None:
 
 
 def record(kind: str, results: Sequence[Result], seconds: float) -> dict[str, Any]:
-    """What was measured, and on what, in the form of `shared_specs.app.bench.records`; `seconds` is of the whole demo."""
+    """Return what was measured, and on what, in the form of `shared_specs.app.bench.records`; `seconds` is of the whole
+    demo.
+    """
     rows = [
         {
             "label": result.run.label,

@@ -18,7 +18,7 @@ from shared_specs.shards import ShardPlan
 
 @dataclass(frozen=True, kw_only=True)
 class Buffers:
-    """What decides the bytes of one shard beside the sizes of the model: how a half computes it.
+    """How a half computes one shard: with the sizes of the model this decides its bytes.
 
     Attributes:
         device: "cpu" or "gpu". compiled: whether XLA makes the loop. kernels: whether Triton's kernels make the steps.

@@ -213,7 +213,7 @@ def _summary(trainer: Trainer, team: Team, job: Job) -> str:
 
 
 def _lost(team: Team, options: FinetuneOptions, reason: str) -> str:
-    """What the user reads when another process is gone; one line."""
+    """Return the one line that the user reads when another process is gone."""
     reason = " ".join(reason.split())
     ends = f"finetune: process {team.rank} of {team.count} lost another one, and the run ends: {reason}."
     return f"{ends} {_kept(options)}"

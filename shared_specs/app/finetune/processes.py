@@ -29,8 +29,9 @@ class Team(Protocol):
         ...
 
     def lost(self, error: BaseException) -> str | None:
-        """What an error, none of USER_ERRORS, says of another process that ended or no longer answers; None for a fault of
-        this one's own."""
+        """Return what an error outside USER_ERRORS says of another process that ended or no longer answers; None for a fault
+        of this one's own.
+        """
         ...
 
 
@@ -50,7 +51,7 @@ ALONE = Alone()
 
 
 class OutputError(InputError):
-    """What a run writes could not be written: the disk is full, for example. What it wrote before is there."""
+    """A run could not write, because the disk is full for example. Whatever it wrote before is there."""
 
 
 class SaidElsewhere(InputError):
@@ -82,7 +83,7 @@ def end_alone(lost: bool) -> None:
 
 
 def agreed(team: Team, work: Callable[[], _T]) -> _T:
-    """What `work` returns, once it succeeded in every process.
+    """Return the result of `work`, once it succeeded in every process.
 
     Raises:
         InputError: it did in any of them; process 0 gets the text, the others SaidElsewhere.

@@ -17,7 +17,7 @@ from shared_specs.app.output import check_can_be_made, check_room
 
 @dataclass(frozen=True)
 class Job:
-    """What a run computes with.
+    """The inputs of one run.
 
     Attributes:
         files: the model; for a resumed run its checkpoint.
@@ -38,7 +38,7 @@ class Job:
         return self.checkpoint.record["step"] if self.checkpoint else 0
 
     def record(self, step: int) -> dict[str, Any]:
-        """What a checkpoint notes, so that a resumed run can be held against it."""
+        """Return the notes of a checkpoint, against which a resumed run is held."""
         return {"step": step, "options": fixed_fields(self.options), "text_sha256": self.windows.digest()}
 
 

@@ -16,7 +16,7 @@ Index = EllipsisType | tuple[slice, ...]
 
 
 class Array(Protocol):
-    """What a trainer is given its weights as: a NumPy array, or one that lies in a file."""
+    """The weights that a trainer is given: a NumPy array, or one that lies in a file."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -37,7 +37,9 @@ class StoredArray:
     read: Callable[[Index], np.ndarray]
 
     def __getitem__(self, index: Index) -> np.ndarray:
-        """What a slice of every axis selects, or the whole (`...`), read anew at every call and in one piece."""
+        """Return the part that a slice of every axis selects, or the whole (`...`), read anew at every call and in one
+        piece.
+        """
         return np.asarray(self.read(index), order="C")
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:

@@ -67,7 +67,7 @@ class Windows:
         return found
 
     def digest(self) -> str:
-        """What a resumed run compares to know that it reads the same tokens."""
+        """Return a digest of the tokens, which a resumed run compares with its own."""
         return hashlib.sha256(self.ids.tobytes()).hexdigest()
 
     def _order(self, epoch: int) -> tuple[int, np.ndarray]:

@@ -17,7 +17,7 @@ SECONDS = 75.0
 
 
 def command(ncu: str, report: Path, scratch: Path) -> list[str]:
-    """What runs: the first launch of dgated that the benchmark of the kernels makes, every section of the report."""
+    """Return the command that profiles the first launch of dgated in the benchmark of the kernels, with every section."""
     profiler = [
         ncu,
         "--target-processes",

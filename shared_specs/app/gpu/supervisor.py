@@ -29,7 +29,7 @@ GRACE_SECONDS = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What one worker measures: groups of variants, each group interleaved and with its reference first.
+    """The work of one worker: groups of variants, each group interleaved and with its reference first.
 
     Attributes:
         name: of the record. op: what the groups are of. groups: in their order.
@@ -110,7 +110,7 @@ class Worker:
 
 
 class Found:
-    """What is known of one job's variants, from the events of all its workers."""
+    """The results of one job's variants so far, from the events of all its workers."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -184,7 +184,7 @@ class Found:
         return [group for group in self.job.groups if group not in self.done]
 
     def failed(self) -> list[tuple[str, str]]:
-        """What the next worker need not try again: a group that begins again leaves these out."""
+        """Return the variants that the next worker must not try again: a group that begins again leaves these out."""
         return list(self.left_out)
 
     def _times(self, key: tuple[str, str]) -> list[float]:

@@ -56,7 +56,7 @@ Groups = Mapping[str, Callable[[], Mapping[str, Variant]]]
 
 
 class Device(Protocol):
-    """What measures, in one framework."""
+    """Timing and memory of one framework on its device."""
 
     def seconds(self, variant: Variant) -> float: ...
 
@@ -217,7 +217,7 @@ def _left_out(line: Mapping[str, Any], reason: str, device: Device, emit: Emit) 
 
 
 def channel() -> Emit:
-    """What writes events to whoever started this process; to stdout where nobody says where to."""
+    """Return a function that writes events to whoever started this process; to stdout where nobody says where to."""
     told = os.environ.get(EVENTS)
     if told:
         os.set_inheritable(int(told), False)  # or a compiler's process would keep it open when this one has died

@@ -110,7 +110,9 @@ class GgufModel:
         return weights
 
     def _read(self, tensor: ReaderTensor, heads: int | None, index: Index) -> np.ndarray:
-        """What an index selects; of the file only the rows that it names are read, and their memory is given back."""
+        """Return the part that an index selects; of the file only the rows that it names are read, and their memory is
+        freed.
+        """
         data = tensor.data
         slices = () if index is ... else index
         start, stop, step = slices[0].indices(data.shape[0]) if slices else (0, data.shape[0], 1)

@@ -187,7 +187,7 @@ def check_context(config: dict[str, Any], tokens: int) -> None:
 
 
 def saved_config(config: dict[str, Any]) -> dict[str, Any]:
-    """What config.json says: the configuration, plus the older spelling of the rotary parameters.
+    """Return the content of config.json: the configuration, plus the older spelling of the rotary parameters.
 
     A reader that knows only `rope_theta` and `rope_scaling` would otherwise compute with wrong positions silently.
     """

@@ -45,7 +45,7 @@ _LEAST = -1e30
 
 
 class Columns(NamedTuple):
-    """What the columns of the logits are: the entries of one part of the vocabulary, and perhaps padding behind them."""
+    """The columns of the logits: the entries of one part of the vocabulary, and perhaps padding behind them."""
 
     target: jax.Array  # [rows] int32: the column of each row's target, -1 where another part has it
     real: jax.Array | None = None  # [rows] int32: the columns behind the first `real` ones are padding; None: none is
