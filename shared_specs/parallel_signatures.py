@@ -264,6 +264,6 @@ PARALLEL_ONLY: dict[Half, tuple[str, ...]] = {
 
 
 def exists_in(half: Half, path: str) -> bool:
-    """Whether a half has a name of PARALLEL_SIGNATURES: one whose every argument is the other's is the other's alone."""
+    """Return whether a half has a name of PARALLEL_SIGNATURES: one whose every argument is the other's is the other's alone."""
     arguments = PARALLEL_SIGNATURES[path]
     return not arguments or any(half in argument.halves for argument in arguments)

@@ -10,7 +10,7 @@ from shared_specs.mlp.cases import MLPCase, evaluate_mlp
 
 
 def is_frozen(case: MLPCase | LossCase, quantity: str) -> bool:
-    """Whether the gradient called `quantity` (dx, dw_gate, ...) is of an operand the case freezes."""
+    """Return whether the gradient called `quantity` (dx, dw_gate, ...) is of an operand the case freezes."""
     return quantity.removeprefix("d") in case.frozen and quantity.startswith("d")
 
 

@@ -41,7 +41,7 @@ class ShardPlan:
         return min(self.tokens, self.shard_tokens)
 
     def kept_shards(self, keep: float) -> int:
-        """How many shards, the last ones, keep their gate and up: `keep * len(plan)` to the nearest, half up."""
+        """Return how many shards, the last ones, keep their gate and up: `keep * len(plan)` to the nearest, half up."""
         return int(keep * len(self) + 0.5)
 
     def kept_start(self, keep: float) -> int:
@@ -57,7 +57,7 @@ def plan_tokens(
     device: str = "cpu",
     multiple_of: int = 1,
 ) -> ShardPlan:
-    """The plan for `tokens` tokens: by count, by length, or (neither given) by what suits the device.
+    """Return the plan for `tokens` tokens: by count, by length, or (neither given) by what suits the device.
 
     Args:
         tokens: T >= 0.

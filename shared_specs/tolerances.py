@@ -50,5 +50,5 @@ def between(dtype: str, *, peer: bool = False) -> float:
 
 
 def between_rows(dtype: str, *, peer: bool = False) -> float:
-    """The same of the row that is furthest off."""
+    """Return the same of the row that is furthest off."""
     return GPU_WORST_ROW * between(dtype, peer=peer)

@@ -18,12 +18,12 @@ _last: dict[str, str] = {}
 
 
 def interpreting() -> bool:
-    """Whether the environment, read now, asks for the interpreter in place of a GPU."""
+    """Return whether the environment, read now, asks for the interpreter in place of a GPU."""
     return os.environ.get(INTERPRET) == "1"
 
 
 def usable_backends() -> Mapping[str, str | None]:
-    """Every backend by name, with None where it can run here and the reason where it cannot.
+    """Return every backend by name, with None where it can run here and the reason where it cannot.
 
     A call may still be refused for its dtype or its sizes: the message says which.
 
@@ -41,7 +41,7 @@ def choose(
     no_kernel: Callable[[], str | None] = lambda: NO_KERNEL,
     usable: Mapping[str, str | None] | None = None,
 ) -> str:
-    """The backend that runs for this argument; a backend named explicitly runs or is refused, it never falls back.
+    """Return the backend that runs for this argument; a backend named explicitly runs or is refused, it never falls back.
 
     Args:
         no_kernel: says why this call has no Pallas kernel, or None where it has one. Asked only where a kernel might run:
@@ -65,7 +65,7 @@ def record_run(function: str, backend: str) -> None:
 
 
 def last_run(function: str) -> str | None:
-    """The backend whose code was last traced for this public function; None before its first trace.
+    """Return the backend whose code was last traced for this public function; None before its first trace.
 
     A call that finds its compiled program in JAX's cache traces nothing and leaves this as it was.
     """
@@ -73,12 +73,12 @@ def last_run(function: str) -> str | None:
 
 
 def device_kind() -> Literal["cpu", "gpu"]:
-    """The kind of device an automatic plan aims at: JAX's default one, as shapes are all that tracing sees."""
+    """Return the kind of device an automatic plan aims at: JAX's default one, as shapes are all that tracing sees."""
     return "cpu" if jax.default_backend() == "cpu" else "gpu"
 
 
 def _no_hopper() -> str | None:
-    """Why the kernels cannot run on JAX's first device; None where they can."""
+    """Return why the kernels cannot run on JAX's first device; None where they can."""
     device = jax.devices()[0]
     capability = str(getattr(device, "compute_capability", ""))
     if device.platform == "gpu" and capability.startswith("9."):

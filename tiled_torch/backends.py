@@ -27,7 +27,7 @@ def usable_backends() -> Mapping[str, str | None]:
 
 
 def interpreting() -> bool:
-    """Whether Triton's interpreter runs the kernels, on any device and slowly: TRITON_INTERPRET=1 in the environment."""
+    """Return whether Triton's interpreter runs the kernels, on any device and slowly: TRITON_INTERPRET=1 in the environment."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -45,7 +45,7 @@ def _no_triton() -> str | None:
 
 
 def choose(function: str, backend: str, device: torch.device, dtype: torch.dtype) -> str:
-    """The backend that runs a call whose operands are on this device, in this compute dtype.
+    """Return the backend that runs a call whose operands are on this device, in this compute dtype.
 
     A backend named explicitly runs or raises UnsupportedError; "auto" takes the kernels on a GPU that can run them.
     """
@@ -71,7 +71,7 @@ record_run._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def last_run(function: str) -> str | None:
-    """The backend that the last call of a public function ran on; None before the first call.
+    """Return the backend that the last call of a public function ran on; None before the first call.
 
     Compiled code makes no calls: one counts when it is compiled.
     """

@@ -89,7 +89,7 @@ def _told(package: str, commands: Sequence[Command], words: Sequence[str], messa
 
 
 def _fail(message: str) -> int:
-    """One line, whatever the message was made of; a value of a thousand letters is not all shown."""
+    """Return one line, whatever the message was made of; a value of a thousand letters is not all shown."""
     let_first_speak()
     line = " ".join(word if len(word) <= _LONGEST_WORD else f"{word[:_LONGEST_WORD]}..." for word in message.split())
     print(line, file=sys.stderr)
@@ -97,7 +97,7 @@ def _fail(message: str) -> int:
 
 
 def _typed_function(command: Command) -> Callable[..., int]:
-    """A function whose signature is the dataclass's fields, which is what typer reads."""
+    """Return a function whose signature is the dataclass's fields, which is what typer reads."""
 
     def run(**values: Any) -> int:
         for field in fields:

@@ -20,7 +20,9 @@ class InputError(ValueError):
 
 
 def _option(default: Any, *, help: str, metavar: str | None = None, fixed: bool = False, size: bool = False) -> Any:
-    """A field with its help. `fixed`: it decides the losses, so a resumed run repeats it. `size`: bytes, see parse_size."""
+    """Return a field with its help. `fixed`: it decides the losses, so a resumed run repeats it. `size`: bytes, see
+    parse_size.
+    """
     return field(default=default, metadata={"help": help, "metavar": metavar, "fixed": fixed, "size": size})
 
 
@@ -110,7 +112,7 @@ class FinetuneOptions:
         return self.dp * self.fsdp * self.cp * self.tp
 
     def tiling(self) -> Tiling | None:
-        """The tiling these options ask for; None for --plain."""
+        """Return the tiling these options ask for; None for --plain."""
         if self.plain:
             return None
         return Tiling(
@@ -146,17 +148,17 @@ _SHARDING = ("num_shards", "shard_tokens", "memory_budget")
 
 
 def flag(name: str) -> str:
-    """The command-line flag of a field: dashes for underscores."""
+    """Return the command-line flag of a field: dashes for underscores."""
     return "--" + name.replace("_", "-")
 
 
 def fixed_fields(options: FinetuneOptions) -> dict[str, Any]:
-    """The options that decide the losses of a run, which a resumed run must repeat."""
+    """Return the options that decide the losses of a run, which a resumed run must repeat."""
     return {f.name: getattr(options, f.name) for f in dataclasses.fields(options) if f.metadata["fixed"]}
 
 
 def parse_size(text: str) -> int:
-    """Bytes of a size such as `512MiB`, `2GB` or `1048576`.
+    """Return bytes of a size such as `512MiB`, `2GB` or `1048576`.
 
     Raises:
         InputError: the text is no size.

@@ -96,7 +96,7 @@ def check_room(out: Path, config: dict[str, Any], options: FinetuneOptions, done
 
 
 def _existing(out: Path) -> Path:
-    """The folder itself, or the nearest one above it that is there."""
+    """Return the folder itself, or the nearest one above it that is there."""
     return next(there for there in (out, *out.absolute().parents) if there.is_dir())
 
 

@@ -22,7 +22,7 @@ def check_alike(function: str, said: Sequence[Mapping[str, str]]) -> None:
 
 
 def _by_rank(words: Sequence[str]) -> str:
-    """All of them in rank order; of more than MANY, each once with its ranks, the fewest first."""
+    """Return all of them in rank order; of more than MANY, each once with its ranks, the fewest first."""
     if len(words) <= MANY:
         return ", ".join(words)
     ranks: dict[str, list[int]] = {}

@@ -63,7 +63,7 @@ _SEQUENCE_WHOLE = ("scatter_to_sequence_parallel_region", "reduce_scatter_to_seq
 
 
 def collective_cases(ranks: int) -> list[CollectiveCase]:
-    """Every collective over `ranks` ranks: even and uneven sizes, parts of no size, every dim."""
+    """Return every collective over `ranks` ranks: even and uneven sizes, parts of no size, every dim."""
     cases = [_same(name, "last", ranks, (3, 2, 2 * ranks)) for name in _LAST_DIM_WHOLE]
     cases += [_same(name, "last", ranks, (3, 5)) for name in _LAST_DIM_PARTS]
     cases += [_same(name, "no tokens", ranks, (0, ranks)) for name in (*_LAST_DIM_WHOLE, *_LAST_DIM_PARTS)]

@@ -30,7 +30,7 @@ def check_even(
 
 
 def check_sizes(function: str, argument: str, sizes: object, ranks: int) -> tuple[int, ...]:
-    """The sizes of every rank's part, once there is one for each."""
+    """Return the sizes of every rank's part, once there is one for each."""
     if isinstance(sizes, str) or not isinstance(sizes, Sequence):
         fail_type(function, argument, "a sequence of integers or None", type(sizes).__name__)
     found = tuple(cast("Sequence[int]", sizes))
@@ -65,7 +65,9 @@ def check_part(
 def check_exchange(
     function: str, output_sizes: object, input_sizes: object, shape: tuple[int, ...], ranks: int, rank: int
 ) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
-    """The split sizes of an all-to-all along dim 0: both or neither, of the rows there are, in agreement about its own."""
+    """Return the split sizes of an all-to-all along dim 0: both or neither, of the rows there are, in agreement about its
+    own.
+    """
     check_dim(function, 0, shape)
     if output_sizes is None and input_sizes is None:
         check_even(function, shape, 0, ranks, sizes="input_split_sizes and output_split_sizes")
@@ -93,7 +95,7 @@ def check_padded_part(function: str, argument: str, sizes: tuple[int, ...], shap
 def check_exchange_of_all(
     function: str, output_sizes: object, input_sizes: object, shape: tuple[int, ...], ranks: int
 ) -> tuple[tuple[int, ...], ...] | None:
-    """The rows of every device of an all-to-all along dim 0 for every other one, known to all of them (tiled_jax).
+    """Return the rows of every device of an all-to-all along dim 0 for every other one, known to all of them (tiled_jax).
 
     None where both are left out: equal parts. x is padded to the longest device's rows.
     """
@@ -125,7 +127,7 @@ def check_exchange_of_all(
 
 
 def check_partitions(function: str, number: object, shape: tuple[int, ...]) -> int:
-    """The size of each of `num_partitions` equal parts of the last dim."""
+    """Return the size of each of `num_partitions` equal parts of the last dim."""
     if isinstance(number, bool) or not isinstance(number, int):
         fail_type(function, "num_partitions", "an integer", type(number).__name__)
     if not shape:

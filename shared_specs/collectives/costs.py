@@ -22,7 +22,8 @@ class Gathered(Protocol):
 
 
 def in_flight_bytes(shape: Gathered, plan: SequencePlan, *, upstream: int = 0) -> int:
-    """Bytes of the gathered shards of a compiled program over a sequence that is split over R ranks, above one shard's loop.
+    """Return bytes of the gathered shards of a compiled program over a sequence that is split over R ranks, above one
+    shard's loop.
 
     x [R t, H] of the shard that is computed and of the next, which is under way (`upstream`: as many rows of an upstream
     gradient of that width); partial sums [R t, H] of one shard, and the rank's own part of their sum, [t, H].
@@ -52,7 +53,7 @@ def _partial_sums(shape: Gathered, plan: SequencePlan, *, exchanged: bool = Fals
 
 
 def gathered_plan(plan: SequencePlan) -> ShardPlan:
-    """The loop that a rank makes over gathered shards, [R t, H] at a time, as a plan of its own."""
+    """Return the loop that a rank makes over gathered shards, [R t, H] at a time, as a plan of its own."""
     ranks = len(plan.tokens)
     return ShardPlan(ranks * max(plan.tokens), ranks * plan.shard_tokens)
 
@@ -60,7 +61,7 @@ def gathered_plan(plan: SequencePlan) -> ShardPlan:
 def sequence_within(
     function: str, budget: int, tokens: tuple[int, ...], peak: Callable[[SequencePlan], int], multiple_of: int = 1
 ) -> int:
-    """The longest local shard whose peak fits the budget."""
+    """Return the longest local shard whose peak fits the budget."""
 
     def of(local: ShardPlan) -> int:
         return peak(SequencePlan(tokens, local.shard_tokens))

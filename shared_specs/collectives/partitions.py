@@ -12,13 +12,13 @@ def bounds(total: int, parts: int) -> tuple[int, ...]:
 
 
 def range_of(total: int, parts: int, part: int) -> tuple[int, int]:
-    """(start, stop) of one part under `bounds`."""
+    """Return (start, stop) of one part under `bounds`."""
     edges = bounds(total, parts)
     return edges[part], edges[part + 1]
 
 
 def even_range(function: str, dim: str, total: int, ranks: int, rank: int) -> tuple[int, int]:
-    """(start, stop) of one rank where every rank must hold the same number; SpecError where `ranks` does not divide."""
+    """Return (start, stop) of one rank where every rank must hold the same number; SpecError where `ranks` does not divide."""
     if total % ranks:
         fail(function, dim, f"a multiple of the {ranks} ranks it is split over", total)
     size = total // ranks
@@ -62,7 +62,7 @@ class VocabPartition:
 
 
 def vocab_partition(function: str, vocab_size: int | None, local: int, ranks: int, rank: int) -> VocabPartition:
-    """Which entries a rank's `local` rows hold, by `vocab_range` or, padded, `local` on every rank.
+    """Return which entries a rank's `local` rows hold, by `vocab_range` or, padded, `local` on every rank.
 
     vocab_size None: every rank holds `local`. SpecError where neither rule gives this rank so many.
     """

@@ -27,16 +27,16 @@ class SequencePlan:
         return -(-max(self.tokens, default=0) // self.shard_tokens)
 
     def local(self, rank: int) -> tuple[tuple[int, int], ...]:
-        """(start, stop) of every shard among the rank's own tokens."""
+        """Return (start, stop) of every shard among the rank's own tokens."""
         return tuple(self.span(rank, shard) for shard in range(len(self)))
 
     def span(self, rank: int, shard: int) -> tuple[int, int]:
-        """(start, stop) of one shard among the rank's own tokens."""
+        """Return (start, stop) of one shard among the rank's own tokens."""
         last, t = self.tokens[rank], self.shard_tokens
         return min(shard * t, last), min((shard + 1) * t, last)
 
     def sizes(self, shard: int) -> tuple[int, ...]:
-        """Tokens that each rank gives to one gathered shard."""
+        """Return tokens that each rank gives to one gathered shard."""
         spans = (self.span(rank, shard) for rank in range(len(self.tokens)))
         return tuple(stop - start for start, stop in spans)
 
@@ -46,7 +46,7 @@ class SequencePlan:
         return max((sum(self.sizes(shard)) for shard in range(len(self))), default=0)
 
     def rows(self, shard: int) -> int:
-        """Rows that every rank gives to one gathered shard: the most tokens any gives, the others' parts are padded."""
+        """Return rows that every rank gives to one gathered shard: the most tokens any gives, the others' parts are padded."""
         return min(self.shard_tokens, max(self.tokens) - shard * self.shard_tokens)
 
     @property
@@ -61,7 +61,7 @@ class SequencePlan:
         return len(set(self.tokens)) > 1
 
     def kept_shards(self, keep: float) -> int:
-        """How many shards, the last ones, keep their gate and up, as `ShardPlan.kept_shards`."""
+        """Return how many shards, the last ones, keep their gate and up, as `ShardPlan.kept_shards`."""
         return int(keep * len(self) + 0.5)
 
     def kept_start(self, keep: float) -> int:
@@ -80,7 +80,7 @@ def plan_sequence(
     device: str = "cpu",
     multiple_of: int = 1,
 ) -> SequencePlan:
-    """The plan for ranks that hold `tokens` each: by count, by local length, or by what suits the device.
+    """Return the plan for ranks that hold `tokens` each: by count, by local length, or by what suits the device.
 
     Args:
         tokens: local tokens of every rank, in rank order.

@@ -39,7 +39,7 @@ class BadCase:
     halves: tuple[Half, ...] = HALVES
 
     def text(self, names: HalfNames) -> str:
-        """The expected message in one half's words."""
+        """Return the expected message in one half's words."""
         return self.message.format_map(_Words(names))
 
 

@@ -9,7 +9,7 @@ from shared_specs.shards import ShardPlan
 def shard_tokens_within(
     function: str, budget: int, tokens: int, peak: Callable[[ShardPlan], int], multiple_of: int = 1
 ) -> int:
-    """The longest shard, in tokens, whose peak fits `budget` bytes; SpecError with the least budget where none does.
+    """Return the longest shard, in tokens, whose peak fits `budget` bytes; SpecError with the least budget where none does.
 
     A multiple of `multiple_of`, which may be more than there are tokens.
     """

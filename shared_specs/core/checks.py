@@ -70,7 +70,7 @@ def resolve_tiling(
     unused: Sequence[str] = ("vocab_shards",),
     token_axes: bool = False,
 ) -> Tiling:
-    """The checked long form of the tiling arguments; the long and the short form exclude each other.
+    """Return the checked long form of the tiling arguments; the long and the short form exclude each other.
 
     `unused` names the fields that the function has no use for: they must be left at their defaults. `token_axes`: whether it
     can cut tokens along mesh axes by itself.

@@ -22,12 +22,12 @@ DTYPES: dict[str, np.dtype[Any]] = {
 
 
 def compute_dtype(dtype: str) -> np.dtype[Any]:
-    """The NumPy dtype in which the baseline works: float64 for float64, else float32."""
+    """Return the NumPy dtype in which the baseline works: float64 for float64, else float32."""
     return np.dtype(np.float64 if dtype == "float64" else np.float32)
 
 
 def round_to(dtype: str) -> Callable[[Array], Array]:
-    """A function that rounds to `dtype` and comes back in the compute dtype."""
+    """Return a function that rounds to `dtype` and comes back in the compute dtype."""
     stored, compute = DTYPES[dtype], compute_dtype(dtype)
 
     def rounding(value: Array) -> Array:

@@ -241,7 +241,7 @@ def candidates_on(kernels: Kernels, op: str, architecture: str) -> dict[int, Blo
 
 
 def blocks_for(kernels: Kernels, op: str, architecture: str, dtype: str, shape: tuple[int, ...]) -> Blocks:
-    """The measured configuration of exactly this op, architecture, dtype and shape, else the op's default.
+    """Return the measured configuration of exactly this op, architecture, dtype and shape, else the op's default.
 
     Args:
         op: a kernel's name. architecture: "sm_90". dtype: of the operands, "bfloat16".
@@ -256,7 +256,7 @@ def blocks_for(kernels: Kernels, op: str, architecture: str, dtype: str, shape: 
 
 
 def paths_for(kernels: Kernels, architecture: str, dtype: str, shape: tuple[int, int]) -> Paths:
-    """Who makes which product, as measured for exactly this (I, H), else the default."""
+    """Return who makes which product, as measured for exactly this (I, H), else the default."""
     if dtype == "float32":
         return FLOAT32
     found = _tuned().get((kernels, "paths", architecture, dtype, shape))
@@ -279,7 +279,7 @@ def write_tuned(entries: Sequence[Mapping[str, Any]], path: Path = TUNED) -> Non
 
 @cache
 def _tuned() -> dict[tuple[str, str, str, str, tuple[int, ...]], Blocks | Paths]:
-    """Entries of the measured table; a block's kernel and op, or "paths"."""
+    """Return entries of the measured table; a block's kernel and op, or "paths"."""
     found: dict[tuple[str, str, str, str, tuple[int, ...]], Blocks | Paths] = {}
     for entry in json.loads(TUNED.read_text()):
         key = (entry["kernels"], entry["op"], entry["architecture"], entry["dtype"], tuple(entry["shape"]))

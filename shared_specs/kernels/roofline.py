@@ -116,7 +116,7 @@ class Work(NamedTuple):
 
 
 def product(m: int, n: int, k: int) -> Work:
-    """One product [M, K] x [K, N]."""
+    """Return one product [M, K] x [K, N]."""
     return Work(((m, n, k),), 0, 1)
 
 
@@ -146,7 +146,7 @@ class _Rows:
         return self.shape.hidden if self.shape.out is None else self.shape.out
 
     def elements(self, count: int) -> int:
-        """Bytes of `count` arrays [t, I]."""
+        """Return bytes of `count` arrays [t, I]."""
         return count * self.t * self.shape.intermediate * self.shape.itemsize
 
     def up(self, path: str = "vendor") -> Work:
@@ -180,7 +180,7 @@ class _Rows:
         return ups + product(self.shape.intermediate, self.out, self.t)
 
     def autograd(self, *, forward: int, replayed: int) -> Work:
-        """The passes of PyTorch's own activation and product, and of its two dx: no fused step.
+        """Return the passes of PyTorch's own activation and product, and of its two dx: no fused step.
 
         Forward reads gate, writes act(gate), reads it and up, writes h (gated); backward reads and writes nine [t, I].
         """

@@ -20,7 +20,7 @@ def check_linear_options(
     group_given: bool = True,
     unused: Mapping[str, str] | None = None,
 ) -> ParallelLinearOptions:
-    """The options of a "column" or "row" parallel linear layer, once each has its kind and a use.
+    """Return the options of a "column" or "row" parallel linear layer, once each has its kind and a use.
 
     Args:
         group_given: whether the caller names the group, as a layer of an expert has to.
@@ -116,7 +116,7 @@ def check_split(function: str, what: str, size: int, ranks: int, stride: int = 1
 def check_sequence_dim(
     function: str, dim: object, sizes: object, shape: tuple[int, ...], ranks: int
 ) -> tuple[int, tuple[int, ...] | None]:
-    """(options.sequence_dim counted from the front, the sizes of every rank's part): any dim but the last."""
+    """Return (options.sequence_dim counted from the front, the sizes of every rank's part): any dim but the last."""
     found = check_dim(function, dim, shape)
     if found == len(shape) - 1:
         fail(function, "options.sequence_dim", "a dim of tokens", dim, shapes=f"x is {show_shape(shape)}")

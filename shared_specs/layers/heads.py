@@ -25,7 +25,7 @@ class ContextHeads:
 
 
 def context_heads(function: str, heads: int, kv_heads: int, ranks: int) -> ContextHeads:
-    """How attention heads are dealt out; SpecError where `ranks` does not divide the query heads.
+    """Return how attention heads are dealt out; SpecError where `ranks` does not divide the query heads.
 
     kv_heads divides heads: query head i reads key head i // (heads / kv_heads). Both kv_heads and the ranks divide the
     number of repeated key heads, their least common multiple, which itself divides heads.

@@ -14,7 +14,7 @@ PATHS = ("auto", "collectives", "symmetric_memory")
 
 
 def check_path(function: str, path: object, reasons: Mapping[str, str | None]) -> str:
-    """The path to take; `reasons`: path -> why it cannot run here, or None where it can."""
+    """Return the path to take; `reasons`: path -> why it cannot run here, or None where it can."""
     if path not in PATHS:
         fail(function, "path", "one of " + ", ".join(PATHS), repr(path))
     if path == "auto":
@@ -42,7 +42,7 @@ def check_norm(function: str, norm_weight: Operand, features: int, like: Operand
 def check_own_tokens(
     function: str, sequence_parallel: bool, sizes: object, shape: tuple[int, ...], ranks: int
 ) -> tuple[int, ...] | None:
-    """Tokens of every device where x has one's along dim 0, padded to the longest (tiled_jax); None: as many as rows."""
+    """Return tokens of every device where x has one's along dim 0, padded to the longest (tiled_jax); None: as many as rows."""
     if sizes is None:
         return None
     if not sequence_parallel:
@@ -53,7 +53,7 @@ def check_own_tokens(
 
 
 def check_all_tokens(function: str, sizes: object, shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
-    """Tokens of every rank where x has all of them along dim 0."""
+    """Return tokens of every rank where x has all of them along dim 0."""
     _, found = check_sequence_dim(function, 0, sizes, shape, ranks)
     if found is None:
         check_even(function, shape, 0, ranks)

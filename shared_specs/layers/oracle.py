@@ -20,6 +20,6 @@ def norm_linear(x: Array, norm_weight: Array, weight: Array, bias: Array, eps: f
 def linear_residual_norm(
     x: Array, weight: Array, residual: Array, norm_weight: Array, bias: Array, eps: float
 ) -> tuple[Array, Array]:
-    """(normed, h) of `row_parallel_linear_residual_norm` on all ranks: h = residual + x weight + bias."""
+    """Return (normed, h) of `row_parallel_linear_residual_norm` on all ranks: h = residual + x weight + bias."""
     h = residual + x @ weight + bias
     return rms_norm(h, norm_weight, eps), h

@@ -20,7 +20,7 @@ def stream_coordinates(stream: str, *, data: int = 0, tensor: int = 0, expert: i
 
 
 def derived_seed(seed: int, coordinates: tuple[int, ...]) -> int:
-    """A seed in [0, 2^63) for the stream at `coordinates`, the same on every machine and in every version.
+    """Return a seed in [0, 2^63) for the stream at `coordinates`, the same on every machine and in every version.
 
     Streams with different coordinates are as unrelated as a cryptographic hash makes them, also for neighbouring seeds:
     sums such as seed + rank would give rank 1 of one run the numbers of rank 0 of the next.

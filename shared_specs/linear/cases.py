@@ -108,7 +108,7 @@ def make_linear_inputs(case: LinearCase) -> dict[str, Array]:
 
 
 def linear_oracle(case: LinearCase) -> dict[str, Array]:
-    """The truth in float64: y and the gradient of every operand that is not frozen."""
+    """Return the truth in float64: y and the gradient of every operand that is not frozen."""
     return _evaluate(case, np.dtype(np.float64), rounded=False)
 
 

@@ -12,7 +12,7 @@ from shared_specs.errors import fail, fail_type, show_shape
 def check_tiled_linear(
     function: str, in_features: int, out_features: int, in_splits: object, out_splits: object, **flags: object
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The sizes of input and output splits (`partitions.bounds`); SpecError where a split would hold nothing.
+    """Return the sizes of input and output splits (`partitions.bounds`); SpecError where a split would hold nothing.
 
     flags: the arguments that are True or False.
     """

@@ -208,7 +208,7 @@ def make_loss_inputs(case: LossCase) -> dict[str, Array]:
 
 
 def loss_options(case: LossCase, class_weight: Any = None, num_valid: Any = None) -> LossOptions:
-    """The case's options, with the arrays given in the form of whoever calls."""
+    """Return the case's options, with the arrays given in the form of whoever calls."""
     return LossOptions(
         ignore_index=case.ignore_index,
         label_smoothing=case.label_smoothing,

@@ -42,7 +42,7 @@ class LossShape:
 
 
 def loss_flop(shape: LossShape, *, gradients_in_forward: bool, dx: bool = True, dweight: bool = True) -> int:
-    """FLOP of the products of one forward and backward: 6 THV, or 8 where the logits are computed twice.
+    """Return FLOP of the products of one forward and backward: 6 THV, or 8 where the logits are computed twice.
 
     They are computed twice for upstream gradients per token (`LossOptions.gradients_in_forward` false) and with more than
     one vocabulary shard. A gradient that nobody needs costs nothing.
@@ -52,17 +52,17 @@ def loss_flop(shape: LossShape, *, gradients_in_forward: bool, dx: bool = True, 
 
 
 def loss_accumulator_bytes(shape: LossShape) -> int:
-    """Bytes of the float32 sum of dweight where it is not the returned gradient itself: 16-bit weights."""
+    """Return bytes of the float32 sum of dweight where it is not the returned gradient itself: 16-bit weights."""
     return shape.vocab * shape.hidden * 4 if shape.weight_itemsize < 4 else 0
 
 
 def loss_block_rows(shape: LossShape, device: str) -> int:
-    """Rows of logits that one elementwise step works on at a time."""
+    """Return rows of logits that one elementwise step works on at a time."""
     return max(1, LOSS_ELEMENTS[device] // max(1, shape.vocab_shard))
 
 
 def loss_peak_bytes(shape: LossShape, plan: ShardPlan, *, device: str = "cpu", kernels: bool = False) -> int:
-    """Peak bytes of one eager loss above inputs and gradients: one shard of logits.
+    """Return peak bytes of one eager loss above inputs and gradients: one shard of logits.
 
     On top: where logits are widened, bent or copied, elementwise temporaries of `loss_block_rows` rows, the float32 sum of a
     16-bit weight's gradient, a copy of a weight in another dtype, and for 16-bit operands on a CPU the float32 copies of one
@@ -83,7 +83,7 @@ def loss_peak_bytes(shape: LossShape, plan: ShardPlan, *, device: str = "cpu", k
 
 
 def compiled_loss_peak_bytes(shape: LossShape, plan: ShardPlan, *, device: str = "cpu") -> int:
-    """The most temporary bytes the compiled (XLA) loss with its gradients uses: an upper bound.
+    """Return the most temporary bytes the compiled (XLA) loss with its gradients uses: an upper bound.
 
     One shard of logits, over which their gradient is written (what `bends` them comes between: two more), the shard's
     rows of x and dx, and one shard's product x^T dlogits before it is added to the sum of dweight. That sum is the
@@ -103,7 +103,8 @@ def compiled_loss_peak_bytes(shape: LossShape, plan: ShardPlan, *, device: str =
 
 
 def plain_loss_peak_bytes(shape: LossShape) -> int:
-    """Peak bytes of the untiled loss above inputs and gradients: log-probabilities, their gradient and that of the logits.
+    """Return peak bytes of the untiled loss above inputs and gradients: log-probabilities, their gradient and that of the
+    logits.
 
     In float32 (float64), as frameworks compute a cross entropy; for 16-bit logits also these themselves.
     """
@@ -122,7 +123,7 @@ def plan_loss(
     compiled: bool = False,
     kernels: bool = False,
 ) -> ShardPlan:
-    """The plan of one loss call; as `plan_mlp`, but always tiled: one shard's logits are what it is for."""
+    """Return the plan of one loss call; as `plan_mlp`, but always tiled: one shard's logits are what it is for."""
     if memory_budget is not None:
         eager = partial(loss_peak_bytes, kernels=kernels)
         peak = partial(compiled_loss_peak_bytes if compiled else eager, shape, device=device)

@@ -32,7 +32,7 @@ def linear_cross_entropy(
     options: LossOptions,
     rounding: Round | None = None,
 ) -> dict[str, Array]:
-    """The loss, the outputs asked for and the gradients of `sum(result * upstream)`: dx, dweight, dbias.
+    """Return the loss, the outputs asked for and the gradients of `sum(result * upstream)`: dx, dweight, dbias.
 
     Args:
         x: [T, H]. weight: [H, V]. targets: [T] integers. bias: [V].

@@ -11,7 +11,7 @@ from shared_specs.loss.costs import LossShape, compiled_loss_peak_bytes, loss_pe
 def sequence_loss_peak_bytes(
     shape: LossShape, plan: SequencePlan, *, device: str = "cpu", kernels: bool = False
 ) -> int:
-    """Peak bytes of one eager loss whose tokens are split over ranks, above inputs, gradients and numbers per token."""
+    """Return peak bytes of one eager loss whose tokens are split over ranks, above inputs, gradients and numbers per token."""
     loop = loss_peak_bytes(shape, gathered_plan(plan), device=device, kernels=kernels)
     return loop + eager_in_flight_bytes(shape, plan)
 
@@ -28,7 +28,7 @@ def plan_sequence_loss(
     kernels: bool = False,
     peak: Callable[[LossShape, SequencePlan], int] | None = None,
 ) -> SequencePlan:
-    """The plan of one loss call whose tokens are split over ranks; as `plan_sequence_mlp`."""
+    """Return the plan of one loss call whose tokens are split over ranks; as `plan_sequence_mlp`."""
     if memory_budget is not None:
         eager = partial(sequence_loss_peak_bytes, device=device, kernels=kernels)
         shard_tokens = sequence_within(function, memory_budget, tokens, partial(peak or eager, shape))
@@ -36,6 +36,6 @@ def plan_sequence_loss(
 
 
 def compiled_sequence_loss_peak_bytes(shape: LossShape, plan: SequencePlan, *, device: str = "cpu") -> int:
-    """The most temporary bytes of the compiled (XLA) loss whose tokens are split over ranks: an upper bound."""
+    """Return the most temporary bytes of the compiled (XLA) loss whose tokens are split over ranks: an upper bound."""
     loop = compiled_loss_peak_bytes(shape, gathered_plan(plan), device=device)
     return loop + in_flight_bytes(shape, plan)

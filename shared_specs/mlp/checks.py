@@ -89,7 +89,7 @@ def hidden_sizes(weights: Mapping[str, Operand], names: HalfNames) -> dict[str, 
 
 
 def agreed_hidden(sizes: Mapping[str, int]) -> int | None:
-    """The H of at least two weights."""
+    """Return the H of at least two weights."""
     found = list(sizes.values())
     return next((size for size in found if found.count(size) > 1), None)
 
@@ -142,7 +142,7 @@ def check_mlp_weights(
 def mlp_operands(
     function: str, w_gate: Any, w_up: Any, w_down: Any, biases: Mapping[str, Any] | None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The weights there are, by name, and the biases, as they are given."""
+    """Return the weights there are, by name, and the biases, as they are given."""
     if biases is not None and not isinstance(biases, Mapping):
         fail_type(function, "biases", "a mapping or None", type(biases).__name__)
     gate = {} if w_gate is None else {"w_gate": w_gate}

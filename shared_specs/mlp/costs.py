@@ -45,12 +45,12 @@ class MLPShape:
 
 
 def thi(shape: MLPShape) -> int:
-    """FLOP of one T x H x I product."""
+    """Return FLOP of one T x H x I product."""
     return 2 * shape.tokens * shape.hidden * shape.intermediate
 
 
 def mlp_flop(shape: MLPShape, plan: ShardPlan, *, keep: float = 0.0, checkpointing: Checkpointing = "none") -> int:
-    """FLOP of the products of one forward and backward, H_out = H.
+    """Return FLOP of the products of one forward and backward, H_out = H.
 
     Gated: 22 - 4f THI; 22 for every keep under non-reentrant checkpointing, whose replay stops before the MLP (it
     computes the kept gate and up again); 28 - 4f under reentrant checkpointing. Plain: 14 - 2f, 14 and 18 - 2f.
@@ -68,25 +68,25 @@ def mlp_flop(shape: MLPShape, plan: ShardPlan, *, keep: float = 0.0, checkpointi
 
 
 def plain_flop(shape: MLPShape, *, checkpointing: Checkpointing = "none") -> int:
-    """FLOP of the untiled MLP: 18 THI gated, 22 and 24 under checkpointing (12, 14 and 16 without a gate)."""
+    """Return FLOP of the untiled MLP: 18 THI gated, 22 and 24 under checkpointing (12, 14 and 16 without a gate)."""
     up_products = 2 if shape.gated else 1
     replay = {"none": 0, "non-reentrant": up_products, "reentrant": up_products + 1}[checkpointing]
     return (3 * (up_products + 1) + replay) * thi(shape)
 
 
 def saved_bytes(shape: MLPShape, plan: ShardPlan, *, keep: float = 0.0) -> int:
-    """Bytes kept for backward beyond x and the weights: gate and up of the kept shards."""
+    """Return bytes kept for backward beyond x and the weights: gate and up of the kept shards."""
     kept = shape.tokens - plan.kept_start(keep)
     return (2 if shape.gated else 1) * kept * shape.intermediate * shape.itemsize
 
 
 def plain_saved_bytes(shape: MLPShape) -> int:
-    """Bytes the untiled MLP keeps: gate, up, act(gate) and h; without a gate the pre-activation and h."""
+    """Return bytes the untiled MLP keeps: gate, up, act(gate) and h; without a gate the pre-activation and h."""
     return (4 if shape.gated else 2) * shape.tokens * shape.intermediate * shape.itemsize
 
 
 def accumulator_bytes(shape: MLPShape, plan: ShardPlan) -> int:
-    """Bytes of the weight-gradient accumulators that are not the returned gradients themselves.
+    """Return bytes of the weight-gradient accumulators that are not the returned gradients themselves.
 
     One shard needs none; float32 and float64 gradients accumulate in place; 16-bit gradients need a float32 sum.
     """
@@ -94,13 +94,13 @@ def accumulator_bytes(shape: MLPShape, plan: ShardPlan) -> int:
 
 
 def block_rows(t: int, intermediate: int, device: str) -> int:
-    """Rows of [t, I] that one elementwise step works on at a time: ELEMENTWISE_ELEMENTS, and at most an eighth of them, so
-    that float32 temporaries of 16-bit rows stay small beside the buffers of a short shard."""
+    """Return rows of [t, I] that one elementwise step works on at a time: ELEMENTWISE_ELEMENTS, and at most an eighth of
+    them, so that float32 temporaries of 16-bit rows stay small beside the buffers of a short shard."""
     return max(1, min(ELEMENTWISE_ELEMENTS[device] // max(1, intermediate), -(-t // 8)))
 
 
 def peak_bytes(shape: MLPShape, plan: ShardPlan, *, device: str = "cpu", kernels: bool = False) -> int:
-    """Peak bytes of one eager backward above inputs, outputs, gradients and what `saved_bytes` names.
+    """Return peak bytes of one eager backward above inputs, outputs, gradients and what `saved_bytes` names.
 
     Buffers [t, I]: gate, up and dh, over which dgate, h and dup are written (two without a gate). On top: a few
     elementwise temporaries of `block_rows` rows, the accumulators, copies of weights in another dtype, and for 16-bit
@@ -123,7 +123,7 @@ def peak_bytes(shape: MLPShape, plan: ShardPlan, *, device: str = "cpu", kernels
 
 
 def compiled_peak_bytes(shape: MLPShape, plan: ShardPlan, *, device: str = "cpu") -> int:
-    """The most temporary bytes the compiled (XLA) forward and backward use above what `saved_bytes` names.
+    """Return the most temporary bytes the compiled (XLA) forward and backward use above what `saved_bytes` names.
 
     XLA writes no product over another: gate, up, dh and h, dgate, dup are six buffers [t, I] (four without a gate),
     beside the shard's rows of x, dy and dx and float32 sums of the weight gradients, which may not lie in the results.
@@ -138,7 +138,7 @@ def compiled_peak_bytes(shape: MLPShape, plan: ShardPlan, *, device: str = "cpu"
 
 
 def plain_peak_bytes(shape: MLPShape) -> int:
-    """Peak bytes of the untiled backward above inputs, outputs and gradients: what was saved and gradients of it.
+    """Return peak bytes of the untiled backward above inputs, outputs and gradients: what was saved and gradients of it.
 
     And the copies of weights in another dtype, which are saved as well.
     """
@@ -158,7 +158,7 @@ def plan_mlp(
     kernels: bool = False,
     multiple_of: int = 1,
 ) -> ShardPlan:
-    """The plan of one MLP call. An automatic plan that would cost more memory than no tiling becomes one shard.
+    """Return the plan of one MLP call. An automatic plan that would cost more memory than no tiling becomes one shard.
 
     `compiled` says whose bytes a memory budget is compared with: XLA's (`compiled_peak_bytes`) or those of the eager
     loop. Without a budget both halves make the same plan.

@@ -31,7 +31,7 @@ def _sigmoid(value: Array) -> Array:
 
 
 def activate(activation: str, a: Array) -> tuple[Array, Array]:
-    """(act(a), act'(a)) in the dtype of a."""
+    """Return (act(a), act'(a)) in the dtype of a."""
     match activation:
         case "silu":
             s = _sigmoid(a)

@@ -10,7 +10,7 @@ from shared_specs.mlp.costs import MLPShape, compiled_peak_bytes, peak_bytes
 
 
 def sequence_peak_bytes(shape: MLPShape, plan: SequencePlan, *, device: str = "cpu", kernels: bool = False) -> int:
-    """Peak bytes of one eager backward of the sequence-parallel MLP, above what `peak_bytes` is above.
+    """Return peak bytes of one eager backward of the sequence-parallel MLP, above what `peak_bytes` is above.
 
     shape: of this rank's part of the weights, I / R. That of its loop over gathered shards, and what is gathered: x and dy.
     """
@@ -32,7 +32,7 @@ def plan_sequence_mlp(
     peak: Callable[[MLPShape, SequencePlan], int] | None = None,
     multiple_of: int = 1,
 ) -> SequencePlan:
-    """The plan of one sequence-parallel MLP call: the same on every rank, since it follows from what all of them know.
+    """Return the plan of one sequence-parallel MLP call: the same on every rank, since it follows from what all of them know.
 
     Args:
         tokens: local tokens of every rank. shape: of this rank's part of the weights; its tokens do not matter.
@@ -49,7 +49,7 @@ def plan_sequence_mlp(
 
 
 def compiled_sequence_peak_bytes(shape: MLPShape, plan: SequencePlan, *, device: str = "cpu") -> int:
-    """The most temporary bytes of the compiled (XLA) sequence-parallel MLP: an upper bound, as `compiled_peak_bytes`."""
+    """Return the most temporary bytes of the compiled (XLA) sequence-parallel MLP: an upper bound, as `compiled_peak_bytes`."""
     out = shape.hidden if shape.out is None else shape.out
     loop = compiled_peak_bytes(shape, gathered_plan(plan), device=device)
     return loop + in_flight_bytes(shape, plan, upstream=out)

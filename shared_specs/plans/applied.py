@@ -8,7 +8,7 @@ from shared_specs.config import ParallelConfig
 
 
 def applied_lines(config: ParallelConfig, axes: Mapping[str, int], tiled: Mapping[str, int]) -> list[str]:
-    """The lines, in the order of the steps; nothing of what was left out, and no option that one half alone has and that
+    """Return the lines, in the order of the steps; nothing of what was left out, and no option that one half alone has and that
     stands at its default.
 
     Args:

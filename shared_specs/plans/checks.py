@@ -37,7 +37,7 @@ def check_parallel_config(
     half: Half,
     unsupported: Mapping[str, str | None] | None = None,
 ) -> ParallelConfig:
-    """The configuration, once it can work on a mesh of these axes (name -> ranks).
+    """Return the configuration, once it can work on a mesh of these axes (name -> ranks).
 
     Args:
         unsupported: option, named as in ONE_HALF ("float8", "tensor.asynchronous", ...) -> why this machine cannot do it,

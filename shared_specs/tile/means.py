@@ -22,7 +22,7 @@ _PARTS, _DEPTH = 50, 4  # of a function's closure and what hangs on it
 
 
 def samples(tokens: int, shard_tokens: int) -> Iterator[list[int]]:
-    """Which tokens to look at, in rounds: spread over all, at most half a shard (or _ALWAYS): twice that is one shard."""
+    """Yield which tokens to look at, in rounds: spread over all, at most half a shard (or _ALWAYS): twice that is one shard."""
     most = min(tokens, max(_ALWAYS, shard_tokens // 2))
     count = min(_FIRST, most)
     while True:
@@ -33,7 +33,7 @@ def samples(tokens: int, shard_tokens: int) -> Iterator[list[int]]:
 
 
 def is_sum(function: str, halves: Sequence[float], once: float, twice: float) -> bool:
-    """Whether fn's scalar is seen to be a sum; SpecError where it is a mean; False where nothing can be told.
+    """Return whether fn's scalar is seen to be a sum; SpecError where it is a mean; False where nothing can be told.
 
     halves: of the first and of the second half of some tokens. once: of all of them. twice: of each of them twice.
     """
@@ -47,7 +47,7 @@ def is_sum(function: str, halves: Sequence[float], once: float, twice: float) ->
 
 
 def look(function: str, samples: Iterator[list[int]], scalars: Callable[[list[int]], Sequence[float]]) -> bool:
-    """Whether all scalars are seen to be sums; SpecError where one is a mean. scalars: those of fn for some tokens."""
+    """Return whether all scalars are seen to be sums; SpecError where one is a mean. scalars: those of fn for some tokens."""
     for chosen in samples:
         middle = len(chosen) // 2 or 1
         parts = [scalars(part) for part in (chosen[:middle], chosen[middle:] or chosen, chosen, chosen + chosen)]

@@ -131,7 +131,7 @@ def test_what_the_makefile_and_ci_start_is_executable(path):
 
 def test_ci_runs_the_whole_suite_and_needs_both_frameworks():
     steps = re.findall(r"^step (\S+)$", read(".ci/run"), re.MULTILINE)
-    assert steps == ["lint", "test", "float8", "deepspeed", "aot-triton", "test-new-jax"]
+    assert steps == ["lint", "types", "test", "test-figures", "float8", "deepspeed", "aot-triton", "test-new-jax"]
     assert "TILED_REQUIRE=torch,jax" in read(".ci/run")
 
 

@@ -48,7 +48,7 @@ def copy_to_tensor_parallel_region(x: jax.Array, *, axis_name: str) -> jax.Array
 
 
 def reduce_from_tensor_parallel_region(x: jax.Array, *, axis_name: str) -> jax.Array:
-    """The sum over the devices; in backward the gradient as it is.
+    """Return the sum over the devices; in backward the gradient as it is.
 
     Args:
         x: any shape, this device's term. axis_name: of the surrounding `jax.shard_map`.
@@ -62,7 +62,7 @@ def reduce_from_tensor_parallel_region(x: jax.Array, *, axis_name: str) -> jax.A
 
 
 def scatter_to_tensor_parallel_region(x: jax.Array, *, axis_name: str) -> jax.Array:
-    """This device's stretch of the last dim; in backward the stretches of all devices side by side.
+    """Return this device's stretch of the last dim; in backward the stretches of all devices side by side.
 
     Args:
         x: [..., H], the same on all devices, H a multiple of the R devices. axis_name: of the surrounding `jax.shard_map`.
@@ -80,7 +80,7 @@ def scatter_to_tensor_parallel_region(x: jax.Array, *, axis_name: str) -> jax.Ar
 
 
 def gather_from_tensor_parallel_region(x: jax.Array, *, axis_name: str) -> jax.Array:
-    """The last dims of all devices side by side; in backward this device's stretch of the gradient.
+    """Return the last dims of all devices side by side; in backward this device's stretch of the gradient.
 
     Args:
         x: [..., H / R], this device's part. axis_name: of the surrounding `jax.shard_map`.
@@ -96,7 +96,7 @@ def gather_from_tensor_parallel_region(x: jax.Array, *, axis_name: str) -> jax.A
 def scatter_to_sequence_parallel_region(
     x: jax.Array, *, dim: int = 0, split_sizes: Sequence[int] | None = None, axis_name: str
 ) -> jax.Array:
-    """This device's stretch of `dim`; in backward the stretches of all devices side by side.
+    """Return this device's stretch of `dim`; in backward the stretches of all devices side by side.
 
     Args:
         x: the same on all devices. dim: the dim of the tokens.
@@ -123,7 +123,7 @@ def gather_from_sequence_parallel_region(
     tensor_parallel_output_grad: bool = True,
     axis_name: str,
 ) -> jax.Array:
-    """The tokens of all devices side by side; in backward this device's stretch of the (summed) gradient.
+    """Return the tokens of all devices side by side; in backward this device's stretch of the (summed) gradient.
 
     Args:
         x: this device's part, along `dim` as long as the longest part.
@@ -150,7 +150,7 @@ def gather_from_sequence_parallel_region(
 def reduce_scatter_to_sequence_parallel_region(
     x: jax.Array, *, dim: int = 0, split_sizes: Sequence[int] | None = None, axis_name: str
 ) -> jax.Array:
-    """This device's stretch of `dim` of the sum over devices; in backward the stretches of all devices side by side.
+    """Return this device's stretch of `dim` of the sum over devices; in backward the stretches of all devices side by side.
 
     Args:
         x: this device's term, all tokens. dim, split_sizes, axis_name: as in `scatter_to_sequence_parallel_region`.
@@ -167,7 +167,7 @@ def reduce_scatter_to_sequence_parallel_region(
 
 
 def all_gather_last_dim_from_tensor_parallel_region(x: jax.Array, *, axis_name: str) -> jax.Array:
-    """The last dims of all devices side by side; in backward this device's stretch of the summed gradient.
+    """Return the last dims of all devices side by side; in backward this device's stretch of the summed gradient.
 
     Args:
         x: [..., H / R], this device's part. axis_name: of the surrounding `jax.shard_map`.
@@ -181,7 +181,7 @@ def all_gather_last_dim_from_tensor_parallel_region(x: jax.Array, *, axis_name: 
 
 
 def reduce_scatter_last_dim_to_tensor_parallel_region(x: jax.Array, *, axis_name: str) -> jax.Array:
-    """This device's stretch of the last dim of the sum over devices; in backward the stretches side by side.
+    """Return this device's stretch of the last dim of the sum over devices; in backward the stretches side by side.
 
     Args:
         x: [..., H], this device's term, H a multiple of the R devices. axis_name: of the surrounding `jax.shard_map`.
@@ -205,7 +205,7 @@ def all_to_all(
     input_split_sizes: Sequence[Sequence[int]] | None = None,
     axis_name: str,
 ) -> jax.Array:
-    """Rows of dim 0 to every device and from every device, laid side by side; in backward the way back.
+    """Return rows of dim 0 to every device and from every device, laid side by side; in backward the way back.
 
     Args:
         x: [rows, ...], this device's rows for device 0, then for device 1, ...
@@ -278,7 +278,7 @@ def _transposing(function: str, x: Any, axis_name: object) -> tuple[jax.Array, A
 
 
 def _whole_sizes(function: str, x: jax.Array, axis: Axis, dim: int, split_sizes: Any) -> Sizes | None:
-    """The checked sizes of a dim that holds the parts of all devices."""
+    """Return the checked sizes of a dim that holds the parts of all devices."""
     if split_sizes is None:
         checks.check_even(function, x.shape, dim, axis.size)
         return None

@@ -38,7 +38,7 @@ class Axis:
 
 
 def mesh_axis(function: str, axis_name: object) -> Axis:
-    """The axis; SpecError where no surrounding `shard_map` has it."""
+    """Return the axis; SpecError where no surrounding `shard_map` has it."""
     size = axis_ranks(function, axis_name)
     name = str(axis_name)
     return Axis(name, size, name in varying(lax.axis_index(name)))
@@ -52,7 +52,7 @@ def own(x: jax.Array, axis: Axis) -> jax.Array:
 
 
 def summed(x: jax.Array, axis: Axis) -> jax.Array:
-    """The sum over the devices, the same on all of them.
+    """Return the sum over the devices, the same on all of them.
 
     Of one device too where there are types: only a sum makes an array invariant. XLA on a GPU removes it.
     """
@@ -64,7 +64,7 @@ def summed(x: jax.Array, axis: Axis) -> jax.Array:
 
 
 def gathered(x: jax.Array, axis: Axis, dim: int, *, same: bool) -> jax.Array:
-    """All parts side by side along `dim`: `same` says that one gradient comes back, else one from each device."""
+    """Return all parts side by side along `dim`: `same` says that one gradient comes back, else one from each device."""
     if axis.size == 1:
         return summed(x, axis) if same else own(x, axis)
     if x.size == 0:
@@ -75,7 +75,7 @@ def gathered(x: jax.Array, axis: Axis, dim: int, *, same: bool) -> jax.Array:
 
 
 def _nothing(x: jax.Array, axis: Axis, dim: int, size: int, same: bool) -> jax.Array:
-    """The result without elements of an x without elements.
+    """Return the result without elements of an x without elements.
 
     XLA refuses to gather such an x, and its CPU compiler (jax 0.11.2) crashes where a program sums or cuts several.
     """
@@ -85,7 +85,7 @@ def _nothing(x: jax.Array, axis: Axis, dim: int, size: int, same: bool) -> jax.A
 
 
 def sum_scattered(x: jax.Array, axis: Axis, dim: int) -> jax.Array:
-    """This device's stretch, along `dim`, of the sum over the devices."""
+    """Return this device's stretch, along `dim`, of the sum over the devices."""
     if axis.size == 1:
         return own(x, axis)
     if x.size == 0:
@@ -94,7 +94,7 @@ def sum_scattered(x: jax.Array, axis: Axis, dim: int) -> jax.Array:
 
 
 def scattered(x: jax.Array, axis: Axis, dim: int) -> jax.Array:
-    """This device's stretch, along `dim`, of an x that all devices have."""
+    """Return this device's stretch, along `dim`, of an x that all devices have."""
     if axis.size == 1:
         return own(x, axis)
     if x.size == 0:
@@ -127,7 +127,7 @@ _scattered_once.defvjp(_scattered_once_forward, _scattered_once_backward)
 
 
 def padded(x: jax.Array, dim: int, sizes: Sizes | None) -> jax.Array:
-    """Parts of `sizes` side by side along `dim`, each padded with zeros to the longest."""
+    """Return parts of `sizes` side by side along `dim`, each padded with zeros to the longest."""
     if sizes is None or len(set(sizes)) == 1:
         return x
     longest, parts = max(sizes), []
@@ -148,7 +148,7 @@ def unpadded(x: jax.Array, dim: int, sizes: Sizes | None) -> jax.Array:
 
 
 def transposed(x: jax.Array, axis: Axis, split: int, joined: int) -> jax.Array:
-    """Equal stretches of the dim `split`, one for each device, laid side by side along the dim `joined`."""
+    """Return equal stretches of the dim `split`, one for each device, laid side by side along the dim `joined`."""
     return own(x, axis) if axis.size == 1 else lax.all_to_all(own(x, axis), axis.name, split, joined, tiled=True)
 
 

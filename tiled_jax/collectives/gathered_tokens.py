@@ -41,13 +41,13 @@ class TokenAxis:
 
     @classmethod
     def of(cls, name: str, shard_tokens: int) -> "TokenAxis":
-        """The axis, for shards of so many of a device's own tokens."""
+        """Return the axis, for shards of so many of a device's own tokens."""
         ranks = lax.axis_size(name)
         pays = jax.default_backend() in RING_BACKENDS and shard_tokens >= RING_ROWS
         return cls(name, ranks, ring=ranks > 1 and pays)
 
     def gather(self, own: Any) -> Gathered:
-        """A pytree of [t, ...], this device's rows -> [R t, ...], the rows of all devices in their order."""
+        """Return a pytree of [t, ...], this device's rows -> [R t, ...], the rows of all devices in their order."""
         if self.ranks == 1:
             return own
         return jax.tree.map(lambda a: lax.all_gather(self.differing(a), self.name, axis=0, tiled=True), own)
@@ -60,7 +60,7 @@ class TokenAxis:
         return _rows(self.differing(a), lax.axis_index(self.name) * t, t)
 
     def scatter(self, partial: jax.Array) -> jax.Array:
-        """[R t, H], a part of a sum over devices -> [t, H], this device's rows of the sum, in the same dtype."""
+        """Return [R t, H], a part of a sum over devices -> [t, H], this device's rows of the sum, in the same dtype."""
         if self.ranks == 1:
             return partial
         return lax.psum_scatter(self.differing(partial), self.name, scatter_dimension=0, tiled=True)
@@ -93,7 +93,7 @@ class TokenAxis:
 
 
 def axis_ranks(function: str, axis_name: Any) -> int:
-    """The devices of an axis of the surrounding `jax.shard_map`; SpecError where there is no such axis."""
+    """Return the devices of an axis of the surrounding `jax.shard_map`; SpecError where there is no such axis."""
     if not isinstance(axis_name, str):
         fail_type(function, "axis_name", "the name of a mesh axis", type(axis_name).__name__)
     try:

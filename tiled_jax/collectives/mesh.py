@@ -14,7 +14,7 @@ from shared_specs.errors import fail, fail_type, show_shape
 
 
 def check_mesh(function: str, mesh: Any, axis_name: Any) -> int:
-    """The devices of one axis of a mesh, once it has such an axis."""
+    """Return the devices of one axis of a mesh, once it has such an axis."""
     if not isinstance(mesh, Mesh):
         fail_type(function, "mesh", "a jax.sharding.Mesh", type(mesh).__name__)
     if axis_name not in mesh.axis_names:
@@ -68,7 +68,7 @@ class TokenLayout:
 
 
 def token_spec(function: str, x: jax.Array, mesh: Mesh, axis_name: str, *, split_tokens: bool) -> P:
-    """How x [..., H] is split: as its `TokenLayout`, with split_tokens its last dim of tokens over `axis_name` too."""
+    """Return how x [..., H] is split: as its `TokenLayout`, with split_tokens its last dim of tokens over `axis_name` too."""
     if x.ndim < 2:
         fail(function, "x", "[tokens, hidden] or more dims", show_shape(tuple(x.shape)))
     layout, dim = TokenLayout.of(mesh, axis_name, x, x.ndim - 1), x.ndim - 2 if split_tokens else None
@@ -86,5 +86,5 @@ def split_as(x: jax.Array, mesh: Mesh, spec: P) -> jax.Array:
 
 
 def _names(entry: Any) -> tuple[str, ...]:
-    """The mesh axes of one dim of a PartitionSpec."""
+    """Return the mesh axes of one dim of a PartitionSpec."""
     return () if entry is None else entry if isinstance(entry, tuple) else (entry,)

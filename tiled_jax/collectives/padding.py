@@ -8,7 +8,9 @@ from jax import lax
 
 
 def is_token(sizes: Sequence[int], rows: int, axis: str) -> jax.Array | None:
-    """[rows]: whether a row of this device is a token; None where all rows of all devices are. `sizes`: of each device."""
+    """Return [rows]: whether a row of this device is a token; None where all rows of all devices are. `sizes`: of each
+    device.
+    """
     if set(sizes) == {rows}:
         return None
     return jnp.arange(rows) < jnp.asarray(sizes)[lax.axis_index(axis)]

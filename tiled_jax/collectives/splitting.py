@@ -29,7 +29,7 @@ def split_tensor_along_last_dim(tensor: jax.Array, num_partitions: int) -> tuple
 
 
 def split_tensor_into_1d_equal_chunks(tensor: jax.Array, *, axis_name: str) -> jax.Array:
-    """This device's stretch of the elements of an array that all devices have.
+    """Return this device's stretch of the elements of an array that all devices have.
 
     Args:
         tensor: of any shape, of as many elements as the devices can share evenly.
@@ -47,7 +47,7 @@ def split_tensor_into_1d_equal_chunks(tensor: jax.Array, *, axis_name: str) -> j
 
 
 def gather_split_1d_tensor(tensor: jax.Array, *, axis_name: str) -> jax.Array:
-    """The elements of all devices side by side: the inverse of `split_tensor_into_1d_equal_chunks`.
+    """Return the elements of all devices side by side: the inverse of `split_tensor_into_1d_equal_chunks`.
 
     Args:
         tensor: of any shape. axis_name: as there.

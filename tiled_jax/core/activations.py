@@ -41,7 +41,7 @@ def activate(
     dact: jax.Array | float = 1.0,
     normal_cdf: Callable[[jax.Array], jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """(act(a), dact * act'(a)); what the caller does not use is never computed once compiled.
+    """Return (act(a), dact * act'(a)); what the caller does not use is never computed once compiled.
 
     dact goes into every term, and into none where relu is 0: beside an infinite one inf - inf is then NaN and a negative
     a has no gradient, as in automatic differentiation of the formula.
@@ -75,7 +75,7 @@ def activate_in_kernel(activation: str, a: jax.Array, dact: jax.Array | float = 
 
 
 def erf(a: jax.Array) -> jax.Array:
-    """The error function of float32 values, absolute error below 2e-7."""
+    """Return the error function of float32 values, absolute error below 2e-7."""
     a = jnp.minimum(jnp.maximum(a, -4.0), 4.0)
     square = a * a
     return a * _polynomial(_ERF_P, square) / _polynomial(_ERF_Q, square)

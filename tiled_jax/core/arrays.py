@@ -14,8 +14,8 @@ from shared_specs.errors import UnsupportedError, error_text, fail_type
 
 
 def array(function: str, name: str, value: Any) -> jax.Array:
-    """A jax.Array from one, from a NumPy array or from a Flax parameter; TypeError for anything else, UnsupportedError for
-    symbolic dims."""
+    """Return a jax.Array from one, from a NumPy array or from a Flax parameter; TypeError for anything else,
+    UnsupportedError for symbolic dims."""
     if isinstance(value, nnx.Variable):
         value = value[...]
     if not isinstance(value, jax.Array | np.ndarray):
@@ -34,18 +34,18 @@ def check_known_shape(function: str, name: str, value: Any) -> None:
 
 
 def operand(value: jax.Array, device: str = "") -> checks.Operand:
-    """An array as the checks see it."""
+    """Return an array as the checks see it."""
     return checks.Operand(tuple(value.shape), str(value.dtype), device)
 
 
 def operands(values: Mapping[str, jax.Array]) -> dict[str, checks.Operand]:
-    """The arrays of one call as the checks see them, with their devices where those differ."""
+    """Return the arrays of one call as the checks see them, with their devices where those differ."""
     pairs = zip(values.items(), differing_devices(values.values()), strict=True)
     return {name: operand(value, device) for (name, value), device in pairs}
 
 
 def differing_devices(values: Iterable[jax.Array]) -> list[str]:
-    """The device of each array, "" where it has none of its own, and for all of them where no two differ.
+    """Return the device of each array, "" where it has none of its own, and for all of them where no two differ.
 
     Arrays that are traced, not committed, or on several devices have none. A program that is being traced has constants:
     it copies them to where it runs.

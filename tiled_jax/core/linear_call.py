@@ -90,7 +90,7 @@ class Linear(Protocol):
     def __call__(self, constants: list[jax.Array], inputs: list[jax.Array], /) -> list[jax.Array]: ...
 
     def transpose(self, given: tuple[int, ...], /) -> "Linear":
-        """The function of cotangents of the results `given` -> those of all inputs."""
+        """Return the function of cotangents of the results `given` -> those of all inputs."""
         ...
 
 

@@ -75,12 +75,12 @@ def for_each(plan: ShardPlan, body: Body[Carry], carry: Carry) -> Carry:
 
 
 def varying(a: jax.Array) -> frozenset[str]:
-    """The mesh axes along which a differs from device to device; empty outside `shard_map` and with check_vma=False."""
+    """Return the mesh axes along which a differs from device to device; empty outside `shard_map` and with check_vma=False."""
     return frozenset(jax.typeof(a).manual_axis_type.varying)
 
 
 def varying_of(arrays: Iterable[jax.Array]) -> frozenset[str]:
-    """The mesh axes along which any of the arrays varies."""
+    """Return the mesh axes along which any of the arrays varies."""
     return frozenset().union(*map(varying, arrays))
 
 
@@ -91,7 +91,7 @@ def vary_over(a: jax.Array, axes: Iterable[str]) -> jax.Array:
 
 
 def vary_like(a: jax.Array, *others: jax.Array) -> jax.Array:
-    """The initial value of a carry with the type it leaves the loop with: varying wherever one of the others varies."""
+    """Return the initial value of a carry with the type it leaves the loop with: varying wherever one of the others varies."""
     return vary_over(a, varying_of(others))
 
 
@@ -118,7 +118,7 @@ def gradient_of(primal: jax.Array | Like, d: jax.Array) -> jax.Array:
 
 
 def upstream_of(axis: str, d: jax.Array) -> jax.Array:
-    """The whole upstream gradient of a result that every device of `axis` computes alike, from this device's share.
+    """Return the whole upstream gradient of a result that every device of `axis` computes alike, from this device's share.
 
     It is whole already where the type says that the result is the same on all devices. With check_vma=False there are
     no such types, and `shard_map` hands each device a share: what JAX's own transpose of a sum does, adding them up.

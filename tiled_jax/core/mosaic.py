@@ -39,14 +39,16 @@ _INTERPRETED_SMS = 2
 
 
 def swizzled(columns: int, dtype: Any) -> tuple[Any, Any]:
-    """The transforms of a [rows, columns] block in shared memory that TMA writes and tensor cores read."""
+    """Return the transforms of a [rows, columns] block in shared memory that TMA writes and tensor cores read."""
     bits = jnp.dtype(dtype).itemsize * 8
     swizzle = plgpu.find_swizzle(columns * bits)
     return plgpu.TilingTransform((8, swizzle * 8 // bits)), plgpu.SwizzleTransform(swizzle)
 
 
 def block_spec(shape: tuple[int, int], index: Any, dtype: Any, *, cluster: int = 1) -> Any:
-    """One operand's block per step of a pipeline, in shared memory. cluster: of so many programs that have the same one."""
+    """Return one operand's block per step of a pipeline, in shared memory. cluster: of so many programs that have the same
+    one.
+    """
     shared: dict[str, Any] = {"collective_axes": (CLUSTER_AXIS,)} if cluster > 1 else {}
     return plgpu.BlockSpec(shape, index, transforms=swizzled(shape[1], dtype), memory_space=plgpu.SMEM, **shared)
 
@@ -67,12 +69,12 @@ def differentiated_as(formula: Callable[..., Any], kernel: Callable[..., Any]) -
 
 
 def supports_transposed_reads(interpret: Any) -> bool:
-    """Whether a kernel may hand a transposed block to the tensor cores: always, but in the interpreter of jax 0.10."""
+    """Return whether a kernel may hand a transposed block to the tensor cores: always, but in the interpreter of jax 0.10."""
     return interpret is None or hasattr(plgpu, "InterpretGPUParams")
 
 
 def takes_ref(interpret: Any, *operands: jax.Array) -> bool:
-    """Whether a kernel may work in place of an operand, on a ref that `pl.run_state` makes of it.
+    """Return whether a kernel may work in place of an operand, on a ref that `pl.run_state` makes of it.
 
     Not in the interpreter of jax 0.10, and from jax 0.11 on not where what it is given varies along mesh axes.
     """
@@ -86,7 +88,8 @@ def _varying(operands: Sequence[jax.Array]) -> frozenset[str]:
 
 
 def in_wide_words(values: jax.Array, interpret: Any) -> jax.Array:
-    """Values [n] just loaded from device memory, of which every thread of a warpgroup loads 16 bytes at once if n allows it.
+    """Return values [n] just loaded from device memory, of which every thread of a warpgroup loads 16 bytes at once if n
+    allows it.
 
     Mosaic's own choice is 8 bytes. The interpreter, where it makes no difference, does not know the request in jax 0.10.
     """
@@ -97,7 +100,7 @@ def in_wide_words(values: jax.Array, interpret: Any) -> jax.Array:
 
 
 def persistent_grid(count: int, interpret: Any, resident: int = 1, cluster: int = 1) -> dict[str, int]:
-    """A grid of so many programs per multiprocessor, each looping over its share of so many blocks (`for_each_block`).
+    """Return a grid of so many programs per multiprocessor, each looping over its share of so many blocks (`for_each_block`).
 
     A grid of clusters where there are any.
     """
@@ -247,7 +250,7 @@ def launch_in_place(
 
 
 def shaped_like(shape: tuple[int, ...], dtype: Any, *operands: jax.Array) -> jax.ShapeDtypeStruct:
-    """A result that, inside `shard_map`, varies along every mesh axis along which an operand does."""
+    """Return a result that, inside `shard_map`, varies along every mesh axis along which an operand does."""
     axes = _varying(operands)
     kind: dict[str, Any] = {"manual_axis_type": jax.sharding.ManualAxisType(varying=axes)} if axes else {}
     return jax.ShapeDtypeStruct(shape, dtype, **kind)
@@ -261,12 +264,14 @@ def zeros(result: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def default_blocks(op: str, dtype: Any, shape: tuple[int, ...]) -> Blocks:
-    """The block sizes of `shared_specs.kernels.blocks` for this op on Hopper. shape: the sizes that no shard count changes."""
+    """Return the block sizes of `shared_specs.kernels.blocks` for this op on Hopper. shape: the sizes that no shard count
+    changes.
+    """
     return blocks_for("pallas", op, ARCHITECTURE, str(jnp.dtype(dtype)), shape)
 
 
 def narrowed(blocks: Blocks, columns: int) -> Blocks:
-    """The blocks, or narrower ones down to one piece that divide a result of this many columns.
+    """Return the blocks, or narrower ones down to one piece that divide a result of this many columns.
 
     Which additions make an element does not depend on the width of its block.
     """
@@ -279,7 +284,7 @@ def narrowed(blocks: Blocks, columns: int) -> Blocks:
 def mlp_reason(
     dtype: Any, *, hidden: int, intermediate: int, out: int, gated: bool, deterministic: bool = False
 ) -> str | None:
-    """Why the kernels cannot run the MLP's shards, of any length; None where they can. deterministic: every product."""
+    """Return why the kernels cannot run the MLP's shards, of any length; None where they can. deterministic: every product."""
     if not (gated or deterministic):
         return "The Pallas kernels are those of an MLP with a gate, found w_gate=None."
     if str(jnp.dtype(dtype)) not in KERNEL_DTYPES:
@@ -301,7 +306,7 @@ def mlp_reason(
 
 
 def _size_rules(op: str, blocks: Blocks, n: int, k: int) -> tuple[tuple[int, int], ...]:
-    """Each size with what it has to be a multiple of: N and K of a product, both dims of a weight's gradient."""
+    """Return each size with what it has to be a multiple of: N and K of a product, both dims of a weight's gradient."""
     match op:
         case "weight_gradient":
             return (n, blocks.rows), (k, PIECE)

@@ -44,7 +44,7 @@ class Split:
         return tuple(axis for axes in self.tokens or () for axis in axes)
 
     def unit(self, length: int) -> int:
-        """A length that every part of a dim so long is a multiple of as well, however the mesh cuts it evenly."""
+        """Return a length that every part of a dim so long is a multiple of as well, however the mesh cuts it evenly."""
         return math.gcd(length, self.mesh.size)
 
 
@@ -72,7 +72,7 @@ class TokenOp:
 def split_of(
     function: str, x: jax.Array, others: Iterable[jax.Array], columns: Iterable[tuple[jax.Array, int]], token_axes: Any
 ) -> Split | None:
-    """How the mesh that is here cuts a call; None where nothing has to be done about it.
+    """Return how the mesh that is here cuts a call; None where nothing has to be done about it.
 
     columns: weights with the dim that tensor parallelism splits.
     """
@@ -107,7 +107,7 @@ def on_own_tokens(split: Split | None, op: TokenOp, rows: Arrays, whole: Arrays)
 
 
 def _named(function: str, x: jax.Array, token_axes: Any, mesh: AbstractMesh) -> Split:
-    """The split that `Tiling.token_axes` names."""
+    """Return the split that `Tiling.token_axes` names."""
     entries = (token_axes,) if isinstance(token_axes, str) else token_axes
     tokens, lead = tuple(map(_names, entries)), x.shape[:-1]
     names = [axis for axes in tokens for axis in axes]
@@ -136,7 +136,7 @@ def _check_manual(function: str, token_axes: Any, mesh: AbstractMesh) -> None:
 
 
 def as_typed(primal: jax.Array, d: jax.Array) -> jax.Array:
-    """A gradient with the sharding of its primal's type: on Explicit axes the two have to agree."""
+    """Return a gradient with the sharding of its primal's type: on Explicit axes the two have to agree."""
     sharding = jax.typeof(primal).sharding
     same = jax.typeof(d).sharding.spec == sharding.spec
     return d if same or not sharding.mesh.explicit_axes else jax.sharding.reshard(d, sharding)
@@ -145,7 +145,7 @@ def as_typed(primal: jax.Array, d: jax.Array) -> jax.Array:
 def _on_device(
     op: TokenOp, tokens: Axes, columns: Axes, lead: int, rows: Arrays, whole: Arrays
 ) -> tuple[Arrays, Arrays]:
-    """The work of one device, whose parts are summed over the axes that cut them."""
+    """Return the work of one device, whose parts are summed over the axes that cut them."""
     local = rows["x"].shape[:lead]
     flat = {name: a.reshape(-1, *a.shape[lead:]) for name, a in rows.items()}
     if op.numbered and tokens:
@@ -190,7 +190,7 @@ class _Specs:
 
 
 def _mapped(op: TokenOp, split: Split, rows: Arrays, whole: Arrays, lead: int) -> tuple[Arrays, Arrays]:
-    """The work in a `shard_map` over axes that are known."""
+    """Return the work in a `shard_map` over axes that are known."""
     assert split.tokens is not None
     specs = _Specs(op, split.tokens, split.columns)
     run = partial(_on_device, op, split.token_axes, split.columns, lead)
@@ -211,7 +211,7 @@ def _mapped(op: TokenOp, split: Split, rows: Arrays, whole: Arrays, lead: int) -
 
 
 def _own_shapes(split: Split, rows: Arrays) -> Any:
-    """The shapes of a device's own part of the rows."""
+    """Return the shapes of a device's own part of the rows."""
     parts = [_size(split.mesh, axes) for axes in split.tokens or ()]
 
     def own(a: jax.Array) -> jax.ShapeDtypeStruct:
@@ -226,12 +226,12 @@ def _shapes(arrays: Any) -> Any:
 
 
 def _unsplit(op: TokenOp, lead: int, rows: Arrays, whole: Arrays) -> tuple[Arrays, Arrays]:
-    """The work on all tokens, left to XLA."""
+    """Return the work on all tokens, left to XLA."""
     return _on_device(op, (), (), lead, rows, whole)
 
 
 def _partitioned(op: TokenOp, split: Split, lead: int) -> Callable[[Arrays, Arrays], tuple[Arrays, Arrays]]:
-    """The work as an operation that the partitioner asks how to cut.
+    """Return the work as an operation that the partitioner asks how to cut.
 
     A batch of it (`jax.vmap`) has one more leading dim where it can; otherwise, and for a derivative of a derivative, it is
     the loop over all tokens, left to XLA.
@@ -266,14 +266,14 @@ def _partitioned(op: TokenOp, split: Split, lead: int) -> Callable[[Arrays, Arra
 
 
 def _of_one(batched: Any, rows: Arrays, whole: Arrays) -> Any:
-    """The shapes of one element of a batch."""
+    """Return the shapes of one element of a batch."""
     return jax.tree.map(
         lambda has, a: jax.ShapeDtypeStruct(a.shape[1:] if has else a.shape, a.dtype), batched, (rows, whole)
     )
 
 
 def _rule(op: TokenOp, lead: int, operands: Any, results: Any) -> str:
-    """Which dims of operands and results are cut alike, as an einsum of the names of dims."""
+    """Return which dims of operands and results are cut alike, as an einsum of the names of dims."""
     fresh = iter(range(10_000))
 
     def dims(name: str, ndim: int, tokens: bool) -> str:
@@ -297,7 +297,7 @@ def _rule(op: TokenOp, lead: int, operands: Any, results: Any) -> str:
 
 
 def _cut(op: TokenOp, lead: int, rows: Any, whole: Any) -> _Specs:
-    """How the operands of an operation are cut, from how they come: evenly, and no axis twice."""
+    """Return how the operands of an operation are cut, from how they come: evenly, and no axis twice."""
     mesh = _physical(rows, whole)
     size = partial(_size, mesh)
     used: set[str] = set()

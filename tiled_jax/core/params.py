@@ -39,7 +39,7 @@ def compute_dtype(x: jax.Array, params: Mapping[str, jax.Array], dtype: Any) -> 
 
 
 def as_operands(params: Mapping[str, jax.Array], dtype: jnp.dtype) -> dict[str, jax.Array]:
-    """The parameters in `dtype`; float32 beside a 16-bit dtype are master weights and stay what they are."""
+    """Return the parameters in `dtype`; float32 beside a 16-bit dtype are master weights and stay what they are."""
     return {name: a if _is_master(a.dtype, dtype) else a.astype(dtype) for name, a in params.items()}
 
 

@@ -8,7 +8,7 @@ from tiled_jax.core.linear_call import barrier
 
 
 def wide(dtype: jnp.dtype) -> jnp.dtype:
-    """The dtype of elementwise work and of sums: float64 for float64, else float32."""
+    """Return the dtype of elementwise work and of sums: float64 for float64, else float32."""
     return jnp.dtype(jnp.float64) if dtype == jnp.float64 else jnp.dtype(jnp.float32)
 
 

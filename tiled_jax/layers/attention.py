@@ -67,7 +67,7 @@ def _runs(tokens: int) -> int:
 
 
 def _run(keys: jax.Array, values: jax.Array, queries: jax.Array, start: int, block: int) -> jax.Array:
-    """Equal blocks of queries in one rolled loop; queries: [batch, kv_heads, count * block, group, d]."""
+    """Return equal blocks of queries in one rolled loop; queries: [batch, kv_heads, count * block, group, d]."""
     count = queries.shape[2] // block
     if count == 1:
         return _block_attention(keys, values, queries, jnp.int32(start))
@@ -79,7 +79,7 @@ def _run(keys: jax.Array, values: jax.Array, queries: jax.Array, start: int, blo
 
 @jax.checkpoint
 def _block_attention(keys: jax.Array, values: jax.Array, queries: jax.Array, start: jax.Array) -> jax.Array:
-    """One block: queries [batch, kv_heads, block, group, d] at positions start .. over all the given keys."""
+    """Return one block: queries [batch, kv_heads, block, group, d] at positions start .. over all the given keys."""
     dtype = queries.dtype
     block, keys_seen = queries.shape[2], keys.shape[2]
     product = partial(jnp.einsum, preferred_element_type=_wide(dtype), precision=precision_of(dtype))
@@ -92,7 +92,7 @@ def _block_attention(keys: jax.Array, values: jax.Array, queries: jax.Array, sta
 
 
 def _wide(dtype: jnp.dtype) -> jnp.dtype:
-    """The dtype of sums: float32, or float64 where everything is."""
+    """Return the dtype of sums: float32, or float64 where everything is."""
     return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
 
 

@@ -26,7 +26,7 @@ Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 def context_slice(batch: Mapping[str, Any], *, ignore_index: int = -100, axis_name: str) -> dict[str, Any]:
-    """This device's run of the tokens of a batch, with the positions and the labels that belong to it.
+    """Return this device's run of the tokens of a batch, with the positions and the labels that belong to it.
 
     Args:
         batch: name -> [B or 1, S, ...], the same on every device of the axis, S a multiple of R; None stays None.
@@ -62,7 +62,7 @@ def context_slice(batch: Mapping[str, Any], *, ignore_index: int = -100, axis_na
 
 
 def _arrays(function: str, batch: Any, axis: Axis) -> dict[str, jax.Array | None]:
-    """The batch, whose arrays have as many tokens, which the devices divide."""
+    """Return the batch, whose arrays have as many tokens, which the devices divide."""
     if not isinstance(batch, Mapping):
         fail_type(function, "batch", "a mapping of arrays", type(batch).__name__)
     given = {key: None if value is None else array(function, f"batch[{key!r}]", value) for key, value in batch.items()}

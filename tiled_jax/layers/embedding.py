@@ -33,7 +33,7 @@ def vocab_parallel_embedding(
     deterministic: bool = False,
     axis_name: str,
 ) -> jax.Array:
-    """Rows of an embedding table of which every device has a run: each looks up its own, and their results are summed.
+    """Return rows of an embedding table of which every device has a run: each looks up its own, and their results are summed.
 
     Args:
         ids: [*tokens], int32 | int64, the same on all devices. An id outside [0, V) has a row of NaN.

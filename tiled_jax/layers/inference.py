@@ -80,7 +80,8 @@ def row_parallel_linear_residual_norm(
     path: str = "auto",
     axis_name: str,
 ) -> tuple[jax.Array, jax.Array]:
-    """A row-parallel linear layer, the residual stream it adds to, and the norm of that, in one reduce-scatter and gather.
+    """Return a row-parallel linear layer, the residual stream it adds to, and the norm of that, in one reduce-scatter and
+    gather.
 
     h = residual + reduce_scatter(x @ weight) + bias; normed = rms_norm(h). No device normalises another one's tokens.
 

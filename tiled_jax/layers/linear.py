@@ -90,7 +90,7 @@ def row_parallel_linear(
     options: ParallelLinearOptions = DEFAULTS,
     axis_name: str,
 ) -> jax.Array:
-    """The sum over devices of x @ weight for each one's rows of the weight, plus bias.
+    """Return the sum over devices of x @ weight for each one's rows of the weight, plus bias.
 
     Args:
         x: [..., in / R] with input_is_parallel, else [..., in], the same on all devices, of which each takes its stretch.
@@ -202,11 +202,11 @@ class LinearCall:
         return cls(function, x, weight, bias, axis, tokens, options.stride, whole, options.explicit_expert_comm)
 
     def with_x(self, x: jax.Array) -> "LinearCall":
-        """The same call of an x of the same shape and dtype."""
+        """Return the same call of an x of the same shape and dtype."""
         return replace(self, x=x)
 
     def column(self, weight: jax.Array) -> jax.Array:
-        """All tokens and this device's columns."""
+        """Return all tokens and this device's columns."""
         x, axis = self.x, self.axis
         if self.explicit and axis.typed and axis.name not in varying(x):
             rule = "varying over the axis with options.explicit_expert_comm, whose gradient no device sums"
@@ -216,12 +216,12 @@ class LinearCall:
         return plus(_product(x, weight), self.bias)
 
     def part(self) -> jax.Array:
-        """This device's part of `row`, of all tokens."""
+        """Return this device's part of `row`, of all tokens."""
         x = scattered_columns(self.x, self.axis, self.stride) if self.whole else self.x
         return _product(x, self.weight)
 
     def row(self) -> jax.Array:
-        """The sum over devices of their parts, all tokens or this device's, without the bias."""
+        """Return the sum over devices of their parts, all tokens or this device's, without the bias."""
         part = self.part()
         if self.tokens is None:
             return conjugates.summed(part, self.axis)
@@ -238,13 +238,13 @@ def plus(y: jax.Array, bias: jax.Array | None) -> jax.Array:
 
 
 def gathered_columns(y: jax.Array, axis: Axis, stride: int) -> jax.Array:
-    """[..., out / R] of every device as [..., out], in the order of the undivided weight."""
+    """Return [..., out / R] of every device as [..., out], in the order of the undivided weight."""
     parts = y.reshape(*y.shape[:-1], stride, y.shape[-1] // stride)
     whole = conjugates.gathered(parts, axis, parts.ndim - 1, same=True)
     return whole.reshape(*y.shape[:-1], y.shape[-1] * axis.size)
 
 
 def scattered_columns(x: jax.Array, axis: Axis, stride: int) -> jax.Array:
-    """This device's [..., in / R] of [..., in]: a stretch of each of the `stride` parts."""
+    """Return this device's [..., in / R] of [..., in]: a stretch of each of the `stride` parts."""
     parts = x.reshape(*x.shape[:-1], stride, x.shape[-1] // stride)
     return conjugates.scattered(parts, axis, parts.ndim - 1).reshape(*x.shape[:-1], x.shape[-1] // axis.size)

@@ -189,7 +189,7 @@ class RowParallelLinear(nnx.Module):
         self.bias = nnx.Param(place(init_bias, everywhere, key, (out_features,), param_dtype)) if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array | tuple[jax.Array, jax.Array | None]:
-        """[..., in] ([..., s, in / s] with options.stride and input_is_parallel) -> [..., out], or (y, bias)."""
+        """Return [..., in] ([..., s, in / s] with options.stride and input_is_parallel) -> [..., out], or (y, bias)."""
         name, stride = type(self).__name__, self.options.stride
         weight, bias = self.weight[...], _value(self.bias)
         x = _tokens(name, x)
@@ -303,7 +303,7 @@ def _check(
     axis_name: Any,
     flags: dict[str, bool],
 ) -> int:
-    """The devices of the axis, once the arguments of a linear layer are of their kinds."""
+    """Return the devices of the axis, once the arguments of a linear layer are of their kinds."""
     name = type(layer).__name__
     checks.check_sizes(name, {"in_features": in_features, "out_features": out_features})
     layer_checks.check_flags(name, bias=bias, sequence_parallel=sequence_parallel, **flags)
@@ -347,7 +347,7 @@ def _split_at(dims: int, dim: int | None, axis_name: str) -> P:
 
 
 def _sequence_dim(function: str, layer: Any, shape: tuple[int, ...]) -> int | None:
-    """The dim of tokens of x or y that sequence parallelism splits over the devices, or None."""
+    """Return the dim of tokens of x or y that sequence parallelism splits over the devices, or None."""
     if not layer.sequence_parallel:
         return None
     ranks = layer.mesh.shape[layer.axis_name]

@@ -22,7 +22,7 @@ State = tuple[jax.Array, jax.Array]  # a typed key, and how many draws were made
 
 
 def seed_parallel(seed: Any, *, data: Any = 0, tensor: Any = 0, expert: Any = 0) -> "RandomStates":
-    """The named streams of one device, all derived from one seed and the device's place in the mesh.
+    """Return the named streams of one device, all derived from one seed and the device's place in the mesh.
 
     "data-parallel" differs from data rank to data rank and agrees over tensor and expert ranks: for activations that
     tensor ranks hold whole. "tensor-parallel" differs over tensor ranks as well: for activations that are split.
@@ -58,7 +58,7 @@ def seed_parallel(seed: Any, *, data: Any = 0, tensor: Any = 0, expert: Any = 0)
 
 
 def mesh_coordinates(*, data: Any = (), tensor: Any = (), expert: Any = ()) -> dict[str, Any]:
-    """The ranks of this device for `seed_parallel`, inside `jax.shard_map`, from names of mesh axes.
+    """Return the ranks of this device for `seed_parallel`, inside `jax.shard_map`, from names of mesh axes.
 
     Args:
         data, tensor, expert: a name or a tuple of names, such as ("dp_replicate", "dp_shard", "cp"); () is rank 0.
@@ -101,11 +101,11 @@ class RandomStates:
         self._streams[name] = (key, jax.numpy.zeros((), jax.numpy.uint32))
 
     def key(self, name: str = _DEFAULT) -> jax.Array:
-        """The key of the stream's next draw."""
+        """Return the key of the stream's next draw."""
         return self._draw("RandomStates.key", name)
 
     def keys(self, name: str = _DEFAULT, *, number: int) -> jax.Array:
-        """[number] keys, one draw of the stream in all: for the steps of a `lax.scan`."""
+        """Return [number] keys, one draw of the stream in all: for the steps of a `lax.scan`."""
         return jax.random.split(self._draw("RandomStates.keys", name), number)
 
     @contextmanager
@@ -121,7 +121,7 @@ class RandomStates:
         return nnx.Rngs(**{name: self._draw("RandomStates.rngs", stream) for name, stream in streams.items()})
 
     def states(self) -> dict[str, State]:
-        """Every stream's key and count, as `set_states` takes them. Keys and counts are arrays, safe to store."""
+        """Return every stream's key and count, as `set_states` takes them. Keys and counts are arrays, safe to store."""
         return dict(self._streams)
 
     def set_states(self, states: Mapping[str, State]) -> None:
@@ -169,7 +169,7 @@ def _is_key(value: Any) -> bool:
 
 
 def _key(function: str, argument: str, seed: Any) -> jax.Array:
-    """A typed key from an integer or from a key."""
+    """Return a typed key from an integer or from a key."""
     if _is_key(seed):
         return seed
     _check_integer(function, argument, seed, "an integer or a key")
@@ -194,5 +194,5 @@ def _known(key: jax.Array) -> bool:
 
 
 def _same(a: jax.Array, b: jax.Array) -> bool:
-    """Whether two keys are equal; two that are not known yet are not compared."""
+    """Return whether two keys are equal; two that are not known yet are not compared."""
     return _known(b) and a.dtype == b.dtype and bool((jax.random.key_data(a) == jax.random.key_data(b)).all())

@@ -136,7 +136,7 @@ def checkpoint_without_output(fn: Layer, consumer: Callable[[Any], Any]) -> Laye
 
 
 def offload_refused() -> str | None:
-    """Why nothing can wait in host memory here; None where it can."""
+    """Return why nothing can wait in host memory here; None where it can."""
     device = jax.devices()[0]
     if device.platform == "cpu":
         return "The memory of a CPU device is the host's: there is nowhere to move to."
@@ -162,7 +162,7 @@ def _check(function: str, checkpointing: Checkpointing | None) -> None:
 
 
 def _replays(checkpointing: Checkpointing, index: int) -> bool:
-    """Whether the layer at `index` is computed again."""
+    """Return whether the layer at `index` is computed again."""
     return checkpointing.mode != "layers" or (index + 1) % (checkpointing.every or 1) == 0
 
 
@@ -191,7 +191,9 @@ def _with_named_input(layer: Layer) -> Layer:
 
 
 def _with_names(layer: Layer, operators: bool) -> Layer:
-    """The layer, its first, third, ... matrix product under the name that the policy keeps; `operators`: more, see `_Names`."""
+    """Return the layer, its first, third, ... matrix product under the name that the policy keeps; `operators`: more, see
+    `_Names`.
+    """
 
     def named(*args: Any) -> Any:
         closed, shape = jax.make_jaxpr(lambda *args: layer(*args), return_shape=True)(*args)
@@ -227,13 +229,13 @@ class _Names:
         return None
 
     def _attends(self, equation: Any) -> bool:
-        """Whether a product of every head by itself is that of the softmax before it, whatever its layout is by then."""
+        """Return whether a product of every head by itself is that of the softmax before it, whatever its layout is by then."""
         elements, self._probabilities = self._probabilities, 0
         return elements > 0 and elements in [atom.aval.size for atom in equation.invars]
 
 
 def _called(equation: Any) -> str | None:
-    """The name of the function that an equation calls, such as one with a rule of its own."""
+    """Return the name of the function that an equation calls, such as one with a rule of its own."""
     inner = equation.params.get("call_jaxpr") if equation.primitive.name == "custom_jvp_call" else None
     return equation.params.get("name") if inner is None else inner.jaxpr.debug_info.func_name
 

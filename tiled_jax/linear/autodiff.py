@@ -55,7 +55,7 @@ class Cut:
         return self.parts * self.longest
 
     def run(self, a: jax.Array, part: int, dim: int = -1) -> jax.Array:
-        """One run of a dim as users know it."""
+        """Return one run of a dim as users know it."""
         return lax.slice_in_dim(a, self.edges[part], self.edges[part + 1], axis=dim)
 
     def pad(self, a: jax.Array, dim: int = -1) -> jax.Array:
@@ -181,7 +181,7 @@ def tiled_linear(
 def _gathers(
     function: str, weight: jax.Array, tiles: Tiles, axes: tuple[str | None, str | None], kinds: dict[str, AxisType]
 ) -> tuple[Gather | None, Gather | None]:
-    """Who gathers each dim of a tile: a collective of ours inside `shard_map`, the compiler elsewhere."""
+    """Return who gathers each dim of a tile: a collective of ours inside `shard_map`, the compiler elsewhere."""
 
     def of(dim: int, axis: str | None) -> Gather | None:
         local, whole = weight.shape[2 + dim], tiles.shape[2 + dim]
@@ -226,7 +226,7 @@ def _linear(call: Call, x: jax.Array, weight: jax.Array, bias: jax.Array | None)
 
 
 def _tile(flat: jax.Array, index: Any, dtype: Any) -> jax.Array:
-    """One stored tile, cast before it is gathered: a 16-bit gather of float32 masters."""
+    """Return one stored tile, cast before it is gathered: a 16-bit gather of float32 masters."""
     return lax.dynamic_index_in_dim(flat, index, keepdims=False).astype(dtype)
 
 

@@ -56,12 +56,12 @@ class TiledLinear(nn.Module):
         return params
 
     def tile_params(self, params: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """The parameters of this layer from those of an nn.Dense: kernel [in, out] and bias."""
+        """Return the parameters of this layer from those of an nn.Dense: kernel [in, out] and bias."""
         tiles, rest = self._config().tiles, {name: value for name, value in params.items() if name != "kernel"}
         return {"weight": tiles.stack(params["kernel"]), **rest}
 
     def untile_params(self, params: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """The parameters of an nn.Dense from those of this layer."""
+        """Return the parameters of an nn.Dense from those of this layer."""
         tiles, rest = self._config().tiles, {name: value for name, value in params.items() if name != "weight"}
         return {"kernel": tiles.unstack(params["weight"]), **rest}
 

@@ -106,7 +106,7 @@ class TiledLinear(nnx.Module):
         input_is_already_split: bool = False,
         combine_out_splits: bool = True,
     ) -> Self:
-        """The tiles of one plain layer (nnx.Linear), in its dtypes; the values are copied.
+        """Return the tiles of one plain layer (nnx.Linear), in its dtypes; the values are copied.
 
         UnsupportedError where it is more than its kernel and bias: a subclass with a call of its own, a precision, a
         dot_general.
@@ -127,7 +127,7 @@ class TiledLinear(nnx.Module):
         )
 
     def to_linear(self) -> nnx.Linear:
-        """One plain layer with the values of the tiles, which are copied."""
+        """Return one plain layer with the values of the tiles, which are copied."""
         tiles, has_bias = self.config.tiles, self.bias is not None
         weight = self.weight[...]
         linear = nnx.Linear(1, 1, use_bias=has_bias, dtype=self.dtype, param_dtype=weight.dtype, rngs=nnx.Rngs(0))

@@ -54,7 +54,7 @@ class LinearConfig:
         return self.tiles.outputs.strip(y) if self.combine_out_splits else self.tiles.outputs.split(y)
 
     def bias(self, bias: jax.Array) -> Outputs:
-        """The bias in the form of the outputs."""
+        """Return the bias in the form of the outputs."""
         outputs = self.tiles.outputs
         return bias if self.combine_out_splits else [outputs.run(bias, part) for part in range(outputs.parts)]
 
@@ -82,7 +82,7 @@ def make_linear_config(
     *,
     bias: bool,
 ) -> LinearConfig:
-    """The options of a module, checked when it is made and not when it is first called."""
+    """Return the options of a module, checked when it is made and not when it is first called."""
     flags = {"input_is_already_split": input_is_already_split, "combine_out_splits": combine_out_splits, "bias": bias}
     linear_checks.check_tiled_linear(function, in_features, out_features, in_splits, out_splits, **flags)
     if sharding is not None and (not isinstance(sharding, tuple) or len(sharding) != 2):
@@ -117,7 +117,7 @@ def initialisers(
 
 
 def stacked_init(init: Any, tiles: Tiles) -> Any:
-    """An initialiser of stacked tiles: those of the one whole weight that `init` draws, for every number of tiles."""
+    """Return an initialiser of stacked tiles: those of the one whole weight that `init` draws, for every number of tiles."""
 
     def draw(key: jax.Array, shape: Sequence[int], dtype: Any) -> jax.Array:
         assert tuple(shape) == tiles.shape

@@ -42,7 +42,7 @@ def tiled_linear_cross_entropy(
     tiling: Tiling | None = None,
     backend: str = "auto",
 ) -> Any:
-    """The cross entropy of logits x w + b, one shard of tokens at a time, exactly.
+    """Return the cross entropy of logits x w + b, one shard of tokens at a time, exactly.
 
     loss = mean or sum over tokens of log Σ exp(z) - z_target, z = x w + b, and what `LossOptions` adds. Logits exist for
     one shard, [t, V], or with `Tiling(vocab_shards=n)` for a part of one, [t, ceil(V / n)]; never [T, V].
@@ -105,7 +105,7 @@ def linear_cross_entropy(
     sequence_parallel: bool = False,
     split_sizes: Any = None,
 ) -> Any:
-    """One checked call. `axis`: the mesh axis over which a vocabulary of `vocab` entries is split, and with
+    """Return one checked call. `axis`: the mesh axis over which a vocabulary of `vocab` entries is split, and with
     sequence_parallel the tokens, of which every device has `split_sizes`."""
     given, x = targets, array(function, "x", x)
     w = {"weight": array(function, "weight", weight)} | (
@@ -186,7 +186,7 @@ def check_targets(function: str, targets: Any, vocab: int, ignore_index: int) ->
 
 
 def _arrays(function: str, loss: LossOptions) -> dict[str, jax.Array]:
-    """The arrays among the options."""
+    """Return the arrays among the options."""
     found = (
         {} if loss.class_weight is None else {"class_weight": array(function, "loss.class_weight", loss.class_weight)}
     )
@@ -248,7 +248,7 @@ class _MakePlan:
         return loss_costs.plan_loss(self.function, shape, **cut, device=self.device)
 
     def gathered(self, tokens: int, ranks: int) -> ShardPlan:
-        """The plan of a device's own tokens where each of so many devices has as many, and shards are gathered."""
+        """Return the plan of a device's own tokens where each of so many devices has as many, and shards are gathered."""
         entries = self.shape.vocab
         shape = self._padded(tokens, entries)
         cut = {name: getattr(self.options, name) for name in ("num_shards", "shard_tokens", "memory_budget")}
@@ -261,13 +261,13 @@ class _MakePlan:
         return ShardPlan(tokens, plan.shard_tokens)
 
     def _padded(self, tokens: int, entries: int) -> loss_costs.LossShape:
-        """The shape with the padding behind every part of the vocabulary."""
+        """Return the shape with the padding behind every part of the vocabulary."""
         parts = self.shape.vocab_shards
         longest = -(-entries // parts)
         return replace(self.shape, tokens=tokens, vocab=entries + parts * (self.steps.columns(longest) - longest))
 
     def _beside(self, shape: loss_costs.LossShape, entries: int, shard: int) -> int:
-        """Bytes that the formulas do not count, for shards of so many tokens."""
+        """Return bytes that the formulas do not count, for shards of so many tokens."""
         # Parts of the vocabulary are copies anyway, and so is a weight in another dtype.
         padded = shape.vocab > entries and shape.vocab_shards == 1 and not shape.cast_bytes
         # The formulas count 16-bit dlogits beside the logits, wider ones in their place.

@@ -73,8 +73,9 @@ class _LossRules:
 def _results(
     call: Call, operands: Arrays, wanted: tuple[str, ...], *, save: bool
 ) -> tuple[Arrays, Arrays, Arrays, jax.Array | None]:
-    """The loss and the outputs asked for, the numbers of every token that they are made of, the gradients of the sum of the
-    losses where forward makes them, and what a mean multiplies the sum with, times what those gradients were divided by."""
+    """Return the loss and the outputs asked for, the numbers of every token that they are made of, the gradients of the sum
+    of the losses where forward makes them, and what a mean multiplies the sum with, times what those gradients were divided
+    by."""
     options, rows, whole = call.rules.options, *_rows_and_whole(operands)
     names = {"loss", *options.outputs} | ({"best", "total"} if save and not call.in_forward else set())
     names |= {"weight"} if options.reduction == "mean" and "class_weight" in whole else set()
@@ -105,7 +106,7 @@ def _results(
 
 
 def _tangents_of_numbers(call: Call, arrays: Arrays, t: Arrays, names: tuple[str, ...]) -> Arrays:
-    """The tangents [tokens] of what there is of every token, from those of operands."""
+    """Return the tangents [tokens] of what there is of every token, from those of operands."""
     rows, whole = _rows_and_whole(arrays)
 
     def run(rows: Arrays, whole: Arrays, axes: tuple[str, ...]) -> tuple[Arrays, Arrays]:
@@ -121,7 +122,7 @@ def _tangents_of_numbers(call: Call, arrays: Arrays, t: Arrays, names: tuple[str
 
 
 def _gradients(call: Call, arrays: Arrays, g: Arrays, wanted: tuple[str, ...]) -> Arrays:
-    """Gradients of operands, from those of results: one for all tokens, or one of every token."""
+    """Return gradients of operands, from those of results: one for all tokens, or one of every token."""
     rows, whole = _rows_and_whole(arrays)
 
     def run(rows: Arrays, whole: Arrays, axes: tuple[str, ...]) -> tuple[Arrays, Arrays]:
@@ -145,7 +146,7 @@ def _rows_and_whole(operands: Arrays) -> tuple[Arrays, Arrays]:
 
 
 def _on_device(call: Call, rows: Arrays, whole: Arrays, axes: tuple[str, ...]) -> tuple[Call, Arrays, Arrays]:
-    """A device's own call, its weight and bias, and what has no gradient."""
+    """Return a device's own call, its weight and bias, and what has no gradient."""
     w = {name: whole[name] for name in COLUMNS if name in whole}
     fixed = {"targets": rows["targets"]} | {name: whole[name] for name in ("class_weight",) if name in whole}
     return call.on_device(rows["x"].shape[0], w["weight"].shape[1], axes), w, fixed
@@ -159,7 +160,7 @@ def _op(run: Any) -> TokenOp:
 
 
 def _reduced(call: Call, a: jax.Array, arrays: Arrays) -> jax.Array:
-    """The tangent of the loss from those of every token."""
+    """Return the tangent of the loss from those of every token."""
     if call.rules.options.reduction == "none":
         return a
     return _sum(call, a) * arrays["mean"] if "mean" in arrays else _sum(call, a)
@@ -179,7 +180,7 @@ def _means(call: Call, operands: Arrays, numbers: Arrays) -> tuple[jax.Array, ja
 
 
 def _sum(call: Call, a: jax.Array) -> jax.Array:
-    """The sum over all tokens of the axis."""
+    """Return the sum over all tokens of the axis."""
     own = jnp.sum(a)
     return own if call.tokens is None else lax.psum(call.tokens.differing(own), call.tokens.name)
 

@@ -59,7 +59,7 @@ class Call:
         return self.rules.gradients_with_loss and len(self.parts) == 1
 
     def on_device(self, tokens: int, entries: int, axes: tuple[str, ...]) -> "Call":
-        """The call of a device that has so many tokens, and so many entries of a vocabulary that `axes` split."""
+        """Return the call of a device that has so many tokens, and so many entries of a vocabulary that `axes` split."""
         if self.split is None or self.replan is None:
             return self
         plan = self.plan if tokens == self.plan.tokens else self.replan(tokens, entries)
@@ -76,8 +76,8 @@ def forward(
     wanted: tuple[str, ...],
     unit: Any = None,
 ) -> tuple[Arrays, Arrays]:
-    """The numbers [T] asked for, and the gradients of the sum of the losses divided by `unit`: of x in its dtype, of others in
-    the wide one."""
+    """Return the numbers [T] asked for, and the gradients of the sum of the losses divided by `unit`: of x in its dtype, of
+    others in the wide one."""
     backends.record_run(NAME, call.steps.backend)
     setting = _Setting.of(call, x, w, fixed)
 
@@ -98,7 +98,7 @@ def forward(
 def tangents(
     call: Call, x: jax.Array, w: Arrays, fixed: Arrays, numbers: Arrays, t: Arrays, names: Collection[str]
 ) -> Arrays:
-    """The tangents [T] of numbers of every token, from those of x, weight and bias.
+    """Return the tangents [T] of numbers of every token, from those of x, weight and bias.
 
     That of a number is the sum over the vocabulary of its gradient times the tangent of the logits.
     """
@@ -136,7 +136,7 @@ def tangents(
 
 
 def _tangent_of_logits(x: jax.Array, of_x: jax.Array | None, part: Part, moved: Part, of_w: Arrays) -> jax.Array:
-    """The tangent [t, v] of the logits, in the wide dtype."""
+    """Return the tangent [t, v] of the logits, in the wide dtype."""
     acc = wide(x.dtype)
     assert part.weight is not None
     assert moved.weight is not None
@@ -149,7 +149,7 @@ def _tangent_of_logits(x: jax.Array, of_x: jax.Array | None, part: Part, moved: 
 def backward(
     call: Call, x: jax.Array, w: Arrays, fixed: Arrays, numbers: Arrays, g: Arrays, wanted: tuple[str, ...]
 ) -> Arrays:
-    """Gradients for upstream ones [T] of numbers per token, from the logits of every shard and part, computed again."""
+    """Return gradients for upstream ones [T] of numbers per token, from the logits of every shard and part, computed again."""
     # Without the barrier XLA merges the logits of a single shard with those of forward and keeps them in between.
     x, w, fixed, numbers, g = barrier((x, w, fixed, numbers, g))
     setting = _Setting.of(call, x, w, fixed)
@@ -190,7 +190,7 @@ class _Shard(NamedTuple):
 
 
 def _with_shard(call: Call, setting: "_Setting", gradients: Arrays, of: _Shard) -> Arrays:
-    """The gradients with what a shard adds: its rows of dx, written once, and its share of the sums over tokens."""
+    """Return the gradients with what a shard adds: its rows of dx, written once, and its share of the sums over tokens."""
 
     def part(first: Any, entries: int, sums: Arrays) -> Arrays:
         own, dlogits = setting.part(first, entries), of.dlogits
@@ -260,7 +260,7 @@ class _Setting(NamedTuple):
         return {name: vary_over(jnp.zeros(x.shape[0], self.dtype), self.token_axes) for name in sorted(names)}
 
     def with_rows(self, call: Call, numbers: Arrays, values: Arrays, start: Any) -> Arrays:
-        """The numbers with those of one shard."""
+        """Return the numbers with those of one shard."""
         return {
             name: _set_rows(rows, vary_over(_own(call, values[name]), self.token_axes), start, 0)
             for name, rows in numbers.items()
@@ -301,7 +301,9 @@ def _parts(call: Call, w: Arrays, class_weight: jax.Array | None) -> Callable[[A
 def _statistics(
     call: Call, setting: _Setting, x_shard: jax.Array, labels: Labels, *, gradient: bool, unit: Any = None
 ) -> tuple[Statistics, jax.Array | None]:
-    """One shard's statistics over the whole vocabulary, and with `gradient` the dlogits of the sum of its losses by `unit`."""
+    """Return one shard's statistics over the whole vocabulary, and with `gradient` the dlogits of the sum of its losses by
+    `unit`.
+    """
     rules, steps, whole, unit = call.rules, call.steps, call.parts.tokens, 1 if unit is None else unit
 
     def logits_and_part(first: Any, entries: int) -> tuple[jax.Array, Part]:
@@ -367,12 +369,12 @@ def _for_each_shard(call: Call, given: _Given, run: Callable[[Any, int, _Given, 
 
 
 def _own(call: Call, a: jax.Array) -> jax.Array:
-    """A device's own tokens of a shard's."""
+    """Return a device's own tokens of a shard's."""
     return a if call.tokens is None else call.tokens.own(a)
 
 
 def of_all(call: Call, size: jax.Array) -> jax.Array:
-    """The largest of all tokens of the axis."""
+    """Return the largest of all tokens of the axis."""
     return size if call.tokens is None else lax.pmax(call.tokens.differing(size), call.tokens.name)
 
 

@@ -80,7 +80,7 @@ class Slopes(NamedTuple):
 
 
 def make_labels(rules: Rules, targets: jax.Array, class_weight: jax.Array | None, dtype: jnp.dtype) -> Labels:
-    """The labels of targets [t], class weights [V] given whole."""
+    """Return the labels of targets [t], class weights [V] given whole."""
     valid = targets != rules.options.ignore_index
     wrong = valid & ((targets < 0) | (targets >= rules.vocab))
     weight = valid.astype(dtype)
@@ -119,7 +119,7 @@ def logits_of(x: jax.Array, part: Part) -> jax.Array:
 
 
 def nothing(tokens: int, dtype: jnp.dtype, options: LossOptions) -> Statistics:
-    """The statistics of no entries at all."""
+    """Return the statistics of no entries at all."""
     zeros = jnp.zeros(tokens, dtype)
     return Statistics(
         best=jnp.full(tokens, LEAST, dtype),
@@ -131,7 +131,7 @@ def nothing(tokens: int, dtype: jnp.dtype, options: LossOptions) -> Statistics:
 
 
 def statistics(rules: Rules, logits: jax.Array, part: Part, target: jax.Array) -> Statistics:
-    """The statistics of one part from its logits [t, v]."""
+    """Return the statistics of one part from its logits [t, v]."""
     entries, logits_wide = _entries(part, logits, target), logits.astype(wide(logits.dtype))
     real = entries < rules.vocab if rules.padded else None
     compared = _or(real, _signed(rules, logits_wide), LEAST)
@@ -151,14 +151,14 @@ def statistics(rules: Rules, logits: jax.Array, part: Part, target: jax.Array) -
 
 
 def merge(rules: Rules, a: Statistics, b: Statistics) -> Statistics:
-    """The statistics of two parts together."""
+    """Return the statistics of two parts together."""
     best = jnp.maximum(a.best, b.best)
     added: Statistics = jax.tree.map(jnp.add, _moved(rules, a, best), _moved(rules, b, best))
     return added._replace(best=best)
 
 
 def reduce_over(rules: Rules, axis: str, found: Statistics) -> Statistics:
-    """The statistics of the whole vocabulary from those of every device's part: one maximum and one sum."""
+    """Return the statistics of the whole vocabulary from those of every device's part: one maximum and one sum."""
     along = varying(lax.axis_index(axis))  # empty where arrays have no varying types
     found = jax.tree.map(lambda a: vary_over(a, along), found)
     best = lax.stop_gradient(lax.pmax(found.best, axis))
@@ -168,7 +168,7 @@ def reduce_over(rules: Rules, axis: str, found: Statistics) -> Statistics:
 
 
 def _moved(rules: Rules, found: Statistics, best: jax.Array) -> Statistics:
-    """The same relative to a larger best."""
+    """Return the same relative to a larger best."""
     shift = score(rules, found.best) - score(rules, best)
     factor = jnp.exp(shift)
     spread = None if found.spread is None else factor * (found.spread + shift * found.total)
@@ -176,7 +176,7 @@ def _moved(rules: Rules, found: Statistics, best: jax.Array) -> Statistics:
 
 
 def values(rules: Rules, labels: Labels, found: Statistics, class_total: jax.Array | float) -> dict[str, jax.Array]:
-    """The loss and every output of each token, [t]; what nobody asks for costs nothing once compiled."""
+    """Return the loss and every output of each token, [t]; what nobody asks for costs nothing once compiled."""
     options = rules.options
     log_total, lse = jnp.log(found.total), log_sum_exp(rules, found)
     nll = log_total + (score(rules, found.best) - score(rules, found.target))
@@ -202,7 +202,7 @@ def values(rules: Rules, labels: Labels, found: Statistics, class_total: jax.Arr
 def slopes(
     rules: Rules, labels: Labels, lse: jax.Array, class_total: jax.Array | float, g: dict[str, jax.Array]
 ) -> Slopes:
-    """The coefficients of every token [t] for upstream gradients g per token of loss, log_probs, lse and entropy."""
+    """Return the coefficients of every token [t] for upstream gradients g per token of loss, log_probs, lse and entropy."""
     options, zero = rules.options, jnp.zeros_like(lse)
     smooth = options.label_smoothing
     g_loss = jnp.where(labels.valid, g["loss"], 0) if "loss" in g else zero
@@ -220,20 +220,23 @@ def slopes(
 def slopes_of_losses(
     rules: Rules, labels: Labels, lse: jax.Array, class_total: jax.Array | float, size: jax.Array | float = 1
 ) -> Slopes:
-    """The coefficients of the sum of the losses, divided by `size`."""
+    """Return the coefficients of the sum of the losses, divided by `size`."""
     return slopes(rules, labels, lse, class_total, {"loss": jnp.ones_like(lse) / size})
 
 
 def size_of_losses(
     rules: Rules, labels: Labels, class_total: jax.Array | float, class_weight: jax.Array | None
 ) -> jax.Array:
-    """[]: how large the gradients of the sum of the losses in the logits are, but for what z_loss adds; a power of two."""
+    """Return []: how large the gradients of the sum of the losses in the logits are, but for what z_loss adds; a power of
+    two.
+    """
     without_lse = jnp.zeros_like(labels.weight)
     return size_of_gradients(rules, slopes_of_losses(rules, labels, without_lse, class_total), class_weight)
 
 
 def size_of_gradients(rules: Rules, found: Slopes, class_weight: jax.Array | None) -> jax.Array:
-    """[]: a power of two near the largest gradient in the logits that finite ones of these coefficients give; near 1 for none.
+    """Return []: a power of two near the largest gradient in the logits that finite ones of these coefficients give; near 1
+    for none.
 
     Dividing gradients by it and multiplying by it later rounds nothing, and what is stored in between is near 1, where
     float16 has most of its digits.
@@ -256,7 +259,7 @@ def logit_gradients(
     slope: Slopes,
     entropy: jax.Array | None,
 ) -> jax.Array:
-    """The gradient [t, v] of the logits, in their dtype. `found`: best and total over the whole vocabulary."""
+    """Return the gradient [t, v] of the logits, in their dtype. `found`: best and total over the whole vocabulary."""
     z, bend = scores(rules, logits.astype(wide(logits.dtype)))
     entries = _entries(part, logits, labels.target)
     log_p = z - score(rules, found.best)[:, None] - jnp.log(found.total)[:, None]
@@ -295,7 +298,7 @@ def without_columns(a: jax.Array, columns: int | None) -> jax.Array:
 
 
 def _entries(part: Part, logits: jax.Array, target: jax.Array) -> jax.Array:
-    """[1, v]: which entry of the vocabulary a column is."""
+    """Return [1, v]: which entry of the vocabulary a column is."""
     return (jnp.asarray(part.first, target.dtype) + jnp.arange(logits.shape[1], dtype=target.dtype))[None, :]
 
 
@@ -305,7 +308,7 @@ def _or(real: jax.Array | None, a: jax.Array, padding: float) -> jax.Array:
 
 
 def _pick(logits: jax.Array, column: jax.Array) -> jax.Array:
-    """The logit [t] of each token's column in the wide dtype, 0 where there is no such column."""
+    """Return the logit [t] of each token's column in the wide dtype, 0 where there is no such column."""
     here = (column >= 0) & (column < logits.shape[1])
     inside = vary_over(jnp.where(here, column, 0), varying(logits))
     picked = jnp.take_along_axis(vary_over(logits, varying(column)), inside[:, None], axis=1)[:, 0]
@@ -313,7 +316,7 @@ def _pick(logits: jax.Array, column: jax.Array) -> jax.Array:
 
 
 def _omega(rules: Rules, part: Part, entries: jax.Array, dtype: jnp.dtype) -> jax.Array | None:
-    """[1, v]: the class weights, 0 for padding; None where all are 1."""
+    """Return [1, v]: the class weights, 0 for padding; None where all are 1."""
     if part.class_weight is not None:  # zero beyond V
         return part.class_weight[None, :]
     return (entries < rules.vocab).astype(dtype) if rules.padded else None

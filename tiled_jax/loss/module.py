@@ -81,7 +81,7 @@ class TiledLinearCrossEntropy(nnx.Module):
         tiling: Tiling | None = None,
         backend: str = "auto",
     ) -> Self:
-        """A module around an existing weight [H, V] and bias [V]; they become its parameters without a copy."""
+        """Return a module around an existing weight [H, V] and bias [V]; they become its parameters without a copy."""
         function = "TiledLinearCrossEntropy.from_weights"
         params = {"weight": array(function, "weight", weight)}
         params |= {} if bias is None else {"bias": array(function, "bias", bias)}

@@ -27,7 +27,8 @@ class LossConfig:
     def apply(
         self, x: jax.Array, targets: jax.Array, params: Mapping[str, jax.Array], dtype: Any, **arrays: Any
     ) -> Any:
-        """One `tiled_linear_cross_entropy` call: x and the parameters (by name) in `dtype`, or in the one they promote to.
+        """Return one `tiled_linear_cross_entropy` call: x and the parameters (by name) in `dtype`, or in the one they
+        promote to.
 
         float32 parameters beside a 16-bit dtype are handed over as they are, so that their gradients stay float32.
         `arrays`: class_weight and num_valid where they are not None; they replace those of the options.
@@ -47,7 +48,7 @@ class LossConfig:
 
 
 def make_loss_config(loss: Any, num_shards: int | None, tiling: Tiling | None, backend: str) -> LossConfig:
-    """The options of a module, checked when it is made and not when it is first called."""
+    """Return the options of a module, checked when it is made and not when it is first called."""
     loss_checks.check_loss_options(_NAME, loss)
     checks.check_backend(_NAME, backend, JAX, backends.usable_backends())
     resolved = checks.resolve_tiling(_NAME, num_shards, 0.0, tiling, unused=("keep", "deterministic"), token_axes=True)

@@ -96,7 +96,7 @@ def vocab_parallel_cross_entropy(
     vocab_size: int | None = None,
     axis_name: str,
 ) -> jax.Array:
-    """The cross entropy of every token from logits whose vocabulary is split over a mesh axis.
+    """Return the cross entropy of every token from logits whose vocabulary is split over a mesh axis.
 
     loss = (1 - ε) (lse - z_target) + ε / V Σ (lse - z). No array but the given logits and their gradient has their size.
 
@@ -176,7 +176,7 @@ class _LogitsRules:
 
 
 def _slopes(call: _Call, saved: Saved, upstream: jax.Array) -> jax.Array:
-    """The derivative of each token's loss in this device's logits, times `upstream`."""
+    """Return the derivative of each token's loss in this device's logits, times `upstream`."""
     logits, target, best, total = (saved.arrays[name] for name in ("logits", "target", "best", "total"))
     labels = loss_math.make_labels(call.rules, target, None, wide(logits.dtype))
     found = Statistics(best, total, target=best, weighted=None, spread=None)
@@ -186,7 +186,7 @@ def _slopes(call: _Call, saved: Saved, upstream: jax.Array) -> jax.Array:
 
 
 def _part(call: _Call, logits: jax.Array) -> Part:
-    """This device's entries."""
+    """Return this device's entries."""
     return Part(lax.axis_index(call.axis) * logits.shape[-1], None, None, None)
 
 

@@ -21,15 +21,15 @@ class LossSteps:
     backend: ClassVar[str] = "xla"
 
     def columns(self, entries: int) -> int:
-        """How many columns the logits of a part of the vocabulary have, padding among them."""
+        """Return how many columns the logits of a part of the vocabulary have, padding among them."""
         return entries
 
     def in_place(self, *operands: jax.Array) -> bool:
-        """Whether dlogits are written over the logits of a loss of these operands."""
+        """Return whether dlogits are written over the logits of a loss of these operands."""
         return True
 
     def statistics(self, rules: Rules, logits: jax.Array, part: Part, labels: Labels) -> Statistics:
-        """Statistics of the part, of every row."""
+        """Return statistics of the part, of every row."""
         return loss_math.statistics(rules, logits, part, labels.target)
 
     def gradient(
@@ -54,7 +54,7 @@ class LossSteps:
         class_total: jax.Array | int,
         size: jax.Array | float = 1,
     ) -> tuple[Statistics, jax.Array]:
-        """Statistics of a part that is the whole vocabulary, and dlogits of the sum of the losses divided by `size`."""
+        """Return statistics of a part that is the whole vocabulary, and dlogits of the sum of the losses divided by `size`."""
         found = self.statistics(rules, logits, part, labels)
         # Every reader of the logits but one done, their gradient is written over them.
         logits, after = barrier((logits, found))

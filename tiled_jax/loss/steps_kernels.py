@@ -98,7 +98,7 @@ class KernelLossSteps(LossSteps):
         return differentiated_as(formula, kernel)(logits, part, labels, total, size)
 
     def _run(self, launch: Callable[..., Any], rules: Rules, logits: jax.Array, *operands: Any) -> Any:
-        """One launch; under `shard_map` the logits, which become a result, vary wherever a result does."""
+        """Return one launch; under `shard_map` the logits, which become a result, vary wherever a result does."""
         logits = vary_over(logits, varying_of(jax.tree.leaves(operands)))
         return launch(logits, *operands, options=rules.options, interpret=self._interpreter())
 
@@ -116,7 +116,7 @@ def _entries(part: Part, logits: jax.Array) -> int:
 
 
 def _columns(rules: Rules, logits: jax.Array, part: Part, labels: Labels, entries: int) -> cross_entropy.Columns:
-    """The columns of logits [t, width], of which the part has the first `entries`."""
+    """Return the columns of logits [t, width], of which the part has the first `entries`."""
     (rows, width), weight = logits.shape, part.class_weight
     column = labels.target - part.first.astype(labels.target.dtype)
     here = (column >= 0) & (column < entries)

@@ -45,7 +45,7 @@ def tiled_mlp(
     tiling: Tiling | None = None,
     backend: str = "auto",
 ) -> jax.Array:
-    """The MLP of every token, one shard of tokens at a time, exactly.
+    """Return the MLP of every token, one shard of tokens at a time, exactly.
 
     y = (act(x w_gate) * (x w_up)) w_down, or act(x w_up) w_down without a gate. Nothing of shape [T, I] exists, in
     forward or backward; backward computes gate and up of a shard again, never the down-projection.
@@ -148,7 +148,7 @@ class Given(NamedTuple):
         return KernelMLPSteps(paths, interpret=backends.interpreting())
 
     def _no_kernel(self) -> str | None:
-        """Why the kernels cannot run this call's shards; None where they can."""
+        """Return why the kernels cannot run this call's shards; None where they can."""
         from tiled_jax.core.mosaic import mlp_reason
 
         return mlp_reason(
@@ -176,7 +176,7 @@ def check_operands(
     *,
     several: bool = True,
 ) -> Given:
-    """The arguments of `tiled_mlp` as a public function is given them, checked.
+    """Return the arguments of `tiled_mlp` as a public function is given them, checked.
 
     several: whether results are summed over devices, which no order of additions survives.
     """

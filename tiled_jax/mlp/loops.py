@@ -63,7 +63,7 @@ class Call:
         return self.plan.tokens - self.kept_start
 
     def on_device(self, tokens: int, kept_tokens: int, columns: int) -> "Call":
-        """The call of a device that has so many tokens and columns, and room to keep gate and up of so many tokens."""
+        """Return the call of a device that has so many tokens and columns, and room to keep gate and up of so many tokens."""
         if self.split is None or self.replan is None:
             return self
         plan = self.plan if tokens == self.plan.tokens else self.replan(tokens, columns)
@@ -142,7 +142,7 @@ def forward(call: Call, share: Fraction | int, rows: Arrays, w: Arrays, axes: Ax
 
 
 def tangents(call: Call, rows: Arrays, whole: Arrays, axes: Axes) -> Results:
-    """The tangent of y [T, H_out] from those of some operands, each named as `OF` and the operand's name."""
+    """Return the tangent of y [T, H_out] from those of some operands, each named as `OF` and the operand's name."""
     x, whole = rows["x"], _once(whole, axes)
     w = {name: a for name, a in whole.items() if not name.startswith(OF)}
     call = call.on_device(x.shape[0], 0, w["w_up"].shape[1])
@@ -171,7 +171,7 @@ def tangents(call: Call, rows: Arrays, whole: Arrays, axes: Axes) -> Results:
 
 
 def backward(call: Call, wanted: tuple[str, ...], rows: Arrays, w: Arrays, axes: Axes) -> Results:
-    """The gradient of every operand in `wanted`: of x in its dtype, of the others, sums over tokens, in the wide one."""
+    """Return the gradient of every operand in `wanted`: of x in its dtype, of the others, sums over tokens, in the wide one."""
     x, dy, w = rows["x"], rows["dy"], _once(w, axes)
     kept_pre = {name: rows[name] for name in PRE if name in rows}
     kept_tokens = max((a.shape[0] for a in kept_pre.values()), default=0)
@@ -215,13 +215,13 @@ def backward(call: Call, wanted: tuple[str, ...], rows: Arrays, w: Arrays, axes:
 
 
 def _once(w: Arrays, axes: Axes) -> Arrays:
-    """Weights of a device of several whose results are summed: the bias of y is on the first of them."""
+    """Return weights of a device of several whose results are summed: the bias of y is on the first of them."""
     first = [name for name in w if axes and name.endswith("b_down")]
     return w | {name: jnp.where(lax.axis_index(axes) == 0, w[name], jnp.zeros_like(w[name])) for name in first}
 
 
 def _varying(call: Call, *arrays: jax.Array) -> frozenset[str]:
-    """The mesh axes along which what is computed of these varies; the one that splits the tokens among them."""
+    """Return the mesh axes along which what is computed of these varies; the one that splits the tokens among them."""
     own = frozenset() if call.tokens is None else varying(lax.axis_index(call.tokens.name))
     return varying_of(arrays) | own
 

@@ -85,7 +85,7 @@ class TiledMLP(nnx.Module):
         tiling: Tiling | None = None,
         backend: str = "auto",
     ) -> Self:
-        """A module around existing weights ([in, out]); they become its parameters without a copy, unless fused.
+        """Return a module around existing weights ([in, out]); they become its parameters without a copy, unless fused.
 
         Args:
             w_gate, w_up: [H, I]; w_gate None for a plain MLP. w_down: [I, H_out]. biases: any of gate, up, down.

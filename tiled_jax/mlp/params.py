@@ -64,7 +64,9 @@ def make_config(
     *,
     function: str = "TiledMLP",
 ) -> MLPConfig:
-    """The options of a module, checked when it is made and not when it is first called. function: the module, in messages."""
+    """Return the options of a module, checked when it is made and not when it is first called. function: the module, in
+    messages.
+    """
     mlp_checks.check_activation(function, activation)
     mlp_checks.check_fused(function, gated, fused_gate_up)
     checks.check_backend(function, backend, JAX, backends.usable_backends())

@@ -13,14 +13,14 @@ Arrays = Mapping[str, jax.Array]
 
 
 def tangents(x: jax.Array, pre: Arrays, w: Arrays, activation: str, t: Arrays) -> jax.Array:
-    """The tangent [t, H_out] of y from those of x, weights and biases by name; `pre`: gate and up, or up alone.
+    """Return the tangent [t, H_out] of y from those of x, weights and biases by name; `pre`: gate and up, or up alone.
 
     Products take operands in the dtype of x and accumulate in float32, elementwise work is float32, as in backward.
     """
     acc = wide(x.dtype)
 
     def moved(name: str, rows: jax.Array, of_rows: jax.Array | None) -> jax.Array | None:
-        """The tangent of rows w + b in the wide dtype; None for zero."""
+        """Return the tangent of rows w + b in the wide dtype; None for zero."""
         parts = [] if of_rows is None else [product(of_rows, w[f"w_{name}"], (1, 0), acc)]
         parts += [product(rows, t[f"w_{name}"], (1, 0), acc)] if f"w_{name}" in t else []
         parts += [t[f"b_{name}"].astype(acc)[None, :]] if f"b_{name}" in t else []

@@ -69,7 +69,7 @@ class LlamaConfig:
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "LlamaConfig":
-        """The configuration of a Hugging Face `config.json`, of transformers 5 (`rope_parameters`) or older.
+        """Return the configuration of a Hugging Face `config.json`, of transformers 5 (`rope_parameters`) or older.
 
         Args:
             config: its `model_type` is llama, mistral or qwen2, or missing, which is llama; other terms that are missing
@@ -144,7 +144,7 @@ def _rope(config: Mapping[str, Any]) -> Rope:
 
 
 def _yarn(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The terms of yarn that may be left out, as transformers fills them in."""
+    """Return the terms of yarn that may be left out, as transformers fills them in."""
     found: dict[str, Any] = {name: given[name] for name in ("beta_fast", "beta_slow") if given.get(name)}
     attention, factor = given.get("attention_factor"), given["factor"]
     if attention is None:

@@ -72,7 +72,7 @@ class Llama(nnx.Module):
         self.head = None if tied else _linear(config.hidden_size, config.vocab_size, False, self.dtype, rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """[batch, tokens] int32 -> logits [batch, tokens, vocab_size] of the compute dtype."""
+        """Return [batch, tokens] int32 -> logits [batch, tokens, vocab_size] of the compute dtype."""
         return self.logits(self.hidden(tokens)).reshape(*tokens.shape, -1)
 
     def hidden(self, tokens: jax.Array) -> jax.Array:
@@ -89,7 +89,7 @@ class Llama(nnx.Module):
         return self.norm(x).astype(self.dtype)
 
     def head_weight(self) -> jax.Array:
-        """[hidden_size, vocab_size], float32."""
+        """Return [hidden_size, vocab_size], float32."""
         return self.embed.embedding[...].T if self.head is None else self.head.kernel[...]
 
     def logits(self, hidden: jax.Array) -> jax.Array:

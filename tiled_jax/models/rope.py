@@ -32,7 +32,7 @@ def _ramped(frequency: np.ndarray, rope: Rope) -> np.ndarray:
 
 def _ramped_by_pair(frequency: np.ndarray, rope: Rope, head_dim: int) -> np.ndarray:
     def pair_with(turns: float) -> float:
-        """The number, in general not whole, of the pair that makes so many turns over the original positions."""
+        """Return the number, in general not whole, of the pair that makes so many turns over the original positions."""
         return head_dim * math.log(rope.original_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     first, last = pair_with(rope.beta_fast), pair_with(rope.beta_slow)

@@ -46,7 +46,7 @@ def from_hf(
     tensors: Mapping[str, Any],
     device: "jax.Device | nnx.State | None" = None,  # pyright: ignore[reportInvalidTypeForm]  # of which jax has no stub
 ) -> nnx.State:
-    """The parameters with the values of `tensors`, copied, in the dtype of each parameter.
+    """Return the parameters with the values of `tensors`, copied, in the dtype of each parameter.
 
     Args:
         parameters: what `nnx.split(model)` or, without memory, `nnx.split(nnx.eval_shape(...))` gives.
@@ -84,7 +84,7 @@ def from_hf(
         transposed = path[-1] in _TRANSPOSED
 
         def part(index: Any) -> np.ndarray:
-            """A new array, since XLA may take the memory of the one it is given."""
+            """Return a new array, since XLA may take the memory of the one it is given."""
             found = np.empty([len(range(size)[s]) for size, s in zip(like.shape, index, strict=True)], like.dtype)
             chosen, inner = (layers, index) if path in _HF_OUTER else (layers[index[0]], index[1:])
             targets = [found] if path in _HF_OUTER else found
@@ -103,7 +103,7 @@ def from_hf(
 
 
 def each_hf(parameters: nnx.State) -> Iterator[tuple[str, np.ndarray]]:
-    """Names and arrays of `to_hf`, one layer's at a time, also where several processes share them: all of them take each.
+    """Yield names and arrays of `to_hf`, one layer's at a time, also where several processes share them: all of them take each.
 
     Memory: one array, on the host and on each device that has a part of it.
     """

@@ -22,7 +22,7 @@ def generic_loss(
     loss_fn: Callable[[Any, Any], Any],
     mapped: Mapped,
 ) -> tuple[Any, Any, nnx.State]:
-    """(sum, count) of loss_fn over this device's share of the batch, and the other variables after it.
+    """Return (sum, count) of loss_fn over this device's share of the batch, and the other variables after it.
 
     A mean counts as one of as many sequences.
     """
@@ -42,7 +42,7 @@ def generic_loss(
 
 
 def unit_of(path: Path) -> Path | None:
-    """The path of the module in a list, tuple or dict of ints that a parameter belongs to; None for one in no list."""
+    """Return the path of the module in a list, tuple or dict of ints that a parameter belongs to; None for one in no list."""
     index = next((place for place, key in enumerate(path) if isinstance(key, int)), None)
     return None if index is None or index == len(path) - 1 else path[: index + 1]
 

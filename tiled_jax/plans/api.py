@@ -89,7 +89,7 @@ def parallelize(
     loss_fn: Loss | None = None,
     optimizer: optax.GradientTransformation | None = None,
 ) -> Parallelized:
-    """A compiled train step of the model over the devices of a mesh, and the shardings of all that it works on.
+    """Return a compiled train step of the model over the devices of a mesh, and the shardings of all that it works on.
 
     Every device computes the loss of its own sequences inside one `jax.shard_map`, so that tiled layers and losses loop
     over tokens that are there. Devices of a `context_axis` are given whole sequences and compute with their own run of the
@@ -176,7 +176,7 @@ def parallelize(
 
 
 def _tiled_in(model: nnx.Module, *, own: bool) -> Counter[str]:
-    """How modules are tiled -> how many are, layers of a stack one by one; `own`: with the loss of the model's rules."""
+    """Return how modules are tiled -> how many are, layers of a stack one by one; `own`: with the loss of the model's rules."""
     found: Counter[str] = Counter()
     for _, module in nnx.iter_modules(model):
         if isinstance(module, TiledMLP):
@@ -192,13 +192,13 @@ def _tiled_in(model: nnx.Module, *, own: bool) -> Counter[str]:
 
 
 def _metadata(leaf: nnx.Variable) -> Any:
-    """The axes of a parameter's dims in its own sharding metadata."""
+    """Return the axes of a parameter's dims in its own sharding metadata."""
     found = leaf.get_metadata()
     return next((found[name] for name in ("out_sharding", "sharding_names", "sharding") if found.get(name)), None)
 
 
 def _computing_in(model: nnx.Module, dtype: str | None) -> Any:
-    """The model's graph, with the modules that have a `dtype` of the computation computing in this one."""
+    """Return the model's graph, with the modules that have a `dtype` of the computation computing in this one."""
     if dtype is None:
         return nnx.graphdef(model)
     model = nnx.merge(*nnx.split(model))  # whose attributes are its own
@@ -314,7 +314,7 @@ class _Build:
         return loss, gradients, agreed(variables, after)
 
     def _total(self, parameters: Any, batch: Any, variables: Any) -> tuple[jax.Array, Any]:
-        """The loss of the whole batch, the same on all devices, and the variables after it, this device's."""
+        """Return the loss of the whole batch, the same on all devices, and the variables after it, this device's."""
         parameters = self.mapped.shared(parameters)
         if self.loss is not None:
             model = nnx.merge(self.graph, parameters, variables, copy=True)
@@ -347,7 +347,7 @@ class _Build:
         return jax.jit(step, donate_argnums=donated, out_shardings=(shardings, self._named(P())))
 
     def _checked(self, compiled: Any) -> Any:
-        """The function, which refuses a batch that does not divide before it is traced, and deals it out."""
+        """Return the function, which refuses a batch that does not divide before it is traced, and deals it out."""
         return _Checked(compiled, self.mapped, self._named(P(self.mapped.axes.batch or None)))
 
 
@@ -366,7 +366,7 @@ class _Checked:
         return self.compiled.lower(state, self._dealt(batch), *variables)
 
     def _dealt(self, batch: Any) -> Any:
-        """The batch at its place; of a jax.ShapeDtypeStruct, one with the sharding."""
+        """Return the batch at its place; of a jax.ShapeDtypeStruct, one with the sharding."""
         check_batch(batch, self.mapped.axes)
         place = self.batch_sharding
 
@@ -379,7 +379,7 @@ class _Checked:
 
 
 def _copied(value: Any, sharding: NamedSharding) -> jax.Array:
-    """A copy at its place: donating the state leaves the arrays it was made from alone."""
+    """Return a copy at its place: donating the state leaves the arrays it was made from alone."""
     if isinstance(value, jax.Array):
         # device_put gives back the same buffer where it is in place already, whatever may_alias says.
         return jax.device_put(jnp.copy(value), sharding)

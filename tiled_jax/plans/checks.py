@@ -24,7 +24,7 @@ _NO_HOST_MEMORY = "A compiled step reads its parameters from the memory of the d
 
 
 def checked_axes(config: ParallelConfig, mesh: jax.sharding.Mesh) -> MeshAxes:
-    """The axes by what they do, once the configuration can work on them."""
+    """Return the axes by what they do, once the configuration can work on them."""
     size = dict(mesh.shape)
     unsupported = {"data.cpu_offload": _NO_HOST_MEMORY, "checkpointing.offload": offload_refused()}
     check_parallel_config(HERE, config, size, "jax", unsupported)

@@ -42,7 +42,7 @@ class Mapped:
         return jnp.dtype(dtype if self.param_dtype is None else self.param_dtype)
 
     def shared(self, parameters: nnx.State) -> nnx.State:
-        """The parameters as values that may differ from device to device wherever their gradients do.
+        """Return the parameters as values that may differ from device to device wherever their gradients do.
 
         Each gradient is summed once for a whole step over the axes that neither split the parameter nor are gathered:
         replicas and, under sequence parallelism, the tensor axis.
@@ -50,11 +50,11 @@ class Mapped:
         return self._each(parameters, (), self._shared)
 
     def gather(self, parameters: nnx.State, prefix: Path = ()) -> nnx.State:
-        """The parameters whole over the shard axes, in the dtype of the computation; `prefix`: their module's path."""
+        """Return the parameters whole over the shard axes, in the dtype of the computation; `prefix`: their module's path."""
         return self._each(parameters, prefix, self._gathered)
 
     def cast(self, batch: Any) -> Any:
-        """A batch with its floating-point arrays in the dtype of the computation."""
+        """Return a batch with its floating-point arrays in the dtype of the computation."""
         if self.param_dtype is None:
             return batch
         dtype = jnp.dtype(self.param_dtype)

@@ -37,7 +37,7 @@ HERE = "parallelize"
 
 
 def decoder_loss(model: Llama, tokens: jax.Array, mapped: Mapped) -> tuple[jax.Array, Any]:
-    """(sum of the next tokens' cross entropy, number of tokens) of this device's share; `next_token_loss` of the whole.
+    """Return (sum of the next tokens' cross entropy, number of tokens) of this device's share; `next_token_loss` of the whole.
 
     Args:
         model: with this device's parts of the parameters.
@@ -86,7 +86,7 @@ def _check_rows(rows: int, mapped: Mapped) -> None:
 def _layer(
     block: DecoderLayer, x: jax.Array, angles: Angles, sequences: int, shard: int | None, mapped: Mapped
 ) -> jax.Array:
-    """One layer of whole parameters, but for the tensor axis; x: this device's rows."""
+    """Return one layer of whole parameters, but for the tensor axis; x: this device's rows."""
     normed = jax.checkpoint(block.attention_norm)(x)
     x = x + _attention(block.attention, normed, angles, sequences, shard, mapped).astype(x.dtype)
     return x + _mlp(block.mlp, jax.checkpoint(block.mlp_norm)(x), mapped).astype(x.dtype)
@@ -145,18 +145,18 @@ def _mlp(mlp: nnx.Module, x: jax.Array, mapped: Mapped) -> jax.Array:
 
 
 def _in_wide(module: nnx.Module) -> tuple[nnx.GraphDef, nnx.State]:
-    """The module's parameters in the dtype in which a loop over shards adds up their gradients."""
+    """Return the module's parameters in the dtype in which a loop over shards adds up their gradients."""
     graph, state = nnx.split(module)
     return graph, jax.tree.map(lambda w: w.astype(wide(w.dtype)), state)
 
 
 def _narrowed(graph: nnx.GraphDef, state: nnx.State, like: nnx.Module) -> Any:
-    """A copy of the module, with the parameters in the dtypes they had."""
+    """Return a copy of the module, with the parameters in the dtypes they had."""
     return nnx.merge(graph, jax.tree.map(lambda w, of: w.astype(of.dtype), state, nnx.state(like)))
 
 
 def _shard_tokens(model: Llama, rows: int, mapped: Mapped) -> int | None:
-    """A device's own tokens in one gathered shard; None where nothing is gathered, or everything at once.
+    """Return a device's own tokens in one gathered shard; None where nothing is gathered, or everything at once.
 
     rows: of all devices of the tensor axis together.
     """

@@ -25,7 +25,7 @@ _SUM = LossOptions(reduction="sum")
 
 
 def embedded(model: Llama, ids: jax.Array, shard: int | None, mapped: Mapped) -> jax.Array:
-    """[T, H] rows of the table of a device's tokens, with all R T ids of its tensor axis; shard: see `over_shards`."""
+    """Return [T, H] rows of the table of a device's tokens, with all R T ids of its tensor axis; shard: see `over_shards`."""
     axis, place, state = mapped.axes.tensor, mapped.placements["embed", "embedding"], nnx.state(model.embed)
     if axis is None and mapped.reshards and place.shard_dim == -1:
         return _by_columns(_value(state, "embedding"), ids, mapped)
@@ -59,7 +59,7 @@ def _rows(table: jax.Array, ids: jax.Array) -> jax.Array:
 
 
 def _by_columns(table: jax.Array, ids: jax.Array, mapped: Mapped) -> jax.Array:
-    """[T, H] of a table [V, H / R]: every device looks its columns up for all devices' ids, and they are exchanged.
+    """Return [T, H] of a table [V, H / R]: every device looks its columns up for all devices' ids, and they are exchanged.
 
     No more is moved than the rows themselves, and neither the table nor its gradient is ever whole.
     """
@@ -107,7 +107,7 @@ def _split_loss(
 
 
 def _vocab_axis(model: Llama, x: jax.Array, mapped: Mapped) -> str | None:
-    """The axis of sharded parameters over which the loss splits the vocabulary instead of gathering the head, or None.
+    """Return the axis of sharded parameters over which the loss splits the vocabulary instead of gathering the head, or None.
 
     It gathers the tokens instead, and hands their gradients back: 2 R T H elements moved, against V H gathered and as many
     reduced. Where those are fewer, less is moved and kept; where they are more, there are 2 T > 2 V / R rows on every
@@ -149,7 +149,7 @@ def _own_entries(head: jax.Array, axis: str) -> jax.Array:
 def _own_rows_loss(
     model: Llama, x: jax.Array, head: jax.Array, targets: jax.Array, mapped: Mapped
 ) -> tuple[jax.Array, jax.Array]:
-    """The loss of a device's own rows with the whole head, gathered over the tensor axis where it is split."""
+    """Return the loss of a device's own rows with the whole head, gathered over the tensor axis where it is split."""
     axis = mapped.axes.tensor
     if axis is not None:
         if head.shape[1] != model.config.vocab_size:
@@ -166,5 +166,5 @@ def _own_rows_loss(
 
 
 def _counted(targets: jax.Array) -> jax.Array:
-    """How many of them are to be predicted."""
+    """Return how many of them are to be predicted."""
     return jnp.sum(targets != IGNORED)

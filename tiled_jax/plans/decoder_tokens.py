@@ -17,13 +17,13 @@ from tiled_jax.plans.data import Mapped
 
 
 def entered(x: jax.Array, mapped: Mapped) -> jax.Array:
-    """All rows, as the operand of products with this device's columns."""
+    """Return all rows, as the operand of products with this device's columns."""
     enter = gather_from_sequence_parallel_region if mapped.sequence_parallel else copy_to_tensor_parallel_region
     return _over_tensor_axis(enter, x, mapped)
 
 
 def reduced(y: jax.Array, mapped: Mapped) -> jax.Array:
-    """The sum over the tensor axis of what each device computed from its own rows of a weight; its own tokens of it."""
+    """Return the sum over the tensor axis of what each device computed from its own rows of a weight; its own tokens of it."""
     split = mapped.sequence_parallel
     reduce = reduce_scatter_to_sequence_parallel_region if split else reduce_from_tensor_parallel_region
     return _over_tensor_axis(reduce, y, mapped)
@@ -35,7 +35,7 @@ def _over_tensor_axis(collective: Callable[..., jax.Array], a: jax.Array, mapped
 
 
 def own_rows(a: jax.Array, axis: str) -> jax.Array:
-    """This device's run of the rows that all devices of the axis have."""
+    """Return this device's run of the rows that all devices of the axis have."""
     rows = a.shape[0] // lax.axis_size(axis)
     return lax.dynamic_slice_in_dim(a, lax.axis_index(axis) * rows, rows)
 

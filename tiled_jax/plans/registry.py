@@ -65,7 +65,7 @@ def register_rules(model: type[nnx.Module], rules: ModelRules) -> None:
 
 
 def rules_of(model: nnx.Module) -> ModelRules:
-    """The rules of the nearest class in the model's line, or ones that say nothing."""
+    """Return the rules of the nearest class in the model's line, or ones that say nothing."""
     return next((_RULES[base] for base in type(model).__mro__ if base in _RULES), _NONE)
 
 
@@ -121,7 +121,7 @@ class Placement:
 def place(
     function: str, path: Path, shape: tuple[int, ...], metadata: Any, rules: ModelRules, axes: MeshAxes
 ) -> Placement:
-    """The placement of one parameter: by its metadata, by the rules, or the longest dim that the shard axes divide."""
+    """Return the placement of one parameter: by its metadata, by the rules, or the longest dim that the shard axes divide."""
     name = ".".join(map(str, path))
     names = _names(function, name, len(shape), metadata, rules)
     if names is None:
@@ -181,7 +181,7 @@ def _check_divides(function: str, name: str, shape: tuple[int, ...], placement: 
 
 
 def _longest(shape: tuple[int, ...], axes: MeshAxes) -> int | None:
-    """The longest dim that the shard axes divide; None where there is none."""
+    """Return the longest dim that the shard axes divide; None where there is none."""
     ranks = axes.ranks(axes.shard)
     fitting = [dim for dim, size in enumerate(shape) if size and size % ranks == 0]
     return max(fitting, key=lambda dim: shape[dim]) - len(shape) if fitting and axes.shard else None

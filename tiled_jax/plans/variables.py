@@ -20,7 +20,7 @@ def split(model: nnx.Module) -> tuple[Any, nnx.State, nnx.State]:
 
 
 def of_rank(variables: nnx.State, axes: tuple[str, ...]) -> nnx.State:
-    """The variables as one data rank computes with them: every random key folded with its number along `axes`.
+    """Return the variables as one data rank computes with them: every random key folded with its number along `axes`.
 
     What ranks draw differs because their sequences do.
     """
@@ -69,7 +69,7 @@ def agreed(given: nnx.State, after: nnx.State) -> nnx.State:
 
 
 def is_key(a: Any) -> bool:
-    """Whether an array is of typed random keys."""
+    """Return whether an array is of typed random keys."""
     return jax.numpy.issubdtype(a.dtype, jax.dtypes.prng_key)
 
 

@@ -26,7 +26,7 @@ from tiled_jax.tile.split import check_not_explicit, plans, run_split, shards_in
 def tile(
     fn: Callable[..., Any], *, num_shards: int | None = None, tiling: Tiling | None = None, rngs: Any = None
 ) -> Callable[..., Any]:
-    """A function of the same arguments that computes fn shard by shard, with exact gradients.
+    """Return a function of the same arguments that computes fn shard by shard, with exact gradients.
 
     fn(x)[rows] = fn(x[rows]) is what makes a function token-wise, and is not checked. Of what fn computes only one
     shard exists at a time; backward runs fn again, shard by shard, on the same random numbers.
@@ -133,7 +133,7 @@ class Shard:
         self._form: tuple[list[token_layout.Form], Any] | None = None
 
     def run(self, keys: Sequence[jax.Array], pieces: Sequence[jax.Array]) -> list[jax.Array]:
-        """The rows [t, ...] of every result, from the rows of the arguments and this shard's keys."""
+        """Return the rows [t, ...] of every result, from the rows of the arguments and this shard's keys."""
         inside = self.modules.inside(keys[: len(self.modules.shard_keys)])
         owner, modules = inside.modules[: len(self._owner)], inside.modules[len(self._owner) :]
         args, kwargs = self._layout.arguments(pieces, modules)
@@ -166,7 +166,7 @@ def with_owner(fn: Callable[..., Any]) -> tuple[Callable[..., Any], list[Any]]:
 
 
 def _loop(shard: Shard, plan: ShardPlan, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """The rows [T, ...] of every result: the shorter last shard straight-line, the equal ones in one rolled loop."""
+    """Return the rows [T, ...] of every result: the shorter last shard straight-line, the equal ones in one rolled loop."""
     if len(plan) <= 1:
         return jax.checkpoint(shard.run)([keys[0] for keys in shard.keys], arrays)
     equal = plan.tokens // plan.shard_tokens

@@ -18,13 +18,13 @@ from tiled_jax.tile import module_state, token_layout
 
 
 def is_bound(value: Any) -> bool:
-    """Whether value is a linen module that is part of a running `init` or `apply`, or of a `bind`."""
+    """Return whether value is a linen module that is part of a running `init` or `apply`, or of a `bind`."""
     linen = sys.modules.get("flax.linen")  # nobody made a linen module where it was never imported
     return linen is not None and isinstance(value, linen.Module) and value.scope is not None
 
 
 def owner_of(fn: Callable[..., Any]) -> Any:
-    """The bound linen module that fn is, or is a method of; None for every other function."""
+    """Return the bound linen module that fn is, or is a method of; None for every other function."""
     owner = getattr(fn, "__self__", None) if inspect.ismethod(fn) else fn
     return owner if is_bound(owner) else None
 
@@ -32,7 +32,7 @@ def owner_of(fn: Callable[..., Any]) -> Any:
 def lifted(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], rngs: Any
 ) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """A pure function in place of a bound linen module or its method, and the keyword arguments to call it with.
+    """Return a pure function in place of a bound linen module or its method, and the keyword arguments to call it with.
 
     Its random streams come as `nnx.Rngs`, which a loop over shards splits. Where the module is being initialised, its
     variables are made by one token first. Any other function, and its arguments, are returned as they are.
@@ -112,7 +112,7 @@ def refusing_bound_modules(function: str, outside: Any) -> Iterator[None]:
 
 
 def traces_outside(fn: Callable[..., Any]) -> list[Any]:
-    """The levels of tracing that a module bound before the shards began may belong to; nothing without linen."""
+    """Return the levels of tracing that a module bound before the shards began may belong to; nothing without linen."""
     linen = sys.modules.get("flax.linen")
     if linen is None:
         return []

@@ -100,7 +100,7 @@ class _Sums:
         return jax.tree.unflatten(treedef, summed)
 
     def scalars(self, results: Sequence[jax.Array]) -> list[float]:
-        """The floating-point scalars among the flat results of one shard, as numbers of the host."""
+        """Return the floating-point scalars among the flat results of one shard, as numbers of the host."""
         pairs = zip(results, self._scalar, strict=True)
         return [float(jnp.sum(a)) for a, scalar in pairs if scalar and jnp.issubdtype(a.dtype, jnp.floating)]
 

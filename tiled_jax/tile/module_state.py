@@ -52,7 +52,7 @@ def check_closure(function: str, fn: Any) -> None:
 
 
 def closed_over(fn: Any) -> list[Any]:
-    """The leaves of what a function reads besides its arguments: cells, globals, defaults, arguments of a `partial`."""
+    """Return the leaves of what a function reads besides its arguments: cells, globals, defaults, arguments of a `partial`."""
     held: list[Any] = []
     while isinstance(fn, functools.partial):
         held += [fn.args, fn.keywords]
@@ -85,12 +85,12 @@ class Modules:
         self.shard_keys = [self._split(stream, shards) for stream in self._streams]
 
     def _split(self, stream: Path, shards: int) -> jax.Array:
-        """One key per shard from the key of the stream's next draw."""
+        """Return one key per shard from the key of the stream's next draw."""
         key, count = (_value(self._variables[(*stream, name)]) for name in ("key", "count"))
         return jax.random.split(jax.random.fold_in(key, count), shards)
 
     def inside(self, keys: Sequence[jax.Array]) -> "_Inside":
-        """The modules as one shard sees them, with its keys."""
+        """Return the modules as one shard sees them, with its keys."""
         values = dict(self._values)
         for stream, key in zip(self._streams, keys, strict=True):
             values[(*stream, "key")] = key
@@ -134,7 +134,7 @@ class _Inside:
         self.modules, self._before, self._graph = modules, before, graph
 
     def written(self) -> list[Path]:
-        """Paths of the variables that hold another array now, or did not exist."""
+        """Return paths of the variables that hold another array now, or did not exist."""
         _, state = nnx.split(self.modules)
         after = {path: _value(variable) for path, variable in nnx.to_flat_state(state)}
         return [path for path, value in after.items() if path not in self._before or value is not self._before[path]]

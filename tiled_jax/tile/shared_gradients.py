@@ -38,7 +38,7 @@ class SharedSums:
         return summed
 
     def _twins_of(self, a: Any) -> Twins | None:
-        """One pair for each array, whatever closes over it; None where JAX's own sum is as good."""
+        """Return one pair for each array, whatever closes over it; None where JAX's own sum is as good."""
         if not isinstance(a, Tracer) or not jnp.issubdtype(a.dtype, jnp.floating) or a.dtype == wide(a.dtype):
             return None
         if id(a) not in self._twins:

@@ -37,7 +37,7 @@ def check_not_explicit(function: str, split: Split) -> None:
 
 
 def plans(split: Split, tokens: int, options: Tiling) -> dict[int, ShardPlan]:
-    """The plan of a device, by how many of the tokens it may have."""
+    """Return the plan of a device, by how many of the tokens it may have."""
     sizes = split.mesh.shape
     if split.tokens is None:
         subsets = chain.from_iterable(combinations(sizes.values(), count) for count in range(len(sizes) + 1))
@@ -53,7 +53,7 @@ def plans(split: Split, tokens: int, options: Tiling) -> dict[int, ShardPlan]:
 
 
 def shards_in_all(found: dict[int, ShardPlan], tokens: int) -> int:
-    """How many shards there may be on all devices together."""
+    """Return how many shards there may be on all devices together."""
     return max(len(plan) * (tokens // own) for own, plan in found.items())
 
 
@@ -73,7 +73,7 @@ class _Traced:
     rows: int
 
     def loop(self, rows: Sequence[jax.Array], constants: Sequence[Any], keys: Sequence[jax.Array]) -> list[jax.Array]:
-        """The rows of every result of this device's tokens; keys: one for each of its shards."""
+        """Return the rows of every result of this device's tokens; keys: one for each of its shards."""
         plan = self.plans[rows[0].shape[0]]
         t, count = plan.shard_tokens, len(plan)
 
@@ -97,7 +97,7 @@ class _Traced:
         return found if last is None else [jnp.concatenate(pair) for pair in zip(found, last, strict=True)]
 
     def on_device(self, rows: Arrays, whole: Arrays, moved: Arrays) -> Arrays:
-        """The results of this device; `moved`: rows, and float32 twins of constants, to differentiate in."""
+        """Return the results of this device; `moved`: rows, and float32 twins of constants, to differentiate in."""
         count = len(self.plans[rows["x"].shape[0]])
         at = whole["device"] * count if "device" in whole else 0
         own = [lax.dynamic_slice_in_dim(whole[f"key {i}"], at, count) for i in range(len(self.keys))]
@@ -185,7 +185,7 @@ def _op(run: Any) -> TokenOp:
 
 
 def _numbers(a: Any) -> tuple[Any, Any]:
-    """An array that the partitioner takes, and what makes it a random key again where it was one."""
+    """Return an array that the partitioner takes, and what makes it a random key again where it was one."""
     if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
         return jax.random.key_data(a), jax.random.key_impl(a)
     return a, None

@@ -45,29 +45,29 @@ class Layout:
         return len(self.lead) > 1
 
     def cut(self) -> list[jax.Array]:
-        """Every leaf that is cut, as it is."""
+        """Return every leaf that is cut, as it is."""
         return [leaf for leaf, rowed in zip(self.leaves, self.rowed, strict=True) if rowed]
 
     def whole(self) -> list[jax.Array]:
-        """Every array that is passed whole."""
+        """Return every array that is passed whole."""
         pairs = zip(self.leaves, self.rowed, strict=True)
         return [leaf for leaf, rowed in pairs if not rowed and isinstance(leaf, jax.Array)]
 
     def rows(self) -> list[jax.Array]:
-        """Every leaf that is cut, as [T, ...]."""
+        """Return every leaf that is cut, as [T, ...]."""
         return [a.reshape(self.tokens, *a.shape[len(self.lead) :]) for a in self.cut()]
 
     def modules(self) -> list[Any]:
-        """Every leaf that is a module or another graph of variables."""
+        """Return every leaf that is a module or another graph of variables."""
         return [leaf for leaf in self.leaves if is_graph(leaf)]
 
     def varying_over(self, axes: Iterable[str]) -> "Layout":
-        """The same, arrays that are passed whole with the type of something that varies along mesh axes."""
+        """Return the same, arrays that are passed whole with the type of something that varies along mesh axes."""
         pairs = zip(self.leaves, self.rowed, strict=True)
         return replace(self, leaves=tuple(leaf if rowed else varied(leaf, axes) for leaf, rowed in pairs))
 
     def arguments(self, pieces: Sequence[jax.Array], modules: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The positional and keyword arguments for one shard: its rows [t, ...] and the modules as they are inside."""
+        """Return the positional and keyword arguments for one shard: its rows [t, ...] and the modules as they are inside."""
         cut, inside = iter(pieces), iter(modules)
         leaves = []
         for leaf, rowed in zip(self.leaves, self.rowed, strict=True):
@@ -80,20 +80,20 @@ class Layout:
 
 
 def varied(value: Any, axes: Iterable[str]) -> Any:
-    """A floating array with the type of something that varies along the axes too; anything else as it is."""
+    """Return a floating array with the type of something that varies along the axes too; anything else as it is."""
     floating = isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jnp.floating)
     return vary_over(value, axes) if floating else value
 
 
 def is_graph(leaf: Any) -> bool:
-    """Whether flax keeps variables in it that fn may read or write: a module, `nnx.Rngs`, one variable."""
+    """Return whether flax keeps variables in it that fn may read or write: a module, `nnx.Rngs`, one variable."""
     return isinstance(leaf, nnx.Pytree | nnx.Variable)
 
 
 def split(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], *, function: str = "tile"
 ) -> Layout:
-    """The layout of a call; SpecError or TypeError where x cannot be cut.
+    """Return the layout of a call; SpecError or TypeError where x cannot be cut.
 
     Beside x [T, H] `tile` cuts nothing else: an array [T, ...] may as well be a weight, when T happens to be its size.
     """
@@ -143,7 +143,7 @@ class Form:
 
 
 def form_of(index: int, result: Any, t: int, layout: Layout) -> Form:
-    """The form of fn's result number `index` for a shard of t tokens."""
+    """Return the form of fn's result number `index` for a shard of t tokens."""
     if not isinstance(result, jax.Array | np.ndarray):
         fail_type(layout.function, f"output {index} of fn", "an array or None", type(result).__name__)
     shape = tuple(result.shape)

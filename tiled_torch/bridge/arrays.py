@@ -37,7 +37,7 @@ _TO_CPU = "Move it to the CPU."
 
 
 def to_jax(tensor: Tensor, *, copy: bool | None = None) -> "jax.Array":
-    """The tensor's values as a jax.Array on the same device, sharing its memory where the table above allows it.
+    """Return the tensor's values as a jax.Array on the same device, sharing its memory where the table above allows it.
 
     Args:
         tensor: any shape, also 0-d and empty, on a CPU or CUDA device that JAX has too. Detached by rule.
@@ -65,7 +65,7 @@ def to_jax(tensor: Tensor, *, copy: bool | None = None) -> "jax.Array":
 
 
 def to_torch(array: "jax.Array", *, copy: bool = False) -> Tensor:
-    """The array's values as a tensor on the same device, sharing its memory unless copy=True; waits for them.
+    """Return the array's values as a tensor on the same device, sharing its memory unless copy=True; waits for them.
 
     Args:
         array: a concrete array on one device, any shape, a dtype that PyTorch has.
@@ -147,7 +147,7 @@ def _check_device(function: str, name: str, device: torch.device) -> None:
 
 
 def _needs_copy(tensor: Tensor) -> str | None:
-    """Why the memory cannot be shared; None where it can."""
+    """Return why the memory cannot be shared; None where it can."""
     if tensor.is_conj() or tensor.is_neg():
         return "has its conjugate or negative bit set"
     packed = 1  # JAX takes strides that only permute the dims of a block without gaps

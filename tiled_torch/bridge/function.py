@@ -90,7 +90,7 @@ class _Recipe:
         return sorted({source for source in self.sources if source is not None})
 
     def __call__(self, inputs: list[Any], own: list[Any]) -> Any:
-        """The pullback, from the used inputs and its own residuals."""
+        """Return the pullback, from the used inputs and its own residuals."""
         import jax
 
         by_number, rest = dict(zip(self.used, inputs, strict=True)), iter(own)
@@ -131,7 +131,7 @@ def _pull_back(recipe: Any, inputs: list[Any], own: list[Any], dys: list[Any]) -
 
 
 def _crosses(residual: "jax.Array") -> bool:
-    """Whether it can be kept as a tensor; keys of jax.random, 4-bit numbers and arrays on several devices cannot."""
+    """Return whether it can be kept as a tensor; keys of jax.random, 4-bit numbers and arrays on several devices cannot."""
     return residual.dtype.name in DTYPES and len(residual.devices()) == 1
 
 

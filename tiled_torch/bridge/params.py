@@ -64,7 +64,7 @@ def _dotted(path: tuple[Any, ...]) -> str:
 
 
 def _twins(function: str, torch_module: Any, jax_module: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Both modules' parameters by dotted name, checked to be transposes of each other."""
+    """Return both modules' parameters by dotted name, checked to be transposes of each other."""
     from flax import nnx
 
     for name, module, kind in (("torch_module", torch_module, nn.Module), ("jax_module", jax_module, nnx.Module)):

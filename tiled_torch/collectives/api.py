@@ -41,7 +41,7 @@ def copy_to_tensor_parallel_region(x: Tensor, *, group: Any = None) -> Tensor:
 
 @not_compiled
 def reduce_from_tensor_parallel_region(x: Tensor, *, group: Any = None) -> Tensor:
-    """The sum of x over the ranks; backward hands the gradient through.
+    """Return the sum of x over the ranks; backward hands the gradient through.
 
     Args:
         x: any shape, a partial sum on every rank. group: as in `copy_to_tensor_parallel_region`.
@@ -57,7 +57,7 @@ def reduce_from_tensor_parallel_region(x: Tensor, *, group: Any = None) -> Tenso
 
 @not_compiled
 def scatter_to_tensor_parallel_region(x: Tensor, *, group: Any = None) -> Tensor:
-    """This rank's stretch of the last dim of x; backward gathers the gradients.
+    """Return this rank's stretch of the last dim of x; backward gathers the gradients.
 
     Args:
         x: [..., H], the same on every rank, H a multiple of R. group: as in `copy_to_tensor_parallel_region`.
@@ -73,7 +73,7 @@ def scatter_to_tensor_parallel_region(x: Tensor, *, group: Any = None) -> Tensor
 
 @not_compiled
 def gather_from_tensor_parallel_region(x: Tensor, *, group: Any = None) -> Tensor:
-    """The stretches of all ranks side by side along the last dim; backward keeps this rank's stretch of the gradient.
+    """Return the stretches of all ranks side by side along the last dim; backward keeps this rank's stretch of the gradient.
 
     For what comes after to be the same on every rank; where ranks go on differently, and their gradients have to be added,
     it is `all_gather_last_dim_from_tensor_parallel_region`.
@@ -94,7 +94,7 @@ def gather_from_tensor_parallel_region(x: Tensor, *, group: Any = None) -> Tenso
 def scatter_to_sequence_parallel_region(
     x: Tensor, *, dim: int = 0, split_sizes: Sequence[int] | None = None, group: Any = None
 ) -> Tensor:
-    """This rank's tokens of x; backward gathers the gradients.
+    """Return this rank's tokens of x; backward gathers the gradients.
 
     Args:
         x: [..., T, ...] with T at `dim`, the same on every rank.
@@ -118,7 +118,7 @@ def gather_from_sequence_parallel_region(
     tensor_parallel_output_grad: bool = True,
     group: Any = None,
 ) -> Tensor:
-    """The tokens of all ranks side by side.
+    """Return the tokens of all ranks side by side.
 
     Args:
         x: [..., T / R or split_sizes[rank], ...] with tokens at `dim`.
@@ -144,7 +144,7 @@ def gather_from_sequence_parallel_region(
 def reduce_scatter_to_sequence_parallel_region(
     x: Tensor, *, dim: int = 0, split_sizes: Sequence[int] | None = None, group: Any = None
 ) -> Tensor:
-    """This rank's tokens of the sum of x over the ranks; backward gathers the gradients.
+    """Return this rank's tokens of the sum of x over the ranks; backward gathers the gradients.
 
     Args:
         x: [..., T, ...] with T at `dim`, a partial sum on every rank.
@@ -164,7 +164,7 @@ def reduce_scatter_to_sequence_parallel_region(
 
 @not_compiled
 def all_gather_last_dim_from_tensor_parallel_region(x: Tensor, *, group: Any = None) -> Tensor:
-    """The stretches of all ranks side by side along the last dim; backward sums the gradient and scatters it.
+    """Return the stretches of all ranks side by side along the last dim; backward sums the gradient and scatters it.
 
     Args:
         x: [..., H / R]. group: as in `copy_to_tensor_parallel_region`.
@@ -180,7 +180,7 @@ def all_gather_last_dim_from_tensor_parallel_region(x: Tensor, *, group: Any = N
 
 @not_compiled
 def reduce_scatter_last_dim_to_tensor_parallel_region(x: Tensor, *, group: Any = None) -> Tensor:
-    """This rank's stretch of the last dim of the sum of x over the ranks; backward gathers the gradients.
+    """Return this rank's stretch of the last dim of the sum of x over the ranks; backward gathers the gradients.
 
     Args:
         x: [..., H], a partial sum on every rank, H a multiple of R. group: as in `copy_to_tensor_parallel_region`.
@@ -202,7 +202,7 @@ def all_to_all(
     input_split_sizes: Sequence[int] | None = None,
     group: Any = None,
 ) -> Tensor:
-    """Rows of dim 0 from every rank to every rank; backward sends the gradients the way back.
+    """Return rows of dim 0 from every rank to every rank; backward sends the gradients the way back.
 
     Args:
         x: [rows, ...]: the rows for rank 0, then those for rank 1, and so on.
@@ -274,7 +274,7 @@ def _two_dims(over: RankGroup, x: Tensor) -> None:
 
 
 def _whole(over: RankGroup, x: Tensor, dim: int, sizes: Any) -> tuple[int, tuple[int, ...] | None]:
-    """(dim, sizes) for an x that holds the tokens of all ranks."""
+    """Return (dim, sizes) for an x that holds the tokens of all ranks."""
     shape = tuple(x.shape)
     dim = checks.check_dim(over.function, dim, shape)
     if sizes is None:
@@ -286,7 +286,7 @@ def _whole(over: RankGroup, x: Tensor, dim: int, sizes: Any) -> tuple[int, tuple
 
 
 def _part(over: RankGroup, x: Tensor, dim: int, sizes: Any) -> tuple[int, tuple[int, ...] | None]:
-    """(dim, sizes) for an x that holds this rank's tokens."""
+    """Return (dim, sizes) for an x that holds this rank's tokens."""
     shape = tuple(x.shape)
     dim = checks.check_dim(over.function, dim, shape)
     if sizes is None:

@@ -25,7 +25,7 @@ def broadcast_data(
     device: torch.device | str | None = None,
     group: Any = None,
 ) -> dict[str, Tensor]:
-    """The tensors that rank 0 of a group has under `keys`, on every rank of the group.
+    """Return the tensors that rank 0 of a group has under `keys`, on every rank of the group.
 
     Every rank first hears what every rank asks for and has, in one exchange of a few bytes; what is wrong on any rank is
     then an error on all of them, with the same text, and nobody waits for a rank that has given up. The tensors follow in
@@ -146,7 +146,7 @@ def _device_of(over: RankGroup) -> torch.device:
 
 
 def _sent(over: RankGroup, data: Any, tensors: dict[str, Any]) -> dict[str, Tensor]:
-    """The broadcasts, on the device of the group. Keys travel in sorted order, whatever each rank's order is."""
+    """Return the broadcasts, on the device of the group. Keys travel in sorted order, whatever each rank's order is."""
     if over.rank == 0:
         found = {key: data[key].detach() for key in tensors}
         if not over.several:

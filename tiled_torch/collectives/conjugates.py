@@ -146,7 +146,7 @@ class ToSequence:
 
 
 def own_part(over: RankGroup, x: Tensor, dim: int, sizes: Sizes = None) -> Tensor:
-    """A view of this rank's stretch of x."""
+    """Return a view of this rank's stretch of x."""
     if sizes is None:
         size = x.shape[dim] // over.size
         return x.narrow(dim, over.rank * size, size)

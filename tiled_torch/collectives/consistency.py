@@ -100,7 +100,9 @@ def same_exchange(over: RankGroup, name: str, x: Tensor, takes: Sequence[int], g
 
 
 def _unreadable(over: RankGroup, device: torch.device) -> bool:
-    """Whether nothing can be read: while a CUDA graph is captured, whose runs before were compared, and in a simulation."""
+    """Return whether nothing can be read: while a CUDA graph is captured, whose runs before were compared, and in a
+    simulation.
+    """
     captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     return captured or backend_of(over, device.type) == "fake"
 
@@ -122,7 +124,7 @@ def _compare(over: RankGroup, name: str, words: failures.Words, device: torch.de
 
 
 def _everywhere(over: RankGroup, name: str, numbers: Tensor, x: Tensor | None) -> list[list[int]]:
-    """The numbers of every rank, on their way to the collective `name` of x."""
+    """Return the numbers of every rank, on their way to the collective `name` of x."""
     found = numbers.new_empty(over.size * numbers.numel())
     named(over, name, lambda: gather_equal(found, numbers, group=over.group), x)
     return found.view(over.size, -1).tolist()

@@ -38,7 +38,7 @@ def remember(over: RankGroup, words: Words) -> None:
 
 
 def named(over: RankGroup, name: str, call: Callable[[], Any], x: Tensor | None = None) -> Any:
-    """The call, a collective of x; where it fails or times out, its error says which rank waited in which collective of
+    """Return the call, a collective of x; where it fails or times out, its error says which rank waited in which collective of
     which function, and where the other ranks are."""
     withdraw()
     try:
@@ -141,7 +141,7 @@ def _write(note: _Note) -> None:
 
 
 def _look(ranks: Sequence[int]) -> dict[int, _Note]:
-    """The last word of each of these ranks of the world, once all have spoken or the time is over."""
+    """Return the last word of each of these ranks of the world, once all have spoken or the time is over."""
     end, pause = time.monotonic() + LOOK_SECONDS, 0.02
     while True:
         lines = (json.loads(line) for line in _store().get(_KEY).decode().splitlines())

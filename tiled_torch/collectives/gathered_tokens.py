@@ -37,7 +37,7 @@ class Gathers(Taken):
             self.let_go()
 
     def take(self) -> Tensor:
-        """The next one, [R t, ...], once it has arrived."""
+        """Return the next one, [R t, ...], once it has arrived."""
         return self.under_way.popleft().wait()
 
     def let_go(self) -> None:

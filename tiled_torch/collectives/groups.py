@@ -28,7 +28,7 @@ class RankGroup:
 
 
 def rank_group(function: str, group: Any = None) -> RankGroup:
-    """This rank's place in `group`.
+    """Return this rank's place in `group`.
 
     Args:
         function: the public call, for error messages.
@@ -42,7 +42,7 @@ def rank_group(function: str, group: Any = None) -> RankGroup:
 
 
 def process_group(function: str, group: Any) -> Any:
-    """The process group that `group` stands for; None for the default one. Errors as `rank_group`."""
+    """Return the process group that `group` stands for; None for the default one. Errors as `rank_group`."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         text = error_text(function, "group", "usable here", "no initialised process group")
         raise UnsupportedError(text + " Call torch.distributed.init_process_group first.")

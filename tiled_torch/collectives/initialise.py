@@ -19,7 +19,7 @@ InitMethod = Callable[[Tensor], Any]  # fills a tensor in place
 
 
 def own_slice(master: Tensor, over: RankGroup, dim: int, stride: int = 1) -> Tensor:
-    """This rank's part along `dim`: of each of the `stride` equal parts of a fused master, one after the other."""
+    """Return this rank's part along `dim`: of each of the `stride` equal parts of a fused master, one after the other."""
     parts = master.unflatten(dim, (stride, over.size, master.shape[dim] // (stride * over.size)))
     return parts.select(dim + 1, over.rank).flatten(dim, dim + 1)
 
@@ -35,7 +35,7 @@ def check_init_method(function: str, init_method: object) -> None:
 def linear_master(
     in_features: int, out_features: int, bias: bool, init_method: InitMethod | None, like: dict[str, Any]
 ) -> nn.Linear:
-    """The whole layer: as nn.Linear initialises itself, or by init_method with a bias of zero.
+    """Return the whole layer: as nn.Linear initialises itself, or by init_method with a bias of zero.
 
     `like`: device and dtype. Memory: the whole weight, until its part has been copied.
     """
@@ -49,7 +49,7 @@ def linear_master(
 
 @torch.no_grad()
 def embedding_master(entries: int, dim: int, init_method: InitMethod | None, like: dict[str, Any]) -> Tensor:
-    """The whole embedding: standard normal as nn.Embedding's, or by init_method."""
+    """Return the whole embedding: standard normal as nn.Embedding's, or by init_method."""
     master = torch.empty(entries, dim, **like)
     (init_method or nn.init.normal_)(master)
     return master

@@ -121,7 +121,7 @@ def copy_tensor_model_parallel_attributes(destination_tensor: Tensor, source_ten
 
 
 def param_is_not_tensor_parallel_duplicate(param: Tensor, group: Any = None, expert_group: Any = None) -> bool:
-    """Whether this rank is to count a parameter: it holds a part of its own, or the first of the same copies.
+    """Return whether this rank is to count a parameter: it holds a part of its own, or the first of the same copies.
 
     Args:
         param: marked as the layers of this package mark theirs; one without marks is whole.

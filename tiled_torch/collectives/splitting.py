@@ -39,7 +39,7 @@ def split_tensor_along_last_dim(
 
 @not_compiled
 def split_tensor_into_1d_equal_chunks(tensor: Tensor, new_buffer: bool = False, *, group: Any = None) -> Tensor:
-    """This rank's stretch of the elements of a tensor that all ranks have.
+    """Return this rank's stretch of the elements of a tensor that all ranks have.
 
     Args:
         tensor: of any shape, of as many elements as the ranks can share evenly.
@@ -65,7 +65,7 @@ def split_tensor_into_1d_equal_chunks(tensor: Tensor, new_buffer: bool = False, 
 
 @not_compiled
 def gather_split_1d_tensor(tensor: Tensor, *, group: Any = None) -> Tensor:
-    """The elements of all ranks side by side: the inverse of `split_tensor_into_1d_equal_chunks`.
+    """Return the elements of all ranks side by side: the inverse of `split_tensor_into_1d_equal_chunks`.
 
     Args:
         tensor: of any shape, the same on every rank. group: as there.

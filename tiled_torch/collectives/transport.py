@@ -61,14 +61,14 @@ def _done(over: RankGroup, result: Tensor) -> Pending:
 
 
 def all_reduce(over: RankGroup, x: Tensor) -> Pending:
-    """The sum over the ranks, in new memory."""
+    """Return the sum over the ranks, in new memory."""
     if not over.several:
         return _done(over, x)
     return all_reduce_(over, x.clone(memory_format=torch.contiguous_format))
 
 
 def all_reduce_(over: RankGroup, x: Tensor, op: Any = dist.ReduceOp.SUM) -> Pending:
-    """The reduction over the ranks, written over x, which is contiguous."""
+    """Return the reduction over the ranks, written over x, which is contiguous."""
     if not over.several:
         return _done(over, x)
     same_collective(over, "all-reduce", x, x.shape, "" if op == dist.ReduceOp.SUM else f" by {op}")
@@ -79,7 +79,7 @@ def all_reduce_(over: RankGroup, x: Tensor, op: Any = dist.ReduceOp.SUM) -> Pend
 
 
 def all_gather(over: RankGroup, x: Tensor, dim: int, sizes: Sizes = None) -> Pending:
-    """Every rank's part side by side along `dim`."""
+    """Return every rank's part side by side along `dim`."""
     if not over.several:
         return _done(over, x)
     dim %= x.dim()
@@ -101,7 +101,7 @@ def all_gather(over: RankGroup, x: Tensor, dim: int, sizes: Sizes = None) -> Pen
 
 
 def reduce_scatter(over: RankGroup, x: Tensor, dim: int, sizes: Sizes = None) -> Pending:
-    """This rank's stretch, along `dim`, of the sum over the ranks."""
+    """Return this rank's stretch, along `dim`, of the sum over the ranks."""
     if not over.several:
         return _done(over, x)
     dim %= x.dim()
@@ -130,7 +130,7 @@ def reduce_scatter(over: RankGroup, x: Tensor, dim: int, sizes: Sizes = None) ->
 
 
 def all_to_all(over: RankGroup, x: Tensor, output_sizes: Sizes = None, input_sizes: Sizes = None) -> Pending:
-    """Rows of dim 0, `input_sizes[r]` of them to rank r; `output_sizes[r]` come from rank r. None: equal."""
+    """Return rows of dim 0, `input_sizes[r]` of them to rank r; `output_sizes[r]` come from rank r. None: equal."""
     if not over.several:
         return _done(over, x)
     name, equal = "all-to-all", [x.shape[0] // over.size] * over.size
@@ -142,7 +142,7 @@ def all_to_all(over: RankGroup, x: Tensor, output_sizes: Sizes = None, input_siz
 
 
 def wide_sum(parts: Tensor) -> Tensor:
-    """The sum over dim 0, taken in float32 (float64 for float64) and rounded once."""
+    """Return the sum over dim 0, taken in float32 (float64 for float64) and rounded once."""
     wide = wide_dtype(parts.dtype)
     if parts.device.type != "cpu":
         return parts.sum(0, dtype=wide).to(parts.dtype)
@@ -154,12 +154,12 @@ def wide_sum(parts: Tensor) -> Tensor:
 
 
 def _rounds(over: RankGroup, x: Tensor) -> bool:
-    """Whether a backend may round on the way to a sum."""
+    """Return whether a backend may round on the way to a sum."""
     return over.size > 2 and x.dtype in (torch.bfloat16, torch.float16)
 
 
 def _reduced_part(over: RankGroup, given: Tensor, name: str) -> Pending:
-    """This rank's equal part, along dim 0, of the sum; `given` is contiguous and stays as it is until the wait."""
+    """Return this rank's equal part, along dim 0, of the sum; `given` is contiguous and stays as it is until the wait."""
     shape = (given.shape[0] // over.size, *given.shape[1:])
     if _rounds(over, given):
         found = torch.empty_like(given)
@@ -171,7 +171,7 @@ def _reduced_part(over: RankGroup, given: Tensor, name: str) -> Pending:
 
 
 def _all_reduce_wide(over: RankGroup, x: Tensor) -> Pending:
-    """The sum in float32, written over x."""
+    """Return the sum in float32, written over x."""
     name = "all-reduce"
     if x.numel() <= FEW:
         wide = x.float()
@@ -202,7 +202,7 @@ def _with(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
 
 
 def _laid(dim: int, sizes: Sizes) -> str:
-    """How parts lie side by side, as the end of what ranks compare."""
+    """Return how parts lie side by side, as the end of what ranks compare."""
     return (f" along dim {dim}" if dim else "") + ("" if _equal(sizes) else f" in parts {list(sizes or ())}")
 
 

@@ -15,7 +15,7 @@ _WITH_AUTOCAST = frozenset(kind for kind in _KINDS if torch.amp.is_autocast_avai
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """The dtype autocast would cast x and its weights to on x's device; None where it does not apply."""
+    """Return the dtype autocast would cast x and its weights to on x's device; None where it does not apply."""
     device = x.device.type
     if x.dtype not in _CASTABLE or device not in _WITH_AUTOCAST:
         return None
@@ -23,7 +23,7 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 
 def after_autocast(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype of an operand once autocast to `dtype` (None: off) has been applied; float64 and integers stay."""
+    """Return the dtype of an operand once autocast to `dtype` (None: off) has been applied; float64 and integers stay."""
     return dtype if dtype is not None and tensor.dtype in _CASTABLE else tensor.dtype
 
 
@@ -34,6 +34,6 @@ def without_autocast(x: Tensor) -> AbstractContextManager[object]:
 
 
 def operand(tensor: Tensor, cast: torch.dtype | None) -> checks.Operand:
-    """The tensor as the checks see it, after the cast that autocast would make."""
+    """Return the tensor as the checks see it, after the cast that autocast would make."""
     name = dtype_name(after_autocast(tensor, cast))
     return checks.Operand(tuple(tensor.shape), name, str(tensor.device))

@@ -63,7 +63,7 @@ class GradientSum:
 
     @classmethod
     def into(cls, buffer: Tensor, sums: Sums = SUMS) -> Self:
-        """A sum whose accumulator is `buffer`, whatever it holds now."""
+        """Return a sum whose accumulator is `buffer`, whatever it holds now."""
         total = cls.__new__(cls)
         total.sums = sums
         total.dtype, total.main_grad, total.acc, total.empty = buffer.dtype, None, buffer, True
@@ -85,7 +85,7 @@ class GradientSum:
             self.acc.zero_()
 
     def result(self) -> Tensor | None:
-        """The gradient in the parameter's dtype; None where it already is in `main_grad`."""
+        """Return the gradient in the parameter's dtype; None where it already is in `main_grad`."""
         if self.main_grad is not None:
             if self.acc.dtype != self.main_grad.dtype and not self.empty:
                 self.main_grad.view(self.acc.shape).add_(self.acc)
@@ -95,12 +95,12 @@ class GradientSum:
 
 
 def takes_sums_of(main_grad: Tensor, dtype: torch.dtype) -> bool:
-    """Whether a `main_grad` is wide enough that the shards of a parameter of `dtype` may be added to it one by one."""
+    """Return whether a `main_grad` is wide enough that the shards of a parameter of `dtype` may be added to it one by one."""
     return torch.promote_types(main_grad.dtype, wide_dtype(dtype)) == main_grad.dtype
 
 
 def main_grad_of(parameter: Tensor | None) -> Tensor | None:
-    """The buffer a training framework wants this parameter's gradient in, if it has one."""
+    """Return the buffer a training framework wants this parameter's gradient in, if it has one."""
     return None if parameter is None else getattr(parameter, "main_grad", None)
 
 

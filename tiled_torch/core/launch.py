@@ -26,7 +26,7 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 
 def architecture(device: torch.device) -> str:
-    """The row of the block table that suits a device: the newest one that is not newer than it."""
+    """Return the row of the block table that suits a device: the newest one that is not newer than it."""
     major, minor = capability(device)
     known = sorted(int(name.removeprefix("sm_")) for name in table.ARCHITECTURES["triton"])
     return f"sm_{max((a for a in known if a <= 10 * major + minor), default=known[0])}"
@@ -37,7 +37,7 @@ trying: dict[str, Blocks] = {}
 
 
 def blocks(op: str, a: Tensor, shape: tuple[int, ...]) -> Blocks:
-    """The block sizes of one launch, whose operands are like `a`. shape: see `blocks_for`."""
+    """Return the block sizes of one launch, whose operands are like `a`. shape: see `blocks_for`."""
     if op in trying:
         return trying[op]
     dtype = str(a.dtype).removeprefix("torch.")
@@ -45,14 +45,14 @@ def blocks(op: str, a: Tensor, shape: tuple[int, ...]) -> Blocks:
 
 
 def with_descriptors(*matrices: Tensor | None) -> bool:
-    """Whether the tensor memory accelerator can address them all: sm_90 or newer, 16-byte rows and addresses."""
+    """Return whether the tensor memory accelerator can address them all: sm_90 or newer, 16-byte rows and addresses."""
     given = [a for a in matrices if a is not None]
     aligned = all(a.stride(0) * a.itemsize % 16 == 0 and a.data_ptr() % 16 == 0 for a in given)
     return aligned and all(a.numel() for a in given) and capability(given[0].device) >= (9, 0)
 
 
 def matrix(a: Tensor | None, rows: int, columns: int, *, descriptors: bool) -> Any:
-    """A kernel's argument: a descriptor with this block, or the tensor itself."""
+    """Return a kernel's argument: a descriptor with this block, or the tensor itself."""
     return TensorDescriptor.from_tensor(a, [rows, columns]) if descriptors and a is not None else a
 
 
@@ -75,7 +75,7 @@ def summed(a: Tensor, dim: int) -> Tensor:
 
 
 def row_stride(a: Tensor | None) -> int:
-    """Elements from one row to the next; columns are contiguous."""
+    """Return elements from one row to the next; columns are contiguous."""
     if a is None:
         return 0
     if a.stride(-1) != 1 and a.numel():
@@ -105,7 +105,7 @@ def processors(device: torch.device) -> int:
 
 
 def can_prefetch(device: torch.device) -> bool:
-    """Whether kernels may hold inline assembly, which the interpreter, alone to take a CPU's tensors, does not know."""
+    """Return whether kernels may hold inline assembly, which the interpreter, alone to take a CPU's tensors, does not know."""
     return device.type != "cpu"
 
 
@@ -120,7 +120,7 @@ def programs(m: int, n: int, sizes: Blocks, device: torch.device | None = None) 
 
 
 def block_constants(sizes: Blocks, *, descriptors: bool) -> Mapping[str, Any]:
-    """The constants of a kernel that makes products. float32 means IEEE float32, never TF32."""
+    """Return the constants of a kernel that makes products. float32 means IEEE float32, never TF32."""
     names = {"BM": sizes.rows, "BN": sizes.columns, "BK": sizes.depth, "GROUP": sizes.group}
     return {**names, "TMA": descriptors, "PRECISION": "ieee"}
 

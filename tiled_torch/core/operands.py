@@ -39,5 +39,5 @@ def _check_class(function: str, name: str, value: Tensor, of_dtensor: str) -> No
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """Whether a tensor has no values to look at: one of torch's FakeTensorMode, or on the meta device."""
+    """Return whether a tensor has no values to look at: one of torch's FakeTensorMode, or on the meta device."""
     return tensor.is_meta or isinstance(tensor, FakeTensor)

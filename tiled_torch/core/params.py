@@ -12,7 +12,7 @@ from tiled_torch.core.tensors import dtype_name
 
 
 def as_operand(function: str, name: str, value: Any) -> checks.Operand:
-    """A tensor as the checks see it; TypeError for anything else."""
+    """Return a tensor as the checks see it; TypeError for anything else."""
     if not isinstance(value, Tensor):
         fail_type(function, name, "an array", type(value).__name__)
     return operand(value, None)

@@ -20,12 +20,12 @@ ENGINE = "deepspeed"
 
 
 def is_partitioned(tensor: Any) -> bool:
-    """Whether a tensor is a parameter of ZeRO-3, gathered now or not."""
+    """Return whether a tensor is a parameter of ZeRO-3, gathered now or not."""
     return hasattr(tensor, "ds_id")
 
 
 def whole_shape(tensor: Tensor) -> tuple[int, ...]:
-    """The shape of a tensor; of a parameter of ZeRO-3 that it has when it is gathered."""
+    """Return the shape of a tensor; of a parameter of ZeRO-3 that it has when it is gathered."""
     return tuple(tensor.ds_shape if is_partitioned(tensor) else tensor.shape)  # type: ignore[attr-defined]
 
 
@@ -41,7 +41,7 @@ def gathered(*tensors: Tensor | None, write: bool = False) -> AbstractContextMan
 
 
 def rows_in_whole(part: Tensor) -> slice | None:
-    """Which rows a view of a parameter of ZeRO-3 is; None of any other tensor.
+    """Return which rows a view of a parameter of ZeRO-3 is; None of any other tensor.
 
     Who keeps the view keeps what was gathered: keep the parameter, and cut it again where it has been gathered again.
     """
@@ -53,18 +53,20 @@ def rows_in_whole(part: Tensor) -> slice | None:
 
 
 def gathers(module: nn.Module) -> bool:
-    """Whether ZeRO-3 hung its hooks on a module."""
+    """Return whether ZeRO-3 hung its hooks on a module."""
     return "ds_id" in vars(module)
 
 
 def weight_of(linear: nn.Module) -> Any:
-    """A layer's weight, looked at from outside its forward: to ZeRO-3 that is to want it gathered, from now on every time."""
+    """Return a layer's weight, looked at from outside its forward: to ZeRO-3 that is to want it gathered, from now on every
+    time.
+    """
     found = linear._parameters.get("weight")  # past its __getitem__
     return linear.weight if found is None else found
 
 
 def is_leaf(module: nn.Module) -> bool:
-    """Whether a module's hooks gather all that is inside, and nothing inside has hooks."""
+    """Return whether a module's hooks gather all that is inside, and nothing inside has hooks."""
     return getattr(module, "_z3_leaf", False)
 
 
@@ -79,7 +81,7 @@ def gather_around(module: nn.Module, parameters: Iterable[Any]) -> None:
 
 
 def is_hook(hook: Callable[..., Any]) -> bool:
-    """Whether a hook of a module is one of ZeRO-3's; those of DeepSpeed's profiler are not."""
+    """Return whether a hook of a module is one of ZeRO-3's; those of DeepSpeed's profiler are not."""
     return getattr(hook, "__module__", "").startswith((f"{ENGINE}.runtime.zero.", f"{ENGINE}.utils.nvtx"))
 
 

@@ -19,7 +19,7 @@ class Taken:
         self.spans, self.order, self.dtype = plan.spans, iter(order), dtype
 
     def take(self) -> Tensor:
-        """The next one, [t, ...]."""
+        """Return the next one, [t, ...]."""
         rows, shard = next(self.order)
         start, stop = self.spans[shard]
         return rows[start:stop].to(self.dtype)

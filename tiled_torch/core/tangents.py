@@ -10,7 +10,7 @@ from shared_specs.errors import UnsupportedError, error_text
 
 
 def carry_tangents(tensors: Iterable[Any]) -> bool:
-    """Whether any of them is a dual tensor of the forward-mode level that is open."""
+    """Return whether any of them is a dual tensor of the forward-mode level that is open."""
     if forward_ad._current_level < 0:
         return False
     return any(isinstance(a, Tensor) and forward_ad.unpack_dual(a).tangent is not None for a in tensors)

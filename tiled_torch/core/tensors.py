@@ -11,7 +11,7 @@ from shared_specs.errors import UnsupportedError, error_text
 
 
 def rows_of(a: Tensor) -> Tensor:
-    """[T, last dim]; a copy only where the leading dims cannot be merged."""
+    """Return [T, last dim]; a copy only where the leading dims cannot be merged."""
     return a.reshape(flat_tokens(a.shape), a.shape[-1])
 
 
@@ -21,7 +21,7 @@ def device_kind(device: torch.device) -> str:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name that both halves and numpy have for a dtype: "bfloat16"."""
+    """Return the name that both halves and numpy have for a dtype: "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -37,12 +37,12 @@ def refuse_second_order(function: str, advice: str = ".", backward: str = "The h
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of sums and elementwise work: float64 for float64, else float32."""
+    """Return the dtype of sums and elementwise work: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def is_dtensor(value: Any) -> TypeGuard[Any]:
-    """Whether a value is a DTensor; does not load torch.distributed.tensor."""
+    """Return whether a value is a DTensor; does not load torch.distributed.tensor."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 

@@ -60,7 +60,7 @@ def causal_attention(
 
 
 def _reads_grouped_heads(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> bool:
-    """Whether the fused kernel that knows grouped heads takes these; any other way of torch's would write scores out."""
+    """Return whether the fused kernel that knows grouped heads takes these; any other way of torch's would write scores out."""
     return q.is_cuda and can_use_flash_attention(SDPAParams(q, k, v, None, dropout, True, True))
 
 
@@ -87,7 +87,7 @@ def _windowed(
 
 
 def _visible(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
-    """[queries, keys], the last of each the same token: whether a query sees a key."""
+    """Return [queries, keys], the last of each the same token: whether a query sees a key."""
     behind = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)
     return behind >= 0 if window is None else (behind >= 0) & (behind < window)
 

@@ -31,7 +31,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @not_compiled
 def context_slice(batch: Mapping[str, Any], *, ignore_index: int = -100, group: Any = None) -> dict[str, Any]:
-    """This rank's run of the tokens of a batch, with the positions and the labels that belong to it.
+    """Return this rank's run of the tokens of a batch, with the positions and the labels that belong to it.
 
     For losses and models of one's own. A model that `parallelize` gave a context axis cuts its batch by itself; of its
     logits, which are those of this rank's tokens, the labels are `shift_labels`.

@@ -93,7 +93,7 @@ def own_rows(
     deterministic: bool = False,
     padding_idx: int | None = None,
 ) -> Tensor:
-    """The rows of the entries that this rank holds; zero for the others'.
+    """Return the rows of the entries that this rank holds; zero for the others'.
 
     An id outside the vocabulary is a SpecError on a CPU, and a row of NaN in compiled code and on other devices, which
     reading the ids would stall.

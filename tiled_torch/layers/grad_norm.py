@@ -183,7 +183,7 @@ class _Norm:
         return stacked.max() if self.largest else stacked.sum()
 
     def reduce(self, over: RankGroup, term: Tensor) -> Tensor:
-        """The sum, or the largest, over the ranks."""
+        """Return the sum, or the largest, over the ranks."""
         return transport.all_reduce_(over, term, dist.ReduceOp.MAX if self.largest else dist.ReduceOp.SUM).wait()
 
     def finish(self, total: Tensor) -> Tensor:
@@ -228,7 +228,7 @@ def _local(gradient: Any) -> Tensor:
 
 
 def _sharded_over(function: str, gradient: Any) -> tuple[Any, tuple[int, ...]]:
-    """(mesh, its dims whose ranks hold other elements) of a DTensor; (None, ()) of a tensor."""
+    """Return (mesh, its dims whose ranks hold other elements) of a DTensor; (None, ()) of a tensor."""
     if not is_dtensor(gradient):
         return None, ()
     if any(one.is_partial() for one in gradient.placements):

@@ -32,7 +32,7 @@ class InferencePath(NamedTuple):
 
 
 def inference_path(device: torch.device | str, dtype: torch.dtype | None = None, *, group: Any = None) -> InferencePath:
-    """Which path path="auto" takes for tensors of this device and dtype (None: bfloat16) over this group, and why.
+    """Return which path path="auto" takes for tensors of this device and dtype (None: bfloat16) over this group, and why.
 
     It follows from the machine alone, so that it is the same on every rank of like machines. A call whose rows do not
     fill whole multicast stores (16 bytes), or whose ranks hold unequally many tokens (split_sizes), takes the collectives
@@ -99,7 +99,8 @@ def row_parallel_linear_residual_norm(
     path: str = "auto",
     group: Any = None,
 ) -> tuple[Tensor, Tensor]:
-    """A row-parallel linear layer, the residual stream it adds to, and the norm of that, in one reduce-scatter and gather.
+    """Return a row-parallel linear layer, the residual stream it adds to, and the norm of that, in one reduce-scatter and
+    gather.
 
     h = residual + reduce_scatter(x weight^T) + bias; normed = rms_norm(h). No rank normalises another one's tokens.
 

@@ -37,7 +37,9 @@ _buffers: "weakref.WeakKeyDictionary[Any, dict[tuple[torch.dtype, torch.device, 
 
 
 def why_not(over: RankGroup, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why symmetric memory cannot be used by this group here; None where it can. The same on every rank of like machines."""
+    """Return why symmetric memory cannot be used by this group here; None where it can. The same on every rank of like
+    machines.
+    """
     if not over.several:
         return "A group of one rank has nothing to exchange."
     if device.type != "cuda":
@@ -76,12 +78,12 @@ def _missing(device: torch.device) -> str | None:
 
 
 def partial_buffer(over: RankGroup, rows: int, features: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[rows, features] of memory that every rank of the group can read, for this rank's partial result."""
+    """Return [rows, features] of memory that every rank of the group can read, for this rank's partial result."""
     return _buffer(over, "partial", rows * features, dtype, device).memory[: rows * features].view(rows, features)
 
 
 def reduce_scatter_rows(over: RankGroup, partial: Tensor) -> Tensor:
-    """This rank's rows of the sum of all ranks' `partial`, which is a `partial_buffer`.
+    """Return this rank's rows of the sum of all ranks' `partial`, which is a `partial_buffer`.
 
     In float32, in rank order and rounded once: what `transport.reduce_scatter` makes of them.
     """
@@ -96,12 +98,12 @@ def reduce_scatter_rows(over: RankGroup, partial: Tensor) -> Tensor:
 
 
 def fits_multicast(rows: int, features: int, dtype: torch.dtype) -> bool:
-    """Whether a rank's rows are whole multicast stores."""
+    """Return whether a rank's rows are whole multicast stores."""
     return rows * features * dtype.itemsize % _ALIGNMENT == 0
 
 
 def all_gather_rows(over: RankGroup, mine: Tensor) -> Tensor:
-    """All ranks' rows, written to every rank by multicast; in memory of its own."""
+    """Return all ranks' rows, written to every rank by multicast; in memory of its own."""
     rows = mine.shape[0] * over.size
     elements = rows * mine.shape[1]
     out = _buffer(over, "gathered", elements, mine.dtype, mine.device).memory[:elements].view(rows, mine.shape[1])
@@ -109,7 +111,7 @@ def all_gather_rows(over: RankGroup, mine: Tensor) -> Tensor:
 
 
 def _buffer(over: RankGroup, use: str, elements: int, dtype: torch.dtype, device: torch.device) -> _Buffer:
-    """A buffer of that many elements or more, mapped once; it grows at the same calls on every rank."""
+    """Return a buffer of that many elements or more, mapped once; it grows at the same calls on every rank."""
     import torch.distributed._symmetric_memory as symmetric_memory
 
     mapped, key = _buffers.setdefault(over.group or torch.distributed.group.WORLD, {}), (dtype, device, use)

@@ -275,13 +275,13 @@ class LinearArguments:
 
 @not_compiled
 def row_bias(bias: Tensor, over: RankGroup) -> Tensor:
-    """The bias that is added to this rank's tokens; its gradient is summed over the ranks, which have the others."""
+    """Return the bias that is added to this rank's tokens; its gradient is summed over the ranks, which have the others."""
     return move(bias, over, Keep(), Sum())
 
 
 @not_compiled
 def gathered_bias(bias: Tensor, over: RankGroup, stride: int) -> Tensor:
-    """The bias of all outputs, which every rank goes on with alike."""
+    """Return the bias of all outputs, which every rank goes on with alike."""
     return in_order(move(bias, over, Join(0), Split(0)), over.size, stride)
 
 
@@ -293,7 +293,7 @@ def in_order(y: Tensor, ranks: int, stride: int) -> Tensor:
 
 
 def by_rank(x: Tensor, ranks: int, stride: int) -> Tensor:
-    """The inverse of `in_order`."""
+    """Return the inverse of `in_order`."""
     if stride == 1 or ranks == 1:
         return x
     return x.unflatten(-1, (stride, ranks, -1)).transpose(-3, -2).flatten(-3)

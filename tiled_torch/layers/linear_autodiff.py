@@ -54,7 +54,7 @@ class LinearCall:
         return transport.all_gather(self.over, x, dim, self.sizes)
 
     def reduce(self, dx: Tensor) -> Pending:
-        """The input gradient, on its way."""
+        """Return the input gradient, on its way."""
         if not self.reduced:
             return Pending(self.over, "", None, lambda: dx)
         if self.gathered is None:
@@ -62,12 +62,12 @@ class LinearCall:
         return transport.reduce_scatter(self.over, dx, self.gathered, self.sizes)
 
     def keeps(self) -> bool:
-        """Whether the gradient of the weight is left for later: not where as many calls wait as may."""
+        """Return whether the gradient of the weight is left for later: not where as many calls wait as may."""
         waiting = len(self.owner.__dict__.get(_KEPT, ())) if self.deferred and self.owner is not None else 0
         return self.deferred and (self.limit == 0 or waiting < self.limit)
 
     def weight_gradient(self, weight: Tensor, *, single: bool = True) -> GradientSum:
-        """The sum of dy.T @ x over `single` or several calls, empty."""
+        """Return the sum of dy.T @ x over `single` or several calls, empty."""
         return GradientSum(weight, self.main_grad, single=single)
 
 

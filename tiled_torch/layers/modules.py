@@ -307,7 +307,7 @@ class VocabParallelEmbedding(ParallelLayer):
         fill(self.weight, F.pad(mine, (0, 0, 0, entries - mine.shape[0])))
 
     def forward(self, ids: Tensor, split_sizes: Sequence[int] | None = None) -> Tensor:
-        """[*tokens, H], or this rank's tokens of it with reduce_scatter_embeddings (split_sizes: of every rank)."""
+        """Return [*tokens, H], or this rank's tokens of it with reduce_scatter_embeddings (split_sizes: of every rank)."""
         return vocab_parallel_embedding(
             ids,
             self.weight,

@@ -26,7 +26,7 @@ _replayed: dict[object, Any] = {}  # what packs saved tensors in the checkpoints
 
 
 def seed_parallel(seed: int, *, data: int = 0, tensor: int = 0, expert: int = 0) -> "RandomStates":
-    """The named streams of one rank, all derived from one seed and the rank's place in the mesh.
+    """Return the named streams of one rank, all derived from one seed and the rank's place in the mesh.
 
     "data-parallel" differs from data rank to data rank and agrees over tensor and expert ranks: for activations that
     tensor ranks hold whole. "tensor-parallel" differs over tensor ranks as well: for activations that are split.
@@ -131,7 +131,7 @@ class RandomStates:
             self._swap_cuda(cuda)
 
     def _swap_cuda(self, state: torch.Generator | None) -> torch.Generator | None:
-        """The state that CUDA's default generator had, which from now on is in the state given."""
+        """Return the state that CUDA's default generator had, which from now on is in the state given."""
         if self._cuda is None or state is None:
             return None
         before = self._cuda.graphsafe_get_state()
@@ -139,7 +139,7 @@ class RandomStates:
         return before
 
     def states(self) -> dict[str, State]:
-        """The state of every stream, as `set_states` takes them: copies on the CPU, safe to store."""
+        """Return the state of every stream, as `set_states` takes them: copies on the CPU, safe to store."""
         self._refuse_forked("RandomStates.states")
         return {name: {"cpu": cpu.clone(), **self._cuda_state(name)} for name, cpu in self._cpu.items()}
 
@@ -198,7 +198,7 @@ class RandomStates:
         return {name: generator.get_state() for name, generator in self._on_cuda.items()}
 
     def _generator(self, state: Tensor) -> torch.Generator:
-        """A new state for CUDA's default generator."""
+        """Return a new state for CUDA's default generator."""
         assert self._cuda is not None
         generator = self._cuda.clone_state()
         generator.set_state(state)
@@ -315,12 +315,12 @@ def _unpickled(states: dict[str, State], seeds: dict[str, int]) -> RandomStates:
 
 
 def living() -> "list[RandomStates]":
-    """Every RandomStates that has not been garbage-collected."""
+    """Return every RandomStates that has not been garbage-collected."""
     return list(_living)
 
 
 def _cuda_generator(device: torch.device | str | None) -> torch.Generator | None:
-    """The default generator of a CUDA device; None for the CPU alone."""
+    """Return the default generator of a CUDA device; None for the CPU alone."""
     if device is None:
         if not torch.cuda.is_available():
             return None

@@ -97,7 +97,7 @@ def _check_alike(ranks: RankGroup, inputs: Sequence[Tensor]) -> None:
 
 
 def _samples(a: Tensor) -> Tensor:
-    """A few numbers of a, evenly spread."""
+    """Return a few numbers of a, evenly spread."""
     part = a.reshape(-1)[:: max(1, a.numel() // _SAMPLES)][:_SAMPLES]
     return torch.view_as_real(part).reshape(-1) if part.is_complex() else part
 
@@ -207,7 +207,7 @@ class CheckpointWithoutOutput:
 
 
 def _recomputed(hooks: Any) -> bool:
-    """Whether saved tensors are dropped here and computed again; SpecError where hooks do anything else with them."""
+    """Return whether saved tensors are dropped here and computed again; SpecError where hooks do anything else with them."""
     if hooks is None:
         return False
     pack, _ = hooks

@@ -14,7 +14,7 @@ _NAME = "sharded_state_dict"
 
 
 def sharded_state_dict(module: nn.Module, tensors: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Names and tensors for torch.distributed.checkpoint, in which a layer's part stands where it lies in the whole.
+    """Return names and tensors for torch.distributed.checkpoint, in which a layer's part stands where it lies in the whole.
 
     The tensors are the module's own memory, so that `dcp.load(sharded_state_dict(model), ...)` fills the model and
     `dcp.save(sharded_state_dict(model), ...)` writes it; nothing is gathered or copied. The number of ranks may differ

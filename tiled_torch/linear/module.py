@@ -112,7 +112,7 @@ class TiledLinear(nn.Module):
         input_is_already_split: bool = False,
         combine_out_splits: bool = True,
     ) -> Self:
-        """The same layer in tiles of nn.Linear, which hold copies of its weight and bias and train as they do.
+        """Return the same layer in tiles of nn.Linear, which hold copies of its weight and bias and train as they do.
 
         UnsupportedError where it is more than its weight and bias: a subclass with a forward of its own, hooks,
         parametrizations.
@@ -140,7 +140,9 @@ class TiledLinear(nn.Module):
         return module.train(linear.training)
 
     def to_linear(self) -> nn.Linear:
-        """One nn.Linear with copies of the tiles' weights and biases. Tiles sharded over ranks are gathered one by one."""
+        """Return one nn.Linear with copies of the tiles' weights and biases. Tiles sharded over ranks are gathered one by
+        one.
+        """
         first = self._tile(0, 0).weight
         linear: Any = nn.utils.skip_init(
             nn.Linear, self.in_features, self.out_features, bias=self.has_bias, device=first.device, dtype=first.dtype
@@ -174,7 +176,7 @@ class TiledLinear(nn.Module):
                 nn.init.uniform_(parameter, -bound, bound)
 
     def grid(self) -> list[tuple[int, int, slice, slice]]:
-        """(out_id, in_id, its rows, its columns) of every tile's weight within the whole weight [out, in]."""
+        """Return (out_id, in_id, its rows, its columns) of every tile's weight within the whole weight [out, in]."""
         rows, columns = _slices(self.out_sizes), _slices(self.in_sizes)
         return [(j, i, row, column) for j, row in enumerate(rows) for i, column in enumerate(columns)]
 
@@ -203,7 +205,7 @@ class TiledLinear(nn.Module):
         return x
 
     def reduce_local_output(self, in_id: int, out_id: int, current_out: Any, new_out: Any) -> Any:
-        """The output split `out_id` so far, once tile (in_id, out_id) has returned new_out; None came before in_id 0."""
+        """Return the output split `out_id` so far, once tile (in_id, out_id) has returned new_out; None came before in_id 0."""
         if len(self.in_sizes) == 1:
             return new_out
         total = add_partial(in_id, current_out, new_out)
@@ -274,7 +276,7 @@ class TiledLinearReturnBias(TiledLinear):
     plain_cls = LinearReturnBias
 
     def reduce_local_output(self, in_id: int, out_id: int, current_out: Any, new_out: Any) -> Any:
-        """(output so far, the bias where a tile of this output split has returned one)."""
+        """Return (output so far, the bias where a tile of this output split has returned one)."""
         output, bias = new_out
         before, found = (None, None) if current_out is None else current_out
         return super().reduce_local_output(in_id, out_id, before, output), found if bias is None else bias
@@ -340,7 +342,7 @@ def _load_other_grids(module: Any, state: dict[str, Any], prefix: str, *rest: An
 
 
 def _pop_other_grid(module: Any, state: dict[str, Any], prefix: str) -> dict[str, Tensor]:
-    """The whole weight and bias of tiles that are cut differently from the module's; nothing where they are not."""
+    """Return the whole weight and bias of tiles that are cut differently from the module's; nothing where they are not."""
     grid = [tuple(map(int, key[len(prefix) :].split(".")[1:3])) for key in state if _is_tile_weight(key, prefix)]
     rows, columns = (max(ids) + 1 for ids in zip(*grid, strict=True)) if grid else (0, 0)
     if len(grid) != rows * columns or (rows, columns) in ((0, 0), (len(module.out_sizes), len(module.in_sizes))):

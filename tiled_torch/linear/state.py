@@ -17,7 +17,7 @@ from tiled_torch.linear.module import TiledLinear
 
 
 def whole_state_dict(module: nn.Module, tensors: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """A state dict in which each tiled linear layer has one `weight` and one `bias`, for torch.distributed.checkpoint.
+    """Return a state dict in which each tiled linear layer has one `weight` and one `bias`, for torch.distributed.checkpoint.
 
     The keys and shapes are those of the model with plain linear layers, so that what one grid of tiles saves, another
     grid, another number of ranks or a plain layer loads. Nothing is gathered or copied: the values share the tiles' memory,

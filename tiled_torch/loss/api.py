@@ -47,7 +47,7 @@ def tiled_linear_cross_entropy(
     tiling: Tiling | None = None,
     backend: str = "auto",
 ) -> Tensor | LossResult:
-    """The cross entropy of logits x weight^T + bias with the targets, with exact gradients.
+    """Return the cross entropy of logits x weight^T + bias with the targets, with exact gradients.
 
     loss = (1 - eps) w_y (lse - z_y) + (eps / V) sum_k w_k (lse - z_k) + z_loss lse^2, per token. The logits of one shard of
     tokens, [t, V], are the largest thing that exists; the logits of all tokens never do.
@@ -114,7 +114,7 @@ class Given(NamedTuple):
         entries: int | None = None,
         tokens: tuple[int, ...] | None = None,
     ) -> tuple[ShardPlan | SequencePlan, int, str]:
-        """The plan, the number of vocabulary shards and the backend, once every argument is right.
+        """Return the plan, the number of vocabulary shards and the backend, once every argument is right.
 
         entries: the most that any rank holds, where a vocabulary is split over ranks, who must come to the same plan; None
         where it is not. tokens: of every rank, where they are split over ranks.
@@ -194,7 +194,9 @@ class Given(NamedTuple):
         *,
         backend: str,
     ) -> Tensor | LossResult:
-        """The checked call. start, ranks, owners: of a vocabulary split over ranks. split: of tokens split over them too."""
+        """Return the checked call. start, ranks, owners: of a vocabulary split over ranks. split: of tokens split over them
+        too.
+        """
         refuse_transforms(self.function, "the untiled loss")
         dual = tangents.carry_tangents((self.x, self.weight, self.bias))
         backend = "eager" if dual else backend
@@ -312,7 +314,7 @@ def _remember(ctx: Any, operands: tuple[Tensor | None, ...], owners: tuple[Tenso
 
 
 def _returned(ctx: Any, found: list[Tensor | None], scale: Tensor) -> list[Tensor | None]:
-    """Gradients of x, weight and bias as backward returns them: scaled, in their dtypes, or added to main_grad."""
+    """Return gradients of x, weight and bias as backward returns them: scaled, in their dtypes, or added to main_grad."""
     grads: list[Tensor | None] = []
     for number, (like, main) in enumerate(zip(ctx.like, ctx.mains, strict=True)):
         gradient, found[number] = found[number], None  # the only reference, so that .grad may take it as it is

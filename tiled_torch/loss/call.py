@@ -76,7 +76,7 @@ class Problem:
         return Rows(rows_of(given.x), ShardPlan(checks.flat_tokens(given.x.shape), self.shard_tokens))
 
     def result(self, values: Tensor, dims: torch.Size) -> Tensor:
-        """Numbers per token of all shards as [*dims] of this call's own; not a view.
+        """Return numbers per token of all shards as [*dims] of this call's own; not a view.
 
         Callers may write to a result in place (mask a loss), engines do.
         """
@@ -115,7 +115,7 @@ class Problem:
 
 
 def with_gradients(given: Operands, problem: Problem, needs: Needs) -> tuple[Tensor | None, ...]:
-    """The loss, the accuracy, the factor of the gradients, and dx [T, H], dweight and dbias before that factor."""
+    """Return the loss, the accuracy, the factor of the gradients, and dx [T, H], dweight and dbias before that factor."""
     with without_autocast(given.x):
         labels, head, rows = problem.labels(given), problem.head(given), problem.rows(given)
         parts: Parts = (None, None, None)
@@ -131,7 +131,7 @@ def with_gradients(given: Operands, problem: Problem, needs: Needs) -> tuple[Ten
 
 
 def values(given: Operands, problem: Problem) -> tuple[Tensor | None, ...]:
-    """The loss, log_probs, lse, entropy (None where not asked for) and the accuracy."""
+    """Return the loss, log_probs, lse, entropy (None where not asked for) and the accuracy."""
     with without_autocast(given.x):
         labels, head, rows = problem.labels(given), problem.head(given), problem.rows(given)
         entropy = "entropy" in problem.options.outputs
@@ -152,7 +152,8 @@ def gradients(
     problem: Problem,
     needs: Needs,
 ) -> tuple[Gradients, Tensor]:
-    """Gradients from the upstream ones of the loss, log_probs, lse and entropy, and the factor that still multiplies them.
+    """Return gradients from the upstream ones of the loss, log_probs, lse and entropy, and the factor that still multiplies
+    them.
 
     saved: lse and entropy as `values` gave them; the logits are computed again.
     """
@@ -166,7 +167,7 @@ def gradients(
 def _everywhere(
     upstream: tuple[Tensor | None, ...], saved: tuple[Tensor, Tensor | None], problem: Problem
 ) -> tuple[tuple[Tensor | None, ...], tuple[Tensor, Tensor | None]]:
-    """Numbers per token as [T]; of tokens that are split over ranks by one collective, whatever is None on this rank."""
+    """Return numbers per token as [T]; of tokens that are split over ranks by one collective, whatever is None on this rank."""
     lse, entropy = (None if a is None else a.reshape(-1) for a in saved)
     assert lse is not None
     if problem.split is None:

@@ -87,7 +87,9 @@ def with_gradients(
     dtype: torch.dtype,
     needs: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The loss, the accuracy, the factor of the gradients, and the unscaled gradients (empty where nobody needs them)."""
+    """Return the loss, the accuracy, the factor of the gradients, and the unscaled gradients (empty where nobody needs
+    them).
+    """
     numbers = ignore_index, label_smoothing, z_loss, logit_softcap, logit_scale
     static = Static(function, shard_tokens, cuts, vocab, *numbers, reduction, outputs, backend)
     given = Operands(x, weight, bias, targets, class_weight, num_valid)
@@ -151,7 +153,7 @@ def values(
     backend: str,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The loss, log_probs, lse, entropy (empty where not asked for) and the accuracy."""
+    """Return the loss, log_probs, lse, entropy (empty where not asked for) and the accuracy."""
     numbers = ignore_index, label_smoothing, z_loss, logit_softcap, logit_scale
     static = Static(function, shard_tokens, cuts, vocab, *numbers, reduction, outputs, backend)
     given = Operands(x, weight, bias, targets, class_weight, num_valid)

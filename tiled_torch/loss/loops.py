@@ -32,15 +32,15 @@ class SplitTokens(Protocol):
     """Tokens that are split over ranks: how this rank's part becomes all of them, shard by shard where it is x."""
 
     def rows(self, x: Tensor) -> Rows:
-        """This rank's x [T / R, H] as gathered shards."""
+        """Return this rank's x [T / R, H] as gathered shards."""
         ...
 
     def everywhere(self, values: list[Tensor], fill: float = 0) -> list[Tensor]:
-        """[T / R] of every rank as [T], in the order of the shards; `fill` in rows that stand for no token."""
+        """Return [T / R] of every rank as [T], in the order of the shards; `fill` in rows that stand for no token."""
         ...
 
     def own(self, values: Tensor) -> Tensor:
-        """This rank's tokens [T / R] of values [T] in the order of the shards."""
+        """Return this rank's tokens [T / R] of values [T] in the order of the shards."""
         ...
 
 
@@ -69,7 +69,7 @@ class Head:
         return Columns(self.start + piece.start, self.start + piece.stop)
 
     def logits(self, x: Tensor, piece: slice, buffer: Tensor) -> Tensor:
-        """[t, v] of one vocabulary shard, written into the buffer."""
+        """Return [t, v] of one vocabulary shard, written into the buffer."""
         width = piece.stop - piece.start
         out = buffer[: x.shape[0] * width].view(x.shape[0], width)
         w = self.weight[piece]
@@ -188,7 +188,7 @@ class Gradients:
 
 
 def losses(rows: Rows, head: Head, labels: Labels, options: LossOptions, *, entropy: bool) -> Tokens:
-    """Results per token, without gradients: 2 THV FLOP. x in any dtype that the head's converts from."""
+    """Return results per token, without gradients: 2 THV FLOP. x in any dtype that the head's converts from."""
     tokens, buffer = empty_tokens(rows, entropy=entropy), head.buffer(rows.plan)
     for _, place, x in rows.shards(head.weight.dtype):
         of_shard = labels[place]
@@ -201,7 +201,7 @@ def losses(rows: Rows, head: Head, labels: Labels, options: LossOptions, *, entr
 def losses_and_gradients(
     rows: Rows, head: Head, labels: Labels, options: LossOptions, needs: Needs
 ) -> tuple[Tokens, Gradients, Tensor]:
-    """Results per token, the gradients of the sum of the losses, and the number that still multiplies these.
+    """Return results per token, the gradients of the sum of the losses, and the number that still multiplies these.
 
     6 THV FLOP, 8 with vocabulary shards. The number is a power of two by which class weights and logit_scale are divided, so
     that dlogits keep their precision in float16.
@@ -239,7 +239,7 @@ def gradients_of(
     saved: tuple[Tensor, Tensor | None],
     k: Coefficients,
 ) -> tuple[Gradients, Tensor]:
-    """Gradients for coefficients per token [T], and the factor that still multiplies them; logits are computed again.
+    """Return gradients for coefficients per token [T], and the factor that still multiplies them; logits are computed again.
 
     The coefficients are divided by the size of the largest finite one, so that dlogits keep their precision in float16 and a
     token whose upstream gradient is not finite spoils its own row of dx only.

@@ -17,7 +17,7 @@ from tiled_torch.core.tensors import device_kind, wide_dtype
 
 
 def blocks(logits: Tensor) -> Iterator[slice]:
-    """Slices of the rows with about LOSS_ELEMENTS logits each."""
+    """Yield slices of the rows with about LOSS_ELEMENTS logits each."""
     elements = LOSS_ELEMENTS[device_kind(logits.device)]
     step = max(1, elements // max(1, logits.shape[1]))
     for start in range(0, logits.shape[0], step):
@@ -45,7 +45,7 @@ class Labels:
         return Labels(*parts, self.class_weight, self.total_weight)
 
     def over(self, size: Tensor) -> "Labels":
-        """The same for losses divided by a number: their coefficients are linear in `counted` and `weight`."""
+        """Return the same for losses divided by a number: their coefficients are linear in `counted` and `weight`."""
         return Labels(self.index, self.counted / size, self.weight / size, self.class_weight, self.total_weight)
 
 
@@ -62,7 +62,7 @@ def labels_of(targets: Tensor, vocab: int, class_weight: Tensor | None, ignore_i
 
 
 def first_missing_target(targets: Tensor, vocab: int, ignore_index: int) -> int | None:
-    """The first target that is neither an entry of the vocabulary nor ignored; reads the device."""
+    """Return the first target that is neither an entry of the vocabulary nor ignored; reads the device."""
     missing = (targets != ignore_index) & ((targets < 0) | (targets >= vocab))
     return int(targets[missing][0]) if bool(missing.any()) else None
 
@@ -74,7 +74,7 @@ class Columns(NamedTuple):
     stop: int
 
     def local(self, labels: Labels) -> tuple[Tensor, Tensor]:
-        """The target's column, 0 where it is not among these, and 1 where it is: [r, 1] and [r]."""
+        """Return the target's column, 0 where it is not among these, and 1 where it is: [r, 1] and [r]."""
         inside = (labels.index >= self.start) & (labels.index < self.stop)
         return torch.where(inside, labels.index - self.start, 0)[:, None], inside.to(labels.counted.dtype)
 
@@ -93,7 +93,7 @@ class Statistics(NamedTuple):
     moment: Tensor | None
 
     def below(self, top: Tensor) -> list[Tensor]:
-        """The sums as they are relative to a larger maximum: those that add up over parts of the vocabulary."""
+        """Return the sums as they are relative to a larger maximum: those that add up over parts of the vocabulary."""
         distance = self.top - top
         factor = distance.exp()
         sums = [self.total * factor, self.target]
@@ -103,13 +103,13 @@ class Statistics(NamedTuple):
         return sums
 
     def above(self, top: Tensor, sums: list[Tensor]) -> "Statistics":
-        """Statistics of the union, from its maximum and the added sums."""
+        """Return statistics of the union, from its maximum and the added sums."""
         total, target, *rest = sums
         weighted = rest.pop(0) if self.weighted is not None else None
         return Statistics(top, total, target, weighted, rest.pop(0) if self.moment is not None else None)
 
     def merge(self, other: "Statistics") -> "Statistics":
-        """Statistics of the logits of both."""
+        """Return statistics of the logits of both."""
         top = torch.maximum(self.top, other.top)
         return self.above(top, [a + b for a, b in zip(self.below(top), other.below(top), strict=True)])
 
@@ -147,7 +147,7 @@ def transformed(
 
 
 def exponentials_(z: Tensor, labels: Labels, columns: Columns, *, weighted: bool, moment: bool) -> Statistics:
-    """Statistics of z [r, v]; leaves exp(z - max) in it. Of no entries (a rank may have none) they change no union."""
+    """Return statistics of z [r, v]; leaves exp(z - max) in it. Of no entries (a rank may have none) they change no union."""
     if not z.shape[1]:
         none, zero = z.new_full((z.shape[0],), -torch.inf), z.new_zeros(z.shape[0])
         return Statistics(none, zero, zero, zero if weighted else None, zero if moment else None)
@@ -165,7 +165,7 @@ def exponentials_(z: Tensor, labels: Labels, columns: Columns, *, weighted: bool
 
 
 def token_losses(found: Statistics, labels: Labels, options: LossOptions, vocab: int) -> Tensor:
-    """[r]: the loss of each token, 0 where ignored."""
+    """Return [r]: the loss of each token, 0 where ignored."""
     loss = (1 - options.label_smoothing) * labels.weight * found.nll
     if options.label_smoothing:
         assert found.weighted is not None
@@ -201,7 +201,7 @@ def loss_coefficients(lse: Tensor, labels: Labels, options: LossOptions, vocab: 
 
 
 def power_of_two(sizes: Tensor, factor: float = 1.0) -> Tensor:
-    """[]: a power of two near the largest finite one of `sizes` >= 0, times |factor|; near 1 where there is none.
+    """Return []: a power of two near the largest finite one of `sizes` >= 0, times |factor|; near 1 where there is none.
 
     Dividing gradients by it and multiplying by it later rounds nothing, and what is stored in between is near 1.
     """
@@ -212,13 +212,15 @@ def power_of_two(sizes: Tensor, factor: float = 1.0) -> Tensor:
 
 
 def size_of_losses(labels: Labels, options: LossOptions, vocab: int) -> Tensor:
-    """[]: how large the gradients of the sum of the losses in the logits are, but for what z_loss adds; a power of two."""
+    """Return []: how large the gradients of the sum of the losses in the logits are, but for what z_loss adds; a power of
+    two.
+    """
     k = loss_coefficients(labels.weight, labels, replace(options, z_loss=0.0), vocab)  # no log-sum-exp has a part in it
     return size_of_gradients(k, labels, options)
 
 
 def size_of_gradients(k: Coefficients, labels: Labels, options: LossOptions) -> Tensor:
-    """[]: how large the gradients in the logits are that have these coefficients; a power of two."""
+    """Return []: how large the gradients in the logits are that have these coefficients; a power of two."""
     share = k.c if k.c is None or labels.class_weight is None else k.c * labels.class_weight.abs().amax()
     parts = [part.abs() for part in (k.a, k.b, share, k.d) if part is not None]
     return power_of_two(torch.stack(parts), options.logit_scale)
@@ -245,7 +247,7 @@ def pull_back_(
 
 
 def fused_gradient_(logits: Tensor, labels: Labels, columns: Columns, options: LossOptions, vocab: int) -> Statistics:
-    """Statistics of whole rows of logits [r, V], which become dlogits for an upstream gradient of 1 per token."""
+    """Return statistics of whole rows of logits [r, V], which become dlogits for an upstream gradient of 1 per token."""
     z, slope = transformed(logits, options, slope=True)
     found = exponentials_(z, labels, columns, weighted=bool(options.label_smoothing), moment=False)
     k = loss_coefficients(found.lse, labels, options, vocab)

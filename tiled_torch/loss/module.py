@@ -78,7 +78,7 @@ class TiledLinearCrossEntropy(nn.Module):
         tiling: Tiling | None = None,
         backend: str = "auto",
     ) -> Self:
-        """A module around an existing head; weight [V, H] and bias [V] become its parameters without a copy."""
+        """Return a module around an existing head; weight [V, H] and bias [V] become its parameters without a copy."""
         function = f"{_NAME}.from_weights"
         seen = as_operand(function, "weight", weight)
         seen_bias = None if bias is None else as_operand(function, "bias", bias)

@@ -171,7 +171,7 @@ def vocab_parallel_cross_entropy(
     vocab_size: int | None = None,
     group: Any = None,
 ) -> Tensor:
-    """The cross entropy of each token, from logits whose vocabulary is split over the ranks of a group.
+    """Return the cross entropy of each token, from logits whose vocabulary is split over the ranks of a group.
 
     Args:
         vocab_parallel_logits: [*tokens, V / R], this rank's entries, of any float dtype, or all of them as a DTensor

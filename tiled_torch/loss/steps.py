@@ -20,7 +20,7 @@ class LossSteps:
     def statistics(
         self, logits: Tensor, labels: Labels, columns: Columns, options: LossOptions, *, moment: bool, keep: bool
     ) -> Statistics:
-        """Statistics of every row; the logits are spent afterwards unless `keep`. moment: what an entropy needs."""
+        """Return statistics of every row; the logits are spent afterwards unless `keep`. moment: what an entropy needs."""
         parts = []
         for block in loss_math.blocks(logits):
             z = loss_math.transformed(logits[block], options, slope=False, copy=keep)[0]
@@ -32,7 +32,7 @@ class LossSteps:
     def fused_gradient_(
         self, logits: Tensor, labels: Labels, columns: Columns, options: LossOptions, vocab: int
     ) -> Statistics:
-        """Statistics of rows over the whole vocabulary, which become dlogits of the sum of the losses."""
+        """Return statistics of rows over the whole vocabulary, which become dlogits of the sum of the losses."""
         return joined(
             [
                 loss_math.fused_gradient_(logits[block], labels[block], columns, options, vocab)
@@ -56,7 +56,7 @@ class LossSteps:
 
 
 def joined(parts: Sequence[Statistics]) -> Statistics:
-    """Statistics of the rows of all parts, in order."""
+    """Return statistics of the rows of all parts, in order."""
     if len(parts) == 1:
         return parts[0]
     columns = zip(*parts, strict=True)

@@ -53,7 +53,7 @@ def tiled_mlp(
     tiling: Tiling | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """The MLP of x, computed shard by shard, with exact gradients.
+    """Return the MLP of x, computed shard by shard, with exact gradients.
 
     y = (act(x w_gate^T + b_gate) * (x w_up^T + b_up)) w_down^T + b_down, or act(x w_up^T + b_up) w_down^T + b_down with
     `w_gate=None`. No `[T, I]` tensor is ever allocated. Backward recomputes gate and up, never down.
@@ -108,7 +108,7 @@ def tiled_mlp(
 
 
 def kept_start(plan: ShardPlan, keep: float) -> int:
-    """The first token whose gate and up are kept, where keep is known: a compiler may have made a symbol of it."""
+    """Return the first token whose gate and up are kept, where keep is known: a compiler may have made a symbol of it."""
     if keep == 0:
         return plan.tokens
     if torch.compiler.is_exporting():
@@ -129,7 +129,7 @@ def checked(
     tiling: Tiling | None,
     backend: str,
 ) -> tuple[Weights, torch.dtype, Tiling, str]:
-    """The operands, the compute dtype, the tiling and the backend of one call, once every argument is right.
+    """Return the operands, the compute dtype, the tiling and the backend of one call, once every argument is right.
 
     matrices: w_gate (or None), w_up and w_down.
     """
@@ -161,7 +161,7 @@ def plan_for(
     backend: str = "eager",
     function: str = "tiled_mlp",
 ) -> ShardPlan:
-    """The plan of one call; torch.export may leave the number of tokens open."""
+    """Return the plan of one call; torch.export may leave the number of tokens open."""
     shape, options = shape_of(x, weights, dtype, activation), plan_options(x, tiling, backend)
     if torch.compiler.is_exporting():
         cut: Any = {name: options[name] for name in ("device", "multiple_of")}
@@ -185,7 +185,7 @@ def shape_of(x: Tensor, weights: Weights, dtype: torch.dtype, activation: str) -
 
 
 def plan_options(x: Tensor, tiling: Tiling, backend: str) -> dict[str, Any]:
-    """The arguments of `mlp_costs.plan_mlp` that say how to cut."""
+    """Return the arguments of `mlp_costs.plan_mlp` that say how to cut."""
     return {
         "num_shards": tiling.num_shards,
         "shard_tokens": tiling.shard_tokens,
@@ -197,7 +197,7 @@ def plan_options(x: Tensor, tiling: Tiling, backend: str) -> dict[str, Any]:
 
 
 def _check_kinds(function: str, x: Any, weights: Mapping[str, Any], biases: Any) -> dict[str, Tensor]:
-    """The biases as a dict, once everything that must be a tensor is one."""
+    """Return the biases as a dict, once everything that must be a tensor is one."""
     if biases is not None and not isinstance(biases, Mapping):
         fail_type(function, "biases", "a mapping or None", type(biases).__name__)
     biases = dict(biases or {})
@@ -208,7 +208,7 @@ def _check_kinds(function: str, x: Any, weights: Mapping[str, Any], biases: Any)
 
 
 def run(x: Tensor, weights: Weights, call: MLPCall) -> Tensor:
-    """The checked call, differentiable. Of one that is exported autograd has what its operators bring along."""
+    """Return the checked call, differentiable. Of one that is exported autograd has what its operators bring along."""
     if torch.compiler.is_exporting():
         kept = call.kept(x, weights) if call.kept_start < checks.flat_tokens(x.shape) else None
         return call.forward(x, weights, kept)

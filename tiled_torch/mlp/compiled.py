@@ -113,7 +113,7 @@ def backward(
     steps: str,
     needs: Sequence[bool],
 ) -> list[Tensor]:
-    """The gradients that `needs` asks for, among x, the weights and the biases, in that order."""
+    """Return the gradients that `needs` asks for, among x, the weights and the biases, in that order."""
     call = MLPCall("tiled_mlp", dy.dtype, activation, shard_tokens, steps)
     weights = Weights(w_gate, w_up, w_down, b_gate, b_up, b_down)
     grads = call.backward(dy, x, weights, _both(kept_gate, kept_up), needs)

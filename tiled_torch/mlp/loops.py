@@ -27,7 +27,9 @@ Kept = tuple[Tensor, Tensor] | None  # gate and up of the last tokens, each [kep
 
 
 def steps_for(name: str, x: Tensor, w: Weights, plan: ShardPlan, dtype: torch.dtype) -> Steps:
-    """Who computes the shards of one pass: "eager", "triton" or "deterministic" (Triton, with no product of the vendor's)."""
+    """Return who computes the shards of one pass: "eager", "triton" or "deterministic" (Triton, with no product of the
+    vendor's).
+    """
     if name == "eager":
         return steps_onednn.OneDNNSteps() if steps_onednn.pays(x, w, plan, dtype) else EAGER
     from tiled_torch.mlp import steps_kernels
@@ -108,7 +110,8 @@ class MLPCall:
         needs: Sequence[bool],
         main_grads: Sequence[Tensor | None] = (None,) * 6,
     ) -> list[Tensor | None]:
-        """Gradients of x and of every operand of `weights`, in that order; None where `needs` says so or main_grad took it.
+        """Return gradients of x and of every operand of `weights`, in that order; None where `needs` says so or main_grad
+        took it.
 
         gate and up are recomputed shard by shard (kept ones are read), the down-projection never. Three buffers [t, I]
         suffice (two without a gate): dgate, h and dup are written over gate, up and dh, or over whichever of them the
@@ -169,7 +172,7 @@ class MLPCall:
 
 
 def _first_kept(plan: ShardPlan, kept_start: int) -> int:
-    """The number of the first shard whose gate and up are kept."""
+    """Return the number of the first shard whose gate and up are kept."""
     return sum(start < kept_start for start, _ in plan.spans)
 
 

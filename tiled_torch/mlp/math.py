@@ -17,7 +17,7 @@ aten = torch.ops.aten
 
 
 def _row_blocks(rows: Tensor) -> Iterator[slice]:
-    """Slices of the first dim: see `costs.block_rows`."""
+    """Yield slices of the first dim: see `costs.block_rows`."""
     step = block_rows(rows.shape[0], rows.shape[1], device_kind(rows.device))
     for start in range(0, rows.shape[0], step):
         yield slice(start, min(start + step, rows.shape[0]))
@@ -74,7 +74,7 @@ def _activation_gradient(activation: str, dact: Tensor, value: Tensor, out: Tens
 
 
 def _into(out: Tensor, gradient: Any, *args: Any, **options: Any) -> Tensor:
-    """A fused gradient of PyTorch's, written into out."""
+    """Return a fused gradient of PyTorch's, written into out."""
     if graph._allow_mutation_on_saved_tensors_enabled:  # which knows no other name of a result than "out"
         return out.copy_(gradient(*args, **options))
     return gradient.grad_input(*args, **options, grad_input=out)

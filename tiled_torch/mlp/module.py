@@ -31,7 +31,7 @@ class MLPParameters:
         return getattr(self, f"{prefix}_gate", None), getattr(self, f"{prefix}_up", None)
 
     def _operands(self) -> tuple[Any, dict[str, Tensor]]:
-        """The weights of gate, up and down, and the biases there are."""
+        """Return the weights of gate, up and down, and the biases there are."""
         gate, up = self._pair("b")
         biases = {"gate": gate, "up": up, "down": getattr(self, "b_down", None)}
         return (*self._pair("w"), self.w_down), {name: bias for name, bias in biases.items() if bias is not None}
@@ -120,7 +120,7 @@ class TiledMLP(MLPParameters, nn.Module):
         tiling: Tiling | None = None,
         backend: str = "auto",
     ) -> Self:
-        """A module around existing weights ([out, in]); they become its parameters without a copy, unless fused.
+        """Return a module around existing weights ([out, in]); they become its parameters without a copy, unless fused.
 
         Args:
             w_gate, w_up: [I, H]; w_gate None for a plain MLP. w_down: [H_out, I]. biases: any of gate, up, down.

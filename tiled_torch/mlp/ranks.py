@@ -165,7 +165,7 @@ class _Local:
         )
 
     def largest(self, shape: Any, ranks: int) -> Any:
-        """The shape with the most features that any rank holds, so that all come to the same plan."""
+        """Return the shape with the most features that any rank holds, so that all come to the same plan."""
         return shape if self.intermediate is None else replace(shape, intermediate=-(-self.intermediate // ranks))
 
 

@@ -36,7 +36,7 @@ class Steps(Sums):
         return [torch.empty((longest, width), dtype=like.dtype, device=like.device) for _ in range(count)]
 
     def scratch(self, buffers: list[Tensor], tokens: int) -> list[Tensor]:
-        """The buffers of one shard, [tokens, width] once they are written."""
+        """Return the buffers of one shard, [tokens, width] once they are written."""
         return [buffer[:tokens] for buffer in buffers]
 
     def linear(self, x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ class Steps(Sums):
     def hidden_gradients(
         self, activation: str, dy: Tensor, w: Weights, gate: Tensor | None, up: Tensor, scratch: list[Tensor]
     ) -> tuple[Tensor | None, Tensor, Tensor]:
-        """(dgate, h, dup) of one shard, in scratch: three buffers [t, I] (two without a gate).
+        """Return (dgate, h, dup) of one shard, in scratch: three buffers [t, I] (two without a gate).
 
         gate and up are the first of these, or kept ones, which stay as they are.
         """

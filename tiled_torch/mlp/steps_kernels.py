@@ -87,6 +87,6 @@ class KernelSteps(Steps):
 
 
 def fastest_paths(x: Tensor, weights: Weights, dtype: torch.dtype) -> Paths:
-    """The paths of one call on x's device, by its records."""
+    """Return the paths of one call on x's device, by its records."""
     name, shape = dtype_name(dtype), (weights.w_up.shape[0], x.shape[-1])
     return paths_for("triton", launch.architecture(x.device), name, shape)

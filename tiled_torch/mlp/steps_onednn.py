@@ -27,7 +27,7 @@ _FACTS = Path("/proc/cpuinfo")
 
 @cache
 def pays_here() -> bool:
-    """Whether this machine has the operator, and a processor on which it is the faster one: AMD's with AVX-512."""
+    """Return whether this machine has the operator, and a processor on which it is the faster one: AMD's with AVX-512."""
     there = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     if not there or torch.backends.cpu.get_cpu_capability() != "AVX512":
         return False
@@ -35,7 +35,7 @@ def pays_here() -> bool:
 
 
 def pays(x: Tensor, w: Weights, plan: ShardPlan, dtype: torch.dtype) -> bool:
-    """Whether the steps below take less time than PyTorch's in the loops over one plan.
+    """Return whether the steps below take less time than PyTorch's in the loops over one plan.
 
     Their products return rows [t, H] while only two buffers [t, I] are in use, so that 2 H <= I keeps the peak.
     `torch.backends.mkldnn.flags(enabled=False)` switches them off.
@@ -61,7 +61,7 @@ def product(a: Tensor, w: Tensor, bias: Tensor | None = None, added: Tensor | No
 
 
 def _flop(a: Any, w: Any, third: Any, *_: Any, **__: Any) -> int:
-    """FLOP of both forms, from shapes: (a [t, K], w [N, K], bias) and, with something added, (a, what is added, w)."""
+    """Return FLOP of both forms, from shapes: (a [t, K], w [N, K], bias) and, with something added, (a, what is added, w)."""
     return 2 * a[0] * a[1] * (third if third is not None and len(third) == 2 else w)[0]
 
 
@@ -121,7 +121,7 @@ class OneDNNSteps(Steps):
         return out.set_(make())
 
     def _room(self, buffer: Tensor, like: Tensor) -> Tensor:
-        """The buffer with memory of its own for so many rows."""
+        """Return the buffer with memory of its own for so many rows."""
         if self._owns(buffer) and buffer.shape != like.shape:
             self._into(buffer, lambda: torch.empty_like(like, memory_format=torch.contiguous_format))
         return buffer

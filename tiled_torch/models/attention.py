@@ -18,7 +18,7 @@ Route = Callable[[Tensor, Tensor, Tensor, Attend], Tensor]
 
 
 def reason_not_routed(model: Any) -> str | None:
-    """Why this model's attention cannot be exchanged; None where it can."""
+    """Return why this model's attention cannot be exchanged; None where it can."""
     used = model.config._attn_implementation
     if used not in REPLACED:
         return f"its attn_implementation is {used!r} and not one of {', '.join(REPLACED)}"

@@ -55,13 +55,13 @@ WITHOUT_LABELS = "it was called without labels, which makes the logits of all to
 
 
 def is_causal_lm(module: nn.Module) -> bool:
-    """Whether the module is of a class whose loss is known, also after tiling or sharding changed its class."""
+    """Return whether the module is of a class whose loss is known, also after tiling or sharding changed its class."""
     names = {base.__name__ for base in type(module).__mro__}
     return bool(names & KNOWN) and hasattr(module, "lm_head")
 
 
 def reason_head_stays(module: nn.Module) -> str | None:
-    """Why the loss of a model with a head is not tiled; None where it is, or where there is no head."""
+    """Return why the loss of a model with a head is not tiled; None where it is, or where there is no head."""
     if isinstance(module, TiledCausalLM) or not (isinstance(module, PreTrainedModel) and hasattr(module, "lm_head")):
         return None
     if not is_causal_lm(module):
@@ -71,7 +71,7 @@ def reason_head_stays(module: nn.Module) -> str | None:
 
 
 def reason_logits_are_needed(model: Any) -> str | None:
-    """Why this model's loss has to see the logits; None where it is the one that is tiled."""
+    """Return why this model's loss has to see the logits; None where it is the one that is tiled."""
     function = model.loss_function
     name = getattr(function, "__name__", type(function).__name__)
     home = getattr(function, "__module__", "").partition(".")[0]
@@ -82,7 +82,7 @@ def reason_logits_are_needed(model: Any) -> str | None:
 
 
 def loss_path(model: Any) -> str:
-    """How the loss of a call with labels runs: "tiled_linear_cross_entropy", or another way and the reason."""
+    """Return how the loss of a call with labels runs: "tiled_linear_cross_entropy", or another way and the reason."""
     if "_linear_loss" in vars(model):
         return SPLIT
     reason = reason_logits_are_needed(model)
@@ -93,7 +93,7 @@ def loss_path(model: Any) -> str:
 
 
 def loss_options(model: Any, num_valid: Any, ignore_index: int) -> LossOptions:
-    """The options of the model's own logits and loss."""
+    """Return the options of the model's own logits and loss."""
     names = {base.__name__ for base in type(model).__mro__}
     scale = next((read(model) for name, read in SCALED.items() if name in names), 1.0)
     cap = model.config.final_logit_softcapping if names & SOFTCAPPED else None
@@ -108,7 +108,7 @@ def shifted(labels: Tensor, ignore_index: int) -> Tensor:
 def linear_loss(
     model: Any, hidden: Tensor, targets: Tensor, options: LossOptions, tiling: Tiling, backend: str
 ) -> Tensor:
-    """The loss of hidden states, through whichever path the head allows."""
+    """Return the loss of hidden states, through whichever path the head allows."""
     head = model.lm_head
     if reason_linear_is_not_plain("lm_head", head, gathered=True) is None:
 
@@ -176,7 +176,7 @@ def _forward_of(untiled: type[nn.Module]) -> Callable[..., Any]:
 
 
 def _path_of(model: Any, labels: Tensor | None, shifted_labels: Tensor | None) -> str:
-    """The path of this call, and a warning where it makes the logits of a step of training, or more than one shard's."""
+    """Return the path of this call, and a warning where it makes the logits of a step of training, or more than one shard's."""
     if labels is None and shifted_labels is None:
         if model.training and torch.is_grad_enabled():
             advice = "Pass labels; Trainer takes them out for label_smoothing_factor and compute_loss_func."
@@ -233,7 +233,7 @@ def _with_loss(model: Any, given: dict[str, Any], extra: dict[str, Any], made: O
 
 
 def _kept(hidden: Tensor, keep: int | Tensor) -> Tensor:
-    """The rows whose logits are asked for, in each of the forms that transformers knows."""
+    """Return the rows whose logits are asked for, in each of the forms that transformers knows."""
     if isinstance(keep, int):
         return hidden[:, -keep:] if keep else hidden
     if keep.ndim == 2:
@@ -243,7 +243,7 @@ def _kept(hidden: Tensor, keep: int | Tensor) -> Tensor:
 
 @cache
 def tiled_causal_lm(untiled: type[nn.Module]) -> type[nn.Module]:
-    """The subclass of `untiled` whose loss is tiled."""
+    """Return the subclass of `untiled` whose loss is tiled."""
     attributes = {"_untiled": untiled, "__module__": untiled.__module__, "forward": _forward_of(untiled)}
     attributes["_made_by"] = staticmethod(tiled_causal_lm)
     # The same name: save_pretrained writes it into the configuration.

@@ -55,7 +55,7 @@ ACTIVATION_CLASSES: dict[str, Activation] = {
 
 
 def activation_of(module: nn.Module) -> Activation | None:
-    """The specification's name of an activation module; None where it has none."""
+    """Return the specification's name of an activation module; None where it has none."""
     if isinstance(module, nn.GELU) and module.approximate == "tanh":
         return "gelu_tanh"
     return ACTIVATION_CLASSES.get(type(module).__name__)
@@ -66,7 +66,7 @@ def present_biases(**biases: Tensor | None) -> dict[str, Tensor]:
 
 
 def reason_linear_is_not_plain(name: str, linear: Any, *, gathered: bool = False) -> str | None:
-    """Why a projection is more than its weight and bias; None where it is a plain nn.Linear.
+    """Return why a projection is more than its weight and bias; None where it is a plain nn.Linear.
 
     gathered: ZeRO-3's hooks do not count, since somebody else gathers its parameters.
     """
@@ -83,7 +83,7 @@ def reason_linear_is_not_plain(name: str, linear: Any, *, gathered: bool = False
 
 
 def reason_called(name: str, module: nn.Module, *, gathered: bool = False) -> str | None:
-    """Why a module has to be called; None where its formula is all that it does. gathered: but for ZeRO-3's hooks."""
+    """Return why a module has to be called; None where its formula is all that it does. gathered: but for ZeRO-3's hooks."""
     if "forward" in vars(module):
         return f"{name} has a forward of its own"
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -92,7 +92,7 @@ def reason_called(name: str, module: nn.Module, *, gathered: bool = False) -> st
 
 
 def forward_in_place_of(module: nn.Module, known: Collection[str]) -> str | None:
-    """The forward that a module runs instead of the one of a class whose name is known; None where it runs that one."""
+    """Return the forward that a module runs instead of the one of a class whose name is known; None where it runs that one."""
     own = vars(module).get("forward")
     if own is not None:
         return getattr(own, "__name__", type(own).__name__)

@@ -86,5 +86,5 @@ class Later:
 
 @cache
 def later_outputs(known: type[ModelOutput]) -> type[Any]:
-    """The subclass of `known` whose logits come later, under the same name."""
+    """Return the subclass of `known` whose logits come later, under the same name."""
     return type(known.__name__, (Later, known), {"__module__": known.__module__})

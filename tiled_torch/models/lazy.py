@@ -83,7 +83,7 @@ class LazyTensor(Tensor):
 
 
 def plain(lazy: LazyTensor) -> Tensor:
-    """The values as a plain tensor, on the graph where the lazy one is."""
+    """Return the values as a plain tensor, on the graph where the lazy one is."""
     return lazy.view_as(lazy) if lazy.requires_grad else lazy.values_of.get()
 
 

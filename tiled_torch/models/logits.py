@@ -59,7 +59,7 @@ def adjusted(logits: Tensor, options: LossOptions) -> Tensor:
 def lazy_logits(
     model: Any, rows: Tensor, options: LossOptions, cast: torch.dtype | None, *, changed: bool = False
 ) -> Tensor:
-    """[..., V] of hidden states, on the graph as if they were computed here. cast: the dtype of autocast in the forward.
+    """Return [..., V] of hidden states, on the graph as if they were computed here. cast: the dtype of autocast in the forward.
 
     changed: the head is not that of the forward any more, so that they must not be read.
     """

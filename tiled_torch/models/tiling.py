@@ -44,7 +44,7 @@ def tile_model(
     tiling: Tiling | None = None,
     backend: str = "auto",
 ) -> nn.Module:
-    """The same model, its MLPs and its loss computed shard by shard from now on. Parameters and state_dict keys do not
+    """Return the same model, its MLPs and its loss computed shard by shard from now on. Parameters and state_dict keys do not
     change.
 
     An MLP whose projections are plain linear layers runs through `tiled_mlp`; one with LoRA adapters, quantised or
@@ -129,7 +129,7 @@ def tile_model(
 
 
 def untile_model(model: nn.Module) -> nn.Module:
-    """The same model with its MLPs computed whole again; a model that was not tiled is returned as it is.
+    """Return the same model with its MLPs computed whole again; a model that was not tiled is returned as it is.
 
     Args:
         model: changed in place, also inside sharding wrappers that came after tiling.
@@ -197,7 +197,7 @@ def tiling_paths(model: nn.Module) -> dict[str, str]:
 
 
 def path_now(mlp: Any) -> str:
-    """How a tiled MLP would run now."""
+    """Return how a tiled MLP would run now."""
     if mlp._run_split is not None:
         return "tensor_parallel_mlp"
     reason = reason_not_plain(mlp)
@@ -205,7 +205,7 @@ def path_now(mlp: Any) -> str:
 
 
 def family_of(module: nn.Module) -> Family | None:
-    """The family a module belongs to, by the name of its class or of the class it had before tiling or sharding."""
+    """Return the family a module belongs to, by the name of its class or of the class it had before tiling or sharding."""
     if not any(hasattr(module, family.projections[0]) for family in FAMILIES):
         return None
     names = {base.__name__ for base in type(module).__mro__}
@@ -213,7 +213,7 @@ def family_of(module: nn.Module) -> Family | None:
 
 
 def reason_not_plain(module: nn.Module) -> str | None:
-    """Why a projection is more than its weight and bias; None where every one is a plain nn.Linear."""
+    """Return why a projection is more than its weight and bias; None where every one is a plain nn.Linear."""
     family = family_of(module)
     reasons = (
         reason_linear_is_not_plain(name, getattr(module, name), gathered=True)
@@ -223,7 +223,7 @@ def reason_not_plain(module: nn.Module) -> str | None:
 
 
 def _reason_of_activation(module: nn.Module, family: Family | None) -> str | None:
-    """Why what a module calls between its projections is not what `tile_model` found there."""
+    """Return why what a module calls between its projections is not what `tile_model` found there."""
     if family is None:
         return None
     name, activation = family.activation, getattr(module, family.activation)

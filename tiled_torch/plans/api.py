@@ -35,7 +35,7 @@ _MARK = "_parallel_config"
 
 
 def parallelize(model: nn.Module, mesh: DeviceMesh | None, config: ParallelConfig) -> nn.Module:
-    """The same model, spread over the ranks of a mesh.
+    """Return the same model, spread over the ranks of a mesh.
 
     In this order: float8 products, tensor parallelism, context parallelism, activation checkpointing, torch.compile of each
     block, data parallelism. Every rank calls it with the same model and configuration. What the loss is does not change:
@@ -94,7 +94,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh | None, config: ParallelConfi
 
 
 def _tiled_in(model: nn.Module) -> Counter[str]:
-    """How modules are tiled -> how many are, of tile_model's and of this library's own."""
+    """Return how modules are tiled -> how many are, of tile_model's and of this library's own."""
     own = {TiledMLP: "tiled_mlp", TiledLinearCrossEntropy: "tiled_linear_cross_entropy", TiledLinear: "TiledLinear"}
     found = Counter(tiling_paths(model).values())
     found.update(name for module in model.modules() for kind, name in own.items() if isinstance(module, kind))
@@ -120,7 +120,7 @@ def _compare_batches(model: nn.Module, mesh: Any, tensor: TensorParallel) -> lis
 
 
 def _apply_context(model: nn.Module, mesh: Any, data: DataParallel | None, plan: Plan) -> list[int]:
-    """Which hooks in front of the model's forward context parallelism has put there."""
+    """Return which hooks in front of the model's forward context parallelism has put there."""
     if data is None or data.context_axis is None or mesh[data.context_axis].size() == 1:
         return []
     assert plan.context is not None
@@ -130,7 +130,7 @@ def _apply_context(model: nn.Module, mesh: Any, data: DataParallel | None, plan:
 
 
 def _checked(model: Any, mesh: Any, config: Any) -> Plan:
-    """The plan of the model, once all that is asked for can be done."""
+    """Return the plan of the model, once all that is asked for can be done."""
     if not isinstance(model, nn.Module):
         fail_type(_NAME, "model", "an nn.Module", type(model).__name__)
     reasons = {"tensor.asynchronous": reason_not_asynchronous(), "float8": reason_no_float8()}

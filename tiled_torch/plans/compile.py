@@ -36,7 +36,7 @@ def apply_compile(model: nn.Module, options: Compile, plan: Plan, *, split: bool
 
 
 def breaks_graph(block: nn.Module) -> bool:
-    """Whether an MLP of a block will go through `tile`, between two compiled graphs."""
+    """Return whether an MLP of a block will go through `tile`, between two compiled graphs."""
     if not any(hasattr(module, "_tiling") for module in block.modules()):
         return False
     from tiled_torch.models.tiling import Tiled, path_now

@@ -16,7 +16,7 @@ from tiled_torch.plans.registry import Plan
 
 
 def apply_data_parallel(model: nn.Module, mesh: DeviceMesh, data: DataParallel, plan: Plan) -> nn.Module:
-    """The model, sharded in place, or inside DistributedDataParallel."""
+    """Return the model, sharded in place, or inside DistributedDataParallel."""
     if data.engine == "ddp":
         return _replicated(model, mesh[data.shard_axis], data)
     options: dict[str, Any] = {
@@ -46,7 +46,7 @@ def _tiles_of(model: nn.Module) -> list[nn.Module]:
 
 
 def reshard_after_forward(data: DataParallel, blocks: int) -> list[bool]:
-    """Whether each block's gathered weights are freed after its forward."""
+    """Return whether each block's gathered weights are freed after its forward."""
     if data.reshard != "default":
         return [data.reshard == "always"] * blocks
     # A pipeline runs every block once for each micro-batch; the last block is the first that backward needs.
@@ -54,7 +54,7 @@ def reshard_after_forward(data: DataParallel, blocks: int) -> list[bool]:
 
 
 def sharding_mesh(mesh: DeviceMesh, data: DataParallel) -> DeviceMesh:
-    """The axes weights are sharded over, flattened to one, behind the axis of replicas where there is one."""
+    """Return the axes weights are sharded over, flattened to one, behind the axis of replicas where there is one."""
     if data.context_axis is None:
         names = (data.shard_axis,) if data.replicate_axis is None else (data.replicate_axis, data.shard_axis)
         return mesh[names]
@@ -79,7 +79,7 @@ def _reduce_in(
     state: Any,
     bucket: torch.distributed.GradBucket,  # pyright: ignore[reportPrivateImportUsage]
 ) -> Future[Tensor]:
-    """The mean of a bucket of gradients over the replicas, computed in another dtype than theirs.
+    """Return the mean of a bucket of gradients over the replicas, computed in another dtype than theirs.
 
     Once a model of this process was parallelized with compiled autograd, DDP gives (gradient, parameter) instead, one by
     one, and looks at no result.

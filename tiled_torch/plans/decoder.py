@@ -36,7 +36,7 @@ HEAD_NORMS: Mapping[str, int | None] = {
 
 
 def decoder_plan(model: Any) -> Plan:
-    """The plan of one Hugging Face model, bare or with a head of whatever kind, tiled or not."""
+    """Return the plan of one Hugging Face model, bare or with a head of whatever kind, tiled or not."""
     prefix = "" if model.base_model is model else f"{model.base_model_prefix}."
     tied, called = _tied(model), hasattr(model, "lm_head") and not _is_tiled(model)
     return Plan(
@@ -155,7 +155,7 @@ def _mlp_runner(mesh: DeviceMesh, sequence_parallel: bool) -> Any:
 
 
 def _tiled_loss(model: Any, hidden: Tensor, targets: Tensor, options: Any, tiling: Any, backend: str) -> Tensor:
-    """The loss of `tile_model` where the head is split by vocabulary."""
+    """Return the loss of `tile_model` where the head is split by vocabulary."""
     head = model.lm_head
     return split_loss(hidden, head.weight, targets, bias=head.bias, loss=options, tiling=tiling, backend=backend)
 

@@ -116,7 +116,7 @@ class _Summed:
 
 
 def _named(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All arguments of a call by their names."""
+    """Return all arguments of a call by their names."""
     found = dict(inspect.signature(type(model).forward).bind(model, *args, **kwargs).arguments)
     found.pop("self", None)
     return found | found.pop("kwargs", {})
@@ -149,6 +149,6 @@ def _check_loss(model: Any) -> None:
 
 
 def _valid(whole: Mapping[str, Tensor], ignore_index: int) -> Tensor:
-    """How many labels count in the whole sequences."""
+    """Return how many labels count in the whole sequences."""
     targets = whole["shift_labels"] if "shift_labels" in whole else whole["labels"][:, 1:]
     return (targets != ignore_index).sum().clamp(min=1)

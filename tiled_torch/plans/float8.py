@@ -11,7 +11,7 @@ from tiled_torch.plans.registry import Plan
 
 
 def reason_no_float8() -> str | None:
-    """Why linear layers cannot be float8 here; None where they can."""
+    """Return why linear layers cannot be float8 here; None where they can."""
     if importlib.util.find_spec("torchao") is None:
         return "The package torchao is not installed."
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9):
@@ -37,7 +37,7 @@ def check_float8(function: str, config: ParallelConfig, model: nn.Module, plan: 
 
 
 def _float8_layers(model: nn.Module, plan: Plan) -> set[str]:
-    """Names of the linear layers that become float8: those of the blocks, whatever has sizes that fit.
+    """Return names of the linear layers that become float8: those of the blocks, whatever has sizes that fit.
 
     Embedding and head keep their precision, and a tiled loss its way.
     """

@@ -17,7 +17,7 @@ _NAME = "materialize"
 def materialize(
     model: nn.Module, *, device: torch.device | str = "cpu", weights: Mapping[str, Parts] | None = None, seed: int = 0
 ) -> nn.Module:
-    """The same model with memory and values: given ones, or drawn so that they are the same however it is sharded.
+    """Return the same model with memory and values: given ones, or drawn so that they are the same however it is sharded.
 
     Args:
         model: on the meta device, after `parallelize` (engine "fsdp") or without it; changed in place.
@@ -68,7 +68,7 @@ def _check(model: nn.Module, weights: Mapping[str, Parts]) -> None:
 
 
 def _ties(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """Every place of every parameter; to_empty makes a new one in each."""
+    """Return every place of every parameter; to_empty makes a new one in each."""
     places: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):

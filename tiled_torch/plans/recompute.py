@@ -106,7 +106,7 @@ def _without_cache(layer: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def every_second_product() -> Any:
-    """The contexts of one selective checkpoint; it counts the products of one forward and of its replay."""
+    """Return the contexts of one selective checkpoint; it counts the products of one forward and of its replay."""
     return create_selective_checkpoint_contexts(_Products())
 
 
@@ -151,14 +151,16 @@ class _Operators(_Products):
         return operator in _REDUCE_SCATTERS or _is_attention(operator) or super().keeps(again, operator, args)
 
     def _is_attended(self, again: bool, factor: Any) -> bool:
-        """Whether a product's first factor is the softmax before it, its leading dims made one."""
+        """Return whether a product's first factor is the softmax before it, its leading dims made one."""
         found, self.probabilities[again] = self.probabilities[again], None
         return found is not None and found.numel() == factor.numel() and found[-2:] == factor[-2:]
 
 
 @cache
 def _is_attention(operator: Any) -> bool:
-    """An operator, of PyTorch or of a package, that attends: by its name, as packages have one for each of their kernels."""
+    """Return an operator, of PyTorch or of a package, that attends: by its name, as packages have one for each of their
+    kernels.
+    """
     schema = getattr(operator, "_schema", None)
     name = operator.name()
     return (
@@ -169,7 +171,7 @@ def _is_attention(operator: Any) -> bool:
 
 
 def _is_part(args: tuple[Any, ...]) -> bool:
-    """Whether a product is a step of an autograd function, such as a tiled MLP, whose backward never asks for it.
+    """Return whether a product is a step of an autograd function, such as a tiled MLP, whose backward never asks for it.
 
     Products of float8 are functions of their own, of tensors that are not plain.
     """

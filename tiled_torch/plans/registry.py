@@ -50,7 +50,7 @@ class Plan:
     check_context: Callable[[Any, Mapping[str, int]], None] = _nothing
 
     def blocks_of(self, model: nn.Module) -> list[nn.Module]:
-        """The layers of this model, in order."""
+        """Return the layers of this model, in order."""
         return list(model.get_submodule(self.blocks).children()) if self.blocks else [model]
 
 
@@ -83,7 +83,7 @@ def register_plan(kind: str | type[nn.Module], plan: Plan | Builder, *, replace:
 
 
 def plan_of(model: nn.Module, function: str = "parallelize") -> Plan:
-    """The plan of a model: that of its class or the nearest base class that has one, else of its `config.model_type`."""
+    """Return the plan of a model: that of its class or the nearest base class that has one, else of its `config.model_type`."""
     _load_own_plans()
     for base in type(model).__mro__:
         if base in _BUILDERS:

@@ -24,7 +24,7 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, tensor: TensorPara
 
 
 def reason_not_asynchronous() -> str | None:
-    """Why products cannot be overlapped with their communication here; None where they can."""
+    """Return why products cannot be overlapped with their communication here; None where they can."""
     return None if torch.cuda.is_available() else "PyTorch sees no CUDA GPU."
 
 

@@ -244,7 +244,7 @@ def run_mlp(
 
 
 def local_tokens(x: Tensor, dim: int, ranks: int) -> tuple[int, ...]:
-    """Tokens (leading dims flattened) of every rank of a DTensor whose `dim` is split: full chunks first, then less."""
+    """Return tokens (leading dims flattened) of every rank of a DTensor whose `dim` is split: full chunks first, then less."""
     length = x.shape[dim]
     chunk = -(-length // ranks)
     others = x.shape[:-1].numel() // max(length, 1)
@@ -293,7 +293,7 @@ def split_loss(x: Tensor, weight: Tensor, targets: Tensor, *, loss: LossOptions 
 
 
 def gathered(x: Tensor) -> Tensor:
-    """The whole of a DTensor on every rank; its gradient has to be the same on all of them."""
+    """Return the whole of a DTensor on every rank; its gradient has to be the same on all of them."""
     if not isinstance(x, DTensor):
         return x
     return x.redistribute(placements=[Replicate()] * x.device_mesh.ndim).to_local()

@@ -28,7 +28,7 @@ _UNTILED = "; differentiate fn itself, or use tiled_jax."
 
 
 def tile(fn: Callable[..., Any], *, num_shards: int | None = None, tiling: Tiling | None = None) -> Callable[..., Any]:
-    """A function of the same arguments that computes fn shard by shard, with exact gradients.
+    """Return a function of the same arguments that computes fn shard by shard, with exact gradients.
 
     fn(x)[rows] = fn(x[rows]) is what makes a function token-wise, and is not checked. Of what fn computes only one
     shard exists at a time; backward runs fn again, shard by shard, on the same random numbers and autocast state. Each

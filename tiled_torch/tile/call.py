@@ -85,7 +85,7 @@ class Call:
         self.versions = Versions(self.layout.function, reached, [*others, *captures.tensors_of(self.fn)])
 
     def forward(self, flat: Sequence[Tensor]) -> list[Tensor | None]:
-        """Every result, its rows written shard by shard."""
+        """Return every result, its rows written shard by shard."""
         if not self.forms and self.layout.batched and self.spans[0] == (0, 1) and self.layout.tokens > 1:
             with torch.no_grad():
                 self.probe(flat)  # a shard of one token does not tell [1, t, ...] from [t, 1, ...]
@@ -134,7 +134,7 @@ class Call:
     def backward(
         self, tensors: Sequence[Tensor], derived: Sequence[Tensor], doutputs: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
-        """Gradients of tensors and captures from those of the differentiable results, shard by shard."""
+        """Return gradients of tensors and captures from those of the differentiable results, shard by shard."""
         flat, single = self.layout.flat(tensors), len(self.spans) == 1
         # A leaf stands in for what has a history, so that nothing is differentiated beyond it.
         stand_ins = iter(tensor.detach().requires_grad_() for tensor in derived)
@@ -169,7 +169,7 @@ class Call:
         span: tuple[int, int],
         since: int,
     ) -> Iterator[Tensor | None]:
-        """The parts of one shard: for every argument, then for every capture."""
+        """Return the parts of one shard: for every argument, then for every capture."""
         pairs = [
             (r, d[slice(*span)].reshape(r.shape))
             for r, d in zip(results, drows, strict=True)
@@ -238,7 +238,7 @@ class Call:
             yield put_state
 
     def _has_doubtful_results(self) -> bool:
-        """Whether a result might need a gradient for some tokens although the probe's did not."""
+        """Return whether a result might need a gradient for some tokens although the probe's did not."""
         pairs = zip(self.forms, self.differentiable, strict=True) if self.grads else ()
         return any(
             form and (form.dtype.is_floating_point or form.dtype.is_complex) and not differentiable

@@ -35,7 +35,7 @@ class Capture:
 
 
 def owner(fn: Callable[..., Any]) -> nn.Module | None:
-    """The module whose parameters fn may reach: fn itself, or the module whose forward method it is."""
+    """Return the module whose parameters fn may reach: fn itself, or the module whose forward method it is."""
     if isinstance(fn, nn.Module):
         return fn
     if isinstance(fn, MethodType) and isinstance(fn.__self__, nn.Module) and fn.__name__ == "forward":
@@ -44,7 +44,7 @@ def owner(fn: Callable[..., Any]) -> nn.Module | None:
 
 
 def modules_of(fn: Any) -> list[nn.Module]:
-    """Modules that fn can be seen to use without running it: itself, its object, its closure, defaults and globals.
+    """Return modules that fn can be seen to use without running it: itself, its object, its closure, defaults and globals.
 
     `probe` finds all others that it calls.
     """
@@ -58,7 +58,7 @@ def tensors_of(fn: Any) -> list[Tensor]:
 
 
 def _used_by(fn: Any, depth: int = 4) -> Iterator[Any]:
-    """Modules and tensors, looked for in functions and in plain containers."""
+    """Yield modules and tensors, looked for in functions and in plain containers."""
     found: Iterable[Any] = ()
     match fn:
         case nn.Module() | Tensor():
@@ -106,12 +106,12 @@ def derived_attributes(tables: Iterable[tuple[dict[Any, Any], dict[Any, Any]]]) 
 
 
 def now() -> int:
-    """The age at which the next node of this thread's graph is born."""
+    """Return the age at which the next node of this thread's graph is born."""
     return _get_sequence_nr()
 
 
 def reached(results: Sequence[Tensor], derived: Iterable[Edge], since: int) -> tuple[list[Tensor], list[Edge]]:
-    """The leaves and the derived attributes that results depend on; SpecError at any other older node.
+    """Return the leaves and the derived attributes that results depend on; SpecError at any other older node.
 
     Args:
         derived: edges at which to stop. since: `now()` before the function ran; older nodes are not the function's.
@@ -151,7 +151,7 @@ def captures_of(
     derived: dict[Edge, list[Home]],
     own: Sequence[Tensor],
 ) -> list[Capture]:
-    """Every trainable one of the parameters and whatever else the probe reached, each once, without fn's arguments.
+    """Return every trainable one of the parameters and whatever else the probe reached, each once, without fn's arguments.
 
     parameters: of fn's own module and of those that the probe called. One that the probe did not reach may be reached by a
     later shard (an expert that no probed token chose).

@@ -25,7 +25,7 @@ def tangent_of(value: Any) -> Tensor | None:
 
 
 def detached(piece: Tensor, *, requires_grad: bool) -> Tensor:
-    """A leaf with the numbers of `piece`, and with its tangent where it has one."""
+    """Return a leaf with the numbers of `piece`, and with its tangent where it has one."""
     primal, tangent = forward_ad.unpack_dual(piece) if active() else (piece, None)
     leaf = primal.detach().requires_grad_(requires_grad)
     return leaf if tangent is None else forward_ad.make_dual(leaf, tangent)
@@ -54,7 +54,7 @@ class Tangents:
         self.wholes: dict[int, Tensor] = {}
 
     def take(self, results: Sequence[Any], forms: Sequence[Form | None], start: int, stop: int) -> list[Any]:
-        """The results of one shard without their tangents, which are stored."""
+        """Return the results of one shard without their tangents, which are stored."""
         primals: list[Any] = []
         for i, (result, form) in enumerate(zip(results, forms, strict=True)):
             primal, tangent = forward_ad.unpack_dual(result) if isinstance(result, Tensor) else (result, None)

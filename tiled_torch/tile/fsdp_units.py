@@ -90,7 +90,7 @@ def _units_of(fn: Callable[..., Any]) -> list[nn.Module]:
 
 
 def _outer(fn: Callable[..., Any]) -> nn.Module | None:
-    """The module whose forward method fn is: its own hooks have already run around the call."""
+    """Return the module whose forward method fn is: its own hooks have already run around the call."""
     module = owner(fn)
     return None if module is fn else module
 

@@ -83,7 +83,7 @@ def tiled_loss(
 
 
 def _column(a: Tensor, t: int) -> Tensor:
-    """[t]: a in the first row, zeros below; wide, so that the sum over shards is. Without tokens the scalar is lost."""
+    """Return [t]: a in the first row, zeros below; wide, so that the sum over shards is. Without tokens the scalar is lost."""
     wide = a if not a.is_floating_point() else a.to(wide_dtype(a.dtype))
     return torch.cat([wide.view(1), wide.new_zeros(t - 1)]) if t else wide.new_zeros(0) + 0 * wide
 

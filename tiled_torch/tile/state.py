@@ -20,7 +20,7 @@ FEW = 2**16
 
 
 def is_fake(tensor: Any) -> bool:
-    """Whether a tensor is a FakeTensor, which has no values."""
+    """Return whether a tensor is a FakeTensor, which has no values."""
     return type(tensor).__name__ == "FakeTensor" and isinstance(tensor, torch._subclasses.FakeTensor)
 
 

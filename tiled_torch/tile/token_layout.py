@@ -45,16 +45,16 @@ class Layout:
         return len(self.lead) > 1
 
     def flat(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Every rowed tensor as [T, ...] (a copy only where leading dims cannot be merged), the others as they are."""
+        """Return every rowed tensor as [T, ...] (a copy only where leading dims cannot be merged), the others as they are."""
         merged = zip(tensors, self.rowed, strict=True)
         return [t.reshape(self.tokens, *t.shape[len(self.lead) :]) if rowed else t for t, rowed in merged]
 
     def pieces(self, flat: Sequence[Tensor], start: int, stop: int) -> list[Tensor]:
-        """Tokens start to stop of every rowed tensor, the others whole; [t, ...]."""
+        """Return tokens start to stop of every rowed tensor, the others whole; [t, ...]."""
         return [t[start:stop] if rowed else t for t, rowed in zip(flat, self.rowed, strict=True)]
 
     def arguments(self, pieces: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The positional and keyword arguments of the call for one shard."""
+        """Return the positional and keyword arguments of the call for one shard."""
         leaves = list(self.others)
         for position, piece, rowed in zip(self.positions, pieces, self.rowed, strict=True):
             leaves[position] = piece.unsqueeze(0) if rowed and self.batched else piece
@@ -64,7 +64,7 @@ class Layout:
 def split(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], *, function: str = "tile"
 ) -> tuple[Layout, list[Tensor]]:
-    """The layout of a call and its tensors; SpecError or TypeError where x cannot be cut."""
+    """Return the layout of a call and its tensors; SpecError or TypeError where x cannot be cut."""
     x = args[0] if args else kwargs.get(_first_name(fn))
     if not isinstance(x, Tensor):
         fail_type(function, "x, the first argument,", "an array", type(x).__name__)
@@ -110,7 +110,7 @@ class Form:
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
     def anchor(self) -> Tensor:
-        """One element seen as the whole result: what stands in for it in the graph without memory of its own."""
+        """Return one element seen as the whole result: what stands in for it in the graph without memory of its own."""
         return torch.empty_strided(self.shape, (0,) * len(self.shape), dtype=self.dtype, device=self.device)
 
     def rows(self, whole: Tensor, tokens: int) -> Tensor:
@@ -121,7 +121,7 @@ class Form:
 
 
 def form_of(index: int, result: Any, t: int, layout: Layout) -> Form | None:
-    """The form of fn's result number `index` for a shard of t tokens; None for a result that is None."""
+    """Return the form of fn's result number `index` for a shard of t tokens; None for a result that is None."""
     if result is None:
         return None
     if not isinstance(result, Tensor):

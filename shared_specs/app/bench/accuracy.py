@@ -32,7 +32,7 @@ def inputs_of(workload: AccuracyWorkload) -> dict[str, Array]:
 def measure_errors(
     workload: AccuracyWorkload, own: Mapping[str, Run], peers: Mapping[str, Run], missing: Mapping[str, str]
 ) -> list[dict[str, Any]]:
-    """One row a variant, "plain" first: its errors against float64, or why it was left out. Shows them.
+    """Return one row a variant, "plain" first: its errors against float64, or why it was left out. Shows them.
 
     Args:
         own: name -> run that gives y, dx and dw_* (weights [in, out]); what it raises ends the benchmark.
@@ -83,7 +83,7 @@ def _check(name: str, errors: Mapping[str, float], limits: Mapping[str, float]) 
 
 
 def _summary(errors: Mapping[str, float], plain: Mapping[str, float]) -> dict[str, Any]:
-    """The errors, the worst of the weight gradients, and the worst ratio of one to its plain error."""
+    """Return the errors, the worst of the weight gradients, and the worst ratio of one to its plain error."""
     return {
         "errors": dict(errors),
         "worst_weight_error": max(errors[name] for name in WEIGHTS),

@@ -53,14 +53,14 @@ def require_parity(half: str, op: str = "mlp") -> str:
 
 
 def host_seconds(run: Callable[[], object]) -> float:
-    """Seconds of one run by the host's clock."""
+    """Return seconds of one run by the host's clock."""
     start = time.perf_counter()
     run()
     return time.perf_counter() - start
 
 
 def interleave(variants: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
-    """Seconds of every variant, `repeats` times in turn, so that drift hits all alike. Each is run once before."""
+    """Return seconds of every variant, `repeats` times in turn, so that drift hits all alike. Each is run once before."""
     for run in variants.values():
         run()
     seconds: dict[str, list[float]] = {name: [] for name in variants}

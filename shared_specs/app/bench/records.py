@@ -40,7 +40,7 @@ def versions(packages: Iterable[str]) -> dict[str, str]:
 
 
 def commit() -> str:
-    """The commit of the source, with `+changes` where the tree differs from it; "unknown" outside a checkout.
+    """Return the commit of the source, with `+changes` where the tree differs from it; "unknown" outside a checkout.
 
     A copy of a checkout without its .git is told by TILED_COMMIT.
     """
@@ -64,7 +64,7 @@ def commit() -> str:
 def make_record(
     kind: str, half: str, packages: Iterable[str], results: list[dict[str, Any]], **facts: Any
 ) -> dict[str, Any]:
-    """The record of one run.
+    """Return the record of one run.
 
     Args:
         kind: what was measured, such as "mlp". half: the package that measured it.
@@ -98,6 +98,6 @@ def write_record(folder: str | Path, record: dict[str, Any]) -> Path:
 
 
 def read_records(folder: str | Path) -> list[dict[str, Any]]:
-    """Every record of a folder, oldest first."""
+    """Return every record of a folder, oldest first."""
     found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(Path(folder).glob("*.json"))]
     return sorted(found, key=lambda record: record["date"])

@@ -22,7 +22,7 @@ Record = dict[str, Any]
 
 
 def latest(records: list[Record], kind: str, half: str | None = None, jax: str = "") -> Record | None:
-    """The newest record of a kind, and of one half where it is named, and of the versions of JAX that begin so."""
+    """Return the newest record of a kind, and of one half where it is named, and of the versions of JAX that begin so."""
     found = [
         record
         for record in records
@@ -59,7 +59,7 @@ def op_table(records: list[Record], op: str, half: str, jax: str = "") -> str:
 
 
 def bytes_table(records: list[Record], half: str) -> str:
-    """Peak bytes of every variant of the MLP in MiB, with what `costs.py` says of them behind, a column a workload.
+    """Return peak bytes of every variant of the MLP in MiB, with what `costs.py` says of them behind, a column a workload.
 
     That is an upper bound of a program that XLA compiles. Variants that are products alone have none of either.
     """
@@ -80,7 +80,9 @@ def _mebibytes(measured: int, predicted: int | None) -> str:
 
 
 def accuracy_table(records: list[Record], half: str) -> str:
-    """The worst weight-gradient error of every variant, and the worst ratio of one to the plain error of the same weight."""
+    """Return the worst weight-gradient error of every variant, and the worst ratio of one to the plain error of the same
+    weight.
+    """
     record = latest(records, "accuracy", half)
     if record is None:
         return "No record yet.\n"
@@ -156,7 +158,7 @@ TABLES: dict[str, Callable[[list[Record]], str]] = {
 
 
 def render(text: str, records: list[Record]) -> str:
-    """The text with every marked table made anew; KeyError for a table nobody makes."""
+    """Return the text with every marked table made anew; KeyError for a table nobody makes."""
     return BLOCK.sub(lambda match: match[1] + TABLES[match[2]](records) + match[3], text)
 
 

@@ -73,7 +73,7 @@ def largest_difference(results: Sequence[Result]) -> float:
 
 
 def table(results: Sequence[Result]) -> Table:
-    """One row a run, and under a long one what it would need without tiling."""
+    """Return one row a run, and under a long one what it would need without tiling."""
     steps = max(len(result.steps) for result in results)
     shown = Table(box=SIMPLE, title="SmolLM2-135M-Instruct fine-tuned in float32 on the same text")
     shown.add_column("run")

@@ -40,7 +40,7 @@ def short_runs() -> list[Run]:
 
 
 def long_run(half: str, tokens: int, *extra: str) -> Run:
-    """One tiled step at a long context."""
+    """Return one tiled step at a long context."""
     flags = ("--tokens", str(tokens), "--steps", "1", "--rope-scale", str(LONG_SCALE), *extra)
     return Run(label=f"{half} tiled", package=HALVES[half], flags=flags, long=True)
 
@@ -61,7 +61,7 @@ def execute(run: Run, folder: Path, console: Console) -> Result | None:
 
 
 def main(arguments: list[str]) -> int:
-    """The exit code: 0 when every run ended well and all short runs had the same losses."""
+    """Return the exit code: 0 when every run ended well and all short runs had the same losses."""
     if arguments not in ([], ["--long"]):
         print("demo: the only option is --long: the long step in both halves, nothing else.", file=sys.stderr)
         return 2

@@ -101,7 +101,7 @@ def _shortest(
     split: Callable[[SequencePlan], int],
     multiple_of: int = 1,
 ) -> int:
-    """The peak of the shortest shard, whose tokens come from every rank of `--tp` where these divide them."""
+    """Return the peak of the shortest shard, whose tokens come from every rank of `--tp` where these divide them."""
     rows, ranks = _rows(options), options.tp
     if ranks > 1 and rows % ranks == 0:
         return split(SequencePlan((rows // ranks,) * ranks, multiple_of // gcd(multiple_of, ranks)))
@@ -109,7 +109,7 @@ def _shortest(
 
 
 def _rows(options: FinetuneOptions) -> int:
-    """Tokens of a step that one rank has, or share the ranks of `--tp`."""
+    """Return tokens of a step that one rank has, or share the ranks of `--tp`."""
     return options.batch // (options.dp * options.fsdp) * (options.tokens // options.cp)
 
 

@@ -98,7 +98,7 @@ def _save(out: Path, record: dict[str, Any], write: Callable[[Path], None], team
 
 
 def load_checkpoint(out: Path, team: Team = ALONE) -> Checkpoint | None:
-    """The newest checkpoint below `out`, verified by process 0; None where the run has not come to its first.
+    """Return the newest checkpoint below `out`, verified by process 0; None where the run has not come to its first.
 
     Raises:
         InputError: it is damaged: a file is missing or is not what was written.
@@ -184,7 +184,7 @@ def _put(partial: Path, target: Path) -> None:
 
 
 def newest_checkpoint(out: Path) -> Path | None:
-    """The folder of the newest checkpoint below `out`, as it is."""
+    """Return the folder of the newest checkpoint below `out`, as it is."""
     return next(reversed(_folders(out)), None)
 
 

@@ -41,7 +41,7 @@ class NoLog:
 
 
 def read_log(folder: Path) -> list[dict[str, Any]]:
-    """All whole records of a run's log, in the order they were written.
+    """Return all whole records of a run's log, in the order they were written.
 
     Raises:
         InputError: there is no log in the folder, or what is there was not written as one.
@@ -65,7 +65,7 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
 
 
 def run_header(folder: Path, records: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """The options and the digest of the text that a run began with; None where it was ended while it wrote them.
+    """Return the options and the digest of the text that a run began with; None where it was ended while it wrote them.
 
     Raises:
         InputError: its first record has none.
@@ -83,7 +83,7 @@ def _damaged(folder: Path, reason: str) -> InputError:
 
 
 def step_records(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The record of each step, in order; a step that was done again after a resume counts once, the last time.
+    """Return the record of each step, in order; a step that was done again after a resume counts once, the last time.
 
     A step whose loss was no number, with which a run ends, is left out.
     """

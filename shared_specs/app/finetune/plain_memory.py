@@ -31,7 +31,7 @@ class PlainStep:
 
 
 def plain_step(config: dict[str, Any], tokens: int) -> PlainStep:
-    """The bytes of a step on `tokens` tokens (batch x context), process and allocator not counted.
+    """Return the bytes of a step on `tokens` tokens (batch x context), process and allocator not counted.
 
     Per token and layer autograd keeps 6 H (the input, the normalised input and the scaled input of both norms), query
     and attention output, key and value, the attention's log-sum, one scale for each norm, and 4 I (gate, up,

@@ -47,7 +47,7 @@ class StoredArray:
 
 
 def stored_arrays(file: Path, dtype: Any = None) -> dict[str, StoredArray]:
-    """The arrays of a safetensors file by name; only its header is read now.
+    """Return the arrays of a safetensors file by name; only its header is read now.
 
     Args:
         dtype: of what is read from them; None leaves each as it is stored.
@@ -61,7 +61,7 @@ def stored_arrays(file: Path, dtype: Any = None) -> dict[str, StoredArray]:
 
 
 def stored_kinds(file: Path) -> dict[str, str]:
-    """How each array of a safetensors file is stored, in that format's words, such as BF16."""
+    """Return how each array of a safetensors file is stored, in that format's words, such as BF16."""
     with safe_open(file, framework="np") as opened:
         return {name: opened.get_slice(name).get_dtype() for name in opened.keys()}
 

@@ -11,7 +11,7 @@ from shared_specs.app.options import InputError
 
 
 def read_text(path: str | None) -> str:
-    """The text of a UTF-8 file; None is the English of Python's own manual, `pydoc_data.topics`.
+    """Return the text of a UTF-8 file; None is the English of Python's own manual, `pydoc_data.topics`.
 
     Raises:
         InputError: the file is missing, not a file, not UTF-8, or empty.
@@ -54,7 +54,7 @@ class Windows:
         return (len(self.ids) - 1) // self.tokens
 
     def batch(self, step: int, size: int) -> np.ndarray:
-        """[size, tokens + 1] int32: the windows of step `step`, counted from 0."""
+        """Return [size, tokens + 1] int32: the windows of step `step`, counted from 0."""
         found = np.empty((size, self.tokens + 1), np.int32)
         orders: dict[int, tuple[int, np.ndarray]] = {}  # of the epoch at hand: windows come epoch after epoch
         for row in range(size):
@@ -78,7 +78,7 @@ class Windows:
 
 
 def make_windows(path: str | None, tokenizer: ModelTokenizer, vocabulary: int, tokens: int, seed: int) -> Windows:
-    """The windows of a text file, or of the default text.
+    """Return the windows of a text file, or of the default text.
 
     Args:
         vocabulary: size of the model's vocabulary, which every id has to be below.

@@ -80,7 +80,7 @@ class Trainer(Protocol):
         ...
 
     def buffers(self, config: dict[str, Any], options: FinetuneOptions) -> Buffers:
-        """How the tiled layers of this model would be computed; `config` as in `load`, which comes after."""
+        """Return how the tiled layers of this model would be computed; `config` as in `load`, which comes after."""
         ...
 
     def load(self, config: dict[str, Any], weights: Mapping[str, Array] | None, options: FinetuneOptions) -> None:
@@ -106,7 +106,7 @@ class Trainer(Protocol):
         ...
 
     def step(self, tokens: np.ndarray) -> float:
-        """One AdamW update on `tokens`, [batch, context + 1] int32; returns the loss before the update.
+        """Return one AdamW update on `tokens`, [batch, context + 1] int32; returns the loss before the update.
 
         Every process is given the whole batch, takes its part, and returns the loss of the whole.
         The loss is the mean cross-entropy in float32 of the next token: tokens[:, :-1] in, tokens[:, 1:] out. Returns
@@ -115,11 +115,11 @@ class Trainer(Protocol):
         ...
 
     def peak_memory_bytes(self) -> int | None:
-        """Peak device bytes of the last step; None on a CPU, where the loop measures the process instead."""
+        """Return peak device bytes of the last step; None on a CPU, where the loop measures the process instead."""
         ...
 
     def state(self) -> TrainerState:
-        """Weights and optimizer after the last step, copied to the host."""
+        """Return weights and optimizer after the last step, copied to the host."""
         ...
 
     def load_state(self, state: TrainerState) -> None:
@@ -127,7 +127,7 @@ class Trainer(Protocol):
         ...
 
     def full_weights(self) -> Iterator[tuple[str, np.ndarray]]:
-        """The weights of `state`, one at a time on process 0, and anything on the others, which take as many."""
+        """Return the weights of `state`, one at a time on process 0, and anything on the others, which take as many."""
         ...
 
     def save_shards(self, folder: Path) -> None:

@@ -35,14 +35,14 @@ NO_TIME = "no time was left for it"
 
 
 def mlp_workloads(tokens: tuple[int, ...], shards: tuple[int, ...]) -> list[tuple[int, int]]:
-    """(tokens, tokens of a shard): the longest context first, then every shard length at the second, then the others."""
+    """Return (tokens, tokens of a shard): the longest context first, then every shard length at the second, then the others."""
     default = shards[-2]
     sweep = [(tokens[1], shard) for shard in shards if shard <= tokens[1]]
     return [(tokens[-1], default), *sweep, *((total, default) for total in tokens[:-1] if total != tokens[1])]
 
 
 def bench_jobs(options: BenchOptions, groups: Mapping[str, Sequence[str]]) -> list[Job]:
-    """The jobs of `--op` in their order. groups: op -> the groups that a half has of it."""
+    """Return the jobs of `--op` in their order. groups: op -> the groups that a half has of it."""
     sizes = options.sizes()
     return [
         job

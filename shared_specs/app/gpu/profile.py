@@ -34,7 +34,7 @@ def command(ncu: str, report: Path, scratch: Path) -> list[str]:
 
 
 def profile(out: Path, seconds: float = SECONDS) -> bool:
-    """Whether a report, `gpu-dgated.ncu-rep`, was left in `out`."""
+    """Return whether a report, `gpu-dgated.ncu-rep`, was left in `out`."""
     ncu = shutil.which("ncu")
     if ncu is None:
         print("profile: ncu is not on PATH, so dgated is not profiled")

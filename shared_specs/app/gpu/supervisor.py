@@ -87,7 +87,7 @@ class Worker:
             self.process.stdin.flush()
 
     def next(self, seconds: float) -> dict[str, Any] | None:
-        """The next event, None where there are no more; queue.Empty after so many seconds."""
+        """Return the next event, None where there are no more; queue.Empty after so many seconds."""
         return self.events.get(timeout=max(0.0, seconds))
 
     def kill(self) -> int:
@@ -102,7 +102,7 @@ class Worker:
         return self.process.returncode or 0
 
     def status(self) -> str:
-        """How it ended, in words."""
+        """Return how it ended, in words."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(GRACE_SECONDS)
         code = self.kill()
@@ -192,7 +192,7 @@ class Found:
         return [turn[name] for turn in self.turns.get(group, []) if name in turn]
 
     def lines(self) -> Rows:
-        """One row a variant, in the groups' order: times and rates, or why there are none."""
+        """Return one row a variant, in the groups' order: times and rates, or why there are none."""
         made: Rows = []
         for group in self.job.groups:
             keys = [key for key in self.rows if key[0] == group]

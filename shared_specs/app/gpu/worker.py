@@ -73,7 +73,7 @@ class Device(Protocol):
         ...
 
     def healthy(self) -> bool:
-        """Whether the device still works: after some errors every later call of the process fails."""
+        """Return whether the device still works: after some errors every later call of the process fails."""
         ...
 
     def forget(self) -> None:
@@ -113,7 +113,7 @@ def serve(job: Mapping[str, Any], groups: Groups, device: Device, emit: Emit) ->
 
 
 def reason_of(error: BaseException) -> str:
-    """One line."""
+    """Return one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:REASON]
 
 
@@ -143,7 +143,7 @@ def _measure(
 def _first_runs(
     group: str, variants: Mapping[str, Variant], job: Mapping[str, Any], device: Device, emit: Emit, end: float
 ) -> tuple[dict[str, Variant], dict[str, float]]:
-    """(the variants that are right, the seconds of one run of each); the first library's result is what is right."""
+    """Return (the variants that are right, the seconds of one run of each); the first library's result is what is right."""
     alive: dict[str, Variant] = {}
     seconds_of: dict[str, float] = {}
     expected: tuple[str, Results] | None = None
@@ -191,7 +191,7 @@ def _first_runs(
 def _compare(
     found: Results, expected: tuple[str, Results] | None, variant: Variant, dtype: str, device: Device
 ) -> tuple[str | None, dict[str, Any]]:
-    """(what is wrong with these results, or None; what a row says of the comparison).
+    """Return (what is wrong with these results, or None; what a row says of the comparison).
 
     Where no library's form has run there is nothing to compare with but what is finite: the row says so.
     """
@@ -231,7 +231,7 @@ def channel() -> Emit:
 
 
 def receive() -> dict[str, Any]:
-    """The job, once it is sent: the process is started early, so that its imports are done by then.
+    """Return the job, once it is sent: the process is started early, so that its imports are done by then.
 
     From then on the process ends when its input does: whoever started it is gone.
     """

@@ -74,7 +74,7 @@ def biases(config: Mapping[str, Any]) -> Biases:
 
 
 def sliding_window(config: Mapping[str, Any]) -> int | None:
-    """Tokens that a query sees in some layer, its own included; None where every layer sees all tokens before.
+    """Return tokens that a query sees in some layer, its own included; None where every layer sees all tokens before.
 
     config: with its defaults filled in.
     """
@@ -88,7 +88,7 @@ def sliding_window(config: Mapping[str, Any]) -> int | None:
 
 
 def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The rotary positions as one dictionary, whichever of the two spellings the configuration has.
+    """Return the rotary positions as one dictionary, whichever of the two spellings the configuration has.
 
     These are `rope_theta` with `rope_scaling`, and `rope_parameters`. What can be missing is filled in as transformers
     does: no scaling, a base of 10000, scaling that began at max_position_embeddings.

@@ -54,12 +54,12 @@ class GgufModel:
             raise InputError(f"finetune: --model {path}: not a readable GGUF file ({error}).") from error
 
     def field(self, name: str, default: Any = None) -> Any:
-        """A value of the metadata, or `default` where the file has none."""
+        """Return a value of the metadata, or `default` where the file has none."""
         field = self._reader.get_field(name)
         return default if field is None else field.contents()
 
     def config(self) -> dict[str, Any]:
-        """The configuration as a config.json would say it.
+        """Return the configuration as a config.json would say it.
 
         Raises:
             InputError: the architecture is neither llama nor qwen2, or its positions are scaled in a way that is not
@@ -153,7 +153,7 @@ class GgufModel:
 
 
 def unpermute_rotary(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of a query or key projection back in Hugging Face order.
+    """Return rows of a query or key projection back in Hugging Face order.
 
     llama.cpp stores each head's rows with the two halves of the rotation interleaved, (0, d/2, 1, d/2 + 1, ...);
     Hugging Face's rotation pairs row i with row i + d/2.

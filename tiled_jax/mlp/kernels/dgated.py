@@ -42,7 +42,7 @@ def dgated(
     blocks: Blocks | None = None,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(dgate, dup, h), each [t, I], of one shard: dgate in place of gate, and dup of up.
+    """Return (dgate, dup, h), each [t, I], of one shard: dgate in place of gate, and dup of up.
 
     With dh = dy w_down^T: dgate = dh * up * act'(gate), dup = dh * act(gate), h = act(gate) * up, which the gradient of
     w_down needs. dh itself is never stored.
@@ -81,7 +81,7 @@ def dgated(
         mine = own_rows(blocks)
 
         def step(dy_smem: Any, w_smem: Any, acc: Any) -> Any:
-            """One block of H."""
+            """Return one block of H."""
             plgpu.wgmma(acc, dy_smem.at[mine], w_smem.transpose((1, 0)) if as_stored else w_smem)
             return acc
 

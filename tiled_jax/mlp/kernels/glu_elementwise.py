@@ -53,7 +53,7 @@ def glu_backward(
     blocks: Blocks | None = None,
     interpret: Any = None,
 ) -> tuple[jax.Array | None, jax.Array, jax.Array]:
-    """(dgate, dup, h) from dh, gate and up, all [t, I]; the arguments and numerics of `glu`.
+    """Return (dgate, dup, h) from dh, gate and up, all [t, I]; the arguments and numerics of `glu`.
 
     dgate = dh * up * act'(gate), dup = dh * act(gate), and h again, which the gradient of w_down needs. Without a gate
     dup = dh * act'(up), and dgate is None.

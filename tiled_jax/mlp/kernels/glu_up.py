@@ -73,7 +73,7 @@ def gate_and_up(
     blocks: Blocks | None = None,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """(gate, up), each [t, I]: what backward computes again. The arguments and numerics of `glu_up`; no h is made."""
+    """Return (gate, up), each [t, I]: what backward computes again. The arguments and numerics of `glu_up`; no h is made."""
     return _launch(x, w_gate, w_up, {"gate": b_gate, "up": b_up}, None, ("gate", "up"), blocks, interpret)
 
 
@@ -89,7 +89,7 @@ def _launch(
     blocks: Blocks | None,
     interpret: Any,
 ) -> Any:
-    """The results called `names`, in their order."""
+    """Return the results called `names`, in their order."""
     (t, H), I, dtype = x.shape, w_gate.shape[1], x.dtype  # noqa: E741
     blocks = blocks or default_blocks("glu_up", dtype, (I, H))
     rows, columns, depth, warpgroups = blocks.rows, blocks.columns, blocks.depth, blocks.warps // 4
@@ -109,7 +109,7 @@ def _launch(
         mine = own_rows(blocks)
 
         def step(x_smem: Any, w_gate_smem: Any, w_up_smem: Any, accs: Any) -> Any:
-            """One block of H."""
+            """Return one block of H."""
             gate_acc, up_acc = accs
             plgpu.wgmma(gate_acc, x_smem.at[mine], w_gate_smem)
             plgpu.wgmma(up_acc, x_smem.at[mine], w_up_smem)

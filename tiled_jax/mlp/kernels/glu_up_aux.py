@@ -71,7 +71,7 @@ def glu_up_auxiliary(
         own_rows = pl.ds(warpgroup * own, own)
 
         def step(_: Any, x_smem: Any, w_smem: Any, acc: Any) -> Any:
-            """One block of H, its operands in shared memory."""
+            """Return one block of H, its operands in shared memory."""
             plgpu.wgmma(acc, x_smem.at[own_rows], w_smem)
             plgpu.wgmma_wait(0)  # the copying warpgroup may overwrite these blocks after this step
             return acc

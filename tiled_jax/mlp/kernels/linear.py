@@ -79,7 +79,7 @@ def _launch(
     blocks: Blocks | None,
     interpret: Any,
 ) -> jax.Array:
-    """The sum of the products of each pair, and the bias; "dx" takes the weights transposed."""
+    """Return the sum of the products of each pair, and the bias; "dx" takes the weights transposed."""
     transposed = op == "dx"
     (t, K), dtype = rows_of[0].shape, rows_of[0].dtype
     N = weights[0].shape[0 if transposed else 1]
@@ -103,7 +103,7 @@ def _launch(
         own_rows = pl.ds(warpgroup * own, own)
 
         def step(_: Any, *operands: Any) -> Any:
-            """One block of K of every pair, in shared memory."""
+            """Return one block of K of every pair, in shared memory."""
             *blocks_smem, acc = operands
             for a_smem, w_smem in zip(blocks_smem[:pairs], blocks_smem[pairs:], strict=True):
                 plgpu.wgmma(acc, a_smem.at[own_rows], w_smem.transpose((1, 0)) if as_stored else w_smem)

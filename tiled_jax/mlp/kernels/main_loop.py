@@ -22,17 +22,17 @@ _COMPUTING_REGISTERS = 240
 
 
 def rows_of_warpgroup(blocks: Blocks) -> int:
-    """How many rows of a block one computing warpgroup makes."""
+    """Return how many rows of a block one computing warpgroup makes."""
     return blocks.rows if blocks.turns else blocks.rows // (blocks.warps // 4)
 
 
 def block_rows_of(tokens: int, blocks: Blocks) -> int:
-    """How many block rows so many tokens are: whole clusters of them."""
+    """Return how many block rows so many tokens are: whole clusters of them."""
     return -(-tokens // (blocks.rows * blocks.cluster)) * blocks.cluster
 
 
 def own_rows(blocks: Blocks) -> Any:
-    """The rows of a block that the calling warpgroup makes."""
+    """Return the rows of a block that the calling warpgroup makes."""
     own = rows_of_warpgroup(blocks)
     return pl.ds(0 if blocks.turns else lax.axis_index(WARPGROUP_AXIS) * own, own)
 
@@ -107,7 +107,7 @@ class MainLoop:
                 work(loop.local_index, *plgpu.planar_snake(loop.index[0], counts, 0, self.blocks.group))
 
         def barrier_of(number: Any) -> Any:
-            """Which barrier is that of a step, counted through all blocks of the program."""
+            """Return which barrier is that of a step, counted through all blocks of the program."""
             return lax.rem(number // self.steps, self.warpgroups) * self.stages + lax.rem(number, self.stages)
 
         def copy_all() -> None:

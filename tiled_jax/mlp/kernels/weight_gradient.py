@@ -64,7 +64,7 @@ def weight_gradient(
         own_rows = pl.ds(warpgroup * own, own)
 
         def step(_: Any, a_smem: Any, b_smem: Any, total: jax.Array) -> jax.Array:
-            """One block of tokens, its operands in shared memory."""
+            """Return one block of tokens, its operands in shared memory."""
 
             def product(block_acc: Any) -> jax.Array:
                 mine = a_smem.at[:, own_rows].transpose((1, 0)) if as_stored else a_smem.at[own_rows]
