@@ -58,7 +58,7 @@ def test_opcheck(operator: str) -> None:
     options = LossOptions() if operator == "with_gradients" else LossOptions(reduction="none", outputs=("entropy",))
     static = compiled.Static.of(Problem("test", options, 4, 2, torch.float32, 41))
     needs = ([True, True, True],) if operator == "with_gradients" else ()
-    arguments = (x, weight, bias, targets, None, None, *static, torch.float32, *needs)
+    arguments = (x, weight, bias, targets, None, None, *static, *needs)
     torch.library.opcheck(getattr(compiled, operator), arguments)
 
 

@@ -231,8 +231,8 @@ class Given(NamedTuple):
         static = compiled.Static.of(problem)
         # What a program will be asked for is not known where it is exported: it computes gradients when somebody wants them.
         if not problem.with_loss or torch.compiler.is_exporting():
-            return compiled.values(*given, *static, problem.dtype)
-        value, right = compiled.with_gradients(*given, *static, problem.dtype, list(needs))[:2]
+            return compiled.values(*given, *static)
+        value, right = compiled.with_gradients(*given, *static, list(needs))[:2]
         return value, None, None, None, right
 
 

@@ -16,48 +16,43 @@ from tiled_torch.loss.call import Operands, Problem
 from tiled_torch.loss.loops import Needs, scaled
 
 Parts = tuple[Tensor, Tensor, Tensor]
-_OTHERS = 3 + 12 + 2  # arguments of an operator that have no gradient: arrays, the fields of Static, dtype and needs
 
 
 class Static(NamedTuple):
-    """The part of a call that is no tensor, as operators take it: plain values, which may be symbolic."""
+    """What of a call is no tensor, as operators take it: numbers may be symbolic, words may not."""
 
-    function: str
-    shard_tokens: int
-    cuts: int
-    vocab: int
-    ignore_index: int
-    label_smoothing: float
-    z_loss: float
-    logit_softcap: float | None
-    logit_scale: float
-    reduction: str
-    outputs: str
-    backend: str
+    sizes: list[int]  # shard_tokens, cuts, vocab, ignore_index
+    factors: list[float]  # label_smoothing, z_loss, logit_scale, and logit_softcap where there is one
+    words: str  # function, backend, reduction and outputs, separated by commas
+    dtype: torch.dtype
 
     @classmethod
     def of(cls, problem: Problem) -> "Static":
         o = problem.options
-        numbers = o.ignore_index, o.label_smoothing, o.z_loss, o.logit_softcap, o.logit_scale
-        sizes = problem.shard_tokens, problem.cuts, problem.vocab
-        return cls(problem.function, *sizes, *numbers, o.reduction, ",".join(o.outputs), problem.backend)
+        softcap = [] if o.logit_softcap is None else [o.logit_softcap]
+        return cls(
+            [problem.shard_tokens, problem.cuts, problem.vocab, o.ignore_index],
+            [o.label_smoothing, o.z_loss, o.logit_scale, *softcap],
+            ",".join((problem.function, problem.backend, o.reduction, *o.outputs)),
+            problem.dtype,
+        )
 
     @property
-    def options(self) -> LossOptions:
-        return LossOptions(
-            ignore_index=self.ignore_index,
-            label_smoothing=self.label_smoothing,
-            z_loss=self.z_loss,
-            logit_softcap=self.logit_softcap,
-            logit_scale=self.logit_scale,
-            reduction=self.reduction,  # type: ignore[arg-type]
-            outputs=tuple(self.outputs.split(",")) if self.outputs else (),  # type: ignore[arg-type]
+    def problem(self) -> Problem:
+        """The call of which this was made."""
+        shard_tokens, cuts, vocab, ignore_index = self.sizes
+        label_smoothing, z_loss, logit_scale, *softcap = self.factors
+        function, backend, reduction, *outputs = self.words.split(",")
+        options = LossOptions(
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            logit_softcap=softcap[0] if softcap else None,
+            logit_scale=logit_scale,
+            reduction=reduction,  # type: ignore[arg-type]
+            outputs=tuple(outputs),  # type: ignore[arg-type]
         )
-
-    def problem(self, dtype: torch.dtype) -> Problem:
-        return Problem(
-            self.function, self.options, self.shard_tokens, self.cuts, dtype, self.vocab, backend=self.backend
-        )
+        return Problem(function, options, shard_tokens, cuts, self.dtype, vocab, backend=backend)
 
 
 def _filled(a: Tensor | None, like: Tensor) -> Tensor:
@@ -72,28 +67,18 @@ def with_gradients(
     targets: Tensor,
     class_weight: Tensor | None,
     num_valid: Tensor | None,
-    function: str,
-    shard_tokens: int,
-    cuts: int,
-    vocab: int,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    logit_softcap: float | None,
-    logit_scale: float,
-    reduction: str,
-    outputs: str,
-    backend: str,
+    sizes: Sequence[int],
+    factors: Sequence[float],
+    words: str,
     dtype: torch.dtype,
     needs: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the loss, the accuracy, the factor of the gradients, and the unscaled gradients (empty where nobody needs
     them).
     """
-    numbers = ignore_index, label_smoothing, z_loss, logit_softcap, logit_scale
-    static = Static(function, shard_tokens, cuts, vocab, *numbers, reduction, outputs, backend)
+    problem = Static(list(sizes), list(factors), words, dtype).problem
     given = Operands(x, weight, bias, targets, class_weight, num_valid)
-    *results, dx, dweight, dbias = call.with_gradients(given, static.problem(dtype), Needs(*needs))
+    *results, dx, dweight, dbias = call.with_gradients(given, problem, Needs(*needs))
     parts = (None if dx is None else dx.view(x.shape), dweight, dbias)
     return tuple(_filled(a, x) for a in (*results, *parts))  # type: ignore[return-value]
 
@@ -125,7 +110,7 @@ def _scale_gradients(ctx: Any, dvalue: Tensor, *_: Tensor) -> tuple[Tensor | Non
         (part.to(factor.dtype) * scale).to(dtype) if need else None
         for part, dtype, need in zip(parts, ctx.dtypes, ctx.needs, strict=True)
     ]
-    return *grads, *(None for _ in range(_OTHERS))
+    return *grads, *(None for _ in range(3 + len(Static._fields) + 1))
 
 
 with_gradients.register_autograd(_scale_gradients, setup_context=_keep_gradients)
@@ -139,30 +124,21 @@ def values(
     targets: Tensor,
     class_weight: Tensor | None,
     num_valid: Tensor | None,
-    function: str,
-    shard_tokens: int,
-    cuts: int,
-    vocab: int,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    logit_softcap: float | None,
-    logit_scale: float,
-    reduction: str,
-    outputs: str,
-    backend: str,
+    sizes: Sequence[int],
+    factors: Sequence[float],
+    words: str,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the loss, log_probs, lse, entropy (empty where not asked for) and the accuracy."""
-    numbers = ignore_index, label_smoothing, z_loss, logit_softcap, logit_scale
-    static = Static(function, shard_tokens, cuts, vocab, *numbers, reduction, outputs, backend)
+    problem = Static(list(sizes), list(factors), words, dtype).problem
     given = Operands(x, weight, bias, targets, class_weight, num_valid)
-    return tuple(_filled(a, x) for a in call.values(given, static.problem(dtype)))  # type: ignore[return-value]
+    return tuple(_filled(a, x) for a in call.values(given, problem))  # type: ignore[return-value]
 
 
 @values.register_fake
 def _(x, weight, bias, targets, class_weight, num_valid, *args):  # type: ignore[no-untyped-def]
-    options, wide = Static(*args[: len(Static._fields)]).options, wide_dtype(args[-1])
+    problem = Static(*args).problem
+    options, wide = problem.options, wide_dtype(problem.dtype)
 
     def rows(asked: bool = True) -> Tensor:
         return x.new_empty(targets.shape, dtype=wide) if asked else x.new_empty(0)
@@ -187,27 +163,17 @@ def backward(
     num_valid: Tensor | None,
     lse: Tensor,
     entropy: Tensor,
-    function: str,
-    shard_tokens: int,
-    cuts: int,
-    vocab: int,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    logit_softcap: float | None,
-    logit_scale: float,
-    reduction: str,
-    outputs: str,
-    backend: str,
+    sizes: Sequence[int],
+    factors: Sequence[float],
+    words: str,
     dtype: torch.dtype,
     needs: Sequence[bool],
 ) -> Parts:
     upstream = (dvalue, dlog_probs, dlse, dentropy if dentropy.numel() else None)
-    numbers = ignore_index, label_smoothing, z_loss, logit_softcap, logit_scale
-    static = Static(function, shard_tokens, cuts, vocab, *numbers, reduction, outputs, backend)
+    problem = Static(list(sizes), list(factors), words, dtype).problem
     given = Operands(x, weight, bias, targets, class_weight, num_valid)
     saved = (lse, entropy if entropy.numel() else None)
-    found, scale = call.gradients(upstream, given, saved, static.problem(dtype), Needs(*needs))
+    found, scale = call.gradients(upstream, given, saved, problem, Needs(*needs))
     pairs = zip((found.dx, found.dweight, found.dbias), (x, weight, bias), strict=True)
     grads = [None if d is None or a is None else scaled(d, scale, a.dtype).view(a.shape) for d, a in pairs]
     return tuple(_filled(a, x) for a in grads)  # type: ignore[return-value]
@@ -221,18 +187,17 @@ def _(*args):  # type: ignore[no-untyped-def]
 
 
 def _keep_operands(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    operands, static, dtype = inputs[:6], inputs[6:-1], inputs[-1]
     _, _, lse, entropy, right = output
     ctx.mark_non_differentiable(right)
-    ctx.save_for_backward(*operands, lse, entropy)
-    ctx.static, ctx.dtype = static, dtype
+    ctx.save_for_backward(*inputs[:6], lse, entropy)
+    ctx.static = inputs[6:]
 
 
 def _call_backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
     needs = list(ctx.needs_input_grad[:3])  # of this call: an exported program was traced with others
-    found = backward(*upstream[:4], *ctx.saved_tensors, *ctx.static, ctx.dtype, needs)
+    found = backward(*upstream[:4], *ctx.saved_tensors, *ctx.static, needs)
     grads = [a if need else None for a, need in zip(found, needs, strict=True)]
-    return *grads, *(None for _ in range(_OTHERS - 1))
+    return *grads, *(None for _ in range(3 + len(Static._fields)))
 
 
 values.register_autograd(_call_backward, setup_context=_keep_operands)
