@@ -8,21 +8,21 @@ from shared_specs.app.options import BenchOptions, FinetuneOptions, TuneOptions
 
 def _finetune(options: FinetuneOptions) -> int:
     from shared_specs.app.finetune.loop import finetune
-    from tiled_jax.commands.finetune import JaxTrainer
+    from tiled_jax.commands.finetune.trainer import JaxTrainer
 
     return finetune(JaxTrainer(), options)
 
 
 def _bench(options: BenchOptions) -> int:
     from shared_specs.app.output import check_records
-    from tiled_jax.commands.bench import bench
+    from tiled_jax.commands.bench.mlp import bench
 
     check_records(options.out)
     return bench(options)
 
 
 def _tune(options: TuneOptions) -> int:
-    from tiled_jax.commands.tune import tune
+    from tiled_jax.commands.gpu.tune import tune
 
     return tune(options)
 

@@ -8,21 +8,21 @@ from shared_specs.app.options import BenchOptions, FinetuneOptions, TuneOptions
 
 def _finetune(options: FinetuneOptions) -> int:
     from shared_specs.app.finetune.loop import finetune
-    from tiled_torch.commands.finetune import TorchTrainer
+    from tiled_torch.commands.finetune.trainer import TorchTrainer
 
     return finetune(TorchTrainer(), options)
 
 
 def _bench(options: BenchOptions) -> int:
     from shared_specs.app.output import check_records
-    from tiled_torch.commands.bench import bench
+    from tiled_torch.commands.bench.mlp import bench
 
     check_records(options.out)
     return bench(options)
 
 
 def _tune(options: TuneOptions) -> int:
-    from tiled_torch.commands.tune import tune
+    from tiled_torch.commands.gpu.tune import tune
 
     return tune(options)
 

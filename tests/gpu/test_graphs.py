@@ -67,7 +67,7 @@ STEPS = {
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of streams and of autograd nodes made outside of the capture
 def test_a_replay_computes_what_a_call_does(name: str) -> None:
-    from tiled_torch.commands.bench_device import distance
+    from tiled_torch.commands.gpu.device import distance
 
     # What conftest asks for fills new memory with NaN; a graph is captured as users do.
     torch.use_deterministic_algorithms(False)

@@ -33,7 +33,7 @@ def torch_device() -> Any:
         pytest.fail("this test needs a GPU that PyTorch sees")
     # Memory is filled by the comparison where it matters: at these sizes the library's buffers would be filled as well.
     torch.use_deterministic_algorithms(False)
-    from tiled_torch.commands.bench_device import TorchDevice
+    from tiled_torch.commands.gpu.device import TorchDevice
 
     return TorchDevice(torch.device("cuda"))
 
@@ -61,7 +61,7 @@ def test_torch_at_the_sizes_that_are_measured(question: str) -> None:
     device = torch_device()
     import torch
 
-    from tiled_torch.commands.bench_kernels import kernel_questions
+    from tiled_torch.commands.gpu.kernels import kernel_questions
 
     sizes = (TOKENS, HIDDEN, INTERMEDIATE, ROWS, VOCAB)
     check(device, kernel_questions(*sizes, torch.bfloat16, device.device)[question]())
@@ -73,7 +73,7 @@ def test_torch_past_two_billion_elements(question: str) -> None:
     device = torch_device()
     import torch
 
-    from tiled_torch.commands.bench_kernels import kernel_questions
+    from tiled_torch.commands.gpu.kernels import kernel_questions
 
     assert LONG * WIDE > 2**31
     check(device, kernel_questions(LONG, 128, WIDE, 8, 128, torch.bfloat16, device.device)[question]())
@@ -83,7 +83,7 @@ def test_torch_logits_past_two_billion_elements() -> None:
     device = torch_device()
     import torch
 
-    from tiled_torch.commands.bench_kernels import cross_entropy
+    from tiled_torch.commands.gpu.kernels import cross_entropy
 
     rows = 2**31 // VOCAB + 256
     check(device, cross_entropy(rows, VOCAB, torch.bfloat16, device.device))
@@ -97,13 +97,13 @@ def jax_question(name: str, *sizes: int) -> Callable[[], Any]:
         pytest.skip("the Pallas kernels need a Hopper GPU")
     import jax.numpy as jnp
 
-    from tiled_jax.commands.bench_kernels import kernel_questions
+    from tiled_jax.commands.gpu.kernels import kernel_questions
 
     return kernel_questions(*sizes, jnp.bfloat16)[name]
 
 
 def check_jax(question: Callable[[], Any]) -> None:
-    from tiled_jax.commands.bench_device import JaxDevice
+    from tiled_jax.commands.gpu.device import JaxDevice
 
     check(JaxDevice(), question())
 

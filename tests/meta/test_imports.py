@@ -47,7 +47,7 @@ FORBIDDEN = [
     ("tiled_torch/nowhere.py", "import torch"),
     ("tiled_jax/mlp/api.py", "import torch"),
     ("tiled_jax/mlp/api.py", "def f():\n    from tiled_torch.bridge import jax_function"),
-    ("tiled_jax/commands/finetune.py", "import torch"),
+    ("tiled_jax/commands/finetune/trainer.py", "import torch"),
     ("tiled_jax/models/llama.py", "import transformers"),
     ("tiled_jax/mlp/api.py", "from tiled_jax.layers.modules import ColumnParallelLinear"),
 ]
@@ -60,7 +60,7 @@ ALLOWED = [
         "import torch\nfrom tiled_torch.mlp import api\nfrom shared_specs import costs",
     ),
     (
-        "tiled_torch/commands/finetune.py",
+        "tiled_torch/commands/finetune/trainer.py",
         "from tiled_torch.models import tile_model\nfrom shared_specs.app import loop",
     ),
     ("tiled_torch/bridge/arrays.py", "def f():\n    import jax"),

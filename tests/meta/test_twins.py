@@ -3,7 +3,7 @@
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-ROOMS = ("core", "collectives", "tile", "mlp", "loss", "linear", "layers", "plans")
+ROOMS = ("core", "collectives", "tile", "mlp", "loss", "linear", "layers", "plans", "commands")
 
 # Why a file stands in one half alone -> the files.
 ONLY_TORCH = {
@@ -36,6 +36,7 @@ ONLY_TORCH = {
     "models on the meta device, and the plan of a model that its modules say": "plans/meta_device.py plans/modules.py",
     "torchao": "plans/float8.py",
     "checkpointing of a finished model": "plans/recompute.py",
+    "XLA says itself what a program needs": "commands/bench/live_bytes.py",
 }
 ONLY_JAX = {
     "operations that JAX does not have: loops with a carry, functions with a tangent of their own, a device's own tokens": (
@@ -49,6 +50,8 @@ ONLY_JAX = {
     ),
     "meshes": "collectives/mesh.py collectives/padding.py tile/split.py",
     "forward mode": "mlp/shard_tangents.py",
+    "one program for many devices": "commands/bench/mesh.py",
+    "Triton's launch wrappers take block sizes from a table": "commands/gpu/candidates.py",
     "plans of a function of arrays: PyTorch's are of modules": (
         "plans/any_model.py plans/checks.py plans/decoder_ends.py plans/decoder_tokens.py plans/variables.py"
     ),

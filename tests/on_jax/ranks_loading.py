@@ -7,7 +7,7 @@ import jax
 
 from shared_specs.app.options import FinetuneOptions
 from tests.loading import memory_of_loading
-from tiled_jax.commands.finetune import JaxTrainer
+from tiled_jax.commands.finetune.trainer import JaxTrainer
 
 
 def main(runs: list[str]) -> None:

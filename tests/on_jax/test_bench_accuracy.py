@@ -11,15 +11,15 @@ from shared_specs.app.bench.accuracy import WEIGHTS
 from shared_specs.app.bench.workloads import ACCURACY_WORKLOADS, AccuracyWorkload
 from shared_specs.app.options import BenchOptions
 from shared_specs.tolerances import BF16_256_SHARDS
-from tiled_jax.commands import bench_accuracy
-from tiled_jax.commands.bench import bench
-from tiled_jax.commands.peers import MLP, plain
+from tiled_jax.commands.bench import accuracy
+from tiled_jax.commands.bench.mlp import bench
+from tiled_jax.commands.bench.peers import MLP, plain
 
 SMALL = replace(ACCURACY_WORKLOADS[0], name="small", tokens=4096, hidden=32, intermediate=48)
 
 
 def test_every_variant_is_measured() -> None:
-    rows = {row["variant"]: row for row in bench_accuracy.measure(SMALL)}
+    rows = {row["variant"]: row for row in accuracy.measure(SMALL)}
     assert list(rows) == ["plain", "scan-checkpoint", "tiled"]
     for row in rows.values():
         assert (row["workload"], row["shards"]) == ("small", 256)
@@ -38,14 +38,14 @@ def test_a_tiled_variant_that_is_wrong_stops_the_benchmark(quantity: str, monkey
     def variants(workload: AccuracyWorkload) -> dict[str, MLP]:
         return {"plain": plain, "tiled": wrong}
 
-    monkeypatch.setattr(bench_accuracy, "variants", variants)
+    monkeypatch.setattr(accuracy, "variants", variants)
     with pytest.raises(RuntimeError, match=f"^bench: tiled does not compute {quantity}$"):
-        bench_accuracy.measure(SMALL)
+        accuracy.measure(SMALL)
 
 
 def test_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_accuracy, "require_parity", lambda half: f"{half} passed")
-    monkeypatch.setattr(bench_accuracy, "measure", lambda workload: [{"variant": "plain", "workload": workload.name}])
+    monkeypatch.setattr(accuracy, "require_parity", lambda half: f"{half} passed")
+    monkeypatch.setattr(accuracy, "measure", lambda workload: [{"variant": "plain", "workload": workload.name}])
     options = BenchOptions(op="accuracy", out=str(tmp_path))
     options.check()
     assert bench(options) == 0

@@ -21,15 +21,16 @@ from shared_specs.tolerances import FLOOR, between, between_rows
 from tests.asserting import assert_within
 from tests.on_jax.counting import flop, temp_bytes
 from tests.on_jax.interpreted import FINDS_RACES, clean_interpreter
-from tiled_jax.commands import bench_kernels, bench_models, bench_tune
-from tiled_jax.commands.bench import bench
-from tiled_jax.commands.bench_device import JaxDevice, Program, distance, variant
-from tiled_jax.commands.bench_gpu import GROUPS
-from tiled_jax.commands.bench_kernels import cross_entropy, draw, kernel_questions
-from tiled_jax.commands.bench_models import MLPs, loss_groups, mlp_groups
-from tiled_jax.commands.bench_tune import QUESTIONS, candidates, ways
-from tiled_jax.commands.bench_worker import NO_GPU, groups_of, refusal
-from tiled_jax.commands.tune import tune
+from tiled_jax.commands.bench.mlp import bench
+from tiled_jax.commands.gpu import candidates as tuned
+from tiled_jax.commands.gpu import kernels, models
+from tiled_jax.commands.gpu.bench import GROUPS
+from tiled_jax.commands.gpu.candidates import QUESTIONS, candidates, ways
+from tiled_jax.commands.gpu.device import JaxDevice, Program, distance, variant
+from tiled_jax.commands.gpu.kernels import cross_entropy, draw, kernel_questions
+from tiled_jax.commands.gpu.models import MLPs, loss_groups, mlp_groups
+from tiled_jax.commands.gpu.tune import tune
+from tiled_jax.commands.gpu.worker import NO_GPU, groups_of, refusal
 
 KERNELS = ("pallas", "tiled-pallas", "tiled-deterministic", "auxiliary", "dual", "dgated")
 
@@ -103,7 +104,7 @@ def test_flop_are_those_of_the_products() -> None:
 
 def test_rows_know_what_the_model_of_the_time_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a device it knows; more products take longer. Nothing runs."""
-    for module in (bench_kernels, bench_models):
+    for module in (kernels, models):
         monkeypatch.setattr(module, "gpu_named", lambda name: GPUS["h200"])
     sizes: dict[str, Any] = {"tokens": 96, "hidden": 16, "width": 24, "shard": 32, "dtype": jnp.bfloat16}
     main = mlp_groups(**sizes)["main"]()
@@ -212,7 +213,7 @@ def test_launches_are_timed_one_behind_the_other(monkeypatch: pytest.MonkeyPatch
         events.append("end")
         return 6.0
 
-    monkeypatch.setattr("tiled_jax.commands.bench_device.host_seconds", host_seconds)
+    monkeypatch.setattr("tiled_jax.commands.gpu.device.host_seconds", host_seconds)
     copy = jnp.copy
     monkeypatch.setattr(jnp, "copy", lambda a: (events.append("copy"), copy(a))[1])
     one = variant(jnp.negative, jnp.ones(3), names=None, over=(0,), launches=3)
@@ -257,8 +258,8 @@ def test_every_way_to_make_an_mlp_makes_the_same(monkeypatch: pytest.MonkeyPatch
     sizes: dict[str, Any] = {"tokens": 130, "hidden": 64, "width": 128, "vocab": 128, "dtype": jnp.bfloat16}
     monkeypatch.setenv("TILED_PALLAS_INTERPRET", "1")
     asked = []
-    glu_up = bench_tune.glu_up
-    monkeypatch.setattr(bench_tune, "glu_up", lambda *a, **k: (asked.append(k["blocks"]), glu_up(*a, **k))[1])
+    glu_up = tuned.glu_up
+    monkeypatch.setattr(tuned, "glu_up", lambda *a, **k: (asked.append(k["blocks"]), glu_up(*a, **k))[1])
     with clean_interpreter():
         for part, names in (("up", ["vendor", "auxiliary", "dual"]), ("down", ["vendor", "dgated"])):
             found = {name: one.results() for name, one in ways(part, chosen, **sizes).items()}

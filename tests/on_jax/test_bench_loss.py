@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from shared_specs.app.bench.workloads import LOSS_WORKLOADS
-from tiled_jax.commands import bench_loss
+from tiled_jax.commands.bench import loss
 
 SMALL = replace(LOSS_WORKLOADS[0], name="small", tokens=2048, hidden=16, vocab=96)
 
 
 def test_every_variant_computes_the_plain_loss_and_is_reported() -> None:
-    rows = bench_loss.measure(SMALL, repeats=1)
+    rows = loss.measure(SMALL, repeats=1)
     assert [row["variant"] for row in rows] == ["plain", "scan-checkpoint", "tiled"]
     assert {(row["workload"], row["shards"]) for row in rows} == {("small", 2)}
     assert all(row["temp_bytes"] > 0 and math.isfinite(row["median_seconds"]) for row in rows)
@@ -23,11 +23,11 @@ def test_every_variant_computes_the_plain_loss_and_is_reported() -> None:
 def test_a_variant_that_computes_something_else_stops_the_benchmark(
     quantity: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = bench_loss.variants(1024)["plain"]
+    plain = loss.variants(1024)["plain"]
     wrong: dict[str, Any] = {
         "loss": lambda x, weight, targets: plain(x, weight, targets) + 1e-3,
-        "dx": lambda x, weight, targets: plain(bench_loss.lax.stop_gradient(x), weight, targets),
+        "dx": lambda x, weight, targets: plain(loss.lax.stop_gradient(x), weight, targets),
     }
-    monkeypatch.setattr(bench_loss, "variants", lambda shard_tokens: {"plain": plain, "wrong": wrong[quantity]})
+    monkeypatch.setattr(loss, "variants", lambda shard_tokens: {"plain": plain, "wrong": wrong[quantity]})
     with pytest.raises(RuntimeError, match=f"^bench: wrong does not compute the plain {quantity}$"):
-        bench_loss.measure(SMALL, repeats=1)
+        loss.measure(SMALL, repeats=1)

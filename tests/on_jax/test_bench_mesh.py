@@ -9,8 +9,8 @@ import pytest
 
 from shared_specs.app.bench.workloads import MESH_WORKLOADS
 from shared_specs.app.options import BenchOptions, InputError
-from tiled_jax.commands import bench_mesh
-from tiled_jax.commands.bench import bench
+from tiled_jax.commands.bench import mesh
+from tiled_jax.commands.bench.mlp import bench
 
 pytestmark = pytest.mark.ranks
 REPLICATED, SHARDED = (
@@ -19,7 +19,7 @@ REPLICATED, SHARDED = (
 
 
 def test_no_variant_gathers_tokens() -> None:
-    rows = {row["variant"]: row for row in bench_mesh.measure(REPLICATED, 1)}
+    rows = {row["variant"]: row for row in mesh.measure(REPLICATED, 1)}
     assert list(rows) == ["plain", "tiled", "tiled-token-axes", "tiled-in-shard-map"]
     for row in rows.values():
         assert set(row["collectives"]) == {"all-reduce"}
@@ -27,14 +27,14 @@ def test_no_variant_gathers_tokens() -> None:
 
 
 def test_sharded_weights_are_gathered_as_often_as_by_the_plain_layer() -> None:
-    rows = {row["variant"]: row["collectives"] for row in bench_mesh.measure(SHARDED, 1)}
+    rows = {row["variant"]: row["collectives"] for row in mesh.measure(SHARDED, 1)}
     assert list(rows) == ["plain", "tiled", "tiled-token-axes"]
     assert 0 < rows["tiled"]["all-gather"] <= rows["plain"]["all-gather"]
 
 
 def test_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_mesh, "require_parity", lambda half: f"{half} passed")
-    monkeypatch.setattr(bench_mesh, "measure", lambda workload, repeats: [{"variant": "x", "workload": workload.name}])
+    monkeypatch.setattr(mesh, "require_parity", lambda half: f"{half} passed")
+    monkeypatch.setattr(mesh, "measure", lambda workload, repeats: [{"variant": "x", "workload": workload.name}])
     options = BenchOptions(op="mesh", out=str(tmp_path))
     options.check()
     assert bench(options) == 0

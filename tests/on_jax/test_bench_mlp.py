@@ -10,15 +10,15 @@ import pytest
 from shared_specs.app.bench.workloads import MLP_WORKLOADS
 from shared_specs.mlp import costs as mlp_costs
 from tests.on_jax.counting import temp_bytes
-from tiled_jax.commands import bench
-from tiled_jax.commands.peers import TILED, y_and_gradients
+from tiled_jax.commands.bench import mlp as bench_mlp
+from tiled_jax.commands.bench.peers import TILED, y_and_gradients
 
 SMALL = replace(MLP_WORKLOADS[0], name="small", tokens=2048, hidden=16, intermediate=24)
 
 
 def test_every_variant_computes_the_plain_gradients_and_is_reported() -> None:
-    rows = bench.measure(SMALL, repeats=1)
-    assert [row["variant"] for row in rows] == list(bench.variants(1024))
+    rows = bench_mlp.measure(SMALL, repeats=1)
+    assert [row["variant"] for row in rows] == list(bench_mlp.variants(1024))
     assert {(row["workload"], row["shards"], row["repeats"]) for row in rows} == {("small", 2, 1)}
     assert all(row["temp_bytes"] > 0 and math.isfinite(row["median_seconds"]) for row in rows)
     predicted = {row["variant"]: row["predicted_bytes"] for row in rows if "predicted_bytes" in row}
@@ -32,9 +32,9 @@ def test_the_tiled_variants_keep_to_the_prediction(name: str) -> None:
     """Four shards: a compiler that drops optimization barriers has no part in it."""
     T, H, I = 4096, 64, 256  # noqa: E741
     shape = mlp_costs.MLPShape(tokens=T, hidden=H, intermediate=I)
-    predicted = bench.predicted_bytes(shape, mlp_costs.plan_mlp("test", shape))[name]
+    predicted = bench_mlp.predicted_bytes(shape, mlp_costs.plan_mlp("test", shape))[name]
     arguments = (jax.ShapeDtypeStruct(size, "float32") for size in ((T, H), (H, I), (H, I), (I, H), (T, H)))
-    used = temp_bytes(y_and_gradients(bench.variants(1024)[name]), *arguments)
+    used = temp_bytes(y_and_gradients(bench_mlp.variants(1024)[name]), *arguments)
     assert predicted / 2 < used <= predicted
 
 
@@ -42,12 +42,12 @@ def test_the_tiled_variants_keep_to_the_prediction(name: str) -> None:
 def test_a_variant_that_computes_something_else_stops_the_benchmark(
     wrong: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain: Callable[..., jax.Array] = bench.variants(1024)["plain"]
+    plain: Callable[..., jax.Array] = bench_mlp.variants(1024)["plain"]
 
     def other(*operands: jax.Array) -> jax.Array:
         return plain(*operands) + 1e-2 * (operands[wrong] - jax.lax.stop_gradient(operands[wrong])).sum()
 
-    monkeypatch.setattr(bench, "variants", lambda shard_tokens: {"plain": plain, "wrong": other})
+    monkeypatch.setattr(bench_mlp, "variants", lambda shard_tokens: {"plain": plain, "wrong": other})
     quantity = ("dx", "dw_gate", "dw_up", "dw_down")[wrong]
     with pytest.raises(RuntimeError, match=f"^bench: wrong does not compute the plain {quantity}$"):
-        bench.measure(SMALL, repeats=1)
+        bench_mlp.measure(SMALL, repeats=1)

@@ -35,7 +35,7 @@ from tests.synced import Renames, assert_synced_before_the_name, longest_file
 from tests.tiny_model import MISTRAL, tiny_config, tiny_weights, write_text, write_tiny_folder, write_tiny_gguf
 from tiled_jax import backends
 from tiled_jax.__main__ import COMMANDS
-from tiled_jax.commands.finetune import JaxTrainer
+from tiled_jax.commands.finetune.trainer import JaxTrainer
 from tiled_jax.models import next_token_loss, to_hf
 
 ROOT = Path(__file__).parents[2]

@@ -26,7 +26,7 @@ from tests.asserting import assert_within
 from tests.loading import assert_no_whole_model, write_big
 from tests.on_jax.compiling import compiled_once
 from tests.tiny_model import write_text, write_tiny_folder
-from tiled_jax.commands.finetune import JaxTrainer
+from tiled_jax.commands.finetune.trainer import JaxTrainer
 
 pytestmark = pytest.mark.ranks
 ROOT = Path(__file__).parents[2]

@@ -17,7 +17,7 @@ from shared_specs.app.finetune.log import LOG_NAME
 from shared_specs.app.finetune.processes import ALONE
 from shared_specs.app.options import FinetuneOptions, InputError
 from tests.tiny_model import write_text, write_tiny_folder
-from tiled_jax.commands import team
+from tiled_jax.commands.finetune import processes
 
 pytestmark = pytest.mark.ranks
 ROOT = Path(__file__).parents[2]
@@ -44,7 +44,7 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 def test_a_process_by_itself(joined: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
-    assert team.join(options()) is ALONE
+    assert processes.join(options()) is ALONE
     assert not joined
 
 
@@ -66,7 +66,7 @@ def test_processes_that_the_environment_describes(
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    team.join(options())
+    processes.join(options())
     timeouts = {"initialization_timeout": TIMEOUT, "heartbeat_timeout_seconds": TIMEOUT}
     assert joined == [where | timeouts]
 
@@ -80,7 +80,7 @@ def test_tasks_that_jax_does_not_find_are_not_as_many_runs(joined: list[Any], mo
     with pytest.raises(
         InputError, match=r"^finetune: PMI_SIZE says 8 processes, which JAX cannot find .*JAX_COORDINATOR"
     ):
-        team.join(options())
+        processes.join(options())
 
 
 def test_numbers_that_are_none(joined: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +89,7 @@ def test_numbers_that_are_none(joined: list[Any], monkeypatch: pytest.MonkeyPatc
     with pytest.raises(
         InputError, match=r"^finetune: JAX_PROCESS_ID must be a number beside JAX_COORDINATOR_ADDRESS, got"
     ):
-        team.join(options())
+        processes.join(options())
 
 
 def free_job() -> int:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tiled_torch.commands.live_bytes import LiveBytes
+from tiled_torch.commands.bench.live_bytes import LiveBytes
 
 __all__ = ["FACTORS", "GemmFlop", "LiveBytes", "saved_bytes"]
 

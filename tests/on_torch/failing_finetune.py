@@ -9,7 +9,7 @@ import torch.distributed as dist
 from shared_specs.app.command import Command, main
 from shared_specs.app.finetune.loop import finetune
 from shared_specs.app.options import FinetuneOptions
-from tiled_torch.commands.finetune import TorchTrainer
+from tiled_torch.commands.finetune.trainer import TorchTrainer
 
 
 class Failing(TorchTrainer):

@@ -16,7 +16,7 @@ from shared_specs.app.finetune.loop import finetune
 from shared_specs.app.finetune.processes import USER_ERRORS
 from shared_specs.app.options import FinetuneOptions
 from tests.loading import memory_of_loading
-from tiled_torch.commands.finetune import TorchTrainer
+from tiled_torch.commands.finetune.trainer import TorchTrainer
 
 
 def runs(rank: int, world: int, options: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from shared_specs.config import ParallelConfig
 from tests.on_torch.ranks_parity_plans import STEPS
 from tests.on_torch.ranks_plans import full
 from tests.tiny_model import tiny_config, tiny_weights
-from tiled_torch.commands.finetune import build_model
+from tiled_torch.commands.finetune.trainer import build_model
 from tiled_torch.models import tile_model
 from tiled_torch.parallel import parallelize
 

@@ -12,7 +12,7 @@ from shared_specs.config import Checkpointing, DataParallel, ParallelConfig, Ten
 from tests.on_torch.decoders import exact
 from tests.on_torch.ranks_plans import full
 from tests.tiny_model import tiny_config, tiny_weights
-from tiled_torch.commands.finetune import build_model
+from tiled_torch.commands.finetune.trainer import build_model
 from tiled_torch.models import tile_model
 from tiled_torch.parallel import parallelize
 

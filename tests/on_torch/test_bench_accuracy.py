@@ -13,16 +13,16 @@ from shared_specs.app.bench.accuracy import WEIGHTS
 from shared_specs.app.bench.workloads import ACCURACY_WORKLOADS
 from shared_specs.app.options import BenchOptions, InputError
 from shared_specs.tolerances import BF16_256_SHARDS
-from tiled_torch.commands import bench_accuracy
-from tiled_torch.commands.bench import bench
-from tiled_torch.commands.peers import PlainMLP
+from tiled_torch.commands.bench import accuracy
+from tiled_torch.commands.bench.mlp import bench
+from tiled_torch.commands.bench.peers import PlainMLP
 
 SMALL = replace(ACCURACY_WORKLOADS[0], name="small", tokens=4096, hidden=32, intermediate=48)
 
 
 @pytest.fixture(scope="module")
 def rows() -> dict[str, dict[str, Any]]:
-    return {row["variant"]: row for row in bench_accuracy.measure(SMALL)}
+    return {row["variant"]: row for row in accuracy.measure(SMALL)}
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised inside the peers
@@ -49,32 +49,32 @@ def test_sums_in_bfloat16_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     def drifting(mlp: PlainMLP, shards: int) -> dict[str, Any]:
         return {"plain": mlp, "tiled": lambda x: torch.cat([mlp(part) for part in x.chunk(shards, 1)], 1)}
 
-    monkeypatch.setattr(bench_accuracy, "own_variants", drifting)
-    monkeypatch.setattr(bench_accuracy, "peer_variants", lambda mlp, shards: ({}, {"liger": "No module."}))
-    tiled, liger = bench_accuracy.measure(SMALL)[1:]
+    monkeypatch.setattr(accuracy, "own_variants", drifting)
+    monkeypatch.setattr(accuracy, "peer_variants", lambda mlp, shards: ({}, {"liger": "No module."}))
+    tiled, liger = accuracy.measure(SMALL)[1:]
     assert tiled["ratio_to_plain"] > 2 * BF16_256_SHARDS
     assert liger == {"variant": "liger", "workload": "small", "shards": 256, "left_out": "No module."}
 
 
 def test_a_tiled_y_that_is_wrong_stops_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_accuracy, "own_variants", lambda mlp, _: {"plain": mlp, "tiled": lambda x: 1.1 * mlp(x)})
-    monkeypatch.setattr(bench_accuracy, "peer_variants", lambda mlp, shards: ({}, {}))
+    monkeypatch.setattr(accuracy, "own_variants", lambda mlp, _: {"plain": mlp, "tiled": lambda x: 1.1 * mlp(x)})
+    monkeypatch.setattr(accuracy, "peer_variants", lambda mlp, shards: ({}, {}))
     with pytest.raises(RuntimeError, match=r"^bench: tiled does not compute y$"):
-        bench_accuracy.measure(SMALL)
+        accuracy.measure(SMALL)
 
 
 def test_gradients_do_not_pile_up() -> None:
     """Each variant begins with none, whatever ran before it."""
     mlp, x = PlainMLP(4, 6, torch.float32), torch.randn(1, 8, 4, requires_grad=True)
-    first, again = (bench_accuracy.results_of(mlp, mlp, x, torch.ones(1, 8, 4)) for _ in range(2))
+    first, again = (accuracy.results_of(mlp, mlp, x, torch.ones(1, 8, 4)) for _ in range(2))
     assert first.keys() == {"y", "dx", *WEIGHTS}
     assert all(np.array_equal(first[name], again[name]) for name in first)
     assert [first[name].shape for name in ("y", *WEIGHTS)] == [(8, 4), (4, 6), (4, 6), (6, 4)]
 
 
 def test_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_accuracy, "require_parity", lambda half: f"{half} passed")
-    monkeypatch.setattr(bench_accuracy, "measure", lambda workload: [{"variant": "plain", "workload": workload.name}])
+    monkeypatch.setattr(accuracy, "require_parity", lambda half: f"{half} passed")
+    monkeypatch.setattr(accuracy, "measure", lambda workload: [{"variant": "plain", "workload": workload.name}])
     options = BenchOptions(op="accuracy", out=str(tmp_path))
     options.check()
     assert bench(options) == 0

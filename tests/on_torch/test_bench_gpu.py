@@ -21,14 +21,14 @@ from shared_specs.kernels import blocks
 from shared_specs.kernels.roofline import GPUS
 from tests.gpu.test_large import check
 from tests.on_torch.counting import GemmFlop
-from tiled_torch.commands.bench import bench
-from tiled_torch.commands.bench_device import TorchDevice, distance
-from tiled_torch.commands.bench_gpu import GROUPS
-from tiled_torch.commands.bench_kernels import kernel_questions
-from tiled_torch.commands.bench_models import LOSS_GROUPS, MLP_GROUPS, loss_groups, mlp_groups, or_absent
-from tiled_torch.commands.bench_worker import TUNED, groups_of
-from tiled_torch.commands.peers import PlainMLP, quack_loss, quack_mlp
-from tiled_torch.commands.tune import tune
+from tiled_torch.commands.bench.mlp import bench
+from tiled_torch.commands.bench.peers import PlainMLP, quack_loss, quack_mlp
+from tiled_torch.commands.gpu.bench import GROUPS
+from tiled_torch.commands.gpu.device import TorchDevice, distance
+from tiled_torch.commands.gpu.kernels import kernel_questions
+from tiled_torch.commands.gpu.models import LOSS_GROUPS, MLP_GROUPS, loss_groups, mlp_groups, or_absent
+from tiled_torch.commands.gpu.tune import tune
+from tiled_torch.commands.gpu.worker import TUNED, groups_of
 from tiled_torch.core import launch
 
 # The interpreter computes with NumPy, which warns where a GPU just returns infinity.
@@ -212,7 +212,7 @@ def test_rows_know_what_the_model_of_the_time_says(name: str) -> None:
 
 def test_a_gradient_that_is_missing_is_an_error() -> None:
     sizes: dict[str, Any] = {"tokens": 8, "hidden": 4, "width": 4, "shard": 4, "dtype": torch.float32, "device": CPU}
-    from tiled_torch.commands.bench_models import MLPs
+    from tiled_torch.commands.gpu.models import MLPs
 
     mlps = MLPs(**sizes, backend="eager")
     variant = mlps.step(lambda x: mlps.tiled(x.detach().requires_grad_()), 0)

@@ -11,15 +11,15 @@ from shared_specs.app.bench.workloads import MLP_WORKLOADS
 from shared_specs.mlp import costs as mlp_costs
 from shared_specs.tolerances import COST_BYTES
 from tests.on_torch.counting import GemmFlop, LiveBytes
-from tiled_torch.commands import bench
-from tiled_torch.commands.peers import PlainMLP, own_variants, products_alone
+from tiled_torch.commands.bench import mlp as bench_mlp
+from tiled_torch.commands.bench.peers import PlainMLP, own_variants, products_alone
 
 SMALL = replace(MLP_WORKLOADS[0], name="small", tokens=2048, hidden=16, intermediate=24)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised inside the peers
 def test_every_variant_computes_the_plain_gradients_and_is_reported() -> None:
-    rows = bench.measure(SMALL, repeats=1)
+    rows = bench_mlp.measure(SMALL, repeats=1)
     own = [*own_variants(PlainMLP(1, 1, torch.float32)), "products-18", "products-20", "products-22"]
     assert [row["variant"] for row in rows if row["variant"] not in ("liger", "deepspeed")] == own
     assert {(row["workload"], row["shards"], row["repeats"]) for row in rows} == {("small", 2, 1)}
@@ -39,11 +39,12 @@ def test_peak_bytes_are_those_above_inputs_outputs_and_gradients(dtype: str) -> 
     x = torch.randn(1, T, H, dtype=mlp.up_proj.weight.dtype, requires_grad=True)
     itemsize, dy = x.dtype.itemsize, torch.randn(1, T, H, dtype=x.dtype)
     peaks = {
-        name: bench.peak_bytes(bench._step(forward, mlp, x, dy), mlp, x) for name, forward in own_variants(mlp).items()
+        name: bench_mlp.peak_bytes(bench_mlp._step(forward, mlp, x, dy), mlp, x)
+        for name, forward in own_variants(mlp).items()
     }
     assert 6 * T * I * itemsize <= peaks["plain"] <= 7 * T * I * itemsize
     shape = mlp_costs.MLPShape(tokens=T, hidden=H, intermediate=I, itemsize=itemsize, weight_itemsize=itemsize)
-    predicted = bench.predicted_bytes(shape, mlp_costs.plan_mlp("test", shape))
+    predicted = bench_mlp.predicted_bytes(shape, mlp_costs.plan_mlp("test", shape))
     assert {name: peaks[name] for name in predicted} == pytest.approx(predicted, rel=COST_BYTES)
 
 
@@ -63,10 +64,10 @@ def test_the_meter_leaves_out_results_whenever_they_come() -> None:
 
 
 def test_a_variant_that_computes_another_y_stops_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "own_variants", lambda mlp: {"plain": mlp, "wrong": lambda x: mlp(x) + 1e-2})
-    monkeypatch.setattr(bench, "peer_variants", lambda mlp, shards: ({}, {}))
+    monkeypatch.setattr(bench_mlp, "own_variants", lambda mlp: {"plain": mlp, "wrong": lambda x: mlp(x) + 1e-2})
+    monkeypatch.setattr(bench_mlp, "peer_variants", lambda mlp, shards: ({}, {}))
     with pytest.raises(RuntimeError, match=r"^bench: wrong does not compute the plain y$"):
-        bench.measure(SMALL, repeats=1)
+        bench_mlp.measure(SMALL, repeats=1)
 
 
 @pytest.mark.parametrize("name", ["x", "gate_proj.weight", "up_proj.weight", "down_proj.weight"])
@@ -78,10 +79,10 @@ def test_a_variant_that_computes_something_else_stops_the_benchmark(name: str, m
 
         return {"plain": mlp, "wrong": wrong}
 
-    monkeypatch.setattr(bench, "own_variants", variants)
-    monkeypatch.setattr(bench, "peer_variants", lambda mlp, shards: ({}, {}))
+    monkeypatch.setattr(bench_mlp, "own_variants", variants)
+    monkeypatch.setattr(bench_mlp, "peer_variants", lambda mlp, shards: ({}, {}))
     with pytest.raises(RuntimeError, match=f"^bench: wrong does not compute the plain gradient of {name}$"):
-        bench.measure(SMALL, repeats=1)
+        bench_mlp.measure(SMALL, repeats=1)
 
 
 @pytest.mark.parametrize(

@@ -31,8 +31,8 @@ from tests.installed import hinted, run_with
 from tests.synced import Renames, assert_synced_before_the_name, longest_file
 from tests.tiny_model import tiny_config, tiny_weights, write_inputs, write_tiny_folder, write_tiny_gguf
 from tiled_torch.__main__ import COMMANDS
-from tiled_torch.commands.finetune import TorchTrainer, build_model
-from tiled_torch.commands.team import TorchTeam
+from tiled_torch.commands.finetune.processes import TorchTeam
+from tiled_torch.commands.finetune.trainer import TorchTrainer, build_model
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")

@@ -17,7 +17,7 @@ from shared_specs.app.models.weights import read_model
 from shared_specs.app.options import FinetuneOptions, InputError
 from tests.on_torch.test_finetune import compare_with_transformers, loaded, windows
 from tests.tiny_model import MISTRAL, QWEN2, write_inputs, write_tiny_folder, write_tiny_gguf
-from tiled_torch.commands.finetune import TorchTrainer
+from tiled_torch.commands.finetune.trainer import TorchTrainer
 
 REQUIRED = {"vocab_size": 272, "hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 30}
 YARN = {"rope_type": "yarn", "factor": 4.0}

@@ -25,7 +25,7 @@ from shared_specs.tolerances import DEMO_LOSS_RTOL, FLOOR, MODEL_FLOAT32, limit
 from tests.loading import assert_no_whole_model, write_big
 from tests.ranks import LOOPBACK, Ranks
 from tests.tiny_model import QWEN2, write_inputs, write_tiny_folder
-from tiled_torch.commands.finetune import TorchTrainer
+from tiled_torch.commands.finetune.trainer import TorchTrainer
 
 pytestmark = pytest.mark.ranks
 

@@ -24,9 +24,9 @@ from shared_specs.tolerances import DEMO_LOSS_RTOL
 from tests.on_jax.compiling import compiled_once
 from tests.tiny_model import write_text, write_tiny_folder
 from tiled_jax import __main__ as jax_main
-from tiled_jax.commands.finetune import JaxTrainer
+from tiled_jax.commands.finetune.trainer import JaxTrainer
 from tiled_torch import __main__ as torch_main
-from tiled_torch.commands.finetune import TorchTrainer
+from tiled_torch.commands.finetune.trainer import TorchTrainer
 
 STEPS = 6
 TILED = {"num_shards": 5, "keep": 0.5}

@@ -11,8 +11,8 @@ from shared_specs.tolerances import DEMO_LOSS_RTOL
 from tests.asserting import assert_within
 from tests.parity.test_finetune import _same_programs_are_compiled_once, run  # noqa: F401  (a fixture)
 from tests.tiny_model import MISTRAL, QWEN2, write_text, write_tiny_folder
-from tiled_jax.commands.finetune import JaxTrainer
-from tiled_torch.commands.finetune import TorchTrainer
+from tiled_jax.commands.finetune.trainer import JaxTrainer
+from tiled_torch.commands.finetune.trainer import TorchTrainer
 
 KINDS = {"mistral": MISTRAL, "qwen2": QWEN2}
 

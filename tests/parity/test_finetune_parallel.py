@@ -4,8 +4,8 @@ import pytest
 
 from shared_specs.tolerances import DEMO_LOSS_RTOL
 from tests.parity.test_finetune import _same_programs_are_compiled_once, inputs, run  # noqa: F401  (fixtures)
-from tiled_jax.commands.finetune import JaxTrainer
-from tiled_torch.commands.finetune import TorchTrainer
+from tiled_jax.commands.finetune.trainer import JaxTrainer
+from tiled_torch.commands.finetune.trainer import TorchTrainer
 
 pytestmark = pytest.mark.ranks
 

@@ -15,10 +15,10 @@ from shared_specs.app.options import FinetuneOptions
 from shared_specs.tolerances import DEMO_LOSS_RTOL, MODEL_FLOAT32
 from tests.asserting import assert_within
 from tests.tiny_model import QWEN2, tiny_config, tiny_weights
-from tiled_jax.commands.finetune import JaxTrainer
+from tiled_jax.commands.finetune.trainer import JaxTrainer
 from tiled_jax.models import Llama, LlamaConfig, from_hf, next_token_loss, to_hf
 from tiled_jax.models.rope import rotary_angles, rotary_frequencies
-from tiled_torch.commands.finetune import TorchTrainer, build_model
+from tiled_torch.commands.finetune.trainer import TorchTrainer, build_model
 
 CPU = torch.device("cpu")
 LLAMA3 = {

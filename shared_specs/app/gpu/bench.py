@@ -106,7 +106,7 @@ def measuring(
     jobs: Sequence[Job], half: str, seconds: float, log: Path, *, toy: bool
 ) -> Generator[tuple[Job, Rows, dict[str, Any]], None, None]:
     """`run_jobs` with a half's workers. toy: on the CPU, Triton's kernels in its interpreter."""
-    command = [sys.executable, "-m", f"{half}.commands.bench_worker"]
+    command = [sys.executable, "-m", f"{half}.commands.gpu.worker"]
     if toy:
         env = {"TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
         return run_jobs(jobs, command, seconds, log, env=env, spare=False)

@@ -17,7 +17,7 @@ from shared_specs.core.rounding import relative_error
 from shared_specs.loss import costs as loss_costs
 from shared_specs.tolerances import BENCH_GRADIENTS
 from tiled_torch import tiled_linear_cross_entropy
-from tiled_torch.commands.peers import liger_loss
+from tiled_torch.commands.bench.peers import liger_loss
 
 PACKAGES = ("torch", "liger-kernel", "numpy")
 NOTE = (

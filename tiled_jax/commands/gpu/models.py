@@ -18,8 +18,8 @@ from shared_specs.loss import costs as loss_costs
 from shared_specs.mlp import costs as mlp_costs
 from shared_specs.shards import ShardPlan
 from tiled_jax import backends, tiled_linear_cross_entropy, tiled_mlp
-from tiled_jax.commands.bench_device import variant
-from tiled_jax.commands.bench_kernels import draw
+from tiled_jax.commands.gpu.device import variant
+from tiled_jax.commands.gpu.kernels import draw
 from tiled_jax.core.mosaic import ARCHITECTURE
 from tiled_jax.core.products import product_of_rows
 

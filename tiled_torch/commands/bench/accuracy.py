@@ -14,7 +14,7 @@ from shared_specs.app.bench.records import make_record, write_record
 from shared_specs.app.bench.workloads import AccuracyWorkload
 from shared_specs.app.options import BenchOptions
 from tiled_torch import tiled_mlp
-from tiled_torch.commands.peers import PEER_NOTE, PlainMLP, peer_variants
+from tiled_torch.commands.bench.peers import PEER_NOTE, PlainMLP, peer_variants
 
 PACKAGES = ("torch", "liger-kernel", "deepspeed", "numpy")
 

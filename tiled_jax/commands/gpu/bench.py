@@ -12,5 +12,5 @@ GROUPS = {
 
 
 def bench_gpu(options: BenchOptions) -> int:
-    """One part of `make gpu`. What touches the GPU runs in processes of its own: `bench_worker.py`."""
+    """One part of `make gpu`. What touches the GPU runs in processes of its own: `worker.py`."""
     return bench_on_gpu(options, "tiled_jax", PACKAGES, GROUPS)

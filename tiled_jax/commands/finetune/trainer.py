@@ -19,7 +19,7 @@ from shared_specs.app.finetune.trainer import ADAMW, TrainerState
 from shared_specs.app.options import FinetuneOptions
 from shared_specs.shards import KERNEL_MULTIPLE
 from tiled_jax import backends
-from tiled_jax.commands import team
+from tiled_jax.commands.finetune import processes
 from tiled_jax.loss.api import choose_steps
 from tiled_jax.models import Llama, LlamaConfig, from_hf, next_token_loss, to_hf
 from tiled_jax.models.weights import each_hf
@@ -41,12 +41,12 @@ class JaxTrainer:
     sharded = False
 
     def join(self, options: FinetuneOptions) -> Team:
-        found = team.join(options)
+        found = processes.join(options)
         self.sharded = found.count > 1
         return found
 
     def leave(self) -> None:
-        team.leave()
+        processes.leave()
 
     def versions(self) -> dict[str, str]:
         modules = {"jax": jax, "flax": flax, "optax": optax}
@@ -70,7 +70,7 @@ class JaxTrainer:
         )
 
     def load(self, config: dict[str, Any], weights: Mapping[str, Array] | None, options: FinetuneOptions) -> None:
-        self._device = team.devices_of(options.device)[0]
+        self._device = processes.devices_of(options.device)[0]
         llama = LlamaConfig.from_hf(config)
         build = partial(
             Llama,
@@ -89,7 +89,7 @@ class JaxTrainer:
         self._plan: Parallelized | None = None
         self._place: Any = self._device
         if options.ranks > 1 or self.sharded:
-            self._plan = parallelize(model, *team.mesh_and_config(options), optimizer=self._adamw)
+            self._plan = parallelize(model, *processes.mesh_and_config(options), optimizer=self._adamw)
             self._place = self._plan.shardings.parameters
         self._update = self._step_of_plan if self._plan else jax.jit(self._traced_update, donate_argnums=(0, 1))
         if weights is None:
@@ -170,13 +170,13 @@ class JaxTrainer:
         self._optimizer = optax.tree.set(self._optimizer, count=placed, **moments)
 
     def save_shards(self, folder: Path) -> None:
-        from tiled_jax.commands.shards import save
+        from tiled_jax.commands.finetune.sharded_checkpoint import save
 
         state = {theirs: optax.tree.get(self._optimizer, theirs) for theirs in _MOMENTS.values()}
         save(folder, {"parameters": self._parameters} | state, optax.tree.get(self._optimizer, "count"))
 
     def load_shards(self, folder: Path) -> None:
-        from tiled_jax.commands.shards import load
+        from tiled_jax.commands.finetune.sharded_checkpoint import load
 
         places = jax.tree.map(lambda _: self._place, self._parameters) if self._plan is None else self._place
         like = jax.tree.map(lambda a, place: _at(a, place), self._parameters, places)

@@ -17,8 +17,8 @@ from shared_specs.loss import costs as loss_costs
 from shared_specs.mlp import costs as mlp_costs
 from shared_specs.shards import ShardPlan
 from tiled_torch import tiled_linear_cross_entropy, tiled_mlp
-from tiled_torch.commands.bench_kernels import draw
-from tiled_torch.commands.peers import PlainMLP, liger_loss, peer_variants, products_alone, quack_loss, quack_mlp
+from tiled_torch.commands.bench.peers import PlainMLP, liger_loss, peer_variants, products_alone, quack_loss, quack_mlp
+from tiled_torch.commands.gpu.kernels import draw
 from tiled_torch.core import launch
 from tiled_torch.core.tensors import device_kind, dtype_name
 

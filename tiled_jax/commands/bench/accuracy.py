@@ -14,7 +14,7 @@ from shared_specs.app.bench.workloads import AccuracyWorkload
 from shared_specs.app.options import BenchOptions
 from shared_specs.shards import plan_tokens
 from tiled_jax import tiled_mlp
-from tiled_jax.commands.peers import MLP, plain, scan_checkpoint, y_and_gradients
+from tiled_jax.commands.bench.peers import MLP, plain, scan_checkpoint, y_and_gradients
 
 PACKAGES = ("jax", "jaxlib", "flax", "numpy")
 

@@ -21,7 +21,7 @@ from shared_specs.app.options import FinetuneOptions
 from shared_specs.errors import UnsupportedError
 from shared_specs.shards import KERNEL_MULTIPLE
 from tiled_torch import backends
-from tiled_torch.commands import shards, team
+from tiled_torch.commands.finetune import processes, sharded_checkpoint
 from tiled_torch.core.tensors import device_kind
 
 _MOMENTS = {"m": "exp_avg", "v": "exp_avg_sq"}
@@ -34,7 +34,7 @@ class TorchTrainer:
     """
 
     name = "tiled_torch"
-    shard_format = shards.FORMAT
+    shard_format = sharded_checkpoint.FORMAT
     _team: Team = ALONE
 
     @property
@@ -43,11 +43,11 @@ class TorchTrainer:
 
     def join(self, options: FinetuneOptions) -> Team:
         self._device = _device(options.device)
-        self._team = team.join(options, self._device)
+        self._team = processes.join(options, self._device)
         return self._team
 
     def leave(self) -> None:
-        if isinstance(self._team, team.TorchTeam):
+        if isinstance(self._team, processes.TorchTeam):
             self._team.leave()
         self._team = ALONE
 
@@ -91,11 +91,11 @@ class TorchTrainer:
         from tiled_torch.plans.api import parallelize
         from tiled_torch.plans.meta_device import materialize
 
-        mesh, parallel = team.layout(self._options, self._device)
+        mesh, parallel = processes.layout(self._options, self._device)
         if parallel.data is not None and parallel.data.engine == "ddp":
             return parallelize(self._tiled(build_model(config, weights, self._device)), mesh, parallel)
         model = parallelize(self._tiled(empty_model(config)), mesh, parallel)
-        parts = None if weights is None else {name: shards.Parts(array) for name, array in weights.items()}
+        parts = None if weights is None else {name: sharded_checkpoint.Parts(array) for name, array in weights.items()}
         materialize(model, device=self._device, weights=parts)
         return with_positions(model, self._device).train()
 
@@ -109,7 +109,7 @@ class TorchTrainer:
     def step(self, tokens: np.ndarray) -> float:
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
-        mine = tokens[team.rows(self._options, self._team.rank)]
+        mine = tokens[processes.rows(self._options, self._team.rank)]
         ids = torch.from_numpy(mine).to(self._device, torch.long)
         loss = self._loss(ids[:, :-1], ids[:, 1:])
         loss.backward()
@@ -146,13 +146,13 @@ class TorchTrainer:
         return TrainerState(weights=weights, optimizer=optimizer)
 
     def load_state(self, state: TrainerState) -> None:
-        shards.empty_moments(self._parameters, self._optimizer, float(state.optimizer["step"][...]))
+        sharded_checkpoint.empty_moments(self._parameters, self._optimizer, float(state.optimizer["step"][...]))
         with torch.no_grad():
             for name, parameter in self._parameters.items():
-                shards.fill(parameter.detach(), shards.Parts(state.weights[name]))
+                sharded_checkpoint.fill(parameter.detach(), sharded_checkpoint.Parts(state.weights[name]))
                 for ours, theirs in _MOMENTS.items():
                     moment = self._optimizer.state[parameter][theirs]
-                    shards.fill(moment, shards.Parts(state.optimizer[f"{ours}.{name}"]))
+                    sharded_checkpoint.fill(moment, sharded_checkpoint.Parts(state.optimizer[f"{ours}.{name}"]))
 
     def full_weights(self) -> Iterator[tuple[str, np.ndarray]]:
         for name, parameter in self._parameters.items():
@@ -161,10 +161,10 @@ class TorchTrainer:
             yield name, whole.cpu().numpy()
 
     def save_shards(self, folder: Path) -> None:
-        shards.save(folder, self._parameters, self._optimizer, getattr(self._team, "control", None))
+        sharded_checkpoint.save(folder, self._parameters, self._optimizer, getattr(self._team, "control", None))
 
     def load_shards(self, folder: Path) -> None:
-        shards.load(folder, self._parameters, self._optimizer, getattr(self._team, "control", None))
+        sharded_checkpoint.load(folder, self._parameters, self._optimizer, getattr(self._team, "control", None))
 
 
 def empty_model(config: dict[str, Any]) -> PreTrainedModel:
@@ -193,7 +193,7 @@ def build_model(config: dict[str, Any], weights: Mapping[str, Array] | None, dev
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         found = {name: torch.zeros(shape, device=device) for name, shape in shapes.items()}
     else:
-        found = {name: shards.Parts(array)[...].to(device) for name, array in weights.items()}
+        found = {name: sharded_checkpoint.Parts(array)[...].to(device) for name, array in weights.items()}
     if config["tie_word_embeddings"]:
         found["lm_head.weight"] = found["model.embed_tokens.weight"]
     model.load_state_dict(found, strict=True, assign=True)

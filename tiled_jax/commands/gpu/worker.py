@@ -1,4 +1,4 @@
-"""`python -m tiled_jax.commands.bench_worker`: the process that runs one job of `bench --device gpu` or `tune`.
+"""`python -m tiled_jax.commands.gpu.worker`: the process that runs one job of `bench --device gpu` or `tune`.
 
 It reads the job as a line of JSON from its input.
 """
@@ -13,10 +13,10 @@ import jax.numpy as jnp
 
 from shared_specs.app.gpu.worker import Groups, channel, receive, serve
 from tiled_jax import backends
-from tiled_jax.commands.bench_device import JaxDevice, described
-from tiled_jax.commands.bench_kernels import kernel_questions
-from tiled_jax.commands.bench_models import loss_groups, mlp_groups
-from tiled_jax.commands.bench_tune import candidates, ways
+from tiled_jax.commands.gpu.candidates import candidates, ways
+from tiled_jax.commands.gpu.device import JaxDevice, described
+from tiled_jax.commands.gpu.kernels import kernel_questions
+from tiled_jax.commands.gpu.models import loss_groups, mlp_groups
 from tiled_jax.core.mosaic import ARCHITECTURE
 
 NO_GPU = "--device gpu needs a GPU that JAX sees, and there is none"

@@ -15,10 +15,10 @@ from shared_specs.core.rounding import relative_error
 from shared_specs.mlp import costs as mlp_costs
 from shared_specs.shards import ShardPlan
 from shared_specs.tolerances import BENCH_GRADIENTS
-from tiled_torch.commands.bench_accuracy import bench_accuracy
-from tiled_torch.commands.bench_loss import bench_loss
-from tiled_torch.commands.live_bytes import LiveBytes
-from tiled_torch.commands.peers import PEER_NOTE, TILED, PlainMLP, own_variants, peer_variants, products_alone
+from tiled_torch.commands.bench.accuracy import bench_accuracy
+from tiled_torch.commands.bench.live_bytes import LiveBytes
+from tiled_torch.commands.bench.loss import bench_loss
+from tiled_torch.commands.bench.peers import PEER_NOTE, TILED, PlainMLP, own_variants, peer_variants, products_alone
 
 PACKAGES = ("torch", "liger-kernel", "deepspeed", "numpy")
 
@@ -26,7 +26,7 @@ PACKAGES = ("torch", "liger-kernel", "deepspeed", "numpy")
 def bench(options: BenchOptions) -> int:
     """Parity first; then one table and one record."""
     if options.device == "gpu":
-        from tiled_torch.commands.bench_gpu import bench_gpu  # imports triton
+        from tiled_torch.commands.gpu.bench import bench_gpu  # imports triton
 
         return bench_gpu(options)
     if options.op == "loss":

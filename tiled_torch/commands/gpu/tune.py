@@ -1,8 +1,8 @@
 """`python -m tiled_torch tune`: measures the kernels' block sizes for one model's widths and writes them to the table.
 
-For every op the candidates of `shared_specs.kernels.blocks` run interleaved on one shard of random data, on buffers of their
-own: kernels that work in place never see live values. Then the ways to make the MLP are compared with the chosen blocks. All of
-that happens in processes of their own: `bench_worker.py`.
+For every op the candidates of `shared_specs.kernels.blocks` run interleaved on one shard of random data, on buffers of
+their own: kernels that work in place never see live values. Then the ways to make the MLP are compared with the chosen
+blocks. All of that happens in processes of their own: `worker.py`.
 """
 
 from dataclasses import replace
@@ -11,7 +11,7 @@ from pathlib import Path
 from shared_specs.app.bench.tune import TOY, WAYS, tune_on_gpu
 from shared_specs.app.options import TuneOptions
 from shared_specs.kernels.blocks import TUNED
-from tiled_torch.commands.bench_gpu import PACKAGES
+from tiled_torch.commands.gpu.bench import PACKAGES
 
 
 def tune(options: TuneOptions, table: Path | None = None) -> int:

@@ -1,4 +1,4 @@
-"""`python -m tiled_torch.commands.bench_worker`: the process that runs one job of `bench --device gpu` or `tune`.
+"""`python -m tiled_torch.commands.gpu.worker`: the process that runs one job of `bench --device gpu` or `tune`.
 
 It reads the job as a line of JSON from its input.
 """
@@ -14,9 +14,9 @@ from shared_specs.app.bench.tune import WAYS
 from shared_specs.app.gpu.worker import Groups, Variant, channel, receive, serve
 from shared_specs.kernels.blocks import Blocks, candidates_on
 from shared_specs.kernels.roofline import gpu_named
-from tiled_torch.commands.bench_device import TorchDevice, described
-from tiled_torch.commands.bench_kernels import Question, kernel_questions
-from tiled_torch.commands.bench_models import loss_groups, mlp_groups
+from tiled_torch.commands.gpu.device import TorchDevice, described
+from tiled_torch.commands.gpu.kernels import Question, kernel_questions
+from tiled_torch.commands.gpu.models import loss_groups, mlp_groups
 from tiled_torch.core import launch
 
 NO_GPU = "--device gpu needs a GPU that PyTorch sees, and there is none"

@@ -16,7 +16,7 @@ from shared_specs.app.bench.workloads import MESH_WORKLOADS, MeshWorkload
 from shared_specs.app.options import BenchOptions, InputError
 from shared_specs.config import Tiling
 from tiled_jax import tiled_mlp
-from tiled_jax.commands.peers import MLP, check_gradients, plain, y_and_gradients
+from tiled_jax.commands.bench.peers import MLP, check_gradients, plain, y_and_gradients
 
 PACKAGES = ("jax", "jaxlib", "flax", "numpy")
 AXES = ("data", "fsdp")

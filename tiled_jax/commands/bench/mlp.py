@@ -14,10 +14,10 @@ from shared_specs.app.bench.workloads import MLPWorkload
 from shared_specs.app.options import BenchOptions
 from shared_specs.mlp import costs as mlp_costs
 from shared_specs.shards import ShardPlan
-from tiled_jax.commands.bench_accuracy import bench_accuracy
-from tiled_jax.commands.bench_loss import bench_loss
-from tiled_jax.commands.bench_mesh import bench_mesh
-from tiled_jax.commands.peers import TILED, check_gradients, variants, y_and_gradients
+from tiled_jax.commands.bench.accuracy import bench_accuracy
+from tiled_jax.commands.bench.loss import bench_loss
+from tiled_jax.commands.bench.mesh import bench_mesh
+from tiled_jax.commands.bench.peers import TILED, check_gradients, variants, y_and_gradients
 
 PACKAGES = ("jax", "jaxlib", "flax", "numpy")
 
@@ -25,7 +25,7 @@ PACKAGES = ("jax", "jaxlib", "flax", "numpy")
 def bench(options: BenchOptions) -> int:
     """Parity first; then one table a workload and one record."""
     if options.device == "gpu":
-        from tiled_jax.commands.bench_gpu import bench_gpu
+        from tiled_jax.commands.gpu.bench import bench_gpu
 
         return bench_gpu(options)
     if options.op == "loss":

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from shared_specs.app.gpu.worker import Variant
 from shared_specs.config import LossOptions
 from shared_specs.kernels.blocks import CANDIDATES, Blocks
-from tiled_jax.commands.bench_device import Program, variant
-from tiled_jax.commands.bench_kernels import LAUNCHES, Operands, interpreted, kernel_questions
+from tiled_jax.commands.gpu.device import Program, variant
+from tiled_jax.commands.gpu.kernels import LAUNCHES, Operands, interpreted, kernel_questions
 from tiled_jax.loss.kernels.cross_entropy import Columns, RowSlopes, statistics_and_gradient
 from tiled_jax.mlp.kernels.dgated import dgated
 from tiled_jax.mlp.kernels.glu_elementwise import glu_backward

@@ -13,7 +13,7 @@ from shared_specs.config import LossOptions
 from shared_specs.kernels.roofline import gpu_named, passing, shard_work
 from shared_specs.mlp.costs import MLPShape
 from tiled_jax import backends
-from tiled_jax.commands.bench_device import variant
+from tiled_jax.commands.gpu.device import variant
 from tiled_jax.core.activations import activate
 from tiled_jax.core.products import product, product_of_rows
 from tiled_jax.loss import math as loss_math

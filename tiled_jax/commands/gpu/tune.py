@@ -1,6 +1,6 @@
 """`python -m tiled_jax tune`: measures the Pallas kernels' block sizes for one model's widths and writes them to the table.
 
-What touches the GPU runs in processes of its own: `bench_worker.py`.
+What touches the GPU runs in processes of its own: `worker.py`.
 """
 
 from dataclasses import replace
@@ -9,7 +9,7 @@ from pathlib import Path
 from shared_specs.app.bench.tune import TOY, tune_on_gpu
 from shared_specs.app.options import InputError, TuneOptions
 from shared_specs.kernels.blocks import TUNED
-from tiled_jax.commands.bench_gpu import PACKAGES
+from tiled_jax.commands.gpu.bench import PACKAGES
 
 
 def tune(options: TuneOptions, table: Path | None = None) -> int:

@@ -1,0 +1,1 @@
+"""`finetune`: the trainer, its processes and its checkpoints."""
