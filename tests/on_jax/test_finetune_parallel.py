@@ -127,7 +127,7 @@ def test_a_run_continues_on_other_devices(inputs: Path, alone: Path, tmp_path: P
             SpecError,
             r"num_attention_heads must be a multiple of the 8 ranks of the mesh axes tp, cp",
         ),
-        ({"fsdp": 3, "batch": 3}, SpecError, r"must be a multiple of the 3 devices of the mesh axes fsdp"),
+        ({"fsdp": 3, "batch": 3}, SpecError, r"must be a multiple of the 3 devices of the mesh axes dp_shard"),
     ],
     ids=str,
 )

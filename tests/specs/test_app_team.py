@@ -5,6 +5,7 @@ import io
 import json
 import os
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,9 +20,11 @@ from shared_specs.app.finetune.processes import (
     agreed,
     check_layout,
     end_alone,
+    layout,
     let_first_speak,
 )
 from shared_specs.app.options import FinetuneOptions, InputError
+from shared_specs.config import Checkpointing, DataParallel, ParallelConfig, TensorParallel
 from shared_specs.errors import UnsupportedError
 from tests.fake_trainer import FakeTrainer
 from tests.tiny_model import write_text, write_tiny_folder
@@ -213,3 +216,33 @@ def test_layout():
     check_layout(FinetuneOptions(dp=2, fsdp=2, cp=2, tp=2, batch=4), 16, "processes", "")
     with pytest.raises(InputError, match=r"must be 4, the processes of this run, got 2 x 1 x 1 x 1 = 2\. More\.$"):
         check_layout(FinetuneOptions(dp=2, batch=2), 4, "processes", "More.")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "axes", "data"),
+    [
+        ({"dp": 2}, {"dp_shard": 2}, DataParallel(engine="ddp")),
+        ({"fsdp": 4}, {"dp_shard": 4}, DataParallel()),
+        ({"tp": 2}, {"tp": 2}, None),
+        ({"cp": 2}, {"dp_shard": 1, "cp": 2}, DataParallel(context_axis="cp")),
+        ({"dp": 2, "tp": 2}, {"dp_replicate": 2, "dp_shard": 1, "tp": 2}, DataParallel(replicate_axis="dp_replicate")),
+        (
+            {"dp": 2, "fsdp": 2, "cp": 2, "tp": 2},
+            {"dp_replicate": 2, "dp_shard": 2, "cp": 2, "tp": 2},
+            DataParallel(replicate_axis="dp_replicate", context_axis="cp"),
+        ),
+    ],
+)
+def test_axes_and_what_is_done_along_them(ranks, axes, data):
+    options = FinetuneOptions(**ranks, batch=4, tokens=32, checkpointing=True)
+    found, config = layout(options, equal_parts=True)
+    assert list(found.items()) == list(axes.items())
+    tensor = TensorParallel() if "tp" in ranks else None
+    assert config == ParallelConfig(tensor=tensor, data=data, checkpointing=Checkpointing())
+    assert layout(replace(options, checkpointing=False), equal_parts=True)[1].checkpointing is None
+
+
+@pytest.mark.parametrize(("equal_parts", "tokens", "split"), [(True, 9, False), (True, 10, True), (False, 9, True)])
+def test_tokens_that_ranks_do_not_divide_stay_whole_where_parts_are_equal(equal_parts, tokens, split):
+    _, config = layout(FinetuneOptions(tp=2, batch=1, tokens=tokens), equal_parts=equal_parts)
+    assert config.tensor == TensorParallel(sequence_parallel=split)

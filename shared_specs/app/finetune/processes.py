@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 from shared_specs.app.options import FinetuneOptions, InputError
 from shared_specs.app.signals import exit_code
+from shared_specs.config import Checkpointing, DataParallel, ParallelConfig, TensorParallel
 from shared_specs.errors import SpecError, UnsupportedError
 
 # What the user can mend, told in one line; any other error is a fault, told by its traceback.
@@ -116,3 +117,30 @@ def check_layout(options: FinetuneOptions, count: int, unit: str, advice: str) -
         got = f"{options.dp} x {options.fsdp} x {options.cp} x {options.tp} = {options.ranks}"
         rule = f"--dp x --fsdp x --cp x --tp must be {count}, the {unit} of this run"
         raise InputError(f"finetune: {rule}, got {got}. {advice}")
+
+
+def layout(options: FinetuneOptions, *, equal_parts: bool) -> tuple[dict[str, int], ParallelConfig]:
+    """Return the axes of the mesh, name to size and outermost first, and what `parallelize` does along them.
+
+    Axes of one rank are left out, but for that of the shards where there are others beside it: its engine also makes
+    replicas and splits sequences. Replicas alone are DDP's.
+
+    Args:
+        equal_parts: whether tokens between split layers can only be cut into equal parts (JAX; PyTorch's tensors may end
+            in shorter ones). Those that tp does not divide stay whole there.
+    """
+    tensor = None
+    if options.tp > 1:
+        rows = options.batch // (options.dp * options.fsdp) * (options.tokens // options.cp)
+        tensor = TensorParallel(sequence_parallel=not equal_parts or rows % options.tp == 0)
+    if options.fsdp == options.cp == options.tp == 1:
+        axes, data = {"dp_shard": options.dp}, DataParallel(engine="ddp")
+    else:
+        replicas = {"dp_replicate": options.dp} if options.dp > 1 else {}
+        context = {"cp": options.cp} if options.cp > 1 else {}
+        shards = {"dp_shard": options.fsdp} if options.dp * options.fsdp * options.cp > 1 else {}
+        axes = replicas | shards | context | ({"tp": options.tp} if tensor else {})
+        replicate, cut = next(iter(replicas), None), next(iter(context), None)
+        data = DataParallel(replicate_axis=replicate, context_axis=cut) if shards else None
+    checkpointing = Checkpointing() if options.checkpointing else None
+    return axes, ParallelConfig(tensor=tensor, checkpointing=checkpointing, data=data)

@@ -9,13 +9,12 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from shared_specs.app.finetune.processes import ALONE, Team, check_layout, end_alone
+from shared_specs.app.finetune.processes import ALONE, Team, check_layout, end_alone, layout
 from shared_specs.app.options import FinetuneOptions, InputError
-from shared_specs.config import Checkpointing, DataParallel, ParallelConfig, TensorParallel
+from shared_specs.config import ParallelConfig
 from shared_specs.errors import UnsupportedError
 
 _ADDRESS = "JAX_COORDINATOR_ADDRESS"
-_AXES = ("dp", "fsdp", "cp", "tp")
 _NUMBERS = ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 # The number of processes, where a launcher started them: Slurm's srun, Open MPI, and what has PMI.
 _TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
@@ -136,21 +135,7 @@ def devices_of(name: str) -> list[jax.Device]:  # pyright: ignore[reportInvalidT
 
 
 def mesh_and_config(options: FinetuneOptions) -> tuple[jax.sharding.Mesh, ParallelConfig]:
-    """The devices as dp x fsdp x cp x tp, and what is done along each; axes of one device are left out."""
-    used = {name for name in _AXES if getattr(options, name) > 1} or {"dp"}
-    if "cp" in used or {"dp", "tp"} <= used:
-        used.add("fsdp")  # its engine also makes replicas beside other axes
-    sizes = {name: getattr(options, name) for name in _AXES if name in used}
-    devices = np.asarray(devices_of(options.device)[: options.ranks]).reshape(tuple(sizes.values()))
-    mesh = jax.sharding.Mesh(devices, tuple(sizes), axis_types=(jax.sharding.AxisType.Auto,) * len(sizes))
-    data = None
-    if "fsdp" in sizes:
-        replicas, context = (name if name in sizes else None for name in ("dp", "cp"))
-        data = DataParallel(shard_axis="fsdp", replicate_axis=replicas, context_axis=context)
-    elif "dp" in sizes:
-        data = DataParallel(engine="ddp", shard_axis="dp")
-    rows = options.batch // (options.dp * options.fsdp) * (options.tokens // options.cp)
-    # Tokens that the devices do not divide stay whole between the layers.
-    tensor = TensorParallel(sequence_parallel=rows % options.tp == 0) if options.tp > 1 else None
-    checkpointing = Checkpointing() if options.checkpointing else None
-    return mesh, ParallelConfig(tensor=tensor, data=data, checkpointing=checkpointing)
+    """The devices as a mesh, and what `parallelize` does along each of its axes."""
+    axes, config = layout(options, equal_parts=True)
+    devices = np.asarray(devices_of(options.device)[: options.ranks]).reshape(tuple(axes.values()))
+    return jax.sharding.Mesh(devices, tuple(axes), axis_types=(jax.sharding.AxisType.Auto,) * len(axes)), config

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shared_specs.app.finetune.processes import ALONE, Team, check_layout, end_alone
+from shared_specs.app.finetune.processes import ALONE, Team, check_layout, end_alone, layout
 from shared_specs.app.options import FinetuneOptions
-from shared_specs.config import Checkpointing, DataParallel, ParallelConfig, TensorParallel
+from shared_specs.config import ParallelConfig
 
 # gloo reports what happened to another process in a plain RuntimeError, as it does what a caller did wrong.
 _GLOO_WORDS = (
@@ -62,21 +62,10 @@ def join(options: FinetuneOptions, device: torch.device) -> Team:
     return ALONE if count == 1 else TorchTeam(options, device)
 
 
-def layout(options: FinetuneOptions, device: torch.device) -> tuple[DeviceMesh, ParallelConfig]:
-    """The mesh of a run of several processes, and what `parallelize` does on it."""
-    tensor = TensorParallel() if options.tp > 1 else None
-    checkpointing = Checkpointing() if options.checkpointing else None
-    if options.dp > 1 and options.fsdp == options.cp == options.tp == 1:
-        axes, data = {"dp_shard": options.dp}, DataParallel(engine="ddp")
-    else:
-        replicas = {"dp_replicate": options.dp} if options.dp > 1 else {}
-        context = {"cp": options.cp} if options.cp > 1 else {}
-        shards = {"dp_shard": options.fsdp} if options.dp * options.fsdp * options.cp > 1 else {}
-        axes = replicas | shards | context | ({"tp": options.tp} if tensor else {})
-        replicate, cut = next(iter(replicas), None), next(iter(context), None)
-        data = DataParallel(replicate_axis=replicate, context_axis=cut) if shards else None
-    mesh = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
-    return mesh, ParallelConfig(tensor=tensor, checkpointing=checkpointing, data=data)
+def mesh_and_config(options: FinetuneOptions, device: torch.device) -> tuple[DeviceMesh, ParallelConfig]:
+    """The processes as a mesh, and what `parallelize` does along each of its axes."""
+    axes, config = layout(options, equal_parts=False)
+    return init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes)), config
 
 
 def rows(options: FinetuneOptions, rank: int) -> slice:

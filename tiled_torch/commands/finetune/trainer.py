@@ -91,7 +91,7 @@ class TorchTrainer:
         from tiled_torch.plans.api import parallelize
         from tiled_torch.plans.meta_device import materialize
 
-        mesh, parallel = processes.layout(self._options, self._device)
+        mesh, parallel = processes.mesh_and_config(self._options, self._device)
         if parallel.data is not None and parallel.data.engine == "ddp":
             return parallelize(self._tiled(build_model(config, weights, self._device)), mesh, parallel)
         model = parallelize(self._tiled(empty_model(config)), mesh, parallel)
