@@ -53,6 +53,10 @@ class Tiling:
     deterministic: bool = False
     token_axes: Any = None
 
+    def cut(self) -> dict[str, Any]:
+        """Return how long shards are, as the functions that plan (`plan_mlp`, `plan_loss` and their kind) are told it."""
+        return {name: getattr(self, name) for name in ("num_shards", "shard_tokens", "memory_budget")}
+
 
 LossReduction = Literal["mean", "sum", "none"]
 LOSS_REDUCTIONS: tuple[str, ...] = get_args(LossReduction)

@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from shared_specs.config import Tiling
+
 # Tokens per shard that an automatic plan aims at. Reading and writing float32 weight gradients once per shard costs
 # 200/t of the time on a GPU (2.4% at 8192); on a CPU a shard of 1024 keeps its activations near the cache.
 TARGET_TOKENS = {"gpu": 8192, "cpu": 1024}
@@ -72,3 +74,8 @@ def plan_tokens(
         shard_tokens = -(-tokens // max(1, num_shards))
     shard_tokens = max(1, shard_tokens)
     return ShardPlan(tokens, -(-shard_tokens // multiple_of) * multiple_of)
+
+
+def plan_tiling(tokens: int, tiling: Tiling, *, device: str) -> ShardPlan:
+    """Return the plan of a call whose bytes no formula knows; `tiling` is one without a memory_budget."""
+    return plan_tokens(tokens, num_shards=tiling.num_shards, shard_tokens=tiling.shard_tokens, device=device)

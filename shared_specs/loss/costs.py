@@ -3,22 +3,27 @@
 Letters: T tokens, H hidden, V vocabulary, t tokens of the longest shard. Bytes are peaks above inputs and gradients.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
+from shared_specs.config import LossOptions
 from shared_specs.core.budget import shard_tokens_within
 from shared_specs.shards import ShardPlan, plan_tokens
 
 LOSS_ELEMENTS = {"cpu": 2**21, "gpu": 2**26}
+# What of the options comes between the logits as products and their gradients.
+BENDS = ("logit_scale", "logit_softcap", "entropy")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossShape:
     """The shape of one linear cross entropy, as the formulas read it. `vocab`: entries that this call's weight has.
 
-    `itemsize` is of the compute dtype, `weight_itemsize` of the weight. `bends`: how many of logit_softcap and an entropy
-    there are; the gradients of each need one more temporary. `copied`: statistics are made on copies of rows, where other
-    ranks have a part in them and the logits are still needed for the gradients.
+    `itemsize` is of the compute dtype, `weight_itemsize` of the weight. `bends`: which of BENDS come between
+    the product and its gradients; which of them cost temporaries is each formula's own. `copied`: statistics are made on
+    copies of rows, where other ranks have a part in them and the logits are still needed for the gradients.
     """
 
     tokens: int
@@ -27,8 +32,14 @@ class LossShape:
     vocab_shards: int = 1
     itemsize: int = 4
     weight_itemsize: int = 4
-    bends: int = 0
+    bends: tuple[str, ...] = ()
     copied: bool = False
+
+    @classmethod
+    def of(cls, loss: LossOptions, **sizes: Any) -> "LossShape":
+        """Return the shape of a call with these options. sizes: the other fields."""
+        there = loss.logit_scale != 1, loss.logit_softcap is not None, "entropy" in loss.outputs
+        return cls(bends=tuple(name for name, is_there in zip(BENDS, there, strict=True) if is_there), **sizes)
 
     @property
     def vocab_shard(self) -> int:
@@ -74,7 +85,8 @@ def loss_peak_bytes(shape: LossShape, plan: ShardPlan, *, device: str = "cpu", k
     logits = t * shape.vocab_shard * shape.itemsize
     dx_sum = t * shape.hidden * 4 if shape.itemsize < 4 and shape.vocab_shards > 1 else 0
     block = min(t, loss_block_rows(shape, device)) * shape.vocab_shard
-    blocks = max((0 if shape.itemsize >= 4 else 1) + shape.bends, 1 if shape.copied and shape.vocab_shards == 1 else 0)
+    bends = sum(name != "logit_scale" for name in shape.bends)  # which is multiplied in place
+    blocks = max((0 if shape.itemsize >= 4 else 1) + bends, 1 if shape.copied and shape.vocab_shards == 1 else 0)
     temporaries = 0 if kernels else block * wide * blocks
     copies = 0
     if shape.itemsize < 4 and device == "cpu":
@@ -85,7 +97,7 @@ def loss_peak_bytes(shape: LossShape, plan: ShardPlan, *, device: str = "cpu", k
 def compiled_loss_peak_bytes(shape: LossShape, plan: ShardPlan, *, device: str = "cpu") -> int:
     """Return the most temporary bytes the compiled (XLA) loss with its gradients uses: an upper bound.
 
-    One shard of logits, over which their gradient is written (what `bends` them comes between: two more), the shard's
+    One shard of logits, over which their gradient is written (where anything `bends` them, two more), the shard's
     rows of x and dx, and one shard's product x^T dlogits before it is added to the sum of dweight. That sum is the
     returned gradient unless the weight has 16 bits. Parts of the vocabulary are cut out of the weight and of the sum.
     Weights of another dtype than x are cast once. On a CPU 16-bit products are float32 ones between casts, so logits, their
@@ -94,7 +106,7 @@ def compiled_loss_peak_bytes(shape: LossShape, plan: ShardPlan, *, device: str =
     t, wide = plan.longest, max(4, shape.itemsize)
     widened = shape.itemsize < 4 and device == "cpu"
     of_logit = 2 * wide if widened else shape.itemsize * (1 if shape.itemsize >= 4 else 2)
-    logits = t * shape.vocab_shard * (of_logit + 2 * wide * shape.bends)
+    logits = t * shape.vocab_shard * (of_logit + 2 * wide * bool(shape.bends))
     rows = t * shape.hidden * (2 * shape.itemsize + 2 * wide)
     weight, part = shape.vocab * shape.hidden, shape.vocab_shard * shape.hidden
     casts = shape.cast_bytes + weight * wide * widened
@@ -120,12 +132,11 @@ def plan_loss(
     shard_tokens: int | None = None,
     memory_budget: int | None = None,
     device: str = "cpu",
-    compiled: bool = False,
     kernels: bool = False,
+    peak: Callable[[LossShape, ShardPlan], int] | None = None,
 ) -> ShardPlan:
     """Return the plan of one loss call; as `plan_mlp`, but always tiled: one shard's logits are what it is for."""
     if memory_budget is not None:
-        eager = partial(loss_peak_bytes, kernels=kernels)
-        peak = partial(compiled_loss_peak_bytes if compiled else eager, shape, device=device)
-        shard_tokens = shard_tokens_within(function, memory_budget, shape.tokens, peak)
+        eager = partial(loss_peak_bytes, device=device, kernels=kernels)
+        shard_tokens = shard_tokens_within(function, memory_budget, shape.tokens, partial(peak or eager, shape))
     return plan_tokens(shape.tokens, num_shards=num_shards, shard_tokens=shard_tokens, device=device)

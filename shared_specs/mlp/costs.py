@@ -4,6 +4,7 @@ Letters: T tokens, H hidden, I intermediate, t tokens of the longest shard, f th
 are kept. Bytes are peaks above inputs, outputs and gradients. One T x H x I product is 2 THI FLOP.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
@@ -154,19 +155,18 @@ def plan_mlp(
     shard_tokens: int | None = None,
     memory_budget: int | None = None,
     device: str = "cpu",
-    compiled: bool = False,
     kernels: bool = False,
+    peak: Callable[[MLPShape, ShardPlan], int] | None = None,
     multiple_of: int = 1,
 ) -> ShardPlan:
     """Return the plan of one MLP call. An automatic plan that would cost more memory than no tiling becomes one shard.
 
-    `compiled` says whose bytes a memory budget is compared with: XLA's (`compiled_peak_bytes`) or those of the eager
-    loop. Without a budget both halves make the same plan.
+    peak: what a memory budget is compared with; None is `peak_bytes`, of the eager loop. Without a budget both halves make
+    the same plan.
     """
     if memory_budget is not None:
-        eager = partial(peak_bytes, kernels=kernels)
-        peak = partial(compiled_peak_bytes if compiled else eager, shape, device=device)
-        shard_tokens = shard_tokens_within(function, memory_budget, shape.tokens, peak, multiple_of)
+        needed = partial(peak or partial(peak_bytes, device=device, kernels=kernels), shape)
+        shard_tokens = shard_tokens_within(function, memory_budget, shape.tokens, needed, multiple_of)
     plan = plan_tokens(
         shape.tokens, num_shards=num_shards, shard_tokens=shard_tokens, device=device, multiple_of=multiple_of
     )

@@ -1,6 +1,7 @@
 """`tiled_linear_cross_entropy` under JAX's transformations, and its FLOP and bytes against shared_specs/costs.py."""
 
 import importlib.util
+from dataclasses import fields
 from functools import cache, partial
 from typing import Any
 
@@ -333,14 +334,15 @@ CALLS: list[Any] = [
 def test_temp_bytes_are_within_the_formula(call: dict[str, Any]) -> None:
     given: dict[str, Any] = {"tokens": 4096, "shard_tokens": 512} | call
     dtype = given.get("dtype", "float32")
-    shape = loss_costs.LossShape(
+    options = {field.name: given[field.name] for field in fields(LossOptions) if field.name in given}
+    shape = loss_costs.LossShape.of(
+        LossOptions(**options),
         tokens=given["tokens"],
         hidden=H,
         vocab=V,
         vocab_shards=given.get("vocab_shards", 1),
         itemsize=jnp.dtype(dtype).itemsize,
         weight_itemsize=jnp.dtype(given.get("weight_dtype", dtype)).itemsize,
-        bends=bool({"logit_softcap", "logit_scale"} & set(given)),
     )
     assert temp(**given) <= loss_costs.compiled_loss_peak_bytes(
         shape, ShardPlan(given["tokens"], given["shard_tokens"])

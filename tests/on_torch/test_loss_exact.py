@@ -121,14 +121,14 @@ def test_peak_bytes(dtype: torch.dtype, vocab_shards: int, loss: LossOptions, T:
     with LiveBytes() as backward:
         dx, dweight = torch.autograd.grad(value, [x, weight])
     predicted = loss_costs.loss_peak_bytes(
-        loss_costs.LossShape(
+        loss_costs.LossShape.of(
+            loss,
             tokens=T,
             hidden=hidden,
             vocab=vocab,
             vocab_shards=vocab_shards,
             itemsize=dtype.itemsize,
             weight_itemsize=dtype.itemsize,
-            bends=2 if loss.outputs else 0,
         ),
         plan_tokens(T, shard_tokens=t),
     )

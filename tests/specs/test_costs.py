@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 
+from shared_specs.config import LossOptions
 from shared_specs.core.budget import shard_tokens_within
 from shared_specs.errors import SpecError
 from shared_specs.loss import costs as loss_costs
@@ -88,6 +89,24 @@ def test_loss_peak_is_one_shard_of_logits() -> None:
         assert loss_costs.plain_loss_peak_bytes(shape) == 3 * T * 49152 * 4
 
 
+@pytest.mark.parametrize(
+    ("loss", "eager", "compiled"),
+    [
+        (LossOptions(reduction="none", z_loss=0.1, outputs=("lse", "accuracy")), 0, 0),
+        (LossOptions(logit_scale=0.5), 0, 2),  # the eager loss multiplies in place, XLA does not
+        (LossOptions(logit_softcap=5.0), 1, 2),
+        (LossOptions(outputs=("entropy",)), 1, 2),
+        (LossOptions(logit_scale=0.5, logit_softcap=5.0, outputs=("entropy",)), 2, 2),
+    ],
+)
+def test_loss_peak_counts_what_comes_between_logits_and_gradients(loss: LossOptions, eager: int, compiled: int) -> None:
+    """Temporaries of the logits of a shard, in float32, beyond those of the plain loss. Both halves make the shape so."""
+    plan, logits = ShardPlan(1000, 50), 50 * 301 * 4
+    shape = loss_costs.LossShape.of(loss, tokens=1000, hidden=10, vocab=301)
+    for peak, more in ((loss_costs.loss_peak_bytes, eager), (loss_costs.compiled_loss_peak_bytes, compiled)):
+        assert peak(shape, plan) - peak(LOSS, plan) == more * logits
+
+
 def test_loss_peak_counts_copies() -> None:
     """Of rows for statistics over ranks, and of a head in another dtype."""
     plan = ShardPlan(1000, 50)
@@ -107,6 +126,6 @@ def test_loss_peak_counts_copies() -> None:
 
 def test_a_budget_for_the_loss() -> None:
     shape = loss_costs.LossShape(tokens=2**14, hidden=576, vocab=49152)
-    for compiled, peak in ((False, loss_costs.loss_peak_bytes), (True, loss_costs.compiled_loss_peak_bytes)):
-        plan = loss_costs.plan_loss("test", shape, memory_budget=2**29, compiled=compiled)
+    for peak in (loss_costs.loss_peak_bytes, loss_costs.compiled_loss_peak_bytes):
+        plan = loss_costs.plan_loss("test", shape, memory_budget=2**29, peak=peak)
         assert peak(shape, plan) <= 2**29 < peak(shape, ShardPlan(2**14, plan.shard_tokens + 1))

@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shared_specs.config import Tiling
 from shared_specs.mlp.costs import MLPShape, plan_mlp
-from shared_specs.shards import KERNEL_MULTIPLE, TARGET_TOKENS, ShardPlan, plan_tokens
+from shared_specs.shards import KERNEL_MULTIPLE, TARGET_TOKENS, ShardPlan, plan_tiling, plan_tokens
 
 tokens_of = st.integers(0, 5000)
 
@@ -26,6 +27,16 @@ def test_plan_by_length(tokens: int, shard_tokens: int) -> None:
     plan = plan_tokens(tokens, shard_tokens=shard_tokens)
     assert len(plan) == -(-tokens // shard_tokens)
     assert plan.longest == min(tokens, shard_tokens)
+
+
+@given(tokens=tokens_of, num_shards=st.integers(1, 50), shard_tokens=st.integers(1, 600))
+def test_plan_of_a_tiling(tokens: int, num_shards: int, shard_tokens: int) -> None:
+    """What a tiling says is what every function that plans is told."""
+    for said in ({"num_shards": num_shards}, {"shard_tokens": shard_tokens}, {}):
+        tiling = Tiling(**said)
+        assert tiling.cut() == {"num_shards": None, "shard_tokens": None, "memory_budget": None} | said
+        assert plan_tiling(tokens, tiling, device="cpu") == plan_tokens(tokens, **said, device="cpu")
+    assert Tiling(memory_budget=5).cut()["memory_budget"] == 5
 
 
 @given(tokens=tokens_of, num_shards=st.integers(1, 50))

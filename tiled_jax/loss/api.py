@@ -13,7 +13,6 @@ from shared_specs.collectives.agreement import sequence_tokens
 from shared_specs.collectives.costs import gathered_plan
 from shared_specs.collectives.sequence_plan import SequencePlan
 from shared_specs.config import LossOptions, LossResult, Tiling
-from shared_specs.core import budget as budgets
 from shared_specs.core import checks
 from shared_specs.errors import fail_type
 from shared_specs.loss import checks as loss_checks
@@ -141,7 +140,16 @@ def linear_cross_entropy(
     )
     indices = () if axis is None else (jax.lax.axis_index(axis),)
     in_place = steps.in_place(x, *w.values(), *fixed.values(), *indices)
-    replan = _MakePlan.of(function, x, w["weight"], loss, options, steps, in_place)
+    shape = loss_costs.LossShape.of(
+        loss,
+        tokens=rows,
+        hidden=x.shape[-1],
+        vocab=local,
+        vocab_shards=options.vocab_shards or 1,
+        itemsize=x.dtype.itemsize,
+        weight_itemsize=w["weight"].dtype.itemsize,
+    )
+    replan = _MakePlan(function, shape, options, steps, in_place, backends.device_kind())
     plan = replan(rows, local) if sizes is None else replan.gathered(rows, ranks)
     columns = [(a, COLUMNS[name]) for name, a in w.items()]
     of_rows = [targets] if axis is None else []
@@ -212,46 +220,18 @@ class _MakePlan:
     in_place: bool
     device: str
 
-    @classmethod
-    def of(
-        cls,
-        function: str,
-        x: jax.Array,
-        weight: jax.Array,
-        loss: LossOptions,
-        options: Tiling,
-        steps: LossSteps,
-        in_place: bool,
-    ) -> "_MakePlan":
-        shape = loss_costs.LossShape(
-            tokens=checks.flat_tokens(x.shape),
-            hidden=x.shape[-1],
-            vocab=weight.shape[1],
-            vocab_shards=options.vocab_shards or 1,
-            itemsize=x.dtype.itemsize,
-            weight_itemsize=weight.dtype.itemsize,
-            bends=loss.logit_softcap is not None or loss.logit_scale != 1 or "entropy" in loss.outputs,
-        )
-        return cls(function, shape, options, steps, in_place, backends.device_kind())
-
     def __call__(self, tokens: int, entries: int) -> ShardPlan:
-        shape = self._padded(tokens, entries)
-        cut = {name: getattr(self.options, name) for name in ("num_shards", "shard_tokens")}
-
-        def peak(plan: ShardPlan) -> int:
+        def peak(shape: loss_costs.LossShape, plan: ShardPlan) -> int:
             found = loss_costs.compiled_loss_peak_bytes(shape, plan, device=self.device)
             return found + self._beside(shape, entries, plan.longest)
 
-        budget = self.options.memory_budget
-        if budget is not None:
-            cut["shard_tokens"] = budgets.shard_tokens_within(self.function, budget, tokens, peak)
-        return loss_costs.plan_loss(self.function, shape, **cut, device=self.device)
+        shape = self._padded(tokens, entries)
+        return loss_costs.plan_loss(self.function, shape, **self.options.cut(), device=self.device, peak=peak)
 
     def gathered(self, tokens: int, ranks: int) -> ShardPlan:
         """Return the plan of a device's own tokens where each of so many devices has as many, and shards are gathered."""
-        entries = self.shape.vocab
+        entries, cut = self.shape.vocab, self.options.cut()
         shape = self._padded(tokens, entries)
-        cut = {name: getattr(self.options, name) for name in ("num_shards", "shard_tokens", "memory_budget")}
 
         def peak(shape: loss_costs.LossShape, plan: SequencePlan) -> int:
             found = compiled_sequence_loss_peak_bytes(shape, plan, device=self.device)

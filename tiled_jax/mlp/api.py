@@ -236,7 +236,9 @@ class _MakePlan:
 
     def __call__(self, tokens: int, columns: int) -> ShardPlan:
         shape = replace(self.shape, tokens=tokens, intermediate=columns)
-        return mlp_costs.plan_mlp(self.function, shape, **self._cut(), compiled=True)
+        return mlp_costs.plan_mlp(
+            self.function, shape, **self._cut(), peak=partial(mlp_costs.compiled_peak_bytes, device=self.device)
+        )
 
     def gathered(self, ranks: int) -> ShardPlan:
         """Return the plan of a device's own tokens where each of so many devices has as many, and shards are gathered."""
@@ -246,8 +248,7 @@ class _MakePlan:
         return ShardPlan(rows, plan.shard_tokens)
 
     def _cut(self) -> dict[str, Any]:
-        asked = {name: getattr(self.options, name) for name in ("num_shards", "shard_tokens", "memory_budget")}
-        return {**asked, "device": self.device, "multiple_of": self.multiple_of}
+        return {**self.options.cut(), "device": self.device, "multiple_of": self.multiple_of}
 
 
 def _biases(function: str, biases: Any) -> Mapping[str, Any]:

@@ -175,9 +175,7 @@ def _shard_tokens(model: Llama, rows: int, mapped: Mapped) -> int | None:
         HERE,
         shape,
         (rows // ranks,) * ranks,
-        num_shards=tiling.num_shards,
-        shard_tokens=tiling.shard_tokens,
-        memory_budget=tiling.memory_budget,
+        **tiling.cut(),
         device=backends.device_kind(),
         peak=partial(compiled_sequence_peak_bytes, device=backends.device_kind()),
     )

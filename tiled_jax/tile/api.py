@@ -11,9 +11,9 @@ from flax import nnx
 from jax import lax
 
 from shared_specs.config import Tiling
-from shared_specs.core import checks
-from shared_specs.errors import fail, fail_type
-from shared_specs.shards import ShardPlan, plan_tokens
+from shared_specs.errors import fail
+from shared_specs.shards import ShardPlan, plan_tiling
+from shared_specs.tile.checks import check_tile
 from tiled_jax import backends
 from tiled_jax.core.loops import varying_of
 from tiled_jax.core.own_tokens import split_of
@@ -67,15 +67,7 @@ def tile(
         >>> tile(block, num_shards=4)(jnp.ones((2, 5, 8))).shape
         (2, 5, 8)
     """
-    if not callable(fn):
-        fail_type("tile", "fn", "a module or a function", type(fn).__name__)
-    unused = ("vocab_shards", "deterministic")
-    options = checks.resolve_tiling("tile", num_shards, 0.0, tiling, unused=unused)
-    if options.keep:
-        fail("tile", "keep", "0", options.keep, advice="A generic function has no gate and up to keep.")
-    if options.memory_budget is not None:
-        advice = "The bytes of a generic function are unknown; pass num_shards or shard_tokens."
-        fail("tile", "memory_budget", "None", options.memory_budget, advice=advice)
+    options = check_tile(fn, num_shards, tiling)
     check_rngs("tile", rngs)
     check_closure("tile", fn)
 
@@ -111,7 +103,7 @@ def run_shards(
         results = run_split(shard.run, arrays, shard.keys, split, found)
         shard.modules.advance()
         return shard.assemble(results)
-    plan = plan_tokens(tokens, num_shards=options.num_shards, shard_tokens=options.shard_tokens, device=device)
+    plan = plan_tiling(tokens, options, device=device)
     shard = Shard(fn, layout, key, max(1, len(plan)))
     results = _loop(shard, plan, layout.rows())
     shard.modules.advance()

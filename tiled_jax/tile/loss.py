@@ -11,7 +11,7 @@ from jax.core import Tracer
 from shared_specs.config import Tiling
 from shared_specs.core import checks
 from shared_specs.errors import fail_type
-from shared_specs.shards import plan_tokens
+from shared_specs.shards import plan_tiling
 from shared_specs.tile import means
 from tiled_jax import backends
 from tiled_jax.core.products import wide
@@ -131,7 +131,7 @@ def _refuse_means(sums: _Sums, fn: Callable[..., Any], layout: token_layout.Layo
         return sums.scalars(results)
 
     device = backends.device_kind()
-    plan = plan_tokens(layout.tokens, num_shards=options.num_shards, shard_tokens=options.shard_tokens, device=device)
+    plan = plan_tiling(layout.tokens, options, device=device)
     try:
         told = means.look(_NAME, means.samples(layout.tokens, plan.shard_tokens), scalars)
     except _Unreadable:

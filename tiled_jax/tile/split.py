@@ -17,7 +17,7 @@ from jax.extend import core
 
 from shared_specs.config import Tiling
 from shared_specs.errors import UnsupportedError, error_text
-from shared_specs.shards import ShardPlan, plan_tokens
+from shared_specs.shards import ShardPlan, plan_tiling
 from tiled_jax import backends
 from tiled_jax.core.linear_call import Arrays, Saved, differentiable
 from tiled_jax.core.loops import gradient_of
@@ -47,7 +47,7 @@ def plans(split: Split, tokens: int, options: Tiling) -> dict[int, ShardPlan]:
     device = backends.device_kind()
 
     def plan(own: int) -> ShardPlan:
-        return plan_tokens(own, num_shards=options.num_shards, shard_tokens=options.shard_tokens, device=device)
+        return plan_tiling(own, options, device=device)
 
     return {tokens // n: plan(tokens // n) for n in parts if tokens % n == 0}
 

@@ -157,20 +157,18 @@ class Given(NamedTuple):
             tangents.refuse_kernels(name, backend)
         over_ranks, entries = entries is not None, self.weight.shape[0] if entries is None else entries
         cuts = min(tiling.vocab_shards or 1, max(1, entries))
-        shape = loss_costs.LossShape(
+        shape = loss_costs.LossShape.of(
+            loss,
             tokens=checks.flat_tokens(self.x.shape),
             hidden=self.x.shape[-1],
             vocab=entries,
             vocab_shards=cuts,
             itemsize=dtype.itemsize,
             weight_itemsize=self.weight.dtype.itemsize,
-            bends=(loss.logit_softcap is not None) + ("entropy" in loss.outputs),
             copied=over_ranks and loss.gradients_with_loss(dtype_name(dtype)),
         )
         options: dict[str, Any] = {
-            "num_shards": tiling.num_shards,
-            "shard_tokens": tiling.shard_tokens,
-            "memory_budget": tiling.memory_budget,
+            **tiling.cut(),
             "device": device_kind(self.x.device),
             "kernels": chosen == "triton",
         }

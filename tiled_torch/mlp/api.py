@@ -187,9 +187,7 @@ def shape_of(x: Tensor, weights: Weights, dtype: torch.dtype, activation: str) -
 def plan_options(x: Tensor, tiling: Tiling, backend: str) -> dict[str, Any]:
     """Return the arguments of `mlp_costs.plan_mlp` that say how to cut."""
     return {
-        "num_shards": tiling.num_shards,
-        "shard_tokens": tiling.shard_tokens,
-        "memory_budget": tiling.memory_budget,
+        **tiling.cut(),
         "device": device_kind(x.device),
         "kernels": backend == "triton",
         "multiple_of": KERNEL_MULTIPLE if backend == "triton" else 1,

@@ -15,9 +15,8 @@ from torch._C._autograd import _get_current_graph_task_keep_graph as _keeps_grap
 from torch.utils import _pytree as pytree
 
 from shared_specs.config import Tiling
-from shared_specs.core import checks
-from shared_specs.errors import fail, fail_type
-from shared_specs.shards import ShardPlan, plan_tokens
+from shared_specs.shards import ShardPlan, plan_tiling
+from shared_specs.tile.checks import check_tile
 from tiled_torch.core import replay
 from tiled_torch.core.tensors import device_kind, refuse_second_order
 from tiled_torch.tile import forward_mode, token_layout
@@ -81,16 +80,7 @@ def tile(fn: Callable[..., Any], *, num_shards: int | None = None, tiling: Tilin
         >>> tile(experts, num_shards=4)(torch.randn(2, 5, 8)).shape
         torch.Size([2, 5, 8])
     """
-    if not callable(fn):
-        fail_type("tile", "fn", "a module or a function", type(fn).__name__)
-    unused = ("vocab_shards", "deterministic")
-    tiling = checks.resolve_tiling("tile", num_shards, 0.0, tiling, unused=unused)
-    if tiling.keep:
-        fail("tile", "keep", "0", tiling.keep, advice="A generic function has no gate and up to keep.")
-    if tiling.memory_budget is not None:
-        advice = "The bytes of a generic function are unknown; pass num_shards or shard_tokens."
-        fail("tile", "memory_budget", "None", tiling.memory_budget, advice=advice)
-    return Tiled(fn, tiling)
+    return Tiled(fn, check_tile(fn, num_shards, tiling))
 
 
 class Tiled:
@@ -133,12 +123,7 @@ class Tiled:
 
 
 def plan_of(layout: token_layout.Layout, tiling: Tiling, device: torch.device) -> ShardPlan:
-    return plan_tokens(
-        layout.tokens,
-        num_shards=tiling.num_shards,
-        shard_tokens=tiling.shard_tokens,
-        device=device_kind(device),
-    )
+    return plan_tiling(layout.tokens, tiling, device=device_kind(device))
 
 
 def _with_none(call: Call, results: tuple[Tensor, ...]) -> list[Tensor | None]:

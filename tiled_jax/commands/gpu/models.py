@@ -61,7 +61,7 @@ class MLPs:
             tokens=tokens, hidden=h, intermediate=i, itemsize=dtype.itemsize, weight_itemsize=dtype.itemsize
         )
         kind = backends.device_kind()
-        self.plan = mlp_costs.plan_mlp("bench", self.shape, shard_tokens=shard, device=kind, compiled=True)
+        self.plan = mlp_costs.plan_mlp("bench", self.shape, shard_tokens=shard, device=kind)
         self.peak = mlp_costs.compiled_peak_bytes(self.shape, self.plan, device=kind)
         self.gpu = gpu_named(jax.devices()[0].device_kind)
         self.paths = paths_for("pallas", ARCHITECTURE, str(dtype), (i, h))
