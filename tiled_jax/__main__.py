@@ -15,7 +15,7 @@ def _finetune(options: FinetuneOptions) -> int:
 
 def _bench(options: BenchOptions) -> int:
     from shared_specs.app.output import check_records
-    from tiled_jax.commands.bench.mlp import bench
+    from tiled_jax.commands.bench.bench import bench
 
     check_records(options.out)
     return bench(options)

@@ -12,7 +12,7 @@ from shared_specs.app.bench.workloads import ACCURACY_WORKLOADS, AccuracyWorkloa
 from shared_specs.app.options import BenchOptions
 from shared_specs.tolerances import BF16_256_SHARDS
 from tiled_jax.commands.bench import accuracy
-from tiled_jax.commands.bench.mlp import bench
+from tiled_jax.commands.bench.bench import bench
 from tiled_jax.commands.bench.peers import MLP, plain
 
 SMALL = replace(ACCURACY_WORKLOADS[0], name="small", tokens=4096, hidden=32, intermediate=48)
@@ -44,8 +44,10 @@ def test_a_tiled_variant_that_is_wrong_stops_the_benchmark(quantity: str, monkey
 
 
 def test_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accuracy, "require_parity", lambda half: f"{half} passed")
-    monkeypatch.setattr(accuracy, "measure", lambda workload: [{"variant": "plain", "workload": workload.name}])
+    monkeypatch.setattr("shared_specs.app.bench.bench.require_parity", lambda half, op: f"{half} passed")
+    monkeypatch.setattr(
+        accuracy, "measure", lambda workload, repeats: [{"variant": "plain", "workload": workload.name}]
+    )
     options = BenchOptions(op="accuracy", out=str(tmp_path))
     options.check()
     assert bench(options) == 0

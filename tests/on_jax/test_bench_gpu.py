@@ -21,7 +21,7 @@ from shared_specs.tolerances import FLOOR, between, between_rows
 from tests.asserting import assert_within
 from tests.on_jax.counting import flop, temp_bytes
 from tests.on_jax.interpreted import FINDS_RACES, clean_interpreter
-from tiled_jax.commands.bench.mlp import bench
+from tiled_jax.commands.bench.bench import bench
 from tiled_jax.commands.gpu import candidates as tuned
 from tiled_jax.commands.gpu import kernels, models
 from tiled_jax.commands.gpu.bench import GROUPS

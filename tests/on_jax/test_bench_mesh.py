@@ -10,7 +10,7 @@ import pytest
 from shared_specs.app.bench.workloads import MESH_WORKLOADS
 from shared_specs.app.options import BenchOptions, InputError
 from tiled_jax.commands.bench import mesh
-from tiled_jax.commands.bench.mlp import bench
+from tiled_jax.commands.bench.bench import bench
 
 pytestmark = pytest.mark.ranks
 REPLICATED, SHARDED = (
@@ -33,7 +33,7 @@ def test_sharded_weights_are_gathered_as_often_as_by_the_plain_layer() -> None:
 
 
 def test_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mesh, "require_parity", lambda half: f"{half} passed")
+    monkeypatch.setattr("shared_specs.app.bench.bench.require_parity", lambda half, op: f"{half} passed")
     monkeypatch.setattr(mesh, "measure", lambda workload, repeats: [{"variant": "x", "workload": workload.name}])
     options = BenchOptions(op="mesh", out=str(tmp_path))
     options.check()

@@ -7,11 +7,12 @@ from dataclasses import replace
 import jax
 import pytest
 
+from shared_specs.app.bench.bench import TILED, predicted_bytes
 from shared_specs.app.bench.workloads import MLP_WORKLOADS
 from shared_specs.mlp import costs as mlp_costs
 from tests.on_jax.counting import temp_bytes
 from tiled_jax.commands.bench import mlp as bench_mlp
-from tiled_jax.commands.bench.peers import TILED, y_and_gradients
+from tiled_jax.commands.bench.peers import y_and_gradients
 
 SMALL = replace(MLP_WORKLOADS[0], name="small", tokens=2048, hidden=16, intermediate=24)
 
@@ -32,7 +33,7 @@ def test_the_tiled_variants_keep_to_the_prediction(name: str) -> None:
     """Four shards: a compiler that drops optimization barriers has no part in it."""
     T, H, I = 4096, 64, 256  # noqa: E741
     shape = mlp_costs.MLPShape(tokens=T, hidden=H, intermediate=I)
-    predicted = bench_mlp.predicted_bytes(shape, mlp_costs.plan_mlp("test", shape))[name]
+    predicted = predicted_bytes(shape, mlp_costs.plan_mlp("test", shape), mlp_costs.compiled_peak_bytes)[name]
     arguments = (jax.ShapeDtypeStruct(size, "float32") for size in ((T, H), (H, I), (H, I), (I, H), (T, H)))
     used = temp_bytes(y_and_gradients(bench_mlp.variants(1024)[name]), *arguments)
     assert predicted / 2 < used <= predicted

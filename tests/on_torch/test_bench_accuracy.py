@@ -14,8 +14,8 @@ from shared_specs.app.bench.workloads import ACCURACY_WORKLOADS
 from shared_specs.app.options import BenchOptions, InputError
 from shared_specs.tolerances import BF16_256_SHARDS
 from tiled_torch.commands.bench import accuracy
-from tiled_torch.commands.bench.mlp import bench
-from tiled_torch.commands.bench.peers import PlainMLP
+from tiled_torch.commands.bench.bench import bench
+from tiled_torch.commands.bench.peers import PlainMLP, results_of
 
 SMALL = replace(ACCURACY_WORKLOADS[0], name="small", tokens=4096, hidden=32, intermediate=48)
 
@@ -66,15 +66,17 @@ def test_a_tiled_y_that_is_wrong_stops_the_benchmark(monkeypatch: pytest.MonkeyP
 def test_gradients_do_not_pile_up() -> None:
     """Each variant begins with none, whatever ran before it."""
     mlp, x = PlainMLP(4, 6, torch.float32), torch.randn(1, 8, 4, requires_grad=True)
-    first, again = (accuracy.results_of(mlp, mlp, x, torch.ones(1, 8, 4)) for _ in range(2))
+    first, again = (results_of(mlp, mlp, x, torch.ones(1, 8, 4)) for _ in range(2))
     assert first.keys() == {"y", "dx", *WEIGHTS}
     assert all(np.array_equal(first[name], again[name]) for name in first)
     assert [first[name].shape for name in ("y", *WEIGHTS)] == [(8, 4), (4, 6), (4, 6), (6, 4)]
 
 
 def test_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accuracy, "require_parity", lambda half: f"{half} passed")
-    monkeypatch.setattr(accuracy, "measure", lambda workload: [{"variant": "plain", "workload": workload.name}])
+    monkeypatch.setattr("shared_specs.app.bench.bench.require_parity", lambda half, op: f"{half} passed")
+    monkeypatch.setattr(
+        accuracy, "measure", lambda workload, repeats: [{"variant": "plain", "workload": workload.name}]
+    )
     options = BenchOptions(op="accuracy", out=str(tmp_path))
     options.check()
     assert bench(options) == 0

@@ -21,7 +21,7 @@ from shared_specs.kernels import blocks
 from shared_specs.kernels.roofline import GPUS
 from tests.gpu.test_large import check
 from tests.on_torch.counting import GemmFlop
-from tiled_torch.commands.bench.mlp import bench
+from tiled_torch.commands.bench.bench import bench
 from tiled_torch.commands.bench.peers import PlainMLP, quack_loss, quack_mlp
 from tiled_torch.commands.gpu.bench import GROUPS
 from tiled_torch.commands.gpu.device import TorchDevice, distance

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from shared_specs.app.bench.bench import predicted_bytes
 from shared_specs.app.bench.workloads import MLP_WORKLOADS
 from shared_specs.mlp import costs as mlp_costs
 from shared_specs.tolerances import COST_BYTES
@@ -44,7 +45,7 @@ def test_peak_bytes_are_those_above_inputs_outputs_and_gradients(dtype: str) -> 
     }
     assert 6 * T * I * itemsize <= peaks["plain"] <= 7 * T * I * itemsize
     shape = mlp_costs.MLPShape(tokens=T, hidden=H, intermediate=I, itemsize=itemsize, weight_itemsize=itemsize)
-    predicted = bench_mlp.predicted_bytes(shape, mlp_costs.plan_mlp("test", shape))
+    predicted = predicted_bytes(shape, mlp_costs.plan_mlp("test", shape), mlp_costs.peak_bytes)
     assert {name: peaks[name] for name in predicted} == pytest.approx(predicted, rel=COST_BYTES)
 
 
@@ -70,8 +71,13 @@ def test_a_variant_that_computes_another_y_stops_the_benchmark(monkeypatch: pyte
         bench_mlp.measure(SMALL, repeats=1)
 
 
-@pytest.mark.parametrize("name", ["x", "gate_proj.weight", "up_proj.weight", "down_proj.weight"])
-def test_a_variant_that_computes_something_else_stops_the_benchmark(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "quantity"),
+    [("x", "dx"), ("gate_proj.weight", "dw_gate"), ("up_proj.weight", "dw_up"), ("down_proj.weight", "dw_down")],
+)
+def test_a_variant_that_computes_something_else_stops_the_benchmark(
+    name: str, quantity: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def variants(mlp: PlainMLP) -> dict[str, nn.Module]:
         def wrong(x: torch.Tensor) -> torch.Tensor:
             leaf = x if name == "x" else mlp.get_parameter(name)
@@ -81,7 +87,7 @@ def test_a_variant_that_computes_something_else_stops_the_benchmark(name: str, m
 
     monkeypatch.setattr(bench_mlp, "own_variants", variants)
     monkeypatch.setattr(bench_mlp, "peer_variants", lambda mlp, shards: ({}, {}))
-    with pytest.raises(RuntimeError, match=f"^bench: wrong does not compute the plain gradient of {name}$"):
+    with pytest.raises(RuntimeError, match=f"^bench: wrong does not compute the plain {quantity}$"):
         bench_mlp.measure(SMALL, repeats=1)
 
 

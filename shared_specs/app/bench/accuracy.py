@@ -8,7 +8,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Column, Table
 
-from shared_specs.app.bench.workloads import ACCURACY_WORKLOADS, AccuracyWorkload
+from shared_specs.app.bench.workloads import AccuracyWorkload
 from shared_specs.core.rounding import relative_error
 from shared_specs.mlp.cases import MLPCase, make_inputs
 from shared_specs.reference import baseline, oracle
@@ -18,10 +18,6 @@ Array = np.ndarray[Any, Any]
 Run = Callable[[], Mapping[str, Array]]
 
 WEIGHTS = ("dw_gate", "dw_up", "dw_down")
-
-
-def chosen_accuracy_workloads(name: str | None) -> list[AccuracyWorkload]:
-    return [workload for workload in ACCURACY_WORKLOADS if name in (None, workload.name)]
 
 
 def inputs_of(workload: AccuracyWorkload) -> dict[str, Array]:
@@ -92,8 +88,7 @@ def _summary(errors: Mapping[str, float], plain: Mapping[str, float]) -> dict[st
 
 
 def _show(workload: AccuracyWorkload, rows: list[dict[str, Any]]) -> None:
-    sizes = f"T, H, I = {workload.tokens}, {workload.hidden}, {workload.intermediate}"
-    title = f"{workload.name}: {sizes}, {workload.dtype}, {workload.shards} shards, errors against float64"
+    title = f"{workload.name}: {workload.sizes}, {workload.dtype}, {workload.shards} shards, errors against float64"
     table = Table(Column("variant", no_wrap=True), "y", "dx", *WEIGHTS, "x plain", title=title)
     for row in rows:
         if "left_out" in row:

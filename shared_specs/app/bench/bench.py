@@ -5,28 +5,98 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from shared_specs.app.bench.workloads import LOSS_WORKLOADS, MLP_WORKLOADS, LossWorkload, MLPWorkload
-from shared_specs.app.options import InputError
+from shared_specs.app.bench.records import make_record, write_record
+from shared_specs.app.bench.workloads import WORKLOADS, Workload
+from shared_specs.app.options import BenchOptions, InputError
+from shared_specs.core.rounding import relative_error
+from shared_specs.mlp.costs import MLPShape, saved_bytes
+from shared_specs.shards import ShardPlan
+from shared_specs.tolerances import BENCH_GRADIENTS
 
 ROOT = Path(__file__).parents[3]
 
 
-def chosen_workloads(name: str | None) -> list[MLPWorkload]:
-    return [workload for workload in MLP_WORKLOADS if name in (None, workload.name)]
+Array = np.ndarray[Any, Any]
+Rows = list[dict[str, Any]]
+TILED = {"tiled": 0.0, "tiled-keep-0.5": 0.5, "tiled-keep-1": 1.0}  # variant of an MLP -> keep
 
 
-def chosen_loss_workloads(name: str | None) -> list[LossWorkload]:
-    return [workload for workload in LOSS_WORKLOADS if name in (None, workload.name)]
+class Op(Protocol):
+    """A module of a half that measures one operation."""
+
+    @property
+    def PACKAGES(self) -> tuple[str, ...]:
+        """Those whose versions matter."""
+        ...
+
+    def measure(self, workload: Any, repeats: int) -> Rows:
+        """One result a variant."""
+        ...
+
+    def facts(self) -> dict[str, Any]:
+        """What else a reader of the record has to know."""
+        ...
 
 
-def require_parity(half: str, op: str = "mlp") -> str:
+def run_bench(options: BenchOptions, half: str, ops: Mapping[str, Op]) -> int:
+    """Parity of the operation first; then one table a workload and one record. ops: by `--op`."""
+    op = ops[options.op]
+    parity = require_parity(half, "loss" if options.op == "loss" else "mlp")
+    print(f"parity: {parity}", flush=True)
+    chosen = [workload for workload in WORKLOADS[options.op] if options.workload in (None, workload.name)]
+    results = [row for workload in chosen for row in op.measure(workload, options.turns)]
+    record = make_record(options.op, f"tiled_{half}", op.PACKAGES, results, parity=parity, **op.facts())
+    print(f"record: {write_record(options.out, record)}")
+    return 0
+
+
+def check_results(results: Iterable[tuple[str, Mapping[str, Array | None]]]) -> None:
+    """Every variant must compute what the first one does: a benchmark of something else is worth nothing.
+
+    Args:
+        results: name and quantities of each variant; None for a gradient that it does not have.
+    """
+    expected: Mapping[str, Array | None] = {}
+    for name, found in results:
+        expected = expected or found
+        for quantity, theirs in expected.items():
+            mine = found[quantity]
+            if mine is None or theirs is None or not relative_error(mine, theirs) <= BENCH_GRADIENTS:
+                raise RuntimeError(f"bench: {name} does not compute the plain {quantity}")
+
+
+def predicted_bytes(shape: MLPShape, plan: ShardPlan, peak: Callable[[MLPShape, ShardPlan], int]) -> dict[str, int]:
+    """What the formulas say of the bytes of the tiled MLPs. peak: that of the half."""
+    return {name: peak(shape, plan) + saved_bytes(shape, plan, keep=keep) for name, keep in TILED.items()}
+
+
+def measure_times(
+    workload: Workload,
+    shards: int,
+    runs: Mapping[str, Callable[[], object]],
+    repeats: int,
+    facts: Mapping[str, Mapping[str, Any]],
+) -> Rows:
+    """One result a variant, its times in turn with the others'; "plain" is what they are compared with. Shows them.
+
+    Args:
+        facts: what else is known of a variant, by its name.
+    """
+    summary = summarise(interleave(runs, repeats), "plain")
+    show(f"{workload.name}: {workload.sizes}, {workload.dtype}, {shards} shards", summary, "plain")
+    shared = {"workload": workload.name, "shards": shards, "repeats": repeats}
+    return [{"variant": name, **shared, **row, **facts.get(name, {})} for name, row in summary.items()]
+
+
+def require_parity(half: str, op: str) -> str:
     """Runs the op's parity tests of one half; InputError unless they are green. Returns pytest's closing line."""
     tests = ROOT / "tests" / "parity" / f"test_{op}.py"
     if not tests.exists():

@@ -1,7 +1,11 @@
 """Named shapes that benchmarks run, with the reason for each."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+from shared_specs.core.rounding import DTYPES
+from shared_specs.loss.costs import LossShape
+from shared_specs.mlp.costs import MLPShape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,6 +18,21 @@ class MLPWorkload:
     intermediate: int
     dtype: str
     reason: str
+
+    @property
+    def sizes(self) -> str:
+        return f"T, H, I = {self.tokens}, {self.hidden}, {self.intermediate}"
+
+    @property
+    def shape(self) -> MLPShape:
+        size = DTYPES[self.dtype].itemsize
+        return MLPShape(
+            tokens=self.tokens,
+            hidden=self.hidden,
+            intermediate=self.intermediate,
+            itemsize=size,
+            weight_itemsize=size,
+        )
 
 
 MLP_WORKLOADS = (
@@ -47,6 +66,15 @@ class LossWorkload:
     dtype: str
     reason: str
 
+    @property
+    def sizes(self) -> str:
+        return f"T, H, V = {self.tokens}, {self.hidden}, {self.vocab}"
+
+    @property
+    def shape(self) -> LossShape:
+        size = DTYPES[self.dtype].itemsize
+        return LossShape(tokens=self.tokens, hidden=self.hidden, vocab=self.vocab, itemsize=size, weight_itemsize=size)
+
 
 LOSS_WORKLOADS = (
     LossWorkload(
@@ -71,6 +99,10 @@ class AccuracyWorkload:
     dtype: str
     shards: int
     reason: str
+
+    @property
+    def sizes(self) -> str:
+        return f"T, H, I = {self.tokens}, {self.hidden}, {self.intermediate}"
 
 
 ACCURACY_WORKLOADS = (
@@ -101,6 +133,10 @@ class MeshWorkload:
     dtype: str = "float32"
     shards: int = 4  # of a device's own tokens
 
+    @property
+    def sizes(self) -> str:
+        return f"B, S, H, I = {self.sequences}, {self.tokens}, {self.hidden}, {self.intermediate}"
+
 
 MESH_WORKLOADS = (
     MeshWorkload(
@@ -114,10 +150,8 @@ MESH_WORKLOADS = (
         reason="fully-sharded weights under plain jit: they are gathered once a pass, not once a shard",
     ),
 )
-WORKLOADS: dict[
-    str,
-    tuple[MLPWorkload, ...] | tuple[LossWorkload, ...] | tuple[AccuracyWorkload, ...] | tuple[MeshWorkload, ...],
-] = {
+Workload = MLPWorkload | LossWorkload | AccuracyWorkload | MeshWorkload
+WORKLOADS: dict[str, Sequence[Workload]] = {
     "mlp": MLP_WORKLOADS,
     "loss": LOSS_WORKLOADS,
     "accuracy": ACCURACY_WORKLOADS,

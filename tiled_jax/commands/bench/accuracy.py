@@ -7,33 +7,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shared_specs.app.bench.accuracy import Array, chosen_accuracy_workloads, inputs_of, measure_errors
-from shared_specs.app.bench.bench import require_parity
-from shared_specs.app.bench.records import make_record, write_record
+from shared_specs.app.bench.accuracy import Array, inputs_of, measure_errors
 from shared_specs.app.bench.workloads import AccuracyWorkload
-from shared_specs.app.options import BenchOptions
 from shared_specs.shards import plan_tokens
 from tiled_jax import tiled_mlp
-from tiled_jax.commands.bench.peers import MLP, plain, scan_checkpoint, y_and_gradients
+from tiled_jax.commands.bench.peers import MLP, OF_MLP, PACKAGES, facts, plain, scan_checkpoint, y_and_gradients
 
-PACKAGES = ("jax", "jaxlib", "flax", "numpy")
-
-
-def bench_accuracy(options: BenchOptions) -> int:
-    """Parity first; then one table and one record."""
-    parity = require_parity("jax")
-    print(f"parity: {parity}", flush=True)
-    results: list[dict[str, Any]] = []
-    for workload in chosen_accuracy_workloads(options.workload):
-        results += measure(workload)
-    device = jax.devices()[0].device_kind
-    record = make_record("accuracy", "tiled_jax", PACKAGES, results, parity=parity, device=device)
-    print(f"record: {write_record(options.out, record)}")
-    return 0
+__all__ = ["PACKAGES", "facts", "measure", "variants"]
 
 
-def measure(workload: AccuracyWorkload) -> list[dict[str, Any]]:
-    """One result a variant: its errors."""
+def measure(workload: AccuracyWorkload, repeats: int = 1) -> list[dict[str, Any]]:
+    """One result a variant: its errors, the same in every repetition."""
     given = {name: jnp.asarray(array) for name, array in inputs_of(workload).items()}
     runs = {name: partial(results_of, mlp, given) for name, mlp in variants(workload).items()}
     return measure_errors(workload, runs, {}, {})
@@ -53,5 +37,4 @@ def results_of(mlp: MLP, given: dict[str, jax.Array]) -> dict[str, Array]:
     """y and every gradient, in float64."""
     operands = (given[name] for name in ("x", "w_gate", "w_up", "w_down", "dy"))
     found = jax.jit(y_and_gradients(mlp))(*operands)
-    names = ("y", "dx", "dw_gate", "dw_up", "dw_down")
-    return {name: np.asarray(array).astype(np.float64) for name, array in zip(names, found, strict=True)}
+    return {name: np.asarray(array).astype(np.float64) for name, array in zip(OF_MLP, found, strict=True)}

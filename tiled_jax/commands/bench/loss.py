@@ -2,59 +2,28 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shared_specs.app.bench.bench import chosen_loss_workloads, interleave, require_parity, show, summarise
-from shared_specs.app.bench.records import make_record, write_record
+from shared_specs.app.bench.bench import Rows
 from shared_specs.app.bench.workloads import LossWorkload
-from shared_specs.app.options import BenchOptions
-from shared_specs.core.rounding import relative_error
-from shared_specs.loss import costs as loss_costs
-from shared_specs.tolerances import BENCH_GRADIENTS
+from shared_specs.loss.costs import plan_loss
 from tiled_jax import tiled_linear_cross_entropy
+from tiled_jax.commands.bench.peers import PACKAGES, facts, measure_programs, temp_bytes
 
-PACKAGES = ("jax", "jaxlib", "flax", "numpy")
+__all__ = ["PACKAGES", "facts", "measure", "variants"]
 Loss = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
-def bench_loss(options: BenchOptions) -> int:
-    """Parity first; then one table a workload and one record."""
-    parity = require_parity("jax", "loss")
-    print(f"parity: {parity}", flush=True)
-    results: list[dict[str, Any]] = []
-    for workload in chosen_loss_workloads(options.workload):
-        results += measure(workload, options.turns)
-    device = jax.devices()[0].device_kind
-    path = write_record(options.out, make_record("loss", "tiled_jax", PACKAGES, results, parity=parity, device=device))
-    print(f"record: {path}")
-    return 0
-
-
-def measure(workload: LossWorkload, repeats: int) -> list[dict[str, Any]]:
+def measure(workload: LossWorkload, repeats: int) -> Rows:
     """One result a variant, after checking that every variant computes the same loss and gradients."""
-    arguments = _arguments(workload)
-    plan = loss_costs.plan_loss(
-        "bench", loss_costs.LossShape(tokens=workload.tokens, hidden=workload.hidden, vocab=workload.vocab)
-    )
-    compiled: dict[str, Any] = {
-        name: jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(*arguments).compile()
-        for name, loss in variants(plan.shard_tokens).items()
-    }
-    check_gradients(compiled, arguments)
-    runs = {name: partial(_wait, run, arguments) for name, run in compiled.items()}
-    summary = summarise(interleave(runs, repeats), "plain")
-    sizes = f"T, H, V = {workload.tokens}, {workload.hidden}, {workload.vocab}"
-    show(f"{workload.name}: {sizes}, {workload.dtype}, {len(plan)} shards", summary, "plain")
-    shared = {"workload": workload.name, "shards": len(plan), "repeats": repeats}
-    return [
-        {"variant": name, **shared, **row, "temp_bytes": compiled[name].memory_analysis().temp_size_in_bytes}
-        for name, row in summary.items()
-    ]
+    plan = plan_loss("bench", workload.shape)
+    fns = {name: jax.value_and_grad(loss, argnums=(0, 1)) for name, loss in variants(plan.shard_tokens).items()}
+    quantities = ("loss", "dx", "dweight")
+    return measure_programs(workload, len(plan), fns, _arguments(workload), quantities, repeats, temp_bytes)
 
 
 def variants(shard_tokens: int) -> dict[str, Loss]:
@@ -93,17 +62,3 @@ def _arguments(workload: LossWorkload) -> tuple[jax.Array, ...]:
     targets = rng.integers(0, workload.vocab, workload.tokens)
     operands = (jnp.asarray(a, workload.dtype) for a in (x, weight))
     return *operands, jnp.asarray(targets, jnp.int32)
-
-
-def _wait(run: Callable[..., Any], arguments: tuple[jax.Array, ...]) -> None:
-    jax.block_until_ready(run(*arguments))
-
-
-def check_gradients(runs: dict[str, Callable[..., Any]], arguments: tuple[jax.Array, ...]) -> None:
-    """Every variant must compute the plain loss and gradients: a benchmark of something else is worth nothing."""
-    expected = jax.tree.leaves(runs["plain"](*arguments))
-    for name, run in runs.items():
-        found = jax.tree.leaves(run(*arguments))
-        for quantity, theirs, mine in zip(("loss", "dx", "dweight"), expected, found, strict=True):
-            if not relative_error(np.asarray(mine), np.asarray(theirs)) <= BENCH_GRADIENTS:
-                raise RuntimeError(f"bench: {name} does not compute the plain {quantity}")

@@ -1,6 +1,5 @@
 """`bench --op mesh` in JAX: an MLP of tokens sharded over eight devices, plain and tiled, under `jit` and `shard_map`."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -10,52 +9,37 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shared_specs.app.bench.bench import interleave, require_parity, show, summarise
-from shared_specs.app.bench.records import make_record, write_record
+from shared_specs.app.bench.bench import Rows
 from shared_specs.app.bench.workloads import MESH_WORKLOADS, MeshWorkload
-from shared_specs.app.options import BenchOptions, InputError
+from shared_specs.app.options import InputError
 from shared_specs.config import Tiling
 from tiled_jax import tiled_mlp
-from tiled_jax.commands.bench.peers import MLP, check_gradients, plain, y_and_gradients
+from tiled_jax.commands.bench.peers import MLP, OF_MLP, PACKAGES, measure_programs, plain, temp_bytes, y_and_gradients
 
-PACKAGES = ("jax", "jaxlib", "flax", "numpy")
+__all__ = ["PACKAGES", "check_devices", "facts", "measure", "variants"]
 AXES = ("data", "fsdp")
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 
 
-def bench_mesh(options: BenchOptions) -> int:
-    """Parity first; then one table a workload and one record."""
+def facts() -> dict[str, Any]:
+    return {"device": f"{jax.device_count()} x {jax.devices()[0].device_kind}"}
+
+
+def check_devices() -> None:
+    """InputError where there are fewer than the workloads need."""
     wanted = max(workload.devices for workload in MESH_WORKLOADS)
     if jax.device_count() < wanted:
         advice = f"On a CPU: XLA_FLAGS=--xla_force_host_platform_device_count={wanted}."
         raise InputError(f"bench: --op mesh needs {wanted} devices, got {jax.device_count()}. {advice}")
-    parity = require_parity("jax")
-    print(f"parity: {parity}", flush=True)
-    results: list[dict[str, Any]] = []
-    for workload in MESH_WORKLOADS:
-        if options.workload in (None, workload.name):
-            results += measure(workload, options.turns)
-    device = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
-    path = write_record(options.out, make_record("mesh", "tiled_jax", PACKAGES, results, parity=parity, device=device))
-    print(f"record: {path}")
-    return 0
 
 
-def measure(workload: MeshWorkload, repeats: int) -> list[dict[str, Any]]:
+def measure(workload: MeshWorkload, repeats: int) -> Rows:
     """One result a variant: time, temporary bytes of a device, collectives of the program; all compute the same."""
     mesh = jax.make_mesh((workload.devices // 2, 2), AXES, axis_types=(AxisType.Auto,) * 2)
     with jax.set_mesh(mesh):
+        fns = {name: y_and_gradients(fn) for name, fn in variants(workload).items()}
         arguments = _arguments(workload, mesh)
-        compiled = {
-            name: jax.jit(y_and_gradients(fn)).lower(*arguments).compile() for name, fn in variants(workload).items()
-        }
-        check_gradients({name: run(*arguments) for name, run in compiled.items()})
-        runs = {name: partial(_wait, run, arguments) for name, run in compiled.items()}
-        summary = summarise(interleave(runs, repeats), "plain")
-    sizes = f"B, S, H, I = {workload.sequences}, {workload.tokens}, {workload.hidden}, {workload.intermediate}"
-    show(f"{workload.name}: {sizes}, {workload.dtype}, {workload.shards} shards a device", summary, "plain")
-    shared = {"workload": workload.name, "shards": workload.shards, "repeats": repeats}
-    return [{"variant": name, **shared, **row, **facts(compiled[name])} for name, row in summary.items()]
+        return measure_programs(workload, workload.shards, fns, arguments, OF_MLP, repeats, of_program)
 
 
 def variants(workload: MeshWorkload) -> dict[str, MLP]:
@@ -71,14 +55,11 @@ def variants(workload: MeshWorkload) -> dict[str, MLP]:
     return found
 
 
-def facts(program: Any) -> dict[str, Any]:
+def of_program(name: str, program: Any) -> dict[str, Any]:
     """Temporary bytes of a device, and how often each kind of collective stands in the program."""
     text = program.as_text()
-    counts = {name: text.count(f" {name}(") + text.count(f" {name}-start(") for name in COLLECTIVES}
-    return {
-        "temp_bytes": program.memory_analysis().temp_size_in_bytes,
-        "collectives": {name: count for name, count in counts.items() if count},
-    }
+    counts = {kind: text.count(f" {kind}(") + text.count(f" {kind}-start(") for kind in COLLECTIVES}
+    return temp_bytes(name, program) | {"collectives": {kind: count for kind, count in counts.items() if count}}
 
 
 def _arguments(workload: MeshWorkload, mesh: jax.sharding.Mesh) -> tuple[jax.Array, ...]:
@@ -95,7 +76,3 @@ def _arguments(workload: MeshWorkload, mesh: jax.sharding.Mesh) -> tuple[jax.Arr
         )
         for shape, spec in zip(shapes, specs, strict=True)
     )
-
-
-def _wait(run: Callable[..., Any], arguments: tuple[jax.Array, ...]) -> None:
-    jax.block_until_ready(run(*arguments))

@@ -1,19 +1,21 @@
-"""The variants of one MLP that `bench` measures against each other: plain, checkpointed, ours."""
+"""The variants of one MLP that `bench` measures against each other: plain, checkpointed, ours. How programs are measured."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shared_specs.core.rounding import relative_error
-from shared_specs.tolerances import BENCH_GRADIENTS
+from shared_specs.app.bench.bench import TILED, Array, Rows, check_results, measure_times
+from shared_specs.app.bench.workloads import Workload
 from tiled_jax import tiled_mlp
 
 MLP = Callable[..., jax.Array]
-TILED = {"tiled": 0.0, "tiled-keep-0.5": 0.5, "tiled-keep-1": 1.0}  # name -> keep
+PACKAGES = ("jax", "jaxlib", "flax", "numpy")
+OF_MLP = ("y", "dx", "dw_gate", "dw_up", "dw_down")  # what `y_and_gradients` returns
 
 
 def variants(shard_tokens: int) -> dict[str, MLP]:
@@ -48,10 +50,38 @@ def y_and_gradients(fn: MLP) -> Callable[..., tuple[jax.Array, ...]]:
     return run
 
 
-def check_gradients(results: dict[str, tuple[jax.Array, ...]]) -> None:
-    """Every variant must compute the plain gradients: a benchmark of something else is worth nothing."""
-    expected = [np.asarray(array) for array in results["plain"]]
-    for name, found in results.items():
-        for quantity, theirs, mine in zip(("y", "dx", "dw_gate", "dw_up", "dw_down"), expected, found, strict=True):
-            if not relative_error(np.asarray(mine), theirs) <= BENCH_GRADIENTS:
-                raise RuntimeError(f"bench: {name} does not compute the plain {quantity}")
+def facts() -> dict[str, Any]:
+    return {"device": jax.devices()[0].device_kind}
+
+
+def measure_programs(
+    workload: Workload,
+    shards: int,
+    fns: Mapping[str, Callable[..., Any]],
+    arguments: tuple[jax.Array, ...],
+    quantities: tuple[str, ...],
+    repeats: int,
+    facts: Callable[[str, Any], Mapping[str, Any]],
+) -> Rows:
+    """One result a variant: each is compiled once, must compute what the first does, and is timed in turn.
+
+    Args:
+        quantities: names of what every fn returns. facts: what else the name and the compiled program say.
+    """
+    compiled: dict[str, Any] = {name: jax.jit(fn).lower(*arguments).compile() for name, fn in fns.items()}
+
+    def results(run: Callable[..., Any]) -> dict[str, Array | None]:
+        return dict(zip(quantities, map(np.asarray, jax.tree.leaves(run(*arguments))), strict=True))
+
+    check_results((name, results(run)) for name, run in compiled.items())
+    runs = {name: partial(_wait, run, arguments) for name, run in compiled.items()}
+    return measure_times(workload, shards, runs, repeats, {name: facts(name, run) for name, run in compiled.items()})
+
+
+def temp_bytes(name: str, program: Any) -> dict[str, int]:
+    """What the program uses above its arguments and results."""
+    return {"temp_bytes": program.memory_analysis().temp_size_in_bytes}
+
+
+def _wait(run: Callable[..., Any], arguments: tuple[jax.Array, ...]) -> None:
+    jax.block_until_ready(run(*arguments))

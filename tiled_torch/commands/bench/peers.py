@@ -15,13 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from shared_specs.app.bench.bench import TILED, Array
 from tiled_torch import tiled_mlp
 
 PEER_NOTE = (
     "liger and deepspeed run their own sharding functions on the plain PyTorch MLP, with the same weights and shard "
     "count; their fused elementwise kernels need a GPU and are not used"
 )
-TILED = {"tiled": 0.0, "tiled-keep-0.5": 0.5, "tiled-keep-1": 1.0}  # name -> keep
 
 
 class PlainMLP(nn.Module):
@@ -49,6 +49,18 @@ def own_variants(mlp: PlainMLP) -> dict[str, Callable[[Tensor], Any]]:
         "checkpoint-reentrant": lambda x: checkpoint(mlp, x, use_reentrant=True),
         **{name: lambda x, keep=keep: tiled_mlp(x, *mlp.weights, keep=keep) for name, keep in TILED.items()},
     }
+
+
+def results_of(forward: Callable[[Tensor], Any], mlp: PlainMLP, x: Tensor, dy: Tensor) -> dict[str, Array]:
+    """y and every gradient in the layout of the specification: weights [in, out]."""
+    x.grad = None
+    mlp.zero_grad(set_to_none=True)
+    y = forward(x)
+    y.backward(dy)
+    found = {"y": y[0], "dx": None if x.grad is None else x.grad[0]}
+    for name, weight in zip(("dw_gate", "dw_up", "dw_down"), mlp.weights, strict=True):
+        found[name] = None if weight.grad is None else weight.grad.T
+    return {name: value.detach().double().numpy() for name, value in found.items() if value is not None}
 
 
 def products_alone(mlp: PlainMLP, x: Tensor, dy: Tensor, shard_tokens: int, *, recomputed: float) -> Callable[[], None]:
