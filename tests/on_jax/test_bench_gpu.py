@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from shared_specs.app.gpu.bench import bench_jobs
+from shared_specs.app.gpu.bench import KERNEL_GROUPS, bench_jobs
 from shared_specs.app.gpu.supervisor import Found
 from shared_specs.app.gpu.worker import serve
 from shared_specs.app.options import BenchOptions, InputError, TuneOptions
@@ -24,7 +24,6 @@ from tests.on_jax.interpreted import FINDS_RACES, clean_interpreter
 from tiled_jax.commands.bench.bench import bench
 from tiled_jax.commands.gpu import candidates as tuned
 from tiled_jax.commands.gpu import kernels, models
-from tiled_jax.commands.gpu.bench import GROUPS
 from tiled_jax.commands.gpu.candidates import QUESTIONS, candidates, ways
 from tiled_jax.commands.gpu.device import JaxDevice, Program, distance, variant
 from tiled_jax.commands.gpu.kernels import cross_entropy, draw, kernel_questions
@@ -39,7 +38,7 @@ def rows_of(op: str, stage: str = "") -> dict[str, dict[str, Any]]:
     """Of one job of toys, measured in this process."""
     (job, *_) = (
         job
-        for job in bench_jobs(BenchOptions(op=op, device="gpu", toy=True, widths="toy"), GROUPS)
+        for job in bench_jobs(BenchOptions(op=op, device="gpu", toy=True, widths="toy"))
         if stage in ("", *job.groups)
     )
     found = Found(job)
@@ -62,7 +61,7 @@ def assert_xla_ran(rows: dict[str, dict[str, Any]]) -> None:
 def test_the_kernels_say_why_they_cannot_run() -> None:
     rows = rows_of("kernels")
     assert_xla_ran(rows)
-    assert {name.partition("/")[0] for name in rows} == set(GROUPS["kernels"])
+    assert {name.partition("/")[0] for name in rows} == set(KERNEL_GROUPS)
     assert rows["glu_backward/xla"]["traffic"] == 6 * 4 * 128 * 32
     memory = {"glu/xla", "glu_backward/xla", "cross_entropy/xla", "ceilings/copy"}
     assert {name for name, row in rows.items() if row.get("gbytes_per_second")} == memory
@@ -279,7 +278,7 @@ def assert_close(found: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not FINDS_RACES, reason="the interpreter of jax 0.10 takes minutes for these")
-@pytest.mark.parametrize("question", [name for name in GROUPS["kernels"] if name != "ceilings"])
+@pytest.mark.parametrize("question", [name for name in KERNEL_GROUPS if name != "ceilings"])
 def test_questions_by_kernels(question: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TILED_PALLAS_INTERPRET", "1")
     with clean_interpreter():
@@ -303,7 +302,7 @@ def test_candidates_compute_what_xla_does(op: str, monkeypatch: pytest.MonkeyPat
 def test_the_whole_harness(tmp_path: Path) -> None:
     """Every job in processes of their own, as on a GPU, packed into one archive."""
     options = BenchOptions(op="all", device="gpu", toy=True, widths="toy", minutes=12.0, out=str(tmp_path))
-    jobs = bench_jobs(options, GROUPS)
+    jobs = bench_jobs(options)
     assert bench(options) == 0
     assert tune(TuneOptions(toy=True, out=str(tmp_path), minutes=8.0)) == 0
     archives = sorted(tmp_path.iterdir())

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import tests.triton_interpreter  # noqa: F401
 from shared_specs.app.bench.tune import best_blocks, best_paths
-from shared_specs.app.gpu.bench import bench_jobs
+from shared_specs.app.gpu.bench import KERNEL_GROUPS, bench_jobs
 from shared_specs.app.gpu.supervisor import Found
 from shared_specs.app.gpu.worker import Variant, serve
 from shared_specs.app.options import BenchOptions, InputError, TuneOptions
@@ -23,7 +23,6 @@ from tests.gpu.test_large import check
 from tests.on_torch.counting import GemmFlop
 from tiled_torch.commands.bench.bench import bench
 from tiled_torch.commands.bench.peers import PlainMLP, quack_loss, quack_mlp
-from tiled_torch.commands.gpu.bench import GROUPS
 from tiled_torch.commands.gpu.device import TorchDevice, distance
 from tiled_torch.commands.gpu.kernels import kernel_questions
 from tiled_torch.commands.gpu.models import LOSS_GROUPS, MLP_GROUPS, loss_groups, mlp_groups, or_absent
@@ -43,7 +42,7 @@ def rows_of(op: str, stage: str = "") -> dict[str, dict[str, Any]]:
     """Of one job of toys, measured in this process."""
     (job, *_) = (
         job
-        for job in bench_jobs(BenchOptions(op=op, device="gpu", toy=True, widths="toy"), GROUPS)
+        for job in bench_jobs(BenchOptions(op=op, device="gpu", toy=True, widths="toy"))
         if stage in ("", *job.groups)
     )
     found = Found(job)
@@ -63,7 +62,7 @@ def assert_ours_ran(rows: dict[str, dict[str, Any]]) -> None:
 def test_the_kernels_are_compared_and_timed() -> None:
     rows = rows_of("kernels")
     assert_ours_ran(rows)
-    assert {name.partition("/")[0] for name in rows} == set(GROUPS["kernels"])
+    assert {name.partition("/")[0] for name in rows} == set(KERNEL_GROUPS)
     # Of what moves memory the bytes a second are told, of products the FLOP.
     memory = {"glu", "glu_backward", "cross_entropy"}
     for name, row in rows.items():
@@ -284,7 +283,7 @@ def test_tune_writes_what_the_kernels_then_use(tmp_path: Path, monkeypatch: pyte
 def test_the_whole_harness(tmp_path: Path) -> None:
     """Every job in processes of their own, as on a GPU, packed into one archive."""
     options = BenchOptions(op="all", device="gpu", toy=True, widths="toy", minutes=12.0, out=str(tmp_path))
-    jobs = bench_jobs(options, GROUPS)
+    jobs = bench_jobs(options)
     assert bench(options) == 0
     (archive,) = tmp_path.iterdir()
     with tarfile.open(archive) as tar:

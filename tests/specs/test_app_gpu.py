@@ -19,7 +19,6 @@ from shared_specs.app.options import BenchOptions, InputError
 from shared_specs.tolerances import between, between_rows
 
 COMMAND = [sys.executable, "-m", "tests.specs.fake_worker"]
-GROUPS = {"kernels": ("up", "down"), "mlp": ("main", "peers", "rest", "sweep"), "loss": ("main", "peers")}
 
 
 def job(name: str = "job", *, seconds: float = 60.0, repeats: int = 2, limit: float = 30.0, **groups: Any) -> Job:
@@ -102,7 +101,7 @@ def test_a_worker_that_cannot_measure_here_ends_it_all(tmp_path: Path) -> None:
 
 
 def test_the_most_telling_workloads_of_every_width_come_first() -> None:
-    jobs = bench_jobs(BenchOptions(op="all", device="gpu"), GROUPS)
+    jobs = bench_jobs(BenchOptions(op="all", device="gpu"))
     names = [f"{job.op} {job.name}" for job in jobs]
     assert names[:6] == [
         "mlp 8b-131072-8192-main",
@@ -114,7 +113,7 @@ def test_the_most_telling_workloads_of_every_width_come_first() -> None:
     ]
     assert "8b" in names[-2]
     assert len(set(names)) == len(names)
-    chosen = bench_jobs(BenchOptions(op="mlp", device="gpu", widths="70b"), GROUPS)
+    chosen = bench_jobs(BenchOptions(op="mlp", device="gpu", widths="70b"))
     assert {job.facts["width"] for job in chosen} == {"70b"}
     assert [job.name for job in chosen[:2]] == ["70b-131072-8192-main", "70b-131072-8192-peers"]
     # What a target needs is measured before half of the time is over, if every job takes all that it may.
@@ -168,10 +167,10 @@ def test_a_part_packs_a_record_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """Whatever becomes of its variants; the exit status says that one was wrong. The commit is what a variable says."""
     monkeypatch.setenv("TILED_COMMIT", "0123abc")
     jobs = [job("first", a=["plain", "wrong"]), job("second", a=["die"]), job("third", a=["plain"])]
-    monkeypatch.setattr(gpu_bench, "bench_jobs", lambda options, groups: jobs)
+    monkeypatch.setattr(gpu_bench, "bench_jobs", lambda options: jobs)
     monkeypatch.setattr(gpu_bench, "measuring", lambda jobs, half, *a, **k: run_jobs(jobs, COMMAND, *a, spare=False))
     options = BenchOptions(op="mlp", device="gpu", out=str(tmp_path))
-    assert gpu_bench.bench_on_gpu(options, "tiled_torch", ("numpy",), GROUPS, peers="none") == 1
+    assert gpu_bench.bench_on_gpu(options, "tiled_torch", ("numpy",), peers="none") == 1
     (archive,) = tmp_path.iterdir()
     assert archive.name.startswith("gpu-torch-mlp-")
     with tarfile.open(archive) as tar:

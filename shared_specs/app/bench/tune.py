@@ -2,7 +2,7 @@
 
 import contextlib
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any
 from shared_specs.app.gpu.bench import Pack, measuring, packing, record, show
 from shared_specs.app.gpu.supervisor import Job, Rows
 from shared_specs.app.options import TuneOptions
-from shared_specs.kernels.blocks import CANDIDATES, Blocks, Kernels, Paths, write_tuned
+from shared_specs.kernels.blocks import CANDIDATES, TUNED, Blocks, Kernels, Paths, write_tuned
 
 # Seconds of one candidate that hangs or compiles too long; seconds that the ways to make an MLP may take.
 FIRST_SECONDS = 30.0
@@ -24,18 +24,20 @@ def tune_on_gpu(
     kernels: Kernels,
     half: str,
     packages: Iterable[str],
-    shapes: Mapping[str, tuple[int, ...]],
     ways: Iterable[str],
-    table: Path,
+    table: Path | None = None,
 ) -> int:
     """Times every candidate, then the ways to make an MLP with the fastest, and writes the table.
 
     An op none of whose candidates was right and in time keeps its entry. Returns 1 where a candidate was wrong.
 
     Args:
-        shapes: op -> what its blocks are looked up by. ways: the fields of `Paths` that this half chooses.
-        table: what is written. With `toy` a copy of it.
+        ways: the fields of `Paths` that this half chooses. table: what is written, the project's own where none is named;
+            with `toy` a copy of it.
     """
+    if options.toy:
+        options = replace(options, **TOY)
+    table, shapes = table or Path(TUNED), shapes_of(options, kernels)
     facts = {name: getattr(options, name) for name in ("hidden", "intermediate", "vocab", "tokens", "toy")}
     first = Job(
         name="tune",
@@ -80,6 +82,21 @@ def tune_on_gpu(
             (pack.folder / table.name).write_text(table.read_text())
     print(f"{len(entries)} entries written to {table}; commit it together with a record")
     return 1 if wrong else 0
+
+
+def shapes_of(options: TuneOptions, kernels: Kernels) -> dict[str, tuple[int, ...]]:
+    """Op -> what the launch wrappers look its blocks up by."""
+    h, i = options.hidden, options.intermediate
+    return {
+        "dgated": (i, h),
+        "glu_up": (i, h),
+        "glu_up_aux": (i, h),
+        "cross_entropy": (options.vocab,),
+        "linear": (h, i),
+        "dx": (h, i),
+        "weight_gradient": (i, h) if kernels == "triton" else (h, i),  # a weight as its half lays it out
+        "glu_elementwise": (i,),
+    }
 
 
 @contextmanager

@@ -31,6 +31,8 @@ STAGES = (
 # A width has so much more time than the narrowest one for every doubling of its products; kernels are short, and what
 # takes time is to compile them.
 WIDER = 1.3
+# What kernels are measured for.
+KERNEL_GROUPS = ("ceilings", "up", "down", "glu", "glu_backward", "cross_entropy", "linear", "dx", "weight_gradient")
 NO_TIME = "no time was left for it"
 
 
@@ -41,20 +43,18 @@ def mlp_workloads(tokens: tuple[int, ...], shards: tuple[int, ...]) -> list[tupl
     return [(tokens[-1], default), *sweep, *((total, default) for total in tokens[:-1] if total != tokens[1])]
 
 
-def bench_jobs(options: BenchOptions, groups: Mapping[str, Sequence[str]]) -> list[Job]:
-    """Return the jobs of `--op` in their order. groups: op -> the groups that a half has of it."""
+def bench_jobs(options: BenchOptions) -> list[Job]:
+    """Return the jobs of `--op` in their order."""
     sizes = options.sizes()
     return [
         job
         for op, group, seconds in STAGES
-        if options.op in ("all", op) and (not group or group in groups[op])
-        for job in _of_stage(op, group, seconds, sizes, options, groups)
+        if options.op in ("all", op)
+        for job in _of_stage(op, group, seconds, sizes, options)
     ]
 
 
-def _of_stage(
-    op: str, group: str, seconds: float, sizes: GPUSizes, options: BenchOptions, groups: Mapping[str, Sequence[str]]
-) -> Iterator[Job]:
+def _of_stage(op: str, group: str, seconds: float, sizes: GPUSizes, options: BenchOptions) -> Iterator[Job]:
     narrowest = min(h * i for h, i in sizes.widths.values())
     workloads = mlp_workloads(sizes.tokens, sizes.shards)
     # (tokens, tokens of a shard): kernels see one shard, a loss the second of the lengths, at every shard length.
@@ -70,7 +70,7 @@ def _of_stage(
             yield Job(
                 name=label if not group else f"{label}-{group}",
                 op=op,
-                groups=tuple(groups[op]) if not group else (group,),
+                groups=(group,) if group else KERNEL_GROUPS,
                 seconds=seconds * (1.0 if op == "kernels" else WIDER ** _doublings(h * i, narrowest)),
                 repeats=options.gpu_turns(op),
                 dtype=sizes.dtype,
@@ -82,11 +82,9 @@ def _doublings(products: int, narrowest: int) -> int:
     return max(0, (products // narrowest).bit_length() - 1)
 
 
-def bench_on_gpu(
-    options: BenchOptions, half: str, packages: Iterable[str], groups: Mapping[str, Sequence[str]], **facts: Any
-) -> int:
+def bench_on_gpu(options: BenchOptions, half: str, packages: Iterable[str], **facts: Any) -> int:
     """Measures, writes a record a job and packs all of them; 1 where a variant of the project's own was wrong."""
-    jobs = bench_jobs(options, groups)
+    jobs = bench_jobs(options)
     name = f"gpu-{half.removeprefix('tiled_')}-{options.op}"
     wrong = 0
     with packing(Path(options.out), name) as pack:

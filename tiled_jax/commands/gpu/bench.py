@@ -4,13 +4,8 @@ from shared_specs.app.gpu.bench import bench_on_gpu
 from shared_specs.app.options import BenchOptions
 
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "flax", "tokamax")
-GROUPS = {
-    "kernels": ("ceilings", "up", "down", "glu", "glu_backward", "cross_entropy", "linear", "dx", "weight_gradient"),
-    "mlp": ("main", "peers", "rest", "sweep"),
-    "loss": ("main", "peers"),
-}
 
 
 def bench_gpu(options: BenchOptions) -> int:
     """One part of `make gpu`. What touches the GPU runs in processes of its own: `worker.py`."""
-    return bench_on_gpu(options, "tiled_jax", PACKAGES, GROUPS)
+    return bench_on_gpu(options, "tiled_jax", PACKAGES)

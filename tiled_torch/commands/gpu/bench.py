@@ -8,13 +8,8 @@ PEER_NOTE = (
     "liger runs its own sharding function with its fused SwiGLU; deepspeed runs its own on the plain PyTorch MLP, as its users "
     "do; quack is not sharded and takes its default block sizes"
 )
-GROUPS = {
-    "kernels": ("ceilings", "up", "down", "glu", "glu_backward", "cross_entropy", "linear", "dx", "weight_gradient"),
-    "mlp": ("main", "peers", "rest", "sweep"),
-    "loss": ("main", "peers"),
-}
 
 
 def bench_gpu(options: BenchOptions) -> int:
     """One part of `make gpu`. What touches the GPU runs in processes of its own: `worker.py`."""
-    return bench_on_gpu(options, "tiled_torch", PACKAGES, GROUPS, peers=PEER_NOTE)
+    return bench_on_gpu(options, "tiled_torch", PACKAGES, peers=PEER_NOTE)
