@@ -78,6 +78,18 @@ def test_dtypes(dtype: Any) -> None:
     assert {leaf.dtype for leaf in jax.tree.leaves(gradient)} == {jnp.dtype(jnp.float32)}, "master weights keep float32"
 
 
+@pytest.mark.parametrize("of_linen", [False, True])
+def test_integers_are_refused(of_linen: bool) -> None:
+    """They are not cast to what the parameters have."""
+    x, _, targets = loss_operands(3, 5, dtype=jnp.float32)
+    twin: Any = linen.TiledLinearCrossEntropy(8, 13)
+    params = twin.init(jax.random.key(0), x, targets)
+    module = TiledLinearCrossEntropy(8, 13, rngs=nnx.Rngs(0))
+    integers = jnp.ones((3, 5, 8), jnp.int32)
+    with pytest.raises(SpecError, match=r"^tiled_linear_cross_entropy: x must be of dtype float32, .*, got int32\."):
+        _ = twin.apply(params, integers, targets) if of_linen else module(integers, targets)
+
+
 def test_training_moves_the_parameters_alone() -> None:
     x, _, targets = loss_operands(3, 5, dtype=jnp.float32)
     loss = LossOptions(class_weight=jnp.linspace(0.5, 2.0, 13))

@@ -121,6 +121,15 @@ def test_dtypes(dtype: Any) -> None:
     assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(half))} == {jnp.dtype(jnp.bfloat16)}
 
 
+@pytest.mark.parametrize("x", [np.ones((3, 8), np.int32), [[1.0] * 8]], ids=["integers", "list"])
+def test_x_that_is_no_array_of_floats_is_refused_by_the_call(x: Any) -> None:
+    error, text = (
+        (SpecError, "of dtype float32, .*, got int32") if isinstance(x, np.ndarray) else (TypeError, "an array")
+    )
+    with pytest.raises(error, match=f"^tiled_mlp: x must be {text}"):
+        TiledMLP(8, 12, rngs=nnx.Rngs(0))(x)
+
+
 def test_what_flax_does_with_modules_works() -> None:
     """split and merge, stacked layers under vmap and scan, nnx.jit with an optimizer, nnx.remat."""
     x = operands(3, 5, dtype=jnp.float32)[0]

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from shared_specs.core import checks
@@ -33,7 +34,7 @@ def check_sharding(function: str, sharding: Any, second: str) -> None:
         fail_type(function, "sharding", f"(axis of hidden, axis of {second}) or None", type(sharding).__name__)
 
 
-def compute_dtype(x: jax.Array, params: Mapping[str, jax.Array], dtype: Any) -> jnp.dtype:
+def compute_dtype(x: jax.Array | np.ndarray, params: Mapping[str, jax.Array], dtype: Any) -> jnp.dtype:
     """`dtype`, or what x and the parameters promote to."""
     return jnp.dtype(dtype or jnp.result_type(x, *params.values()))
 
@@ -41,6 +42,20 @@ def compute_dtype(x: jax.Array, params: Mapping[str, jax.Array], dtype: Any) -> 
 def as_operands(params: Mapping[str, jax.Array], dtype: jnp.dtype) -> dict[str, jax.Array]:
     """Return the parameters in `dtype`; float32 beside a 16-bit dtype are master weights and stay what they are."""
     return {name: a if _is_master(a.dtype, dtype) else a.astype(dtype) for name, a in params.items()}
+
+
+def as_computed(x: Any, params: Mapping[str, jax.Array], dtype: Any) -> tuple[Any, dict[str, jax.Array]]:
+    """Return x and the parameters (by name) as a call computes with them: in `dtype`, or in the one they promote to.
+
+    float32 parameters beside a 16-bit dtype are handed over as they are, so that their gradients stay float32. So is an x
+    that is no array of floats, which the call refuses.
+    """
+    if isinstance(x, nnx.Variable):
+        x = x[...]
+    if not isinstance(x, jax.Array | np.ndarray) or str(x.dtype) not in checks.FLOAT_DTYPES:
+        return x, dict(params)
+    dtype = compute_dtype(x, params, dtype)
+    return x.astype(dtype), as_operands(params, dtype)
 
 
 def _is_master(param: Any, compute: Any) -> bool:

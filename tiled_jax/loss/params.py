@@ -10,7 +10,7 @@ from shared_specs.config import JAX, LossOptions, Tiling
 from shared_specs.core import checks
 from shared_specs.loss import checks as loss_checks
 from tiled_jax import backends
-from tiled_jax.core.params import Sharding, as_operands, check_sharding, compute_dtype
+from tiled_jax.core.params import Sharding, as_computed, check_sharding
 from tiled_jax.loss.api import tiled_linear_cross_entropy
 
 _NAME = "TiledLinearCrossEntropy"
@@ -27,17 +27,14 @@ class LossConfig:
     def apply(
         self, x: jax.Array, targets: jax.Array, params: Mapping[str, jax.Array], dtype: Any, **arrays: Any
     ) -> Any:
-        """Return one `tiled_linear_cross_entropy` call: x and the parameters (by name) in `dtype`, or in the one they
-        promote to.
+        """Return what `tiled_linear_cross_entropy` does of x and the parameters (by name) `as_computed`.
 
-        float32 parameters beside a 16-bit dtype are handed over as they are, so that their gradients stay float32.
         `arrays`: class_weight and num_valid where they are not None; they replace those of the options.
         """
-        dtype = compute_dtype(x, params, dtype)
-        params = as_operands(params, dtype)
+        x, params = as_computed(x, params, dtype)
         given = {name: value for name, value in arrays.items() if value is not None}
         return tiled_linear_cross_entropy(
-            x.astype(dtype),
+            x,
             params["weight"],
             targets,
             bias=params.get("bias"),

@@ -12,8 +12,7 @@ from shared_specs.core import checks
 from shared_specs.errors import fail
 from shared_specs.mlp import checks as mlp_checks
 from tiled_jax import backends
-from tiled_jax.core.arrays import array
-from tiled_jax.core.params import as_operands, check_sharding, compute_dtype
+from tiled_jax.core.params import as_computed, check_sharding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,17 +26,11 @@ class MLPConfig:
     backend: str
 
     def arguments(self, x: jax.Array, params: Mapping[str, jax.Array], dtype: Any) -> dict[str, Any]:
-        """Return the arguments of `tiled_mlp`: x and the parameters (by name) in `dtype`, or in the one they promote to.
-
-        float32 parameters beside a 16-bit dtype are handed over as they are, so that their gradients stay float32.
-        """
-        x = array("tiled_mlp", "x", x)
-        checks.check_float("tiled_mlp", "x", str(x.dtype))
-        dtype = compute_dtype(x, params, dtype)
-        params = as_operands(params, dtype)
+        """Return the arguments of `tiled_mlp`: x and the parameters (by name) `as_computed`."""
+        x, params = as_computed(x, params, dtype)
         if self.fused_gate_up:
             params = _split_gate_up(params)
-        return self.operands(x.astype(dtype), params)
+        return self.operands(x, params)
 
     def operands(self, x: jax.Array, params: Mapping[str, jax.Array]) -> dict[str, Any]:
         """Return the arguments of `tiled_mlp` with x and the parameters (by name) as they are."""
