@@ -2,7 +2,7 @@
 
 import sys
 
-from shared_specs.app.command import Command, main
+from shared_specs.app.command import main, shared_command
 from shared_specs.app.options import BenchOptions, FinetuneOptions, TuneOptions
 
 
@@ -28,27 +28,9 @@ def _tune(options: TuneOptions) -> int:
 
 
 COMMANDS = (
-    Command(
-        name="finetune",
-        help="Fine-tune a causal language model on a text file at a given context length.",
-        options=FinetuneOptions,
-        extras="cli,jax",
-        run=_finetune,
-    ),
-    Command(
-        name="bench",
-        help="Measure one operation against its plain form and against peers, and write a record.",
-        options=BenchOptions,
-        extras="cli,jax,test,torch",  # its parity tests drive both halves
-        run=_bench,
-    ),
-    Command(
-        name="tune",
-        help="Measure the GPU kernels' block sizes for one model's widths and write them to the table.",
-        options=TuneOptions,
-        extras="cli,jax",
-        run=_tune,
-    ),
+    shared_command("finetune", "cli,jax", _finetune),
+    shared_command("bench", "cli,jax,test,torch", _bench),  # its parity tests drive both halves
+    shared_command("tune", "cli,jax", _tune),
 )
 
 if __name__ == "__main__":

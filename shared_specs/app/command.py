@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from shared_specs.app.finetune.processes import USER_ERRORS, SaidElsewhere, let_first_speak
-from shared_specs.app.options import flag, parse_size
+from shared_specs.app.options import BenchOptions, FinetuneOptions, TuneOptions, flag, parse_size
 
 _LONGEST_WORD = 300
 
@@ -32,6 +32,20 @@ class Command:
     options: type
     extras: str
     run: Callable[[Any], int]
+
+
+# Name -> help and options of what both halves can do.
+SHARED: dict[str, tuple[str, type]] = {
+    "finetune": ("Fine-tune a causal language model on a text file at a given context length.", FinetuneOptions),
+    "bench": ("Measure one operation against its plain form and against peers, and write a record.", BenchOptions),
+    "tune": ("Measure the GPU kernels' block sizes for one model's widths and write them to the table.", TuneOptions),
+}
+
+
+def shared_command(name: str, extras: str, run: Callable[[Any], int]) -> Command:
+    """Return a half's command of this name in `SHARED`."""
+    text, options = SHARED[name]
+    return Command(name=name, help=text, options=options, extras=extras, run=run)
 
 
 def main(package: str, commands: Sequence[Command], arguments: Sequence[str] | None = None) -> int:
