@@ -5,7 +5,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shared_specs.config import ACTIVATIONS, HalfNames
+from shared_specs.config import ACTIVATIONS, HalfNames, Tiling
 from shared_specs.core import checks
 from shared_specs.core.checks import Operand, check_devices, check_flags, check_kinds, check_weight, is_one_of
 from shared_specs.errors import fail, fail_type, show_shape
@@ -147,3 +147,43 @@ def mlp_operands(
         fail_type(function, "biases", "a mapping or None", type(biases).__name__)
     gate = {} if w_gate is None else {"w_gate": w_gate}
     return {**gate, "w_up": w_up, "w_down": w_down}, dict(biases or {})
+
+
+def module_shapes(
+    function: str,
+    hidden_size: int,
+    intermediate_size: int,
+    *,
+    gated: bool,
+    bias: bool,
+    fused_gate_up: bool,
+    names: HalfNames,
+) -> dict[str, tuple[int, ...]]:
+    """Return name and shape of every parameter of a module, weights first; SpecError, TypeError for what is no size or flag."""
+    checks.check_sizes(function, {"hidden_size": hidden_size, "intermediate_size": intermediate_size})
+    checks.check_flags(function, gated=gated, bias=bias, fused_gate_up=fused_gate_up)
+    H, I = hidden_size, intermediate_size  # noqa: E741
+    ups = {"gate_up": (H, 2 * I)} if fused_gate_up else {"gate": (H, I), "up": (H, I)} if gated else {"up": (H, I)}
+    features = {**ups, "down": (I, H)}
+    shapes: dict[str, tuple[int, ...]] = {f"w_{name}": names.weight_shape(*sizes) for name, sizes in features.items()}
+    return shapes | ({f"b_{name}": sizes[1:] for name, sizes in features.items()} if bias else {})
+
+
+def module_tiling(
+    function: str,
+    activation: str,
+    gated: bool,
+    fused_gate_up: bool,
+    num_shards: int | None,
+    keep: float,
+    tiling: Tiling | None,
+    backend: str,
+    *,
+    names: HalfNames,
+    usable: Mapping[str, str | None],
+) -> Tiling:
+    """Return the tiling of a module whose options are right: they are checked when it is made, with the call's errors."""
+    check_activation(function, activation)
+    check_fused(function, gated, fused_gate_up)
+    checks.check_backend(function, backend, names, usable)
+    return checks.resolve_tiling(function, num_shards, keep, tiling, token_axes=names.half == "jax")

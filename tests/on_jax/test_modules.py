@@ -204,13 +204,13 @@ def test_bad_sizes() -> None:
 
 def test_errors_name_the_module_that_was_made() -> None:
     """A module of another name has the same options."""
-    options = {"gated": True, "fused_gate_up": False, "function": "Other"}
+    options = {"gated": True, "fused_gate_up": False}
     with pytest.raises(SpecError, match=r"^Other: hidden_size must be >= 1, got 0"):
-        param_shapes(0, 12, bias=False, **options)
+        param_shapes("Other", 0, 12, bias=False, **options)
     for name, value in (("activation", "swish"), ("num_shards", 0), ("backend", "cuda")):
         given = {"activation": "silu", "num_shards": None, "keep": 0.0, "tiling": None, "backend": "auto", name: value}
         with pytest.raises(SpecError, match=f"^Other: {name} must be "):
-            make_config(**given, **options)
+            make_config(**given, **options, function="Other")
 
 
 MODULES_WITH_STREAMS: dict[str, Callable[[Any], Any]] = {

@@ -44,6 +44,7 @@ class TiledMLP(nn.Module):
             self.activation, self.gated, self.fused_gate_up, self.num_shards, self.keep, self.tiling, self.backend
         )
         shapes = param_shapes(
+            "TiledMLP",
             self.hidden_size,
             self.intermediate_size,
             gated=self.gated,

@@ -59,7 +59,9 @@ class TiledMLP(nnx.Module):
         rngs: nnx.Rngs,
         sharding: Sharding | None = None,
     ) -> None:
-        shapes = param_shapes(hidden_size, intermediate_size, gated=gated, bias=bias, fused_gate_up=fused_gate_up)
+        shapes = param_shapes(
+            "TiledMLP", hidden_size, intermediate_size, gated=gated, bias=bias, fused_gate_up=fused_gate_up
+        )
         self.config = make_config(activation, gated, fused_gate_up, num_shards, keep, tiling, backend)
         check_dtypes("TiledMLP", dtype, param_dtype)
         check_module_rngs("TiledMLP", rngs)

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from shared_specs.config import JAX, Tiling
-from shared_specs.core import checks
 from shared_specs.errors import fail
 from shared_specs.mlp import checks as mlp_checks
 from tiled_jax import backends
@@ -60,35 +60,12 @@ def make_config(
     """Return the options of a module, checked when it is made and not when it is first called. function: the module, in
     messages.
     """
-    mlp_checks.check_activation(function, activation)
-    mlp_checks.check_fused(function, gated, fused_gate_up)
-    checks.check_backend(function, backend, JAX, backends.usable_backends())
-    return MLPConfig(
-        activation=activation,
-        gated=gated,
-        fused_gate_up=fused_gate_up,
-        tiling=checks.resolve_tiling(function, num_shards, keep, tiling, token_axes=True),
-        backend=backend,
-    )
+    options = (activation, gated, fused_gate_up, num_shards, keep, tiling, backend)
+    resolved = mlp_checks.module_tiling(function, *options, names=JAX, usable=backends.usable_backends())
+    return MLPConfig(activation=activation, gated=gated, fused_gate_up=fused_gate_up, tiling=resolved, backend=backend)
 
 
-def param_shapes(
-    hidden_size: int,
-    intermediate_size: int,
-    *,
-    gated: bool,
-    bias: bool,
-    fused_gate_up: bool,
-    function: str = "TiledMLP",
-) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every parameter, weights [in, out]. function: the module, in messages."""
-    checks.check_sizes(function, {"hidden_size": hidden_size, "intermediate_size": intermediate_size})
-    checks.check_flags(function, gated=gated, bias=bias, fused_gate_up=fused_gate_up)
-    H, I = hidden_size, intermediate_size  # noqa: E741
-    ups = {"gate_up": (H, 2 * I)} if fused_gate_up else {"gate": (H, I), "up": (H, I)} if gated else {"up": (H, I)}
-    weights = {**ups, "down": (I, H)}
-    shapes: dict[str, tuple[int, ...]] = {f"w_{name}": shape for name, shape in weights.items()}
-    return shapes | ({f"b_{name}": shape[1:] for name, shape in weights.items()} if bias else {})
+param_shapes = partial(mlp_checks.module_shapes, names=JAX)  # weights [in, out]
 
 
 def param_axes(sharding: Any, *, fused_gate_up: bool) -> Callable[[str], tuple[str | None, ...] | None]:

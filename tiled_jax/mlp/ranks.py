@@ -140,9 +140,7 @@ class TensorParallelTiledMLP(nnx.Module):
     ) -> None:
         name = type(self).__name__
         check_module_rngs(name, rngs)
-        shapes = param_shapes(
-            hidden_size, intermediate_size, gated=gated, bias=bias, fused_gate_up=False, function=name
-        )
+        shapes = param_shapes(name, hidden_size, intermediate_size, gated=gated, bias=bias, fused_gate_up=False)
         self.config = make_config(activation, gated, False, num_shards, keep, tiling, backend, function=name)
         even_range(name, "intermediate_size", intermediate_size, check_mesh(name, mesh, axis_name), 0)
         sequence_tokens(name, sequence_parallel, None, tokens=0, ranks=1, rank=None, x=())

@@ -1,14 +1,13 @@
 """`TiledMLP`: the parameters of a token-wise MLP and one call of `tiled_mlp`. No math."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from shared_specs.config import TORCH, Activation, Tiling
-from shared_specs.core import checks
 from shared_specs.errors import fail
 from shared_specs.mlp import checks as mlp_checks
 from tiled_torch import backends
@@ -16,6 +15,12 @@ from tiled_torch.core.gradients import fused_halves
 from tiled_torch.core.params import as_operand, check_dtype
 from tiled_torch.core.partitioned import gathered, whole_shape
 from tiled_torch.mlp.api import tiled_mlp
+
+
+def projection_order(names: Iterable[str]) -> list[str]:
+    """Return the names of parameters with each weight's bias next to it, the order in which they are made and drawn."""
+    order = ("gate_up", "gate", "up", "down")
+    return sorted(names, key=lambda name: (order.index(name[2:]), name[0] == "b"))
 
 
 class MLPParameters:
@@ -77,16 +82,13 @@ class TiledMLP(MLPParameters, nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        checks.check_sizes("TiledMLP", {"hidden_size": hidden_size, "intermediate_size": intermediate_size})
-        checks.check_flags("TiledMLP", gated=gated, bias=bias, fused_gate_up=fused_gate_up)
-        H, I = self.hidden_size, self.intermediate_size = hidden_size, intermediate_size  # noqa: E741
-        ups = {"gate_up": (2 * I, H)} if fused_gate_up else {"gate": (I, H), "up": (I, H)} if gated else {"up": (I, H)}
+        kind = {"gated": gated, "bias": bias, "fused_gate_up": fused_gate_up}
+        shapes = mlp_checks.module_shapes("TiledMLP", hidden_size, intermediate_size, **kind, names=TORCH)
+        self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
         self._set_options(activation, gated, fused_gate_up, num_shards, keep, tiling, backend)
         check_dtype("TiledMLP", dtype)
-        for name, shape in {**ups, "down": (H, I)}.items():
-            setattr(self, f"w_{name}", nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
-            if bias:
-                setattr(self, f"b_{name}", nn.Parameter(torch.empty(shape[0], device=device, dtype=dtype)))
+        for name in projection_order(shapes):
+            setattr(self, name, nn.Parameter(torch.empty(shapes[name], device=device, dtype=dtype)))
         self.reset_parameters()
 
     def _set_options(
@@ -99,11 +101,10 @@ class TiledMLP(MLPParameters, nn.Module):
         tiling: Tiling | None,
         backend: str,
     ) -> None:
-        mlp_checks.check_activation("TiledMLP", activation)
-        mlp_checks.check_fused("TiledMLP", gated, fused_gate_up)
-        checks.check_backend("TiledMLP", backend, TORCH, backends.usable_backends())
-        self.activation, self.gated, self.fused_gate_up = activation, gated, fused_gate_up
-        self.tiling, self.backend = checks.resolve_tiling("TiledMLP", num_shards, keep, tiling), backend
+        options = (activation, gated, fused_gate_up, num_shards, keep, tiling, backend)
+        usable = backends.usable_backends()
+        self.tiling = mlp_checks.module_tiling("TiledMLP", *options, names=TORCH, usable=usable)
+        self.activation, self.gated, self.fused_gate_up, self.backend = activation, gated, fused_gate_up, backend
 
     @classmethod
     def from_weights(

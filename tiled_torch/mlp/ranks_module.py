@@ -10,13 +10,12 @@ from torch import Tensor, nn
 from shared_specs.collectives.agreement import check_sequence_parallel
 from shared_specs.collectives.partitions import even_range
 from shared_specs.config import TORCH, Activation, Tiling
-from shared_specs.core import checks
 from shared_specs.mlp import checks as mlp_checks
 from tiled_torch import backends
 from tiled_torch.collectives.groups import rank_group
 from tiled_torch.collectives.initialise import fill, own_slice
 from tiled_torch.collectives.split_module import ParallelLayer, Partition
-from tiled_torch.mlp.module import MLPParameters
+from tiled_torch.mlp.module import MLPParameters, projection_order
 from tiled_torch.mlp.ranks import tensor_parallel_mlp
 
 _NAME = "TensorParallelTiledMLP"
@@ -63,28 +62,24 @@ class TensorParallelTiledMLP(MLPParameters, ParallelLayer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        checks.check_sizes(_NAME, {"hidden_size": hidden_size, "intermediate_size": intermediate_size})
-        checks.check_flags(_NAME, bias=bias)
-        mlp_checks.check_activation(_NAME, activation)
-        mlp_checks.check_fused(_NAME, gated, fused_gate_up)
+        kind = {"gated": gated, "bias": bias, "fused_gate_up": fused_gate_up}
+        shapes = mlp_checks.module_shapes(_NAME, hidden_size, intermediate_size, **kind, names=TORCH)
         check_sequence_parallel(_NAME, sequence_parallel)
-        checks.check_backend(_NAME, backend, TORCH, backends.usable_backends())
+        options = (activation, gated, fused_gate_up, num_shards, keep, tiling, backend)
+        self.tiling = mlp_checks.module_tiling(_NAME, *options, names=TORCH, usable=backends.usable_backends())
         self._settle(group, device, dtype)
         self.columns = even_range(_NAME, "intermediate_size", intermediate_size, self.ranks, self.rank)
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
-        self.activation, self.gated, self.fused_gate_up = activation, gated, fused_gate_up
+        self.activation, self.gated, self.fused_gate_up, self.backend = activation, gated, fused_gate_up, backend
         self.sequence_parallel = sequence_parallel
-        self.tiling, self.backend = checks.resolve_tiling(_NAME, num_shards, keep, tiling), backend
-        local = self.columns[1] - self.columns[0]
         stride = 2 if fused_gate_up else 1
-        rows = Partition(0, stride, stride * intermediate_size)
-        for name in ("gate_up",) if fused_gate_up else ("gate", "up") if gated else ("up",):
-            self._parameter(f"w_{name}", (stride * local, hidden_size), rows)
-            if bias:
-                self._parameter(f"b_{name}", (stride * local,), rows)
-        self._parameter("w_down", (hidden_size, local), Partition(1, 1, intermediate_size))
-        if bias:
-            self._parameter("b_down", (hidden_size,), None)
+        rows, columns = Partition(0, stride, stride * intermediate_size), Partition(1, 1, intermediate_size)
+        for name in projection_order(shapes):
+            partition = None if name == "b_down" else columns if name == "w_down" else rows
+            shape = list(shapes[name])
+            if partition is not None:
+                shape[partition.dim] //= self.ranks
+            self._parameter(name, tuple(shape), partition)
         self.reset_parameters()
 
     @torch.no_grad()
