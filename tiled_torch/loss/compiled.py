@@ -39,7 +39,7 @@ class Static(NamedTuple):
 
     @property
     def problem(self) -> Problem:
-        """The call of which this was made."""
+        """Return the call of which this was made."""
         shard_tokens, cuts, vocab, ignore_index = self.sizes
         label_smoothing, z_loss, logit_scale, *softcap = self.factors
         function, backend, reduction, *outputs = self.words.split(",")

@@ -34,20 +34,20 @@ class Op(Protocol):
 
     @property
     def PACKAGES(self) -> tuple[str, ...]:
-        """Those whose versions matter."""
+        """Return those whose versions matter."""
         ...
 
     def measure(self, workload: Any, repeats: int) -> Rows:
-        """One result a variant."""
+        """Return one result a variant."""
         ...
 
     def facts(self) -> dict[str, Any]:
-        """What else a reader of the record has to know."""
+        """Return what else a reader of the record has to know."""
         ...
 
 
 def run_bench(options: BenchOptions, half: str, ops: Mapping[str, Op]) -> int:
-    """Parity of the operation first; then one table a workload and one record. ops: by `--op`."""
+    """Measure one operation, its parity tests first: a table a workload and a record. Return 0. ops: by `--op`."""
     op = ops[options.op]
     parity = require_parity(half, "loss" if options.op == "loss" else "mlp")
     print(f"parity: {parity}", flush=True)
@@ -59,10 +59,12 @@ def run_bench(options: BenchOptions, half: str, ops: Mapping[str, Op]) -> int:
 
 
 def check_results(results: Iterable[tuple[str, Mapping[str, Array | None]]]) -> None:
-    """Every variant must compute what the first one does: a benchmark of something else is worth nothing.
+    """Refuse a variant that does not compute what the first one does: a benchmark of something else is worth nothing.
 
     Args:
         results: name and quantities of each variant; None for a gradient that it does not have.
+    Raises:
+        RuntimeError: a quantity is missing or another one.
     """
     expected: Mapping[str, Array | None] = {}
     for name, found in results:
@@ -74,7 +76,7 @@ def check_results(results: Iterable[tuple[str, Mapping[str, Array | None]]]) -> 
 
 
 def predicted_bytes(shape: MLPShape, plan: ShardPlan, peak: Callable[[MLPShape, ShardPlan], int]) -> dict[str, int]:
-    """What the formulas say of the bytes of the tiled MLPs. peak: that of the half."""
+    """Return what the formulas say of the bytes of the tiled MLPs, by variant. peak: the formula of the half."""
     return {name: peak(shape, plan) + saved_bytes(shape, plan, keep=keep) for name, keep in TILED.items()}
 
 
@@ -85,7 +87,7 @@ def measure_times(
     repeats: int,
     facts: Mapping[str, Mapping[str, Any]],
 ) -> Rows:
-    """One result a variant, its times in turn with the others'; "plain" is what they are compared with. Shows them.
+    """Return one result a variant, timed in turn with the others and compared with "plain". Shows them.
 
     Args:
         facts: what else is known of a variant, by its name.

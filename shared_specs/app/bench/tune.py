@@ -85,7 +85,7 @@ def tune_on_gpu(
 
 
 def shapes_of(options: TuneOptions, kernels: Kernels) -> dict[str, tuple[int, ...]]:
-    """Op -> what the launch wrappers look its blocks up by."""
+    """Return op -> what the launch wrappers look its blocks up by."""
     h, i = options.hidden, options.intermediate
     return {
         "dgated": (i, h),

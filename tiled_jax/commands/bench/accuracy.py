@@ -17,7 +17,7 @@ __all__ = ["PACKAGES", "facts", "measure", "variants"]
 
 
 def measure(workload: AccuracyWorkload, repeats: int = 1) -> list[dict[str, Any]]:
-    """One result a variant: its errors, the same in every repetition."""
+    """Return one result a variant: its errors, the same in every repetition."""
     given = {name: jnp.asarray(array) for name, array in inputs_of(workload).items()}
     runs = {name: partial(results_of, mlp, given) for name, mlp in variants(workload).items()}
     return measure_errors(workload, runs, {}, {})

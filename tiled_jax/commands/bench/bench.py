@@ -8,7 +8,7 @@ OPS: dict[str, Op] = {"mlp": mlp, "loss": loss, "accuracy": accuracy, "mesh": me
 
 
 def bench(options: BenchOptions) -> int:
-    """Measures one operation; see `run_bench`."""
+    """Measure one operation; see `run_bench`."""
     if options.device == "gpu":
         from tiled_jax.commands.gpu.bench import bench_gpu
 

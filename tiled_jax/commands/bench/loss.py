@@ -19,7 +19,7 @@ Loss = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 def measure(workload: LossWorkload, repeats: int) -> Rows:
-    """One result a variant, after checking that every variant computes the same loss and gradients."""
+    """Return one result a variant, after checking that every variant computes the same loss and gradients."""
     plan = plan_loss("bench", workload.shape)
     fns = {name: jax.value_and_grad(loss, argnums=(0, 1)) for name, loss in variants(plan.shard_tokens).items()}
     quantities = ("loss", "dx", "dweight")

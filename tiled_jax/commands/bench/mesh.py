@@ -26,7 +26,7 @@ def facts() -> dict[str, Any]:
 
 
 def check_devices() -> None:
-    """InputError where there are fewer than the workloads need."""
+    """Raise InputError where there are fewer than the workloads need."""
     wanted = max(workload.devices for workload in MESH_WORKLOADS)
     if jax.device_count() < wanted:
         advice = f"On a CPU: XLA_FLAGS=--xla_force_host_platform_device_count={wanted}."
@@ -34,7 +34,7 @@ def check_devices() -> None:
 
 
 def measure(workload: MeshWorkload, repeats: int) -> Rows:
-    """One result a variant: time, temporary bytes of a device, collectives of the program; all compute the same."""
+    """Return one result a variant: time, temporary bytes of a device, collectives of the program; all compute the same."""
     mesh = jax.make_mesh((workload.devices // 2, 2), AXES, axis_types=(AxisType.Auto,) * 2)
     with jax.set_mesh(mesh):
         fns = {name: y_and_gradients(fn) for name, fn in variants(workload).items()}
@@ -56,7 +56,7 @@ def variants(workload: MeshWorkload) -> dict[str, MLP]:
 
 
 def of_program(name: str, program: Any) -> dict[str, Any]:
-    """Temporary bytes of a device, and how often each kind of collective stands in the program."""
+    """Return temporary bytes of a device, and how often each kind of collective stands in the program."""
     text = program.as_text()
     counts = {kind: text.count(f" {kind}(") + text.count(f" {kind}-start(") for kind in COLLECTIVES}
     return temp_bytes(name, program) | {"collectives": {kind: count for kind, count in counts.items() if count}}

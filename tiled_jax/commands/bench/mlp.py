@@ -23,7 +23,7 @@ __all__ = ["PACKAGES", "facts", "measure", "variants"]
 
 
 def measure(workload: MLPWorkload, repeats: int) -> Rows:
-    """One result a variant, after checking that every variant computes the same y and gradients."""
+    """Return one result a variant, after checking that every variant computes the same y and gradients."""
     plan = mlp_costs.plan_mlp("bench", workload.shape)
     predicted = predicted_bytes(workload.shape, plan, mlp_costs.compiled_peak_bytes)  # an upper bound
 

@@ -63,7 +63,7 @@ def measure_programs(
     repeats: int,
     facts: Callable[[str, Any], Mapping[str, Any]],
 ) -> Rows:
-    """One result a variant: each is compiled once, must compute what the first does, and is timed in turn.
+    """Return one result a variant: each is compiled once, must compute what the first does, and is timed in turn.
 
     Args:
         quantities: names of what every fn returns. facts: what else the name and the compiled program say.
@@ -79,7 +79,7 @@ def measure_programs(
 
 
 def temp_bytes(name: str, program: Any) -> dict[str, int]:
-    """What the program uses above its arguments and results."""
+    """Return what the program uses above its arguments and results."""
     return {"temp_bytes": program.memory_analysis().temp_size_in_bytes}
 
 

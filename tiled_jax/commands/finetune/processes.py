@@ -135,7 +135,7 @@ def devices_of(name: str) -> list[jax.Device]:  # pyright: ignore[reportInvalidT
 
 
 def mesh_and_config(options: FinetuneOptions) -> tuple[jax.sharding.Mesh, ParallelConfig]:
-    """The devices as a mesh, and what `parallelize` does along each of its axes."""
+    """Return the devices as a mesh, and what `parallelize` does along each of its axes."""
     axes, config = layout(options, equal_parts=True)
     devices = np.asarray(devices_of(options.device)[: options.ranks]).reshape(tuple(axes.values()))
     return jax.sharding.Mesh(devices, tuple(axes), axis_types=(jax.sharding.AxisType.Auto,) * len(axes)), config

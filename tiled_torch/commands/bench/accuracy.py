@@ -21,7 +21,7 @@ def facts() -> dict[str, Any]:
 
 
 def measure(workload: AccuracyWorkload, repeats: int = 1) -> list[dict[str, Any]]:
-    """One result a variant: its errors, the same in every repetition, or why a peer did not run."""
+    """Return one result a variant: its errors, the same in every repetition, or why a peer did not run."""
     dtype = getattr(torch, workload.dtype)
     given = {name: torch.from_numpy(a.astype(np.float32)).to(dtype) for name, a in inputs_of(workload).items()}
     mlp = PlainMLP(workload.hidden, workload.intermediate, dtype)

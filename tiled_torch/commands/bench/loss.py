@@ -51,7 +51,7 @@ def variants() -> dict[str, Loss]:
 
 
 def measure(workload: LossWorkload, repeats: int) -> Rows:
-    """One result a variant, after checking that every variant computes the same loss and gradients."""
+    """Return one result a variant, after checking that every variant computes the same loss and gradients."""
     torch.manual_seed(0)
     dtype = getattr(torch, workload.dtype)
     x = torch.randn(workload.tokens, workload.hidden, dtype=dtype, requires_grad=True)

@@ -28,7 +28,7 @@ def facts() -> dict[str, Any]:
 
 
 def measure(workload: MLPWorkload, repeats: int) -> Rows:
-    """One result a variant, after checking that every variant computes the same gradients."""
+    """Return one result a variant, after checking that every variant computes the same gradients."""
     torch.manual_seed(0)
     dtype = getattr(torch, workload.dtype)
     mlp = PlainMLP(workload.hidden, workload.intermediate, dtype)

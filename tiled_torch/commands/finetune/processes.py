@@ -63,7 +63,7 @@ def join(options: FinetuneOptions, device: torch.device) -> Team:
 
 
 def mesh_and_config(options: FinetuneOptions, device: torch.device) -> tuple[DeviceMesh, ParallelConfig]:
-    """The processes as a mesh, and what `parallelize` does along each of its axes."""
+    """Return the processes as a mesh, and what `parallelize` does along each of its axes."""
     axes, config = layout(options, equal_parts=False)
     return init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes)), config
 
