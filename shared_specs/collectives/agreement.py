@@ -9,6 +9,11 @@ MANY = 8  # ranks that a message names one by one
 
 
 def check_sequence_parallel(function: str, sequence_parallel: object) -> None:
+    """Check that `sequence_parallel` is a flag.
+
+    Raises:
+        TypeError: it is neither True nor False.
+    """
     if not isinstance(sequence_parallel, bool):
         fail_type(function, "sequence_parallel", "True or False", type(sequence_parallel).__name__)
 

@@ -78,12 +78,12 @@ def measure(workload: MLPWorkload, repeats: int) -> list[dict[str, Any]]:
 
 
 def _temp_bytes(program: Any) -> int:
-    """What the program uses above its arguments and results."""
+    """Return the bytes that the program uses above its arguments and results."""
     return program.memory_analysis().temp_size_in_bytes
 
 
 def predicted_bytes(shape: mlp_costs.MLPShape, plan: ShardPlan) -> dict[str, int]:
-    """What the formulas say of the tiled variants' `temp_bytes`: an upper bound."""
+    """Return the `temp_bytes` of the tiled variants as the formulas predict them, in bytes: an upper bound."""
     peak = mlp_costs.compiled_peak_bytes(shape, plan)
     return {name: peak + mlp_costs.saved_bytes(shape, plan, keep=keep) for name, keep in TILED.items()}
 

@@ -74,7 +74,7 @@ def losses(x: jax.Array, weight: jax.Array, targets: jax.Array) -> jax.Array:
 
 
 def scan_checkpoint(shard_tokens: int, x: jax.Array, weight: jax.Array, targets: jax.Array) -> jax.Array:
-    """What JAX users write today; the tokens have to be a multiple of the shard."""
+    """Compute the loss as JAX users write it today; the tokens have to be a multiple of the shard."""
 
     @partial(jax.checkpoint, prevent_cse=False)
     def body(x: jax.Array, targets: jax.Array) -> jax.Array:
@@ -100,7 +100,11 @@ def _wait(run: Callable[..., Any], arguments: tuple[jax.Array, ...]) -> None:
 
 
 def check_gradients(runs: dict[str, Callable[..., Any]], arguments: tuple[jax.Array, ...]) -> None:
-    """Every variant must compute the plain loss and gradients: a benchmark of something else is worth nothing."""
+    """Check that every variant computes the plain loss and gradients: a benchmark of something else is worth nothing.
+
+    Raises:
+        RuntimeError: one does not.
+    """
     expected = jax.tree.leaves(runs["plain"](*arguments))
     for name, run in runs.items():
         found = jax.tree.leaves(run(*arguments))

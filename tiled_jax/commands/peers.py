@@ -32,7 +32,7 @@ def plain(x: jax.Array, w_gate: jax.Array, w_up: jax.Array, w_down: jax.Array) -
 
 
 def scan_checkpoint(shard_tokens: int, x: jax.Array, *weights: jax.Array) -> jax.Array:
-    """What JAX users write today; the tokens have to be a multiple of the shard."""
+    """Compute the MLP as JAX users write it today; the tokens have to be a multiple of the shard."""
     body = jax.checkpoint(lambda x: plain(x, *weights), prevent_cse=False)
     shards = x.reshape(-1, shard_tokens, x.shape[-1])
     return lax.scan(lambda _, shard: (None, body(shard)), None, shards)[1].reshape(x.shape)
@@ -49,7 +49,11 @@ def y_and_gradients(fn: MLP) -> Callable[..., tuple[jax.Array, ...]]:
 
 
 def check_gradients(results: dict[str, tuple[jax.Array, ...]]) -> None:
-    """Every variant must compute the plain gradients: a benchmark of something else is worth nothing."""
+    """Check that every variant computes the plain gradients: a benchmark of something else is worth nothing.
+
+    Raises:
+        RuntimeError: one does not.
+    """
     expected = [np.asarray(array) for array in results["plain"]]
     for name, found in results.items():
         for quantity, theirs, mine in zip(("y", "dx", "dw_gate", "dw_up", "dw_down"), expected, found, strict=True):

@@ -176,9 +176,14 @@ def check_operands(
     *,
     several: bool = True,
 ) -> Given:
-    """Return the arguments of `tiled_mlp` as a public function is given them, checked.
+    """Return the arguments of `tiled_mlp`, as a public function is given them, once they are right.
 
     several: whether results are summed over devices, which no order of additions survives.
+
+    Raises:
+        SpecError: a shape, dtype or value is wrong.
+        TypeError: an argument is of the wrong kind.
+        UnsupportedError: the backend or deterministic sums cannot be had here.
     """
     x = array(function, "x", x)
     gate = {} if w_gate is None else {"w_gate": array(function, "w_gate", w_gate)}

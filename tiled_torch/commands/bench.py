@@ -94,7 +94,7 @@ def peak_bytes(run: Callable[[], Tensor], mlp: PlainMLP, x: Tensor) -> int:
 
 
 def predicted_bytes(shape: mlp_costs.MLPShape, plan: ShardPlan) -> dict[str, int]:
-    """What the formulas say of the tiled variants' `peak_bytes`."""
+    """Return the `peak_bytes` of the tiled variants, in bytes, as the formulas predict them."""
     peak = mlp_costs.peak_bytes(shape, plan)
     return {name: peak + mlp_costs.saved_bytes(shape, plan, keep=keep) for name, keep in TILED.items()}
 
@@ -111,7 +111,11 @@ def _step(forward: Callable[[Tensor], Tensor], mlp: PlainMLP, x: Tensor, dy: Ten
 
 
 def check_results(runs: dict[str, Callable[[], Tensor]], mlp: PlainMLP, x: Tensor) -> None:
-    """Every variant must compute the plain y and gradients: a benchmark of something else is worth nothing."""
+    """Check that every variant computes the plain y and gradients: a benchmark of something else is worth nothing.
+
+    Raises:
+        RuntimeError: one does not.
+    """
     expected: dict[str, Tensor] = {}
     for name, run in runs.items():
         y = run()

@@ -121,7 +121,7 @@ def kernel_questions(
 
 
 def ceilings(o: Operands) -> dict[str, Variant]:
-    """What this device does at best: a copy that caches do not hold, and the library's product."""
+    """Return the variants that show this device's best: a copy that caches do not hold, and the library's product."""
     target, product = o.scratch[:2]
     gate, x, w = o.pre[0], o.x, o.w.w_up
     return {

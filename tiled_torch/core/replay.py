@@ -21,7 +21,7 @@ class Streams(Protocol):
         ...
 
 
-# () -> how they stand now, of every kind of streams that are kept apart from the generators; `layers.random` adds its own.
+# One function for each kind of random streams beside the generators: () -> their present state. `layers.random` adds its own.
 STREAMS: list[Callable[[], Streams]] = []
 
 

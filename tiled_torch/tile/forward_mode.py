@@ -39,6 +39,11 @@ def refuse_both(function: str, results: Iterable[Any], differentiable: Iterable[
 
 
 def refuse(function: str) -> None:
+    """Refuse forward mode together with backward.
+
+    Raises:
+        UnsupportedError: always.
+    """
     advice = "Call it under torch.no_grad(), or differentiate fn itself."
     got = "a tangent together with backward"
     raise UnsupportedError(

@@ -21,7 +21,7 @@ class Units:
     """The FSDP2 units that run inside fn.
 
     Their hooks are those that `register_fsdp_forward_method` runs around a method; the token stands in for fn's inputs
-    and the anchors for its outputs, so that nothing is cast on the way that a unit's own input would not be.
+    and the anchors for its outputs. So a unit's hooks cast only the inputs of that unit.
     """
 
     def __init__(self, fn: Callable[..., Any], modules: Sequence[nn.Module]) -> None:

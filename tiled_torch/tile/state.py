@@ -260,6 +260,11 @@ class State:
 
 
 def refuse_late_write(function: str, what: str) -> None:
+    """Refuse an fn that writes something, `what`, only with a later shard than its first.
+
+    Raises:
+        SpecError: always.
+    """
     advice = "Pass the nn.Module itself, or write it for every token."
     fail(
         function,
@@ -271,6 +276,11 @@ def refuse_late_write(function: str, what: str) -> None:
 
 
 def refuse_written_argument(function: str) -> Never:
+    """Refuse an fn that writes to one of its arguments in place.
+
+    Raises:
+        SpecError: always.
+    """
     fail(function, "fn", "free of in-place writes to its arguments", "a write to one of them")
 
 
