@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shared_specs.collectives.agreement import check_alike
-from shared_specs.errors import fail
+from shared_specs.errors import fail, fail_with
 from tiled_torch.collectives import failures
 from tiled_torch.collectives.failures import named
 from tiled_torch.collectives.groups import RankGroup, backend_of, not_compiled, rank_group
@@ -154,8 +154,7 @@ def check_everywhere(function: str, mesh: Any, check: Callable[[], T], said: Cal
     notes = _notes(function, mesh, {"said": {name: str(value) for name, value in said().items()}})
     for note in notes:
         if "refused" in note:
-            got = f"a refusal on rank {note['rank']}"
-            fail(function, "the call", "possible on every rank of the mesh", got, advice=f"There: {note['refused']}")
+            fail_with(function, f"rank {note['rank']} of the mesh refuses the call", advice=f"There: {note['refused']}")
     check_alike(function, [note["said"] for note in notes])
     return found
 
