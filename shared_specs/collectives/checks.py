@@ -40,7 +40,7 @@ def check_even(
         fail(function, f"dim {dim} of {of}", rule, shape[dim], shapes=shapes, advice=advice)
 
 
-def check_sizes(function: str, argument: str, sizes: object, ranks: int) -> tuple[int, ...]:
+def check_split_sizes(function: str, argument: str, sizes: object, ranks: int) -> tuple[int, ...]:
     """Return the sizes of all ranks' parts as a tuple with one size >= 0 for each rank.
 
     Raises:
@@ -103,8 +103,8 @@ def check_exchange(
     for name, sizes in (("output_split_sizes", output_sizes), ("input_split_sizes", input_sizes)):
         if sizes is None:
             fail(function, name, "given, or both left out", None)
-    outputs = check_sizes(function, "output_split_sizes", output_sizes, ranks)
-    inputs = check_sizes(function, "input_split_sizes", input_sizes, ranks)
+    outputs = check_split_sizes(function, "output_split_sizes", output_sizes, ranks)
+    inputs = check_split_sizes(function, "input_split_sizes", input_sizes, ranks)
     check_total(function, "input_split_sizes", inputs, shape, 0)
     if outputs[rank] != inputs[rank]:
         rule = f"{inputs[rank]} for rank {rank}, which is what it gives itself by input_split_sizes"
@@ -152,7 +152,7 @@ def check_exchange_of_all(
             fail_type(function, name, rule, rows, advice=advice)
         if len(rows) != ranks:
             fail(function, name, f"of one sequence for each of the {ranks} devices", len(rows))
-        found[name] = tuple(check_sizes(function, f"{name}[{rank}]", row, ranks) for rank, row in enumerate(rows))
+        found[name] = tuple(check_split_sizes(function, f"{name}[{rank}]", row, ranks) for rank, row in enumerate(rows))
     given = found["input_split_sizes"]
     expected = tuple(zip(*given, strict=True))
     if found["output_split_sizes"] != expected:

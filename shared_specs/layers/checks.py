@@ -5,7 +5,7 @@
 from collections.abc import Mapping
 from dataclasses import fields
 
-from shared_specs.collectives.checks import check_dim, check_sizes
+from shared_specs.collectives.checks import check_dim, check_split_sizes
 from shared_specs.config import HalfNames, ParallelLinearOptions
 from shared_specs.core.checks import FLOAT_DTYPES, Operand, check_count, check_flags
 from shared_specs.errors import fail, fail_type, show_shape
@@ -150,7 +150,7 @@ def check_sequence_dim(
     found = check_dim(function, dim, shape)
     if found == len(shape) - 1:
         fail(function, "options.sequence_dim", "a dim of tokens", dim, shapes=f"x is {show_shape(shape)}")
-    return found, None if sizes is None else check_sizes(function, "split_sizes", sizes, ranks)
+    return found, None if sizes is None else check_split_sizes(function, "split_sizes", sizes, ranks)
 
 
 def check_ids(function: str, ids: Operand, weight: Operand) -> None:

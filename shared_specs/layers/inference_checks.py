@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from shared_specs.collectives.agreement import sequence_tokens
-from shared_specs.collectives.checks import check_even, check_padded_part, check_sizes, check_total
+from shared_specs.collectives.checks import check_even, check_padded_part, check_split_sizes, check_total
 from shared_specs.core.checks import Operand
 from shared_specs.errors import UnsupportedError, error_text, fail, fail_type, show_shape
 from shared_specs.layers.checks import check_sequence_dim
@@ -66,7 +66,7 @@ def check_own_tokens(
         return None
     if not sequence_parallel:
         return sequence_tokens(function, False, sizes, tokens=0, ranks=ranks, rank=None, x=shape)
-    found = check_sizes(function, "split_sizes", sizes, ranks)
+    found = check_split_sizes(function, "split_sizes", sizes, ranks)
     check_padded_part(function, "split_sizes", found, shape, 0)
     return found
 

@@ -132,7 +132,7 @@ def test_what_is_sown_into_a_collection_that_nobody_asked_for_is_dropped_as_with
 
 @pytest.mark.parametrize("call", ["init", "apply"])
 def test_a_module_bound_outside_of_fn_is_refused(call: str) -> None:
-    with pytest.raises(UnsupportedError, match="a call of Dropout, bound outside"):
+    with pytest.raises(UnsupportedError, match="fn calls Dropout, a module that is bound outside"):
         Block("closure", 0.5).init(KEYS, X) if call == "init" else Block("closure", 0.5).apply({}, X, rngs=KEYS)
 
 
@@ -140,7 +140,7 @@ def test_a_module_that_was_bound_by_hand() -> None:
     bound = Block().bind(Block().init(KEYS, X))
     tiled, plain = (np.asarray(dense(X)) for dense in (tile(bound.dense, num_shards=3), bound.dense))
     assert_within(tiled, plain, FLOOR["float32"], "y")
-    with pytest.raises(UnsupportedError, match="a call of Dense, bound outside"):
+    with pytest.raises(UnsupportedError, match="fn calls Dense, a module that is bound outside"):
         jax.jit(lambda x: tile(lambda x: bound.dense(x), **HALVES)(x))(X)
 
 

@@ -87,7 +87,7 @@ def _set_states(generators: Sequence[torch.Generator], states: RandomState) -> N
         generator.set_state(state)
 
 
-class RandomStates:
+class GeneratorStates:
     """The generators' states, and named streams, at the start of every shard; one object where no shard draws a number.
 
     generators: those that fn is known to use besides the default ones. apart: tensors are fake, no number is ever drawn.

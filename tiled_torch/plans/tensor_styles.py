@@ -107,7 +107,7 @@ def _whole_input(x: Tensor, mesh: DeviceMesh) -> DTensor:
     return DTensor.from_local(x.to_local() if isinstance(x, DTensor) else x, mesh, [Replicate()], run_check=False)
 
 
-class Head(ColwiseParallel):
+class HeadStyle(ColwiseParallel):
     """A head split by vocabulary: logits are a DTensor split so, or with `gathered` a plain tensor with all of them."""
 
     def __init__(self, *, gathered: bool) -> None:
