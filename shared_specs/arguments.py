@@ -29,6 +29,6 @@ def keyword(name: str, default: Any = REQUIRED, halves: tuple[Half, ...] = HALVE
     return Argument(name, default, keyword_only=True, halves=halves)
 
 
-TORCH: tuple[Half, ...] = ("torch",)
-JAX: tuple[Half, ...] = ("jax",)
+ONLY_TORCH: tuple[Half, ...] = ("torch",)
+ONLY_JAX: tuple[Half, ...] = ("jax",)
 TILING = (keyword("num_shards", None), keyword("keep", 0.0), keyword("tiling", None), keyword("backend", "auto"))

@@ -1,4 +1,4 @@
-"""The two errors of the public face and the one form of their message."""
+"""The two errors of the public face and the two forms of their message."""
 
 from typing import Never
 
@@ -28,6 +28,16 @@ def fail(function: str, argument: str, rule: str, got: object, *, shapes: str = 
 def fail_type(function: str, argument: str, rule: str, got: object, *, advice: str = "") -> Never:
     """Raise TypeError, for a wrong kind of value, in the one form."""
     raise TypeError(error_text(function, argument, rule, got, advice=advice))
+
+
+def refusal_text(function: str, wrong: str, *, advice: str = "") -> str:
+    """Return `<function>: <what is wrong>. <what to do instead>`, the form for an error that got no wrong value."""
+    return f"{function}: {wrong}. {advice}" if advice else f"{function}: {wrong}."
+
+
+def fail_with(function: str, wrong: str, *, advice: str = "") -> Never:
+    """Raise SpecError in the form of `refusal_text`."""
+    raise SpecError(refusal_text(function, wrong, advice=advice))
 
 
 def show_shape(shape: tuple[int, ...]) -> str:

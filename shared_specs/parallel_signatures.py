@@ -1,26 +1,26 @@
 """The public face of `parallel` in both halves: names, arguments, order and defaults."""
 
-from shared_specs.arguments import JAX, REQUIRED, TILING, TORCH, Argument, keyword
+from shared_specs.arguments import ONLY_JAX, ONLY_TORCH, REQUIRED, TILING, Argument, keyword
 from shared_specs.config import Half, ParallelLinearOptions
 
-_GROUP = (keyword("group", None, TORCH), keyword("axis_name", REQUIRED, JAX))
+_GROUP = (keyword("group", None, ONLY_TORCH), keyword("axis_name", REQUIRED, ONLY_JAX))
 _ON_MESH = (  # of a module: where its weights live
-    keyword("group", None, TORCH),
-    keyword("mesh", REQUIRED, JAX),
-    keyword("axis_name", "tp", JAX),
+    keyword("group", None, ONLY_TORCH),
+    keyword("mesh", REQUIRED, ONLY_JAX),
+    keyword("axis_name", "tp", ONLY_JAX),
 )
 _PARAMETERS = (
-    keyword("device", None, TORCH),
+    keyword("device", None, ONLY_TORCH),
     keyword("dtype", None),
-    keyword("param_dtype", REQUIRED, JAX),  # jax.numpy.float32
-    keyword("rngs", REQUIRED, JAX),
+    keyword("param_dtype", REQUIRED, ONLY_JAX),  # jax.numpy.float32
+    keyword("rngs", REQUIRED, ONLY_JAX),
 )
 _TENSOR_PARALLEL = (keyword("sequence_parallel", False), keyword("split_sizes", None))
 
 _EXPERT_GROUPS = (
-    keyword("group", None, TORCH),
-    keyword("expert_group", None, TORCH),
-    keyword("expert_parallel_group", None, TORCH),
+    keyword("group", None, ONLY_TORCH),
+    keyword("expert_group", None, ONLY_TORCH),
+    keyword("expert_parallel_group", None, ONLY_TORCH),
 )
 
 
@@ -50,7 +50,7 @@ PARALLEL_SIGNATURES: dict[str, tuple[Argument, ...]] = {
         Argument("bias", None),
         keyword("gather_output", False),
         keyword("sequence_parallel", False),
-        keyword("split_sizes", None, TORCH),
+        keyword("split_sizes", None, ONLY_TORCH),
         keyword("options", ParallelLinearOptions()),
         *_GROUP,
     ),
@@ -60,7 +60,7 @@ PARALLEL_SIGNATURES: dict[str, tuple[Argument, ...]] = {
         Argument("bias", None),
         keyword("input_is_parallel", False),
         keyword("sequence_parallel", False),
-        keyword("split_sizes", None, TORCH),
+        keyword("split_sizes", None, ONLY_TORCH),
         keyword("options", ParallelLinearOptions()),
         *_GROUP,
     ),
@@ -69,7 +69,7 @@ PARALLEL_SIGNATURES: dict[str, tuple[Argument, ...]] = {
         Argument("weight"),
         Argument("bias", None),
         keyword("sequence_parallel", False),
-        keyword("split_sizes", None, TORCH),
+        keyword("split_sizes", None, ONLY_TORCH),
         keyword("options", ParallelLinearOptions()),
         *_GROUP,
     ),
@@ -79,7 +79,7 @@ PARALLEL_SIGNATURES: dict[str, tuple[Argument, ...]] = {
         keyword("vocab_size", None),
         keyword("reduce_scatter_embeddings", False),
         keyword("sequence_dim", 0),
-        keyword("split_sizes", None, TORCH),
+        keyword("split_sizes", None, ONLY_TORCH),
         keyword("deterministic", False),
         *_GROUP,
     ),
@@ -135,7 +135,7 @@ PARALLEL_SIGNATURES: dict[str, tuple[Argument, ...]] = {
         keyword("activation", "silu"),
         keyword("gated", True),
         keyword("bias", False),
-        keyword("fused_gate_up", False, TORCH),
+        keyword("fused_gate_up", False, ONLY_TORCH),
         keyword("sequence_parallel", False),
         *TILING,
         *_ON_MESH,
@@ -164,59 +164,59 @@ PARALLEL_SIGNATURES: dict[str, tuple[Argument, ...]] = {
     ),
     "context_attention": (Argument("q"), Argument("k"), Argument("v"), Argument("attend", None), *_GROUP),
     "context_slice": (Argument("batch"), keyword("ignore_index", -100), *_GROUP),
-    "RandomStates": (keyword("device", None, TORCH),),
+    "RandomStates": (keyword("device", None, ONLY_TORCH),),
     "broadcast_data": (  # an entry whose every argument is one half's exists in that half only
-        Argument("keys", halves=TORCH),
-        Argument("data", halves=TORCH),
-        Argument("dtype", None, halves=TORCH),
-        keyword("device", None, TORCH),
-        keyword("group", None, TORCH),
+        Argument("keys", halves=ONLY_TORCH),
+        Argument("data", halves=ONLY_TORCH),
+        Argument("dtype", None, halves=ONLY_TORCH),
+        keyword("device", None, ONLY_TORCH),
+        keyword("group", None, ONLY_TORCH),
     ),
-    "deferred_weight_grad": (Argument("weight", halves=TORCH),),
+    "deferred_weight_grad": (Argument("weight", halves=ONLY_TORCH),),
     "split_tensor_along_last_dim": (
         Argument("tensor"),
         Argument("num_partitions"),
-        Argument("contiguous_split_chunks", False, halves=TORCH),
+        Argument("contiguous_split_chunks", False, halves=ONLY_TORCH),
     ),
     "split_tensor_into_1d_equal_chunks": (
         Argument("tensor"),
-        Argument("new_buffer", False, halves=TORCH),
+        Argument("new_buffer", False, halves=ONLY_TORCH),
         *_GROUP,
     ),
     "gather_split_1d_tensor": (Argument("tensor"), *_GROUP),
     "get_grad_norm": (
-        Argument("parameters", halves=TORCH),
-        Argument("norm_type", 2.0, halves=TORCH),
+        Argument("parameters", halves=ONLY_TORCH),
+        Argument("norm_type", 2.0, halves=ONLY_TORCH),
         *_EXPERT_GROUPS,
     ),
     "clip_grad_norm_": (
-        Argument("parameters", halves=TORCH),
-        Argument("max_norm", halves=TORCH),
-        Argument("norm_type", 2.0, halves=TORCH),
+        Argument("parameters", halves=ONLY_TORCH),
+        Argument("max_norm", halves=ONLY_TORCH),
+        Argument("norm_type", 2.0, halves=ONLY_TORCH),
         *_EXPERT_GROUPS,
     ),
-    "reduce_sequence_parallel_grads": (Argument("parameters", halves=TORCH), keyword("group", None, TORCH)),
+    "reduce_sequence_parallel_grads": (Argument("parameters", halves=ONLY_TORCH), keyword("group", None, ONLY_TORCH)),
     "set_tensor_model_parallel_attributes": (
-        Argument("tensor", halves=TORCH),
-        Argument("is_parallel", halves=TORCH),
-        Argument("dim", halves=TORCH),
-        Argument("stride", halves=TORCH),
+        Argument("tensor", halves=ONLY_TORCH),
+        Argument("is_parallel", halves=ONLY_TORCH),
+        Argument("dim", halves=ONLY_TORCH),
+        Argument("stride", halves=ONLY_TORCH),
     ),
-    "set_defaults_if_not_set_tensor_model_parallel_attributes": (Argument("tensor", halves=TORCH),),
+    "set_defaults_if_not_set_tensor_model_parallel_attributes": (Argument("tensor", halves=ONLY_TORCH),),
     "copy_tensor_model_parallel_attributes": (
-        Argument("destination_tensor", halves=TORCH),
-        Argument("source_tensor", halves=TORCH),
+        Argument("destination_tensor", halves=ONLY_TORCH),
+        Argument("source_tensor", halves=ONLY_TORCH),
     ),
     "param_is_not_tensor_parallel_duplicate": (
-        Argument("param", halves=TORCH),
-        Argument("group", None, halves=TORCH),
-        Argument("expert_group", None, halves=TORCH),
+        Argument("param", halves=ONLY_TORCH),
+        Argument("group", None, halves=ONLY_TORCH),
+        Argument("expert_group", None, halves=ONLY_TORCH),
     ),
-    "sharded_state_dict": (Argument("module", halves=TORCH), Argument("tensors", None, halves=TORCH)),
+    "sharded_state_dict": (Argument("module", halves=ONLY_TORCH), Argument("tensors", None, halves=ONLY_TORCH)),
     "inference_path": (
-        Argument("device", halves=TORCH),
-        Argument("dtype", None, halves=TORCH),
-        keyword("group", None, TORCH),
+        Argument("device", halves=ONLY_TORCH),
+        Argument("dtype", None, halves=ONLY_TORCH),
+        keyword("group", None, ONLY_TORCH),
     ),
     "seed_parallel": (
         Argument("seed"),
@@ -228,8 +228,8 @@ PARALLEL_SIGNATURES: dict[str, tuple[Argument, ...]] = {
         Argument("model"),
         Argument("mesh"),
         Argument("config"),
-        keyword("loss_fn", None, JAX),
-        keyword("optimizer", None, JAX),
+        keyword("loss_fn", None, ONLY_JAX),
+        keyword("optimizer", None, ONLY_JAX),
     ),
 }
 

@@ -1,6 +1,6 @@
 """The public face: names, arguments, order and defaults. A test compares both halves with this list."""
 
-from shared_specs.arguments import JAX, TILING, TORCH, keyword
+from shared_specs.arguments import ONLY_JAX, ONLY_TORCH, TILING, keyword
 from shared_specs.arguments import REQUIRED as REQUIRED
 from shared_specs.arguments import VARIADIC as VARIADIC
 from shared_specs.arguments import Argument as Argument
@@ -13,8 +13,8 @@ _LOSS_TILING = (keyword("num_shards", None), keyword("tiling", None), keyword("b
 _LOSS = (keyword("bias", None), keyword("loss", LossOptions()), *_LOSS_TILING)
 _VOCAB_PARALLEL = (
     keyword("vocab_size", None),
-    keyword("group", None, TORCH),  # a process group; None: all ranks
-    keyword("axis_name", REQUIRED, JAX),  # a mesh axis of the surrounding shard_map
+    keyword("group", None, ONLY_TORCH),  # a process group; None: all ranks
+    keyword("axis_name", REQUIRED, ONLY_JAX),  # a mesh axis of the surrounding shard_map
 )
 
 _TILED_LINEAR = (
@@ -28,11 +28,11 @@ _TILED_LINEAR = (
     keyword("linear_cls", None),
     keyword("linear_args", None),
     keyword("init_linear", None),
-    keyword("device", None, TORCH),
+    keyword("device", None, ONLY_TORCH),
     keyword("dtype", None),
-    keyword("param_dtype", REQUIRED, JAX),
-    keyword("rngs", REQUIRED, JAX),
-    keyword("sharding", None, JAX),
+    keyword("param_dtype", REQUIRED, ONLY_JAX),
+    keyword("rngs", REQUIRED, ONLY_JAX),
+    keyword("sharding", None, ONLY_JAX),
 )
 
 # path inside the package -> arguments in order. "Class" stands for the arguments of its constructor.
@@ -50,7 +50,7 @@ SIGNATURES: dict[str, tuple[Argument, ...]] = {
         Argument("fn"),
         keyword("num_shards", None),
         keyword("tiling", None),
-        keyword("rngs", None, JAX),
+        keyword("rngs", None, ONLY_JAX),
     ),
     "TiledMLP": (
         Argument("hidden_size"),
@@ -60,11 +60,11 @@ SIGNATURES: dict[str, tuple[Argument, ...]] = {
         keyword("bias", False),
         keyword("fused_gate_up", False),
         *TILING,
-        keyword("device", None, TORCH),
+        keyword("device", None, ONLY_TORCH),
         keyword("dtype", None),
-        keyword("param_dtype", REQUIRED, JAX),  # the default is jax.numpy.float32, which this file cannot name
-        keyword("rngs", REQUIRED, JAX),
-        keyword("sharding", None, JAX),
+        keyword("param_dtype", REQUIRED, ONLY_JAX),  # the default is jax.numpy.float32, which this file cannot name
+        keyword("rngs", REQUIRED, ONLY_JAX),
+        keyword("sharding", None, ONLY_JAX),
     ),
     "TiledMLP.from_weights": (
         Argument("w_gate"),
@@ -89,11 +89,11 @@ SIGNATURES: dict[str, tuple[Argument, ...]] = {
         keyword("bias", False),
         keyword("loss", LossOptions()),
         *_LOSS_TILING,
-        keyword("device", None, TORCH),
+        keyword("device", None, ONLY_TORCH),
         keyword("dtype", None),
-        keyword("param_dtype", REQUIRED, JAX),  # jax.numpy.float32
-        keyword("rngs", REQUIRED, JAX),
-        keyword("sharding", None, JAX),
+        keyword("param_dtype", REQUIRED, ONLY_JAX),  # jax.numpy.float32
+        keyword("rngs", REQUIRED, ONLY_JAX),
+        keyword("sharding", None, ONLY_JAX),
     ),
     "TiledLinearCrossEntropy.from_weights": (
         Argument("weight"),

@@ -31,7 +31,11 @@ def writing(place: Path, work: Callable[[], _T]) -> Callable[[], _T]:
 
 
 def check_can_be_made(out: Path) -> None:
-    """Refuse a folder that could not be made or written to now, by what can be seen of it; nothing is tried out."""
+    """Refuse a folder that could not be made or written to now, by what can be seen of it; nothing is tried out.
+
+    Raises:
+        InputError: it could not.
+    """
     for there in (out, *out.absolute().parents):
         try:
             there.lstat()  # not exists(): a link to nothing is in the way too
@@ -65,7 +69,11 @@ def try_out(out: Path) -> None:
 
 
 def check_records(folder: str) -> None:
-    """`bench` with a folder that its record could not be written to, refused before anything is measured."""
+    """Refuse, before anything is measured, a folder that `bench` could not write its record to.
+
+    Raises:
+        InputError: it could not.
+    """
     try:
         check_can_be_made(Path(folder))
         if Path(folder).exists() and not Path(folder).is_dir():
@@ -80,6 +88,8 @@ def check_room(out: Path, config: dict[str, Any], options: FinetuneOptions, done
 
     Args:
         done: steps of the checkpoint that is there, which the next one replaces once it is written; None without one.
+    Raises:
+        InputError: too few bytes are free.
     """
     weights = _FLOAT32 * sum(prod(shape) for shape in weight_shapes(config).values())
     checkpoint = 3 * weights  # and two moments of the optimizer

@@ -2,13 +2,18 @@
 
 from collections.abc import Mapping, Sequence
 
-from shared_specs.collectives.checks import check_sizes
+from shared_specs.collectives.checks import check_split_sizes
 from shared_specs.errors import fail, fail_type, show_shape
 
 MANY = 8  # ranks that a message names one by one
 
 
 def check_sequence_parallel(function: str, sequence_parallel: object) -> None:
+    """Check that `sequence_parallel` is a flag.
+
+    Raises:
+        TypeError: it is neither True nor False.
+    """
     if not isinstance(sequence_parallel, bool):
         fail_type(function, "sequence_parallel", "True or False", type(sequence_parallel).__name__)
 
@@ -64,7 +69,7 @@ def sequence_tokens(
         return None
     if split_sizes is None:
         return (tokens,) * ranks
-    sizes = check_sizes(function, "split_sizes", split_sizes, ranks)
+    sizes = check_split_sizes(function, "split_sizes", split_sizes, ranks)
     shapes = f"x is {show_shape(x)}"
     if rank is None:
         if max(sizes) > tokens:

@@ -8,7 +8,12 @@ from shared_specs.errors import fail, fail_type, show_shape
 
 
 def check_dim(function: str, dim: object, shape: tuple[int, ...], *, of: str = "x") -> int:
-    """`dim` of the argument `of`, counted from the front."""
+    """Return `dim` of the argument `of`, counted from the front.
+
+    Raises:
+        SpecError: dim is out of the range that `shape` allows.
+        TypeError: dim is no integer.
+    """
     if isinstance(dim, bool) or not isinstance(dim, int):
         fail_type(function, "dim", "an integer", type(dim).__name__)
     dims = len(shape)
@@ -21,7 +26,13 @@ def check_dim(function: str, dim: object, shape: tuple[int, ...], *, of: str = "
 def check_even(
     function: str, shape: tuple[int, ...], dim: int, ranks: int, *, sizes: str = "split_sizes", of: str = "x"
 ) -> None:
-    """`dim` of the argument `of` is cut into equal parts. sizes: the argument that allows others, "" where there is none."""
+    """Check that `dim` of the argument `of` can be cut into one equal part for each rank.
+
+    sizes: the argument that allows unequal parts, "" where there is none.
+
+    Raises:
+        SpecError: the size of dim is no multiple of the ranks.
+    """
     if shape[dim] % ranks:
         advice = f"Pass {sizes} for parts of other sizes." if sizes else "Pad it."
         rule = f"a multiple of the {ranks} ranks it is split over"
@@ -29,8 +40,13 @@ def check_even(
         fail(function, f"dim {dim} of {of}", rule, shape[dim], shapes=shapes, advice=advice)
 
 
-def check_sizes(function: str, argument: str, sizes: object, ranks: int) -> tuple[int, ...]:
-    """Return the sizes of every rank's part, once there is one for each."""
+def check_split_sizes(function: str, argument: str, sizes: object, ranks: int) -> tuple[int, ...]:
+    """Return the sizes of all ranks' parts as a tuple with one size >= 0 for each rank.
+
+    Raises:
+        SpecError: a size is negative, or there is not one for each rank.
+        TypeError: they are no sequence of integers.
+    """
     if isinstance(sizes, str) or not isinstance(sizes, Sequence):
         fail_type(function, argument, "a sequence of integers or None", type(sizes).__name__)
     found = tuple(cast("Sequence[int]", sizes))
@@ -47,7 +63,11 @@ def check_sizes(function: str, argument: str, sizes: object, ranks: int) -> tupl
 def check_total(
     function: str, argument: str, sizes: tuple[int, ...], shape: tuple[int, ...], dim: int, *, of: str = "x"
 ) -> None:
-    """The argument `of` holds the parts of all ranks."""
+    """Check that the sizes of all ranks' parts add up to the size of `dim` of the argument `of`.
+
+    Raises:
+        SpecError: their sum is another one.
+    """
     if sum(sizes) != shape[dim]:
         rule = f"of sum {shape[dim]}, the size of dim {dim} of {of}"
         fail(function, argument, rule, f"{list(sizes)} of sum {sum(sizes)}", shapes=f"{of} is {show_shape(shape)}")
@@ -56,7 +76,11 @@ def check_total(
 def check_part(
     function: str, argument: str, sizes: tuple[int, ...], shape: tuple[int, ...], dim: int, rank: int
 ) -> None:
-    """x is the part of one rank."""
+    """Check that x, the part of `rank`, has the size along `dim` that `sizes` gives it.
+
+    Raises:
+        SpecError: it has another size.
+    """
     if sizes[rank] != shape[dim]:
         rule = f"{shape[dim]} for rank {rank}, the size of dim {dim} of x"
         fail(function, argument, rule, f"{sizes[rank]} in {list(sizes)}", shapes=f"x is {show_shape(shape)}")
@@ -65,8 +89,12 @@ def check_part(
 def check_exchange(
     function: str, output_sizes: object, input_sizes: object, shape: tuple[int, ...], ranks: int, rank: int
 ) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
-    """Return the split sizes of an all-to-all along dim 0: both or neither, of the rows there are, in agreement about its
-    own.
+    """Return the output and input split sizes of an all-to-all along dim 0, or (None, None) for equal parts.
+
+    Raises:
+        SpecError: only one of them is given, they do not cover the rows of x, or they disagree about the rows that stay on
+            this rank.
+        TypeError: they are no sequences of integers.
     """
     check_dim(function, 0, shape)
     if output_sizes is None and input_sizes is None:
@@ -75,8 +103,8 @@ def check_exchange(
     for name, sizes in (("output_split_sizes", output_sizes), ("input_split_sizes", input_sizes)):
         if sizes is None:
             fail(function, name, "given, or both left out", None)
-    outputs = check_sizes(function, "output_split_sizes", output_sizes, ranks)
-    inputs = check_sizes(function, "input_split_sizes", input_sizes, ranks)
+    outputs = check_split_sizes(function, "output_split_sizes", output_sizes, ranks)
+    inputs = check_split_sizes(function, "input_split_sizes", input_sizes, ranks)
     check_total(function, "input_split_sizes", inputs, shape, 0)
     if outputs[rank] != inputs[rank]:
         rule = f"{inputs[rank]} for rank {rank}, which is what it gives itself by input_split_sizes"
@@ -85,7 +113,11 @@ def check_exchange(
 
 
 def check_padded_part(function: str, argument: str, sizes: tuple[int, ...], shape: tuple[int, ...], dim: int) -> None:
-    """x is one device's part where all of them hold arrays of one shape (tiled_jax): padded to the longest part."""
+    """Check that x, one device's part padded to the longest part, is as long as that (tiled_jax).
+
+    Raises:
+        SpecError: the longest of `sizes` is not the size of `dim` of x.
+    """
     if max(sizes) != shape[dim]:
         rule = f"of maximum {shape[dim]}, the size of dim {dim} of x"
         advice = "Every device holds an array of one shape: the longest part, shorter ones padded to it."
@@ -95,9 +127,13 @@ def check_padded_part(function: str, argument: str, sizes: tuple[int, ...], shap
 def check_exchange_of_all(
     function: str, output_sizes: object, input_sizes: object, shape: tuple[int, ...], ranks: int
 ) -> tuple[tuple[int, ...], ...] | None:
-    """Return the rows of every device of an all-to-all along dim 0 for every other one, known to all of them (tiled_jax).
+    """Return, for every device of an all-to-all along dim 0, the number of rows that it sends to each device (tiled_jax).
 
-    None where both are left out: equal parts. x is padded to the longest device's rows.
+    None where both arguments are left out: equal parts. x is padded to the longest device's rows.
+
+    Raises:
+        SpecError: only one is given, or the sizes disagree with each other or with x.
+        TypeError: they are no sequences of sequences of integers.
     """
     check_dim(function, 0, shape)
     if output_sizes is None and input_sizes is None:
@@ -116,7 +152,7 @@ def check_exchange_of_all(
             fail_type(function, name, rule, rows, advice=advice)
         if len(rows) != ranks:
             fail(function, name, f"of one sequence for each of the {ranks} devices", len(rows))
-        found[name] = tuple(check_sizes(function, f"{name}[{rank}]", row, ranks) for rank, row in enumerate(rows))
+        found[name] = tuple(check_split_sizes(function, f"{name}[{rank}]", row, ranks) for rank, row in enumerate(rows))
     given = found["input_split_sizes"]
     expected = tuple(zip(*given, strict=True))
     if found["output_split_sizes"] != expected:
@@ -127,7 +163,12 @@ def check_exchange_of_all(
 
 
 def check_partitions(function: str, number: object, shape: tuple[int, ...]) -> int:
-    """Return the size of each of `num_partitions` equal parts of the last dim."""
+    """Return the size of each of `num_partitions` equal parts of the last dim.
+
+    Raises:
+        SpecError: they do not divide the last dim, or there is none.
+        TypeError: num_partitions is no integer.
+    """
     if isinstance(number, bool) or not isinstance(number, int):
         fail_type(function, "num_partitions", "an integer", type(number).__name__)
     if not shape:
@@ -138,7 +179,11 @@ def check_partitions(function: str, number: object, shape: tuple[int, ...]) -> i
 
 
 def check_elements(function: str, shape: tuple[int, ...], ranks: int) -> None:
-    """A tensor's elements, in one row, are cut into equal parts."""
+    """Check that a tensor's elements, flattened, can be cut into one equal part for each rank.
+
+    Raises:
+        SpecError: their number is no multiple of the ranks.
+    """
     elements = math.prod(shape)
     if elements % ranks:
         rule, shapes = f"a multiple of the {ranks} ranks they are split over", f"tensor is {show_shape(shape)}"

@@ -29,6 +29,12 @@ def is_one_of(value: object, allowed: Sequence[str]) -> bool:
 
 
 def check_keep(function: str, keep: object) -> None:
+    """Check the fraction of shards whose gate and up are kept.
+
+    Raises:
+        SpecError: keep is outside [0, 1].
+        TypeError: keep is no number.
+    """
     if isinstance(keep, bool) or not isinstance(keep, int | float):
         fail_type(function, "keep", "a number", type(keep).__name__)
     if not 0.0 <= keep <= 1.0:  # also refuses NaN
@@ -36,13 +42,22 @@ def check_keep(function: str, keep: object) -> None:
 
 
 def check_flags(function: str, **flags: object) -> None:
-    """Every flag is True or False."""
+    """Check that every flag is True or False.
+
+    Raises:
+        TypeError: one is something else.
+    """
     for name, value in flags.items():
         if not isinstance(value, bool):
             fail_type(function, name, "True or False", type(value).__name__)
 
 
 def check_float(function: str, name: str, dtype: str) -> None:
+    """Check that the operand `name` has one of FLOAT_DTYPES.
+
+    Raises:
+        SpecError: it has another dtype.
+    """
     if dtype not in FLOAT_DTYPES:
         fail(function, name, "of dtype " + ", ".join(FLOAT_DTYPES), dtype)
 
@@ -50,7 +65,14 @@ def check_float(function: str, name: str, dtype: str) -> None:
 def check_count(
     function: str, argument: str, count: object, *, x: tuple[int, ...] | None = None, advice: str = ""
 ) -> None:
-    """x: the shape to name. It becomes text only where it is needed: a traced length cannot."""
+    """Check that a count is None or an integer >= 1.
+
+    x: the shape that the message names. It is made into text only for an error, since a traced length cannot be.
+
+    Raises:
+        SpecError: count is below 1.
+        TypeError: count is neither an integer nor None.
+    """
     if count is None:
         return
     if isinstance(count, bool) or not isinstance(count, int):
@@ -70,10 +92,14 @@ def resolve_tiling(
     unused: Sequence[str] = ("vocab_shards",),
     token_axes: bool = False,
 ) -> Tiling:
-    """Return the checked long form of the tiling arguments; the long and the short form exclude each other.
+    """Return the tiling arguments as one checked `Tiling`, from the short form or the long one, never both.
 
     `unused` names the fields that the function has no use for: they must be left at their defaults. `token_axes`: whether it
     can cut tokens along mesh axes by itself.
+
+    Raises:
+        SpecError: a value is out of range, both forms are given, or a field is given that the function has no use for.
+        TypeError: an argument is of the wrong kind.
     """
     if tiling is not None:
         if not isinstance(tiling, Tiling):
@@ -101,7 +127,12 @@ def resolve_tiling(
 
 
 def check_token_axes(function: str, axes: object, usable: bool) -> None:
-    """An axis name, or a tuple with for each leading dim of x a name, a tuple of names, or None."""
+    """Check that `axes` is an axis name, or a tuple of a name, a tuple of names or None for each leading dim of x.
+
+    Raises:
+        SpecError: the function does not cut tokens along axes, or an axis is named twice.
+        TypeError: an entry is no name.
+    """
     if axes is None:
         return
     if not usable:
@@ -121,7 +152,14 @@ def _entries(value: object) -> tuple[object, ...]:
 
 
 def check_backend(function: str, backend: object, names: HalfNames, reasons: Mapping[str, str | None]) -> None:
-    """`reasons[name]` says why a backend cannot run here; None where it can."""
+    """Check that a backend is known and can run here.
+
+    `reasons[name]` says why a backend cannot run here; None where it can.
+
+    Raises:
+        SpecError: the half has no backend of this name.
+        UnsupportedError: the backend cannot run here.
+    """
     if not is_one_of(backend, names.backends):
         fail(function, "backend", "one of " + ", ".join(names.backends), repr(backend))
     reason = reasons.get(str(backend))
@@ -155,6 +193,11 @@ def check_deterministic_shards(function: str, plan: ShardPlan) -> None:
 def check_weight(
     function: str, name: str, weight: Operand, inputs: tuple[str, int], outputs: tuple[str, int], names: HalfNames
 ) -> None:
+    """Check that the matrix `name` has the sizes `inputs` and `outputs`, each (label, size), in the half's layout.
+
+    Raises:
+        SpecError: its shape is another one; a transposed matrix is named as such.
+    """
     want = names.weight_shape(inputs[1], outputs[1])
     if weight.shape == want:
         return
@@ -166,6 +209,13 @@ def check_weight(
 
 
 def check_kinds(function: str, x: Operand, others: Mapping[str, Operand], *, master_weights: bool) -> None:
+    """Check that x is floating point and the other operands have its dtype.
+
+    `master_weights`: float32 operands also go with a 16-bit x.
+
+    Raises:
+        SpecError: a dtype is another one.
+    """
     check_float(function, "x", x.dtype)
     is_master = master_weights and x.dtype in ("bfloat16", "float16")
     for name, other in others.items():
@@ -174,7 +224,11 @@ def check_kinds(function: str, x: Operand, others: Mapping[str, Operand], *, mas
 
 
 def check_devices(function: str, operands: Mapping[str, Operand | None]) -> None:
-    """All that are somewhere are where the first of them is."""
+    """Check that all operands whose device is known are on the device of the first one.
+
+    Raises:
+        SpecError: one is on another device.
+    """
     known = [(name, each.device) for name, each in operands.items() if each is not None and each.device]
     for name, device in known[1:]:
         first, expected = known[0]
@@ -183,7 +237,12 @@ def check_devices(function: str, operands: Mapping[str, Operand | None]) -> None
 
 
 def check_sizes(function: str, sizes: Mapping[str, object]) -> None:
-    """Feature counts of a module: integers >= 1."""
+    """Check that the feature counts of a module are integers >= 1.
+
+    Raises:
+        SpecError: one is below 1.
+        TypeError: one is no integer.
+    """
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int):
             fail_type(function, name, "an integer", type(size).__name__ if size is not None else "None")
@@ -196,6 +255,12 @@ def flat_tokens(shape: Sequence[int]) -> int:
 
 
 def check_param_dtype(function: str, name: str, dtype: str) -> None:
-    """`dtype`: its name, or how it looks where it is none."""
+    """Check that a module's parameters can have this dtype.
+
+    `dtype`: its name, or the text of a value that is no dtype.
+
+    Raises:
+        SpecError: it is none of FLOAT_DTYPES.
+    """
     if dtype not in FLOAT_DTYPES:
         fail(function, name, "one of " + ", ".join(FLOAT_DTYPES), dtype)

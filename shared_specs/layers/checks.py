@@ -5,7 +5,7 @@
 from collections.abc import Mapping
 from dataclasses import fields
 
-from shared_specs.collectives.checks import check_dim, check_sizes
+from shared_specs.collectives.checks import check_dim, check_split_sizes
 from shared_specs.config import HalfNames, ParallelLinearOptions
 from shared_specs.core.checks import FLOAT_DTYPES, Operand, check_count, check_flags
 from shared_specs.errors import fail, fail_type, show_shape
@@ -25,6 +25,9 @@ def check_linear_options(
     Args:
         group_given: whether the caller names the group, as a layer of an expert has to.
         unused: fields that a half has no use for and refuses unless left at their defaults -> why.
+    Raises:
+        SpecError: an option has no use here, or is out of range.
+        TypeError: an option is of the wrong kind.
     """
     if not isinstance(options, ParallelLinearOptions):
         fail_type(function, "options", "a ParallelLinearOptions", type(options).__name__)
@@ -60,7 +63,13 @@ def check_linear_options(
 
 
 def check_explicit(function: str, **arguments: tuple[object, object]) -> None:
-    """With options.explicit_expert_comm every argument, given as (value, rule), that asks for a collective is left out."""
+    """Check that, with options.explicit_expert_comm, no argument asks the layer for a collective.
+
+    `arguments`: name -> (value, the value that asks for none).
+
+    Raises:
+        SpecError: one does.
+    """
     advice = "The caller makes the collectives around an expert's layers."
     for name, (value, rule) in arguments.items():
         if value != rule:
@@ -68,7 +77,11 @@ def check_explicit(function: str, **arguments: tuple[object, object]) -> None:
 
 
 def check_explicit_bias(function: str, options: ParallelLinearOptions, *, added: bool) -> None:
-    """A row layer whose output stays a partial sum adds no bias to it, which would be counted once for each rank."""
+    """Check that a row layer whose output stays a partial sum adds no bias: the sum would count it once for each rank.
+
+    Raises:
+        SpecError: it does (`added`).
+    """
     if options.explicit_expert_comm and added:
         advice = "Add it once, to the sum over the ranks; a module returns it with skip_bias_add."
         fail(function, "bias", "left out with options.explicit_expert_comm", "one that is added", advice=advice)
@@ -77,7 +90,11 @@ def check_explicit_bias(function: str, options: ParallelLinearOptions, *, added:
 def check_parallel_linear(
     function: str, *, x: Operand, weight: Operand, bias: Operand | None, inputs: int, names: HalfNames
 ) -> None:
-    """x [..., in], of whose features the weight takes `inputs`, and a bias, all of one floating dtype and device."""
+    """Check x [..., in], a weight that takes `inputs` of its features, and a bias: shapes, one floating dtype, one device.
+
+    Raises:
+        SpecError: one of them disagrees.
+    """
     if len(x.shape) < 2:
         fail(function, "x", "[tokens, hidden] or more dims", show_shape(x.shape))
     if len(weight.shape) != 2:
@@ -99,13 +116,21 @@ def check_parallel_linear(
 
 
 def check_bias(function: str, bias: Operand, features: int) -> None:
-    """One number for each output feature."""
+    """Check that bias is [features]: one number for each output feature.
+
+    Raises:
+        SpecError: it has another shape.
+    """
     if bias.shape != (features,):
         fail(function, "bias", show_shape((features,)), show_shape(bias.shape))
 
 
 def check_split(function: str, what: str, size: int, ranks: int, stride: int = 1) -> None:
-    """Features that are split over the ranks, each of the `stride` parts of a fused weight by itself."""
+    """Check that features can be split over the ranks, each of the `stride` parts of a fused weight by itself.
+
+    Raises:
+        SpecError: `size` is no multiple of ranks * stride.
+    """
     if size % (ranks * stride):
         of = f"the {ranks} ranks it is split over" if ranks > 1 or stride == 1 else ""
         parts = f"options.stride = {stride}" if stride > 1 else ""
@@ -116,15 +141,24 @@ def check_split(function: str, what: str, size: int, ranks: int, stride: int = 1
 def check_sequence_dim(
     function: str, dim: object, sizes: object, shape: tuple[int, ...], ranks: int
 ) -> tuple[int, tuple[int, ...] | None]:
-    """Return (options.sequence_dim counted from the front, the sizes of every rank's part): any dim but the last."""
+    """Return options.sequence_dim counted from the front, and the sizes of every rank's part or None for equal ones.
+
+    Raises:
+        SpecError: it is the last dim or out of range, or the sizes are wrong.
+        TypeError: one of them is of the wrong kind.
+    """
     found = check_dim(function, dim, shape)
     if found == len(shape) - 1:
         fail(function, "options.sequence_dim", "a dim of tokens", dim, shapes=f"x is {show_shape(shape)}")
-    return found, None if sizes is None else check_sizes(function, "split_sizes", sizes, ranks)
+    return found, None if sizes is None else check_split_sizes(function, "split_sizes", sizes, ranks)
 
 
 def check_ids(function: str, ids: Operand, weight: Operand) -> None:
-    """ids of an embedding are integers, its weight is a matrix."""
+    """Check the operands of an embedding: ids are integers, weight is a matrix [entries, H].
+
+    Raises:
+        SpecError: ids are no int32 or int64, or weight has no two dims.
+    """
     if ids.dtype not in ("int32", "int64"):
         fail(function, "ids", "int32 or int64", ids.dtype)
     if len(weight.shape) != 2:

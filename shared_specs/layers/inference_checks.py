@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from shared_specs.collectives.agreement import sequence_tokens
-from shared_specs.collectives.checks import check_even, check_padded_part, check_sizes, check_total
+from shared_specs.collectives.checks import check_even, check_padded_part, check_split_sizes, check_total
 from shared_specs.core.checks import Operand
 from shared_specs.errors import UnsupportedError, error_text, fail, fail_type, show_shape
 from shared_specs.layers.checks import check_sequence_dim
@@ -14,7 +14,14 @@ PATHS = ("auto", "collectives", "symmetric_memory")
 
 
 def check_path(function: str, path: object, reasons: Mapping[str, str | None]) -> str:
-    """Return the path to take; `reasons`: path -> why it cannot run here, or None where it can."""
+    """Return the path to take.
+
+    `reasons`: path -> why it cannot run here, or None where it can.
+
+    Raises:
+        SpecError: there is no path of this name.
+        UnsupportedError: the named path cannot run here.
+    """
     if path not in PATHS:
         fail(function, "path", "one of " + ", ".join(PATHS), repr(path))
     if path == "auto":
@@ -28,7 +35,12 @@ def check_path(function: str, path: object, reasons: Mapping[str, str | None]) -
 
 
 def check_norm(function: str, norm_weight: Operand, features: int, like: Operand, eps: object) -> None:
-    """One factor for each feature, in the dtype of x, and a number under the root."""
+    """Check the weight of a norm, [features] in the dtype of x, and the number under its root.
+
+    Raises:
+        SpecError: the shape or dtype differs, or eps is negative.
+        TypeError: eps is no number.
+    """
     if norm_weight.shape != (features,):
         fail(function, "norm_weight", show_shape((features,)), show_shape(norm_weight.shape))
     if norm_weight.dtype != like.dtype:
@@ -42,18 +54,30 @@ def check_norm(function: str, norm_weight: Operand, features: int, like: Operand
 def check_own_tokens(
     function: str, sequence_parallel: bool, sizes: object, shape: tuple[int, ...], ranks: int
 ) -> tuple[int, ...] | None:
-    """Return tokens of every device where x has one's along dim 0, padded to the longest (tiled_jax); None: as many as rows."""
+    """Return the number of tokens of every device, or None where each has as many as x has rows (tiled_jax).
+
+    x has one device's tokens along dim 0, padded to the longest part.
+
+    Raises:
+        SpecError: the sizes disagree with x or with the devices.
+        TypeError: they are no sequence of integers.
+    """
     if sizes is None:
         return None
     if not sequence_parallel:
         return sequence_tokens(function, False, sizes, tokens=0, ranks=ranks, rank=None, x=shape)
-    found = check_sizes(function, "split_sizes", sizes, ranks)
+    found = check_split_sizes(function, "split_sizes", sizes, ranks)
     check_padded_part(function, "split_sizes", found, shape, 0)
     return found
 
 
 def check_all_tokens(function: str, sizes: object, shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
-    """Return tokens of every rank where x has all of them along dim 0."""
+    """Return the number of tokens of every rank, where x has the tokens of all of them along dim 0.
+
+    Raises:
+        SpecError: they do not add up to the rows of x, or equal parts do not divide them.
+        TypeError: the sizes are no sequence of integers.
+    """
     _, found = check_sequence_dim(function, 0, sizes, shape, ranks)
     if found is None:
         check_even(function, shape, 0, ranks)
@@ -65,7 +89,13 @@ def check_all_tokens(function: str, sizes: object, shape: tuple[int, ...], ranks
 def check_residual(
     function: str, residual: Operand, shape: tuple[int, ...], like: Operand, *, padded: bool = False
 ) -> None:
-    """This rank's rows of the residual stream, in the dtype of x. padded: rows beyond its tokens follow (tiled_jax)."""
+    """Check this rank's rows of the residual stream: of `shape`, in the dtype of x.
+
+    padded: rows beyond its tokens follow (tiled_jax).
+
+    Raises:
+        SpecError: the shape or the dtype is another one.
+    """
     if residual.shape != shape:
         rule = f"{show_shape(shape)}, this rank's tokens{' padded to the longest part' if padded else ''}"
         fail(function, "residual", rule, show_shape(residual.shape), shapes=f"x is {show_shape(like.shape)}")

@@ -31,7 +31,14 @@ def check_tiled_linear(
 
 
 def check_linear_class(function: str, linear_cls: object, linear_args: object, passed: Sequence[str]) -> None:
-    """`passed`: the keyword arguments that TiledLinear itself gives to `linear_cls`."""
+    """Check the class, and its keyword arguments, that TiledLinear makes tiles of.
+
+    `passed`: the keyword arguments that TiledLinear itself gives to `linear_cls`.
+
+    Raises:
+        SpecError: linear_args has one of `passed`.
+        TypeError: the class cannot be called, or linear_args is no mapping.
+    """
     if linear_cls is not None and not callable(linear_cls):
         fail_type(function, "linear_cls", "a class or None", type(linear_cls).__name__)
     if linear_args is None:
@@ -44,13 +51,21 @@ def check_linear_class(function: str, linear_cls: object, linear_args: object, p
 
 
 def check_linear_input(function: str, shape: tuple[int, ...], in_features: int) -> None:
-    """x as one array."""
+    """Check that x, given as one array, is [..., in_features].
+
+    Raises:
+        SpecError: its last dim is another one.
+    """
     if len(shape) < 1 or shape[-1] != in_features:
         fail(function, "x", f"[..., {in_features}], the input size", show_shape(shape))
 
 
 def check_linear_parts(function: str, shapes: Sequence[tuple[int, ...]], sizes: Sequence[int]) -> None:
-    """x as a sequence of its input splits."""
+    """Check x given as a sequence of its input splits: [..., sizes[i]] each, with equal leading dims.
+
+    Raises:
+        SpecError: there is another number of them, or a shape differs.
+    """
     if len(shapes) != len(sizes):
         fail(function, "x", f"{len(sizes)} arrays, one for each input split", len(shapes))
     for part, (shape, size) in enumerate(zip(shapes, sizes, strict=True)):
@@ -71,7 +86,11 @@ def check_linear_params(
     has_bias: bool,
     names: HalfNames,
 ) -> None:
-    """A whole weight and bias that tiles are copied from; their names in messages start with `prefix`."""
+    """Check a whole weight and bias that tiles are copied from; their names in messages start with `prefix`.
+
+    Raises:
+        SpecError: a shape is another one, or a bias is there on one side only.
+    """
     want = names.weight_shape(in_features, out_features)
     if weight != want:
         fail(function, f"{prefix}weight", f"{names.layout} = {show_shape(want)}", show_shape(weight))

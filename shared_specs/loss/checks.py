@@ -19,7 +19,12 @@ def _check_number(function: str, name: str, value: object, rule: str, *, least: 
 
 
 def check_loss_options(function: str, loss: object) -> None:
-    """Every field of LossOptions but the arrays, `class_weight` and `num_valid`."""
+    """Check every field of LossOptions except the arrays, `class_weight` and `num_valid`.
+
+    Raises:
+        SpecError: a value is out of range.
+        TypeError: a value is of the wrong kind.
+    """
     if not isinstance(loss, LossOptions):
         fail_type(function, "loss", "a LossOptions", type(loss).__name__)
     if isinstance(loss.ignore_index, bool) or not isinstance(loss.ignore_index, int):
@@ -57,7 +62,13 @@ def check_linear_cross_entropy(
     vocab: int | None = None,
     master_weights: bool = False,
 ) -> None:
-    """Shapes, dtypes and devices of one call. `vocab`: V where `weight` is only a partition of the vocabulary."""
+    """Check the shapes, dtypes and devices of one call: x [..., H], the weight of V entries, targets [...].
+
+    `vocab`: V where `weight` is only a partition of the vocabulary.
+
+    Raises:
+        SpecError: one of them disagrees with the others.
+    """
     if len(x.shape) < 2:
         fail(function, "x", "[tokens, hidden] or more dims", show_shape(x.shape))
     if len(weight.shape) != 2:
@@ -86,7 +97,11 @@ def check_linear_cross_entropy(
 
 
 def check_vocab_parallel_logits(function: str, logits: Operand, target: Operand) -> None:
-    """Shapes, dtypes and devices of given logits [*tokens, V / R] and of their targets."""
+    """Check logits [*tokens, V / R] and target [*tokens]: shapes, dtypes, devices.
+
+    Raises:
+        SpecError: one of them disagrees.
+    """
     if len(logits.shape) < 2:
         fail(function, "vocab_parallel_logits", "[tokens, vocab] or more dims", show_shape(logits.shape))
     if target.shape != logits.shape[:-1]:
@@ -99,18 +114,31 @@ def check_vocab_parallel_logits(function: str, logits: Operand, target: Operand)
 
 
 def check_targets_dtype(function: str, name: str, targets: Operand) -> None:
+    """Check that labels are int64 or int32.
+
+    Raises:
+        SpecError: they are not.
+    """
     if targets.dtype not in ("int64", "int32"):
         fail(function, name, "of dtype int64, int32", targets.dtype)
 
 
 def fail_target(function: str, target: int, vocab: int, ignore_index: int) -> Never:
-    """A target that is neither an entry of the vocabulary nor `ignore_index`."""
+    """Refuse a label that is neither an entry of the vocabulary nor `ignore_index`.
+
+    Raises:
+        SpecError: always.
+    """
     rule = f"in [0, {vocab}) or ignore_index = {ignore_index}"
     fail(function, "targets", rule, target, advice="Mark tokens without a label with ignore_index.")
 
 
 def check_head(function: str, weight: checks.Operand, bias: checks.Operand | None, names: HalfNames) -> None:
-    """The operands of a linear cross entropy before there is an x; one row stands in for it."""
+    """Check the operands of a linear cross entropy before there is an x; one row of the weight's width stands in for it.
+
+    Raises:
+        SpecError: a shape, dtype or device disagrees.
+    """
     checks.check_float(function, "weight", weight.dtype)
     into = 0 if names.input_dim_first else 1
     check_linear_cross_entropy(

@@ -14,6 +14,11 @@ BIASES = ("gate", "up", "down")
 
 
 def check_activation(function: str, activation: object) -> None:
+    """Check that `activation` is one of the names in ACTIVATIONS.
+
+    Raises:
+        SpecError: it is not; a function is refused too, since it cannot be recognised.
+    """
     if is_one_of(activation, ACTIVATIONS):
         return
     name = getattr(activation, "__name__", type(activation).__name__)
@@ -25,13 +30,23 @@ def check_activation(function: str, activation: object) -> None:
 
 
 def check_fused(function: str, gated: bool, fused_gate_up: bool) -> None:
+    """Check the flags of a gated MLP and of its fused [gate; up] weight.
+
+    Raises:
+        SpecError: fused_gate_up without a gate.
+        TypeError: one is neither True nor False.
+    """
     check_flags(function, gated=gated, fused_gate_up=fused_gate_up)
     if fused_gate_up and not gated:
         fail(function, "fused_gate_up", "False without a gate", fused_gate_up)
 
 
 def check_fused_biases(function: str, biases: Sequence[str]) -> None:
-    """One fused [gate; up] weight has both biases or neither."""
+    """Check that a fused [gate; up] weight has both biases or neither.
+
+    Raises:
+        SpecError: it has one.
+    """
     if ("gate" in biases) != ("up" in biases):
         fail(function, "biases", "given for both gate and up, or neither, with fused_gate_up", ", ".join(biases))
 
@@ -46,10 +61,13 @@ def check_mlp(
     names: HalfNames,
     master_weights: bool = False,
 ) -> None:
-    """Shapes, dtypes and devices of one MLP call. `weights` holds w_up, w_down and, where gated, w_gate.
+    """Check the shapes, dtypes and devices of one MLP call. `weights` holds w_up, w_down and, where gated, w_gate.
 
-    The dtypes are those after autocast's casts: x and every weight must agree. With `master_weights` float32 weights
-    also go with a 16-bit x, as in Flax, where they are cast to x's dtype inside the call.
+    The dtypes are those after autocast's casts: x and every weight must agree. With `master_weights` float32 weights also go
+    with a 16-bit x, as in Flax, where they are cast to x's dtype inside the call.
+
+    Raises:
+        SpecError: one of them disagrees, or the activation is unknown.
     """
     check_activation(function, activation)
     if not x.shape:
@@ -127,7 +145,11 @@ def check_mlp_weights(
     activation: str,
     names: HalfNames,
 ) -> None:
-    """The operands of an MLP before there is an x: a row of the hidden size and the dtype that they have stands in."""
+    """Check the operands of an MLP before there is an x; one row of the hidden size, in w_up's dtype, stands in for it.
+
+    Raises:
+        SpecError: a shape, dtype or device disagrees.
+    """
     up = weights["w_up"]
     checks.check_float(function, "w_up", up.dtype)
     hidden = 0

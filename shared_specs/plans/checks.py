@@ -75,7 +75,11 @@ class TensorSizes:
 
 
 def check_divides(function: str, sizes: TensorSizes, axis: str, ranks: int) -> None:
-    """Every size of a model that tensor parallelism divides is a multiple of the ranks it is divided by."""
+    """Check that every size of a model that tensor parallelism divides is a multiple of the ranks.
+
+    Raises:
+        SpecError: one is not, or there are fewer vocabulary entries than ranks.
+    """
     for name, size in sizes.even.items():
         if size % ranks:
             advice = f"Take a mesh whose axis '{axis}' divides it."
@@ -85,10 +89,13 @@ def check_divides(function: str, sizes: TensorSizes, axis: str, ranks: int) -> N
 
 
 def check_context_heads(function: str, heads: int, ranks: Mapping[str, int]) -> None:
-    """Tensor and context parallelism together divide the query heads; key heads are repeated where they have to be.
+    """Check that tensor and context parallelism together divide the query heads; key heads are repeated where needed.
 
     Args:
-        ranks: of the axes that divide them, by name.
+        ranks: by name of the mesh axes that divide the heads, their ranks.
+
+    Raises:
+        SpecError: they do not.
     """
     together = prod(ranks.values())
     if heads % together:
@@ -98,7 +105,11 @@ def check_context_heads(function: str, heads: int, ranks: Mapping[str, int]) -> 
 
 
 def check_context_tokens(function: str, argument: str, tokens: int, ranks: int, shape: tuple[int, ...]) -> None:
-    """Every rank of a context-parallel group holds as many tokens of a sequence."""
+    """Check that every rank of a context-parallel group gets the same number of tokens of a sequence.
+
+    Raises:
+        SpecError: `tokens` is no multiple of the ranks.
+    """
     if tokens % ranks:
         rule = f"of a multiple of {ranks} tokens, for the ranks that each hold a run of them"
         advice = "Pad the sequences, with labels that are ignored."
@@ -106,7 +117,13 @@ def check_context_tokens(function: str, argument: str, tokens: int, ranks: int, 
 
 
 def refuse_context(function: str, computes: str, axis: str) -> Never:
-    """For a model whose attention, or loss, nothing is known of; `computes`: what has to be given whole sequences."""
+    """Refuse context parallelism for a model that does not say how its tokens are split.
+
+    `computes`: the part of the model that needs whole sequences, as the message names it.
+
+    Raises:
+        UnsupportedError: always.
+    """
     rule = "None for a model that does not say how its tokens are split"
     advice = f"{computes} computes with whole sequences."
     raise UnsupportedError(error_text(function, "config.data.context_axis", rule, repr(axis), advice=advice))
@@ -124,7 +141,11 @@ def mesh_axes(config: ParallelConfig) -> dict[str, str]:
 
 
 def check_axis_order(function: str, data: DataParallel | None, axes: Iterable[str]) -> None:
-    """The axes that weights are sharded or replicated over come in one order, replicas first, where a mesh has an order."""
+    """Check that a mesh has the axes over which weights are replicated and sharded in this order, replicas first.
+
+    Raises:
+        SpecError: it has them in another order.
+    """
     given = () if data is None else (data.replicate_axis, data.shard_axis, data.context_axis)
     wanted = [axis for axis in given if axis is not None]
     found = [axis for axis in axes if axis in wanted]

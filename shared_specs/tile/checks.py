@@ -25,8 +25,13 @@ def check_tile(fn: object, num_shards: int | None, tiling: Tiling | None) -> Til
 
 
 def fail_rows(function: str, index: int, shape: tuple[int, ...], t: int) -> Never:
-    """Output `index` of fn, called with t tokens, has no row per token. Lengths of t are told as such: t is how long the shard
-    happened to be that it was seen with."""
+    """Refuse output `index` of fn, which has no row for each of the t tokens that fn was called with.
+
+    The message writes t for every size equal to t: the number of tokens is an accident of the shard.
+
+    Raises:
+        SpecError: always.
+    """
     rule = "[t, ...], or [1, t, ...] where x has three or more dims, for a shard of t tokens"
     if function != "tile":
         rule = f"a scalar or {rule}"

@@ -32,6 +32,23 @@ def docstring_fault(source: str) -> str | None:
     return None if len(text.split()) >= 4 else "the module needs a docstring of at least one sentence"
 
 
+def wording_faults(source: str) -> list[str]:
+    """Public functions and classes whose docstring opens with "What", and public `check_...` that name no error.
+
+    A docstring says what is returned or done; a reader of a check wants to know what it raises.
+    """
+    found: list[str] = []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.FunctionDef | ast.ClassDef) or node.name.startswith("_"):
+            continue
+        text = ast.get_docstring(node) or ""
+        if re.match(r"What\b", text):
+            found.append(f"line {node.lineno}: {node.name}: say what is returned or done, beginning with a verb")
+        if node.name.startswith("check_") and not re.search(r"\b[A-Z]\w*Error\b", text):
+            found.append(f"line {node.lineno}: {node.name}: say which error is raised")
+    return found
+
+
 def text_faults(text: str) -> list[str]:
     """Lines that name a machine's path or a package host, leave work without a link, or draw a banner."""
     rules = {

@@ -10,7 +10,7 @@ from typing import Any
 import hypothesis
 import pytest
 
-from tests.meta.repository_rules import docstring_fault, text_faults, tolerance_faults
+from tests.meta.repository_rules import docstring_fault, text_faults, tolerance_faults, wording_faults
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("shared_specs", "tiled_torch", "tiled_jax", "tests", "benchmarks", "requirements", ".ci")
@@ -53,6 +53,28 @@ def test_no_file_names_a_machine_or_leaves_loose_ends():
 
 def test_tolerance_numbers_live_in_one_file():
     assert faults((path for path in MODULES if path != "shared_specs/tolerances.py"), tolerance_faults) == {}
+
+
+def test_docstrings_say_what_is_returned_and_raised():
+    library = (path for path in MODULES if path.startswith(("shared_specs/", "tiled_torch/", "tiled_jax/")))
+    assert faults(library, wording_faults) == {}
+
+
+@pytest.mark.parametrize(
+    ("source", "count"),
+    [
+        ('def f():\n    """What f computes."""', 1),
+        ('class C:\n    """What a call needs."""', 1),
+        ('class C:\n    def f(self):\n        """What f computes."""', 1),
+        ("def check_x(x): ...", 1),
+        ('def check_x(x):\n    """What x must be."""', 2),
+        ('def check_x(x):\n    """Check x.\n\n    Raises:\n        SpecError: it is wrong.\n    """', 0),
+        ('def _check_x(x):\n    """What x must be."""', 0),
+        ('def f():\n    """Return whatever comes."""', 0),
+    ],
+)
+def test_a_docstring_that_says_too_little_is_found(source, count):
+    assert len(wording_faults(source)) == count
 
 
 @pytest.mark.parametrize("source", ["", "import math", '"""Module."""\nimport math'])

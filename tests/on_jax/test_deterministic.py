@@ -18,7 +18,7 @@ from tests.asserting import assert_case
 from tests.on_jax.interpreted import FINDS_RACES
 from tiled_jax import backends, tiled_mlp
 from tiled_jax.core.loops import Body, for_each_shard
-from tiled_jax.mlp.autodiff import Call, run
+from tiled_jax.mlp.autodiff import MLPCall, run
 from tiled_jax.mlp.steps_kernels import KernelMLPSteps
 
 pytestmark = pytest.mark.usefixtures("interpreting")
@@ -163,7 +163,7 @@ def lowered(tokens: int, *, gated: bool) -> str:
     arrays = operands(tokens, gated=gated)
     w = {name if name.startswith("w_") else f"b_{name}": a for name, a in arrays.items() if name != "x"}
     plan, steps = ShardPlan(tokens, tokens), KernelMLPSteps(DETERMINISTIC)
-    static = Call(plan=plan, kept_start=tokens, activation="silu", steps=steps, token_order=True)
+    static = MLPCall(plan=plan, kept_start=tokens, activation="silu", steps=steps, token_order=True)
 
     def step(x: jax.Array, w: dict[str, jax.Array], dy: jax.Array) -> Any:
         y, pull = jax.vjp(partial(run, static), x, w)

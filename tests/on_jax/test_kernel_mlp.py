@@ -22,7 +22,7 @@ from tests.on_jax.untiled import operands as mlp_operands
 from tests.on_jax.untiled import y_and_gradients
 from tiled_jax import backends, tiled_linear_cross_entropy, tiled_mlp, usable_backends
 from tiled_jax.core.mosaic import mlp_reason
-from tiled_jax.mlp.autodiff import Call, run
+from tiled_jax.mlp.autodiff import MLPCall, run
 from tiled_jax.mlp.kernels.glu_up_aux import glu_up_auxiliary
 from tiled_jax.mlp.steps_kernels import KernelMLPSteps
 
@@ -85,7 +85,7 @@ def test_tiled_mlp_with_gate_as_an_input(case: MLPCase, interpreting: None, monk
 
 def forward_and_backward(plan: ShardPlan, keep: float = 0.0, paths: Paths = DUAL) -> Any:
     """y and the gradients of the MLP through the kernels, compiled and not interpreted: for looking at its program."""
-    call = Call(plan=plan, kept_start=plan.kept_start(keep), activation="silu", steps=KernelMLPSteps(paths))
+    call = MLPCall(plan=plan, kept_start=plan.kept_start(keep), activation="silu", steps=KernelMLPSteps(paths))
     return y_and_gradients(lambda x, *w: run(call, x, dict(zip(("w_gate", "w_up", "w_down"), w, strict=True))))
 
 

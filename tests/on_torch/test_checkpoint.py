@@ -293,7 +293,7 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "second call": (
         twice,
         SpecError,
-        "CheckpointWithoutOutput.checkpoint: the object must be new for every call, got a second call.",
+        "CheckpointWithoutOutput.checkpoint: this object has been used for a call before. Make a new one for every call.",
     ),
     "view": (
         lambda: CheckpointWithoutOutput().checkpoint(lambda x: x.view(-1), batch()),
@@ -303,19 +303,19 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "offloading": (
         lambda: offloaded(torch.autograd.graph.save_on_cpu()),
         SpecError,
-        "CheckpointWithoutOutput.checkpoint: a call must be outside hooks on saved tensors, got one inside those of "
+        "CheckpointWithoutOutput.checkpoint: this call is inside hooks on saved tensors of "
         "torch.autograd.graph. What they take elsewhere need not be discarded: call fn itself there.",
     ),
     "hooks of one's own": (
         lambda: offloaded(torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)),
         SpecError,
-        "CheckpointWithoutOutput.checkpoint: a call must be outside hooks on saved tensors, got one inside those of "
+        "CheckpointWithoutOutput.checkpoint: this call is inside hooks on saved tensors of "
         f"{__name__}. What they take elsewhere need not be discarded: call fn itself there.",
     ),
     "no call": (
         lambda: discard(None, batch()),
         SpecError,
-        f"{_DISCARD}: a call must be made by checkpoint before, got none.",
+        f"{_DISCARD}: there is no output to discard. Call checkpoint first.",
     ),
     "hook kind": (
         lambda: discard(torch.sin, 3),
@@ -373,6 +373,6 @@ def test_a_cuda_graph_that_captures_a_recomputation_is_refused(function, monkeyp
     }
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    message = rf"^{function}: a call must be outside the capture of a CUDA graph, got one inside\. It reads the states"
+    message = rf"^{function}: this call is inside the capture of a CUDA graph\. It reads the states"
     with pytest.raises(UnsupportedError, match=message):
         calls[function]()

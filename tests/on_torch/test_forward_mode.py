@@ -222,6 +222,4 @@ def test_ranks_refuse_tangents(wanted: bool, two_ranks: None) -> None:
     for (name, what), call in calls.items():
         with pytest.raises(UnsupportedError) as caught:
             pushed(call, [x], [torch.ones_like(x)])
-        assert str(caught.value) == (
-            f"{name}: a call must be free of tangents, got one in forward mode. Differentiate the untiled {what} itself."
-        )
+        assert str(caught.value) == (f"{name}: this call is in forward mode. Differentiate the untiled {what} itself.")

@@ -99,7 +99,7 @@ def test_torch_func_is_refused(kind: str, transform: Any) -> None:
     with pytest.raises(UnsupportedError) as caught:
         transform(fn, x.detach().to(torch.float32))
     assert str(caught.value) == (
-        f"{name}: a call must be outside torch.func, got one inside. Differentiate {untiled} itself, or use tiled_jax."
+        f"{name}: this call is inside torch.func. Differentiate {untiled} itself, or use tiled_jax."
     )
 
 

@@ -85,7 +85,7 @@ def test_a_partitioned_zero_3_parameter_is_named_as_what_it_is() -> None:
 
 @pytest.mark.parametrize("x", [torch.zeros(3, 8), torch.zeros(3, 5, 8)], ids=["one token each", "five tokens each"])
 def test_a_vmapped_call_is_refused(x: Tensor) -> None:
-    with pytest.raises(UnsupportedError, match=r"^tiled_mlp: a call must be outside torch\.func, got one inside\."):
+    with pytest.raises(UnsupportedError, match=r"^tiled_mlp: this call is inside torch\.func\."):
         torch.vmap(TiledMLP(8, 12))(x)
 
 

@@ -178,12 +178,12 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "states in fork": (
         lambda s: forked(s, "a", s.states),
         SpecError,
-        "RandomStates.states: a call must be outside fork, got one inside fork('a').",
+        "RandomStates.states: this call is inside fork('a'). Call it after the fork.",
     ),
     "reset in fork": (
         lambda s: forked(s, "a", s.reset),
         SpecError,
-        "RandomStates.reset: a call must be outside fork, got one inside fork('a').",
+        "RandomStates.reset: this call is inside fork('a'). Call it after the fork.",
     ),
     "states kind": (
         lambda s: s.set_states([]),
@@ -327,7 +327,7 @@ def test_a_checkpoint_that_would_draw_other_numbers_is_refused():
     """Of PyTorch's own; also inside one of ours. A fork outside of the region is none of its business."""
     states, x = two_streams(), torch.ones(8, requires_grad=True)
     plain = partial(torch_checkpoint, use_reentrant=False)
-    message = r"^RandomStates\.fork: a call must be outside torch\.utils\.checkpoint, got one inside\."
+    message = r"^RandomStates\.fork: this call is inside torch\.utils\.checkpoint\."
     for region in (lambda x: plain(Block(states), x), lambda x: checkpoint(lambda x: plain(Block(states), x), x)):
         with pytest.raises(SpecError, match=message):
             region(x)

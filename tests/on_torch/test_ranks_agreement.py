@@ -124,9 +124,7 @@ def test_inputs_to_be_partitioned(pools, world, what, refused):
     assert len(set(messages)) == 1
     start = "accepted"
     if refused:
-        start = (
-            "checkpoint: partitioned inputs must be the same on every rank, got different ones. Inputs of a sequence"
-        )
+        start = "checkpoint: partitioned inputs differ between the ranks. Inputs of a sequence"
     if what == "shapes":
         start = f"checkpoint: the shapes of partitioned inputs must be the same on all {world} ranks, got (((4, 4), "
     assert messages[0].startswith(start)
@@ -156,13 +154,11 @@ def test_models_and_configurations(pools, world, what):
         assert last.startswith(REFUSED[what].format(world=world)), last
         return
     assert last.startswith(OWN[what])
-    elsewhere = (
-        f"the call must be possible on every rank of the mesh, got a refusal on rank {world - 1}. There: parallelize: "
-    )
+    elsewhere = f"rank {world - 1} of the mesh refuses the call. There: parallelize: "
     assert all(message == elsewhere + last for message in others), others
 
 
 def test_a_rank_outside_the_mesh(pools):
     """Is refused, and the others do not wait for it."""
-    text = "parallelize: mesh must be one that this rank is in, got one it is not in."
+    text = "parallelize: this rank is not in mesh. Call it only on the ranks of the mesh."
     assert run(pools, 4, "outside") == ["accepted"] * 3 + [text]

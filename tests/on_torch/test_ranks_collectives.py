@@ -167,7 +167,9 @@ def test_a_wrong_call_is_refused_before_anything_is_sent(pools):
     assert set(inside) == set(REFUSED)
     for name, message in inside.items():
         assert message.startswith(REFUSED[name]), name
-    text = "SpecError: copy_to_tensor_parallel_region: group must be one that this rank is in, got one it is not in."
+    text = (
+        "SpecError: copy_to_tensor_parallel_region: this rank is not in group. Call it only on the ranks of the group."
+    )
     assert outside == {"outside": text}
 
 

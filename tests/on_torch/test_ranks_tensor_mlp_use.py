@@ -112,9 +112,7 @@ REFUSED = {
     "budget": f"{NAME}: memory_budget must be >= ",
     "module": "TensorParallelTiledMLP: intermediate_size must be a multiple of the 2 ranks it is split over, got 15.",
     "no bias beside DTensors": f"{NAME}: biases['up'] must be an array, got NoneType.",
-    **dict.fromkeys(
-        ("grad", "vjp", "vmap"), f"{NAME}: a call must be outside torch.func, got one inside. Differentiate the"
-    ),
+    **dict.fromkeys(("grad", "vjp", "vmap"), f"{NAME}: this call is inside torch.func. Differentiate the"),
     "create_graph": f"{NAME}: create_graph must be False in backward, got True.",
 }
 

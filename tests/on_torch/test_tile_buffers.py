@@ -214,9 +214,7 @@ def test_a_write_that_only_a_later_shard_makes_is_refused():
             total.add_(1)
         return x * 2 + total
 
-    message = (
-        r"^tile: what fn writes must be written with its first tokens, got a tensor of shape \[8\], written by a later"
-    )
+    message = r"^tile: only a later shard of fn wrote a tensor of shape \[8\]"
     with pytest.raises(SpecError, match=message):
         tile(fn, num_shards=7)(x)
 

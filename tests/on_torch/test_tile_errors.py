@@ -127,7 +127,7 @@ def test_results_of_another_structure():
 def test_writing_to_an_argument_is_refused(trainable, late):
     """Late: not for the two first tokens; else before any shard, and nothing has been written."""
     x = (X * 1).requires_grad_(trainable) * 1
-    with fails(SpecError, "tile: fn must be free of in-place writes to its arguments, got a write to one of them."):
+    with fails(SpecError, "tile: fn writes to one of its arguments in place. Let it write to a copy."):
         tile(lambda x: x.detach().add_(1) if x.shape[1] > 2 or not late else x + 1, num_shards=2)(x)
     assert late or torch.equal(x, X)
 

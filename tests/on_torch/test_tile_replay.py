@@ -283,7 +283,7 @@ def test_a_parameter_written_before_backward_is_an_error():
 
 def test_torch_func_is_refused():
     module = mlp()
-    with pytest.raises(NotImplementedError, match=r"^tile: a call must be outside torch.func"):
+    with pytest.raises(NotImplementedError, match=r"^tile: this call is inside torch.func"):
         torch.func.grad(lambda x: tile(module, num_shards=3)(x).sum())(draw(TOKENS, HIDDEN, grad=False))
 
 

@@ -59,7 +59,7 @@ def test_layers_of_ranks_refuse(name: str, transform: Transform, alone: None) ->
     with pytest.raises(UnsupportedError) as caught:
         transform(call, torch.randn(5, 8))
     assert str(caught.value) == (
-        f"{function}: a call must be outside torch.func, got one inside. Differentiate {untiled} itself, or use tiled_jax."
+        f"{function}: this call is inside torch.func. Differentiate {untiled} itself, or use tiled_jax."
     )
 
 

@@ -14,7 +14,12 @@ from shared_specs.errors import fail, fail_type, show_shape
 
 
 def check_mesh(function: str, mesh: Any, axis_name: Any) -> int:
-    """Return the devices of one axis of a mesh, once it has such an axis."""
+    """Return the number of devices along one axis of a mesh.
+
+    Raises:
+        SpecError: the mesh has no such axis.
+        TypeError: it is no jax.sharding.Mesh.
+    """
     if not isinstance(mesh, Mesh):
         fail_type(function, "mesh", "a jax.sharding.Mesh", type(mesh).__name__)
     if axis_name not in mesh.axis_names:
@@ -61,7 +66,11 @@ class TokenLayout:
         return P(*(tuple(entry) or None for entry in names))
 
     def check(self, function: str, shape: tuple[int, ...], dim: int | None) -> None:
-        """The tokens of `dim`, if any, divide evenly."""
+        """Check that the devices divide the tokens of `dim`, if there is such a dim.
+
+        Raises:
+            SpecError: they do not.
+        """
         if dim is not None:
             names = (*self.tokens[dim], self.axis_name)
             check_even(function, shape, dim, math.prod(self.mesh.shape[name] for name in names), sizes="")

@@ -27,7 +27,7 @@ class Saved(NamedTuple):
     known: Any = None
 
 
-class Rules(Protocol):
+class DerivativeRules(Protocol):
     """The three loops of an operation. `call` is static; results and operands go by their names.
 
     save(call, operands, wanted) -> results and what the derivatives for the operands `wanted` need.
@@ -41,7 +41,7 @@ class Rules(Protocol):
 
 
 def differentiable(
-    forward: Callable[[Any, Arrays], Arrays], rules: Rules, without: Sequence[str] = ()
+    forward: Callable[[Any, Arrays], Arrays], rules: DerivativeRules, without: Sequence[str] = ()
 ) -> Callable[[Any, Arrays], Arrays]:
     """forward(call, operands) -> results with the derivatives of `rules`; results named in `without` have none."""
 
@@ -60,7 +60,7 @@ def differentiable(
     return run
 
 
-def _saving(rules: Rules, call: Any, operands: Arrays, wanted: tuple[str, ...]) -> tuple[Arrays, Saved]:
+def _saving(rules: DerivativeRules, call: Any, operands: Arrays, wanted: tuple[str, ...]) -> tuple[Arrays, Saved]:
     """`rules.save` as one operation. Operands that it saves are themselves, not copies."""
     known: list[Any] = []
 
@@ -98,7 +98,7 @@ class Linear(Protocol):
 class _OfCall:
     """A call, what it saved, the operands `wanted` and the results concerned."""
 
-    rules: Rules
+    rules: DerivativeRules
     call: Any
     saved: tuple[str, ...]
     known: Any

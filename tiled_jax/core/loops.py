@@ -18,8 +18,8 @@ class Body(Generic[Carry]):
     """The work of one shard: run(first token, number of tokens, carry) -> carry.
 
     The first token may be traced, the number never is. `after(start, carry)` gives both back, the start not before the
-    part of the carry that this body writes is complete. It must not wait for more: what nobody reads, as y when a
-    checkpoint replays the forward for its kept shards, would be computed for the wait alone.
+    part of the carry that this body writes is complete. It must not wait for more. When a checkpoint
+    replays the forward for its kept shards, nobody reads y, and XLA drops it only if nothing waits for it.
     """
 
     run: Callable[[Any, int, Carry], Carry]

@@ -30,6 +30,11 @@ def check_dtypes(function: str, dtype: Any, param_dtype: Any) -> None:
 
 
 def check_sharding(function: str, sharding: Any, second: str) -> None:
+    """Check that `sharding` is a pair of axes: of the hidden size and of `second`.
+
+    Raises:
+        TypeError: it is not.
+    """
     if not isinstance(sharding, tuple) or len(sharding) != 2:
         fail_type(function, "sharding", f"(axis of hidden, axis of {second}) or None", type(sharding).__name__)
 

@@ -108,7 +108,7 @@ class Tiles:
 
 
 @dataclass(frozen=True)
-class Call:
+class TiledLinearCall:
     """All that is static about one call: the tiles, and for each dim of a tile the mesh axis it is gathered over."""
 
     tiles: Tiles
@@ -167,7 +167,7 @@ def tiled_linear(
     mesh = jax.sharding.get_abstract_mesh()
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     explicit = tuple(axis for axis, kind in kinds.items() if kind == AxisType.Explicit)
-    call = Call(tiles, axes, _gathers(function, weight, tiles, axes, kinds))
+    call = TiledLinearCall(tiles, axes, _gathers(function, weight, tiles, axes, kinds))
     padded = None if bias is None else tiles.outputs.pad(bias).reshape(tiles.outputs.parts, tiles.outputs.longest)
     if not explicit:
         return _rows(call, x, weight, padded)
@@ -197,13 +197,13 @@ def _gathers(
     return of(0, axes[0]), of(1, axes[1])
 
 
-def _rows(call: Call, x: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax.Array:
+def _rows(call: TiledLinearCall, x: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax.Array:
     operands = {"x": x.reshape(-1, x.shape[-1]), "weight": weight} | ({} if bias is None else {"bias": bias})
     y = run(call, operands)["y"]
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
-def _linear(call: Call, x: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax.Array:
+def _linear(call: TiledLinearCall, x: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax.Array:
     inputs, outputs, rows, columns = call.tiles.shape
     operands = [x, weight] if bias is None else [x, weight, bias]
     acc = wide(x.dtype)
@@ -230,7 +230,7 @@ def _tile(flat: jax.Array, index: Any, dtype: Any) -> jax.Array:
     return lax.dynamic_index_in_dim(flat, index, keepdims=False).astype(dtype)
 
 
-def _backward(call: Call, x: jax.Array, weight: jax.Array, bias: jax.Array | None, dy: jax.Array) -> Any:
+def _backward(call: TiledLinearCall, x: jax.Array, weight: jax.Array, bias: jax.Array | None, dy: jax.Array) -> Any:
     inputs, outputs, rows, columns = call.tiles.shape
     acc = wide(x.dtype)
     flat = weight.reshape(-1, *weight.shape[2:])
@@ -262,15 +262,15 @@ class _LinearRules:
     """y of x, weight and, where there is one, bias."""
 
     @staticmethod
-    def forward(call: Call, operands: Arrays) -> Arrays:
+    def forward(call: TiledLinearCall, operands: Arrays) -> Arrays:
         return {"y": _linear(call, operands["x"], operands["weight"], operands.get("bias"))}
 
     @staticmethod
-    def save(call: Call, operands: Arrays, wanted: tuple[str, ...]) -> tuple[Arrays, Saved]:
+    def save(call: TiledLinearCall, operands: Arrays, wanted: tuple[str, ...]) -> tuple[Arrays, Saved]:
         return _LinearRules.forward(call, operands), Saved(operands)
 
     @staticmethod
-    def tangents(call: Call, saved: Saved, t: Arrays, results: tuple[str, ...]) -> Arrays:
+    def tangents(call: TiledLinearCall, saved: Saved, t: Arrays, results: tuple[str, ...]) -> Arrays:
         x, weight = saved.arrays["x"], saved.arrays["weight"]
         parts = [_linear(call, t["x"], weight, None)] if "x" in t else []
         if "weight" in t:
@@ -281,7 +281,7 @@ class _LinearRules:
         return {"y": sum(parts[1:], start=parts[0])}
 
     @staticmethod
-    def gradients(call: Call, saved: Saved, g: Arrays, wanted: tuple[str, ...]) -> Arrays:
+    def gradients(call: TiledLinearCall, saved: Saved, g: Arrays, wanted: tuple[str, ...]) -> Arrays:
         given = saved.arrays
         found = _backward(call, given["x"], given["weight"], given.get("bias"), g["y"])
         return {name: d for name, d in zip(("x", "weight", "bias"), found, strict=True) if name in wanted}

@@ -25,7 +25,7 @@ from tiled_jax.collectives.padding import is_token, without_padding
 from tiled_jax.core.arrays import array, operands
 from tiled_jax.core.own_tokens import split_of
 from tiled_jax.core.products import wide
-from tiled_jax.loss.autodiff import COLUMNS, NAME, Call, run
+from tiled_jax.loss.autodiff import COLUMNS, NAME, LossCall, run
 from tiled_jax.loss.math import Rules
 from tiled_jax.loss.steps import XLA, LossSteps
 
@@ -156,7 +156,7 @@ def linear_cross_entropy(
     split = split_of(function, x, [*w.values(), *of_rows], columns, options.token_axes)
     if loss.num_valid is not None:
         fixed["num_valid"] = jnp.asarray(fixed.get("num_valid", loss.num_valid), wide(x.dtype))
-    call = Call(
+    call = LossCall(
         plan=plan,
         parts=ShardPlan(local, -(-local // (options.vocab_shards or 1))),
         rules=Rules(

@@ -14,7 +14,7 @@ from tiled_jax.core.own_tokens import TokenOp, as_typed, on_own_tokens
 from tiled_jax.core.products import wide
 from tiled_jax.loss import loops
 from tiled_jax.loss.loops import NAME as NAME
-from tiled_jax.loss.loops import Call as Call
+from tiled_jax.loss.loops import LossCall as LossCall
 
 # The dim of the weight and of its bias that a split vocabulary splits.
 COLUMNS = {"weight": 1, "bias": 0}
@@ -27,11 +27,11 @@ class _LossRules:
     class_weight [V] and num_valid []."""
 
     @staticmethod
-    def forward(call: Call, operands: Arrays) -> Arrays:
+    def forward(call: LossCall, operands: Arrays) -> Arrays:
         return _results(call, operands, (), save=False)[0]
 
     @staticmethod
-    def save(call: Call, operands: Arrays, wanted: tuple[str, ...]) -> tuple[Arrays, Saved]:
+    def save(call: LossCall, operands: Arrays, wanted: tuple[str, ...]) -> tuple[Arrays, Saved]:
         results, numbers, gradients, mean = _results(call, operands, wanted, save=True)
         kept = {} if mean is None else {"mean": mean}
         if call.in_forward:  # gradients of the sum of losses, to be multiplied
@@ -41,7 +41,7 @@ class _LossRules:
         return results, Saved(kept | {name: a for name, a in operands.items() if name != "num_valid"})
 
     @staticmethod
-    def tangents(call: Call, saved: Saved, t: Arrays, results: tuple[str, ...]) -> Arrays:
+    def tangents(call: LossCall, saved: Saved, t: Arrays, results: tuple[str, ...]) -> Arrays:
         if call.in_forward:
             terms = [
                 jnp.sum(a.astype(wide(a.dtype)) * saved.arrays[_D + name].astype(wide(a.dtype)))
@@ -54,7 +54,7 @@ class _LossRules:
         return found | {name: _reduced(call, found[name], saved.arrays) for name in ("loss",) if name in found}
 
     @staticmethod
-    def gradients(call: Call, saved: Saved, g: Arrays, wanted: tuple[str, ...]) -> Arrays:
+    def gradients(call: LossCall, saved: Saved, g: Arrays, wanted: tuple[str, ...]) -> Arrays:
         if (
             call.axis is not None
         ):  # what is there once for every token is there on one device where these split the tokens
@@ -71,7 +71,7 @@ class _LossRules:
 
 
 def _results(
-    call: Call, operands: Arrays, wanted: tuple[str, ...], *, save: bool
+    call: LossCall, operands: Arrays, wanted: tuple[str, ...], *, save: bool
 ) -> tuple[Arrays, Arrays, Arrays, jax.Array | None]:
     """Return the loss and the outputs asked for, the numbers of every token that they are made of, the gradients of the sum
     of the losses where forward makes them, and what a mean multiplies the sum with, times what those gradients were divided
@@ -105,7 +105,7 @@ def _results(
     return results, numbers, gradients, mean if unit is None else unit if mean is None else mean * unit
 
 
-def _tangents_of_numbers(call: Call, arrays: Arrays, t: Arrays, names: tuple[str, ...]) -> Arrays:
+def _tangents_of_numbers(call: LossCall, arrays: Arrays, t: Arrays, names: tuple[str, ...]) -> Arrays:
     """Return the tangents [tokens] of what there is of every token, from those of operands."""
     rows, whole = _rows_and_whole(arrays)
 
@@ -121,7 +121,7 @@ def _tangents_of_numbers(call: Call, arrays: Arrays, t: Arrays, names: tuple[str
     return on_own_tokens(call.split, _op(run), rows, whole)[0]
 
 
-def _gradients(call: Call, arrays: Arrays, g: Arrays, wanted: tuple[str, ...]) -> Arrays:
+def _gradients(call: LossCall, arrays: Arrays, g: Arrays, wanted: tuple[str, ...]) -> Arrays:
     """Return gradients of operands, from those of results: one for all tokens, or one of every token."""
     rows, whole = _rows_and_whole(arrays)
 
@@ -145,7 +145,7 @@ def _rows_and_whole(operands: Arrays) -> tuple[Arrays, Arrays]:
     return rows, {name: operands[name] for name in ("weight", "bias", "class_weight") if name in operands}
 
 
-def _on_device(call: Call, rows: Arrays, whole: Arrays, axes: tuple[str, ...]) -> tuple[Call, Arrays, Arrays]:
+def _on_device(call: LossCall, rows: Arrays, whole: Arrays, axes: tuple[str, ...]) -> tuple[LossCall, Arrays, Arrays]:
     """Return a device's own call, its weight and bias, and what has no gradient."""
     w = {name: whole[name] for name in COLUMNS if name in whole}
     fixed = {"targets": rows["targets"]} | {name: whole[name] for name in ("class_weight",) if name in whole}
@@ -159,14 +159,14 @@ def _op(run: Any) -> TokenOp:
     return TokenOp(run, column_dim, partial=("x", _D + "x"))
 
 
-def _reduced(call: Call, a: jax.Array, arrays: Arrays) -> jax.Array:
+def _reduced(call: LossCall, a: jax.Array, arrays: Arrays) -> jax.Array:
     """Return the tangent of the loss from those of every token."""
     if call.rules.options.reduction == "none":
         return a
     return _sum(call, a) * arrays["mean"] if "mean" in arrays else _sum(call, a)
 
 
-def _means(call: Call, operands: Arrays, numbers: Arrays) -> tuple[jax.Array, jax.Array]:
+def _means(call: LossCall, operands: Arrays, numbers: Arrays) -> tuple[jax.Array, jax.Array]:
     """Return the factors of the sums of losses and of hits; a mean of nothing is zero."""
     dtype = numbers["loss"].dtype
     hits = (operands["targets"] != call.rules.options.ignore_index).astype(dtype)
@@ -179,7 +179,7 @@ def _means(call: Call, operands: Arrays, numbers: Arrays) -> tuple[jax.Array, ja
     return loss, accuracy
 
 
-def _sum(call: Call, a: jax.Array) -> jax.Array:
+def _sum(call: LossCall, a: jax.Array) -> jax.Array:
     """Return the sum over all tokens of the axis."""
     own = jnp.sum(a)
     return own if call.tokens is None else lax.psum(call.tokens.differing(own), call.tokens.name)
@@ -188,7 +188,7 @@ def _sum(call: Call, a: jax.Array) -> jax.Array:
 _loss = differentiable(_LossRules.forward, _LossRules, without=("accuracy",))
 
 
-def _run(call: Call, x: jax.Array, w: Arrays, fixed: Arrays) -> Arrays:
+def _run(call: LossCall, x: jax.Array, w: Arrays, fixed: Arrays) -> Arrays:
     return _loss(call, {"x": x, **w, **jax.tree.map(lax.stop_gradient, fixed)})
 
 

@@ -32,7 +32,7 @@ _rows, _set_rows = lax.dynamic_slice_in_dim, lax.dynamic_update_slice_in_dim
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
+class LossCall:
     """All that is static about one call; the plan of forward is the plan of backward.
 
     Args:
@@ -58,7 +58,7 @@ class Call:
         """Whether gradients are computed with the loss: a log-sum-exp over several parts is known too late for it."""
         return self.rules.gradients_with_loss and len(self.parts) == 1
 
-    def on_device(self, tokens: int, entries: int, axes: tuple[str, ...]) -> "Call":
+    def on_device(self, tokens: int, entries: int, axes: tuple[str, ...]) -> "LossCall":
         """Return the call of a device that has so many tokens, and so many entries of a vocabulary that `axes` split."""
         if self.split is None or self.replan is None:
             return self
@@ -68,7 +68,7 @@ class Call:
 
 
 def forward(
-    call: Call,
+    call: LossCall,
     x: jax.Array,
     w: Arrays,
     fixed: Arrays,
@@ -96,7 +96,7 @@ def forward(
 
 
 def tangents(
-    call: Call, x: jax.Array, w: Arrays, fixed: Arrays, numbers: Arrays, t: Arrays, names: Collection[str]
+    call: LossCall, x: jax.Array, w: Arrays, fixed: Arrays, numbers: Arrays, t: Arrays, names: Collection[str]
 ) -> Arrays:
     """Return the tangents [T] of numbers of every token, from those of x, weight and bias.
 
@@ -147,7 +147,7 @@ def _tangent_of_logits(x: jax.Array, of_x: jax.Array | None, part: Part, moved: 
 
 
 def backward(
-    call: Call, x: jax.Array, w: Arrays, fixed: Arrays, numbers: Arrays, g: Arrays, wanted: tuple[str, ...]
+    call: LossCall, x: jax.Array, w: Arrays, fixed: Arrays, numbers: Arrays, g: Arrays, wanted: tuple[str, ...]
 ) -> Arrays:
     """Return gradients for upstream ones [T] of numbers per token, from the logits of every shard and part, computed again."""
     # Without the barrier XLA merges the logits of a single shard with those of forward and keeps them in between.
@@ -189,7 +189,7 @@ class _Shard(NamedTuple):
     sigma: jax.Array | int = 1
 
 
-def _with_shard(call: Call, setting: "_Setting", gradients: Arrays, of: _Shard) -> Arrays:
+def _with_shard(call: LossCall, setting: "_Setting", gradients: Arrays, of: _Shard) -> Arrays:
     """Return the gradients with what a shard adds: its rows of dx, written once, and its share of the sums over tokens."""
 
     def part(first: Any, entries: int, sums: Arrays) -> Arrays:
@@ -234,7 +234,7 @@ class _Setting(NamedTuple):
     token_axes: frozenset[str]
 
     @classmethod
-    def of(cls, call: Call, x: jax.Array, w: Arrays, fixed: Arrays) -> "_Setting":
+    def of(cls, call: LossCall, x: jax.Array, w: Arrays, fixed: Arrays) -> "_Setting":
         dtype, rules = wide(x.dtype), call.rules
         own = frozenset() if call.axis is None else varying(lax.axis_index(call.axis))
         known = varying_of(fixed[name] for name in ("targets", "class_weight") if name in fixed)
@@ -259,7 +259,7 @@ class _Setting(NamedTuple):
         """Return the numbers of every token before the first shard."""
         return {name: vary_over(jnp.zeros(x.shape[0], self.dtype), self.token_axes) for name in sorted(names)}
 
-    def with_rows(self, call: Call, numbers: Arrays, values: Arrays, start: Any) -> Arrays:
+    def with_rows(self, call: LossCall, numbers: Arrays, values: Arrays, start: Any) -> Arrays:
         """Return the numbers with those of one shard."""
         return {
             name: _set_rows(rows, vary_over(_own(call, values[name]), self.token_axes), start, 0)
@@ -275,7 +275,7 @@ class _Setting(NamedTuple):
         }
 
 
-def _parts(call: Call, w: Arrays, class_weight: jax.Array | None) -> Callable[[Any, int], Part]:
+def _parts(call: LossCall, w: Arrays, class_weight: jax.Array | None) -> Callable[[Any, int], Part]:
     local, columns = call.parts.tokens, call.steps.columns
     before: Any = 0 if call.axis is None else lax.axis_index(call.axis) * local
     if call.axis is not None and class_weight is not None:
@@ -299,7 +299,7 @@ def _parts(call: Call, w: Arrays, class_weight: jax.Array | None) -> Callable[[A
 
 
 def _statistics(
-    call: Call, setting: _Setting, x_shard: jax.Array, labels: Labels, *, gradient: bool, unit: Any = None
+    call: LossCall, setting: _Setting, x_shard: jax.Array, labels: Labels, *, gradient: bool, unit: Any = None
 ) -> tuple[Statistics, jax.Array | None]:
     """Return one shard's statistics over the whole vocabulary, and with `gradient` the dlogits of the sum of its losses by
     `unit`.
@@ -346,7 +346,7 @@ class _Given(NamedTuple):
     more: Any = None  # further rows [t, H]
 
 
-def _for_each_shard(call: Call, given: _Given, run: Callable[[Any, int, _Given, Any], Any], carry: Any) -> Any:
+def _for_each_shard(call: LossCall, given: _Given, run: Callable[[Any, int, _Given, Any], Any], carry: Any) -> Any:
     """carry = run(start, size, what the shard is given, carry) for every shard, gathered where devices split the tokens."""
 
     tokens = call.tokens
@@ -368,17 +368,17 @@ def _for_each_shard(call: Call, given: _Given, run: Callable[[Any, int, _Given, 
     return for_each_gathered(call.plan, call.plan.tokens, fetch, gathered, gathered, carry)
 
 
-def _own(call: Call, a: jax.Array) -> jax.Array:
+def _own(call: LossCall, a: jax.Array) -> jax.Array:
     """Return a device's own tokens of a shard's."""
     return a if call.tokens is None else call.tokens.own(a)
 
 
-def of_all(call: Call, size: jax.Array) -> jax.Array:
+def of_all(call: LossCall, size: jax.Array) -> jax.Array:
     """Return the largest of all tokens of the axis."""
     return size if call.tokens is None else lax.pmax(call.tokens.differing(size), call.tokens.name)
 
 
-def unit_of(call: Call, targets: jax.Array, class_weight: jax.Array | None, dtype: Any) -> jax.Array | None:
+def unit_of(call: LossCall, targets: jax.Array, class_weight: jax.Array | None, dtype: Any) -> jax.Array | None:
     """Return the number by which gradients of the sum of the losses are divided to be stored near 1; None where they are.
 
     Where a mesh cuts the tokens it is that of the heaviest class, the same on all devices.

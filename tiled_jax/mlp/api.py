@@ -21,7 +21,7 @@ from tiled_jax import backends
 from tiled_jax.collectives.gathered_tokens import TokenAxis
 from tiled_jax.core.arrays import array, operands
 from tiled_jax.core.own_tokens import split_of
-from tiled_jax.mlp.autodiff import COLUMNS, Call, run
+from tiled_jax.mlp.autodiff import COLUMNS, MLPCall, run
 from tiled_jax.mlp.steps import XLA, MLPSteps
 
 _NAME = "tiled_mlp"
@@ -129,7 +129,7 @@ class Given(NamedTuple):
         """The weights, and the biases as b_gate, b_up and b_down."""
         return self.w | {f"b_{name}": bias for name, bias in self.b.items()}
 
-    def rows(self, call: Call) -> jax.Array:
+    def rows(self, call: MLPCall) -> jax.Array:
         """Return x, as [tokens, H] where no mesh cuts it."""
         return self.x if call.split is not None else self.x.reshape(self.shape.tokens, self.x.shape[-1])
 
@@ -176,9 +176,14 @@ def check_operands(
     *,
     several: bool = True,
 ) -> Given:
-    """Return the arguments of `tiled_mlp` as a public function is given them, checked.
+    """Return the arguments of `tiled_mlp`, as a public function is given them, once they are right.
 
     several: whether results are summed over devices, which no order of additions survives.
+
+    Raises:
+        SpecError: a shape, dtype or value is wrong.
+        TypeError: an argument is of the wrong kind.
+        UnsupportedError: the backend or deterministic sums cannot be had here.
     """
     x = array(function, "x", x)
     gate = {} if w_gate is None else {"w_gate": array(function, "w_gate", w_gate)}
@@ -201,7 +206,7 @@ def check_operands(
     return Given(function, x, w, b, activation, options, usable)
 
 
-def make_call(given: Given, backend: str, axis: str | None = None) -> Call:
+def make_call(given: Given, backend: str, axis: str | None = None) -> MLPCall:
     """Return the call for the tokens that are here, which with `axis` are those of one device of that mesh axis."""
     options, w = given.options, given.weights
     columns = [(a, COLUMNS[name]) for name, a in w.items() if name in COLUMNS]
@@ -212,7 +217,7 @@ def make_call(given: Given, backend: str, axis: str | None = None) -> Call:
     replan = _MakePlan(given.function, given.shape, options, backends.device_kind(), steps.multiple)
     shape = given.shape
     plan = replan(shape.tokens, shape.intermediate) if axis is None else replan.gathered(lax.axis_size(axis))
-    return Call(
+    return MLPCall(
         plan=plan,
         kept_start=plan.kept_start(options.keep),
         activation=given.activation,

@@ -12,7 +12,7 @@ from tiled_jax.core.loops import gradient_of
 from tiled_jax.core.own_tokens import TokenOp, as_typed, on_own_tokens
 from tiled_jax.mlp import loops
 from tiled_jax.mlp.loops import OF, PRE
-from tiled_jax.mlp.loops import Call as Call
+from tiled_jax.mlp.loops import MLPCall as MLPCall
 
 # The dim of a weight or bias that tensor parallelism splits.
 COLUMNS = {"w_gate": 1, "w_up": 1, "w_down": 0, "b_gate": 0, "b_up": 0}
@@ -23,12 +23,12 @@ class _MLPRules:
     operands are weights and biases."""
 
     @staticmethod
-    def forward(call: Call, operands: Arrays) -> Arrays:
+    def forward(call: MLPCall, operands: Arrays) -> Arrays:
         x, w = _x_and_weights(operands)
         return on_own_tokens(call.split, _op(call, partial(loops.forward, call, 0)), {"x": x}, w)[0]
 
     @staticmethod
-    def save(call: Call, operands: Arrays, wanted: tuple[str, ...]) -> tuple[Arrays, Saved]:
+    def save(call: MLPCall, operands: Arrays, wanted: tuple[str, ...]) -> tuple[Arrays, Saved]:
         if call.token_order and set(wanted) - {"x"}:
             checks.check_deterministic_shards("tiled_mlp", call.plan)
         x, w = _x_and_weights(operands)
@@ -37,14 +37,14 @@ class _MLPRules:
         return {"y": found.pop("y")}, Saved(operands | found)
 
     @staticmethod
-    def tangents(call: Call, saved: Saved, t: Arrays, results: tuple[str, ...]) -> Arrays:
+    def tangents(call: MLPCall, saved: Saved, t: Arrays, results: tuple[str, ...]) -> Arrays:
         x, w = _x_and_weights(saved.arrays)
         of_x = {OF + "x": t["x"]} if "x" in t else {}
         of_w = {OF + name: a for name, a in t.items() if name != "x"}
         return on_own_tokens(call.split, _op(call, partial(loops.tangents, call)), {"x": x, **of_x}, w | of_w)[0]
 
     @staticmethod
-    def gradients(call: Call, saved: Saved, g: Arrays, wanted: tuple[str, ...]) -> Arrays:
+    def gradients(call: MLPCall, saved: Saved, g: Arrays, wanted: tuple[str, ...]) -> Arrays:
         x, w = _x_and_weights(saved.arrays)
         rows = {"x": x, "dy": g["y"]} | {name: saved.arrays[name] for name in PRE if name in saved.arrays}
         of_rows, sums = on_own_tokens(call.split, _op(call, partial(loops.backward, call, wanted)), rows, w)
@@ -53,7 +53,7 @@ class _MLPRules:
         return {name: as_typed(saved.arrays[name], d) for name, d in found.items()}
 
 
-def _kept(call: Call, x: jax.Array) -> Fraction | int:
+def _kept(call: MLPCall, x: jax.Array) -> Fraction | int:
     """For which share of the last leading dim of x there is room to keep gate and up.
 
     Where a mesh may cut that dim the room is cut with it: a multiple of every number of parts.
@@ -67,7 +67,7 @@ def _kept(call: Call, x: jax.Array) -> Fraction | int:
     return Fraction(min(length, -(-tokens * length // (call.plan.tokens * unit)) * unit), length)
 
 
-def _op(call: Call, run: Any) -> TokenOp:
+def _op(call: MLPCall, run: Any) -> TokenOp:
     return TokenOp(
         run,
         column_dim=lambda name: COLUMNS.get(name.removeprefix(OF)),
@@ -84,7 +84,7 @@ def _x_and_weights(arrays: Arrays) -> tuple[jax.Array, Arrays]:
 _mlp = differentiable(_MLPRules.forward, _MLPRules)
 
 
-def _run(call: Call, x: jax.Array, w: Arrays) -> jax.Array:
+def _run(call: MLPCall, x: jax.Array, w: Arrays) -> jax.Array:
     return _mlp(call, {"x": x, **w})["y"]
 
 

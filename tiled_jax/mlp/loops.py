@@ -37,7 +37,7 @@ _rows, _set_rows = lax.dynamic_slice_in_dim, lax.dynamic_update_slice_in_dim
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
+class MLPCall:
     """All that is static about one call; the plan of forward is the plan of backward.
 
     Args:
@@ -62,7 +62,7 @@ class Call:
     def kept_tokens(self) -> int:
         return self.plan.tokens - self.kept_start
 
-    def on_device(self, tokens: int, kept_tokens: int, columns: int) -> "Call":
+    def on_device(self, tokens: int, kept_tokens: int, columns: int) -> "MLPCall":
         """Return the call of a device that has so many tokens and columns, and room to keep gate and up of so many tokens."""
         if self.split is None or self.replan is None:
             return self
@@ -87,7 +87,7 @@ class Call:
         return partial(for_each_gathered, fetch=lambda start, tokens: gather(_cut(rows, start, tokens)))
 
 
-def forward(call: Call, share: Fraction | int, rows: Arrays, w: Arrays, axes: Axes) -> Results:
+def forward(call: MLPCall, share: Fraction | int, rows: Arrays, w: Arrays, axes: Axes) -> Results:
     """y [T, H_out], and for a `share` of the tokens other than 0 gate and up of the kept shards in buffers."""
     x, columns = rows["x"], w["w_up"].shape[1]
     kept_tokens = int(x.shape[0] * share)
@@ -141,7 +141,7 @@ def forward(call: Call, share: Fraction | int, rows: Arrays, w: Arrays, axes: Ax
     return {"y": y, **buffers}, {}
 
 
-def tangents(call: Call, rows: Arrays, whole: Arrays, axes: Axes) -> Results:
+def tangents(call: MLPCall, rows: Arrays, whole: Arrays, axes: Axes) -> Results:
     """Return the tangent of y [T, H_out] from those of some operands, each named as `OF` and the operand's name."""
     x, whole = rows["x"], _once(whole, axes)
     w = {name: a for name, a in whole.items() if not name.startswith(OF)}
@@ -170,7 +170,7 @@ def tangents(call: Call, rows: Arrays, whole: Arrays, axes: Axes) -> Results:
     return {"y": call.each_of(of_rows)(call.plan, call.plan.tokens, recomputed=body, kept=body, carry=dy)}, {}
 
 
-def backward(call: Call, wanted: tuple[str, ...], rows: Arrays, w: Arrays, axes: Axes) -> Results:
+def backward(call: MLPCall, wanted: tuple[str, ...], rows: Arrays, w: Arrays, axes: Axes) -> Results:
     """Return the gradient of every operand in `wanted`: of x in its dtype, of the others, sums over tokens, in the wide one."""
     x, dy, w = rows["x"], rows["dy"], _once(w, axes)
     kept_pre = {name: rows[name] for name in PRE if name in rows}
@@ -220,7 +220,7 @@ def _once(w: Arrays, axes: Axes) -> Arrays:
     return w | {name: jnp.where(lax.axis_index(axes) == 0, w[name], jnp.zeros_like(w[name])) for name in first}
 
 
-def _varying(call: Call, *arrays: jax.Array) -> frozenset[str]:
+def _varying(call: MLPCall, *arrays: jax.Array) -> frozenset[str]:
     """Return the mesh axes along which what is computed of these varies; the one that splits the tokens among them."""
     own = frozenset() if call.tokens is None else varying(lax.axis_index(call.tokens.name))
     return varying_of(arrays) | own

@@ -107,6 +107,11 @@ class SplitParameter:
         self.path, self.dtype = ".".join(map(str, path)), part.dtype
 
     def refuse(self, *_: Any, **__: Any) -> Any:
+        """Refuse the use of a parameter outside the call of its own module.
+
+        Raises:
+            UnsupportedError: always.
+        """
         rule = "read in the call of its own module alone, where it is gathered"
         advice = "Put what loss_fn needs of it into the module's result, or register rules with a loss."
         raise UnsupportedError(error_text(HERE, self.path, rule, "a use elsewhere", advice=advice))

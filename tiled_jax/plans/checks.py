@@ -45,7 +45,12 @@ def checked_axes(config: ParallelConfig, mesh: jax.sharding.Mesh) -> MeshAxes:
 def check_model(
     model: nnx.Module, mesh: jax.sharding.Mesh, config: ParallelConfig, axes: MeshAxes, rules: ModelRules | None
 ) -> None:
-    """The model can be split as asked; `rules`: of a model whose loss is written for shard_map, else None."""
+    """Check that the model can be split as asked; `rules`: of a model whose loss is written for shard_map, else None.
+
+    Raises:
+        SpecError: the ranks do not divide its sizes.
+        UnsupportedError: the model's loss or attention cannot be split this way.
+    """
     if rules is None:
         _check_own_loss(mesh, config)
         return
@@ -81,10 +86,13 @@ def _check_own_loss(mesh: jax.sharding.Mesh, config: ParallelConfig) -> None:
 def check_split(
     mesh: jax.sharding.Mesh, config: ParallelConfig, placements: Iterable[Placement], dtypes: Iterable[Any], own: bool
 ) -> None:
-    """Tensor parallelism has something to split, and XLA can compute the sums beside it.
+    """Check that tensor parallelism has a parameter to split, and that XLA can compute the sums that it needs.
 
     Args:
         placements, dtypes: of the parameters. own: the loss is written for shard_map, else XLA splits the products.
+
+    Raises:
+        SpecError: there is none, or it cannot.
     """
     tensor, data = config.tensor, config.data
     if tensor is None:
@@ -107,7 +115,12 @@ def _unsupported(argument: str, rule: str, got: object, advice: str) -> None:
 
 
 def check_batch(batch: Any, axes: MeshAxes) -> None:
-    """Every array of a batch has sequences for all data ranks and, under context parallelism, positions for all ranks."""
+    """Check that every array of a batch has sequences for all data ranks and positions for all context ranks.
+
+    Raises:
+        SpecError: one has not.
+        TypeError: a leaf is no array.
+    """
     ranks = axes.ranks(axes.batch)
     for leaf in jax.tree.leaves(batch):
         if not hasattr(leaf, "shape"):

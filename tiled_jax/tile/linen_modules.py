@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from shared_specs.errors import UnsupportedError, error_text, fail
+from shared_specs.errors import UnsupportedError, fail, refusal_text
 from tiled_jax.tile import module_state, token_layout
 
 
@@ -77,8 +77,8 @@ def _check_unwritten(before: Mapping[str, Any], after: Mapping[str, Any]) -> Non
                 "Each shard would see the state of another; write it outside of fn, or switch it off "
                 "(for statistics: use_running_average=True)."
             )
-            rule = "free of writes to its modules' state"
-            raise UnsupportedError(error_text("tile", "fn", rule, f"a write to {names}", advice=advice))
+            wrong = f"fn writes to the state of its modules: {names}"
+            raise UnsupportedError(refusal_text("tile", wrong, advice=advice))
 
 
 @contextmanager
@@ -97,11 +97,9 @@ def refusing_bound_modules(function: str, outside: Any) -> Iterator[None]:
         scope = context.module.scope
         if scope is not None and any(scope.root.trace_level == level for level in outside):
             raise UnsupportedError(
-                error_text(
+                refusal_text(
                     function,
-                    "fn",
-                    "a linen module itself, or free of modules that are bound outside of it",
-                    f"a call of {type(context.module).__name__}, bound outside",
+                    f"fn calls {type(context.module).__name__}, a module that is bound outside of it",
                     advice="Tile the module, as in tile(module)(x), or apply it to variables handed over as arguments.",
                 )
             )

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from shared_specs.errors import UnsupportedError, error_text, fail_type, show_shape
+from shared_specs.errors import UnsupportedError, fail_type, refusal_text, show_shape
 from tiled_jax.tile.token_layout import varied
 
 Path = tuple[Any, ...]
@@ -46,9 +46,7 @@ def check_closure(function: str, fn: Any) -> None:
         advice = (
             "Every shard would draw the same numbers: hand it to tile as rngs=, or to fn as an argument to mean that."
         )
-        raise UnsupportedError(
-            error_text(function, "fn", "free of random keys that it closes over", "one", advice=advice)
-        )
+        raise UnsupportedError(refusal_text(function, "fn closes over a random key", advice=advice))
 
 
 def closed_over(fn: Any) -> list[Any]:
@@ -109,11 +107,9 @@ class Modules:
             if path not in counts:
                 name = type(self._variables[path]).__name__ if path in self._variables else "a new variable"
                 raise UnsupportedError(
-                    error_text(
+                    refusal_text(
                         self._function,
-                        "fn",
-                        "free of writes to its modules' state",
-                        f"a write to {'.'.join(map(str, path[1:]))} ({name})",
+                        f"fn writes to the state of its modules: {'.'.join(map(str, path[1:]))} ({name})",
                         advice="Each shard would see the state of another; write it outside of fn, or switch it off "
                         "(for statistics: use_running_average=True).",
                     )

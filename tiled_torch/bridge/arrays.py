@@ -105,7 +105,12 @@ def to_torch(array: "jax.Array", *, copy: bool = False) -> Tensor:
 
 
 def check_tensor(function: str, name: str, tensor: Any) -> None:
-    """Refuses what could not cross even as a copy."""
+    """Check that a tensor can cross to JAX, at least as a copy.
+
+    Raises:
+        TypeError: it is no plain tensor, or JAX has no such dtype.
+        UnsupportedError: its device is one that JAX cannot take it from.
+    """
     import jax
 
     if not isinstance(tensor, Tensor):

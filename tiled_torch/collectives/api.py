@@ -280,7 +280,7 @@ def _whole(over: RankGroup, x: Tensor, dim: int, sizes: Any) -> tuple[int, tuple
     if sizes is None:
         checks.check_even(over.function, shape, dim, over.size)
         return dim, None
-    sizes = checks.check_sizes(over.function, "split_sizes", sizes, over.size)
+    sizes = checks.check_split_sizes(over.function, "split_sizes", sizes, over.size)
     checks.check_total(over.function, "split_sizes", sizes, shape, dim)
     return dim, sizes
 
@@ -291,6 +291,6 @@ def _part(over: RankGroup, x: Tensor, dim: int, sizes: Any) -> tuple[int, tuple[
     dim = checks.check_dim(over.function, dim, shape)
     if sizes is None:
         return dim, None
-    sizes = checks.check_sizes(over.function, "split_sizes", sizes, over.size)
+    sizes = checks.check_split_sizes(over.function, "split_sizes", sizes, over.size)
     checks.check_part(over.function, "split_sizes", sizes, shape, dim, over.rank)
     return dim, sizes

@@ -1,4 +1,4 @@
-"""What the ranks of a group have to say alike of a call, compared before they send each other anything else.
+"""Compare the ranks' descriptions of a call before they send each other anything else.
 
 A rank that cut its tokens in another way, or wants a gradient that the others do not, would send messages that nobody
 waits for: a hang, mixed shards, or under gloo the end of the process. Two comparisons, each of one number a rank, made from
@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shared_specs.collectives.agreement import check_alike
-from shared_specs.errors import fail
+from shared_specs.errors import fail, fail_with
 from tiled_torch.collectives import failures
 from tiled_torch.collectives.failures import named
 from tiled_torch.collectives.groups import RankGroup, backend_of, not_compiled, rank_group
@@ -52,7 +52,7 @@ def first_time(over: RankGroup, what: Hashable) -> Iterator[bool]:
 
 @not_compiled
 def agree(over: RankGroup, device: torch.device, said: Mapping[str, Any]) -> None:
-    """Compares what this rank says of its call with what the others say; nothing is sent the second time.
+    """Compare what this rank says of its call with what the others say; nothing is sent the second time.
 
     Args:
         device: of the call's tensors, which the group's backend moves.
@@ -71,9 +71,13 @@ def agree(over: RankGroup, device: torch.device, said: Mapping[str, Any]) -> Non
 
 @not_compiled
 def same_collective(over: RankGroup, name: str, x: Tensor, shape: Sequence[object], extra: str = "") -> None:
-    """Compares what the ranks are about to send each other, in `name`: x's dtype, what of its shape has to be alike, `extra`.
+    """Compare, before the collective `name`, what must be equal on all ranks: the dtype of x, `shape` and `extra`.
 
-    Every time under gloo, whose process ends where sizes differ; the first time under other backends.
+    shape: the sizes of x that must be equal, in elements. The ranks compare every time under
+    gloo, whose process ends where sizes differ; the first time under other backends.
+
+    Raises:
+        SpecError: on every rank, with what each of them says, where they differ.
     """
     met, what = _met_in(over), (over.function, name, x.dtype, *shape, extra)
     if what in met or _unreadable(over, x.device):
@@ -150,8 +154,7 @@ def check_everywhere(function: str, mesh: Any, check: Callable[[], T], said: Cal
     notes = _notes(function, mesh, {"said": {name: str(value) for name, value in said().items()}})
     for note in notes:
         if "refused" in note:
-            got = f"a refusal on rank {note['rank']}"
-            fail(function, "the call", "possible on every rank of the mesh", got, advice=f"There: {note['refused']}")
+            fail_with(function, f"rank {note['rank']} of the mesh refuses the call", advice=f"There: {note['refused']}")
     check_alike(function, [note["said"] for note in notes])
     return found
 

@@ -22,7 +22,7 @@ from tiled_torch.core.row_shards import Rows, Taken, Written
 class Gathers(Taken):
     """Gathered shards in the order of their use. Two exist at a time: in use, or on their way while the caller computes.
 
-    A caller that still held one when it has let go of it would make them three.
+    A caller must drop its reference to a shard before it takes the next one, or three exist at once.
 
     Args:
         order: rows of this rank [T / R, ...] and the number of a shard of them, for every use; cast to `dtype`.

@@ -7,7 +7,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from shared_specs.errors import UnsupportedError, error_text, fail, fail_type
+from shared_specs.errors import UnsupportedError, error_text, fail, fail_type, fail_with
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -50,13 +50,13 @@ def process_group(function: str, group: Any) -> Any:
         if group.ndim != 1:
             fail(function, "group", "a mesh of one dim", f"one of {group.ndim}")
         if group.get_coordinate() is None:
-            fail(function, "group", "one that this rank is in", "one it is not in")
+            fail_with(function, "this rank is not in group", advice="Call it only on the ranks of the group.")
         return group.get_group()
     outside = group is torch.distributed.GroupMember.NON_GROUP_MEMBER  # what new_group gives the ranks it leaves out
     if group is not None and not outside and not isinstance(group, torch.distributed.ProcessGroup):
         fail_type(function, "group", "a process group, a DeviceMesh or None", type(group).__name__)
     if outside or (group is not None and torch.distributed.get_rank(group) < 0):  # type: ignore[arg-type]
-        fail(function, "group", "one that this rank is in", "one it is not in")
+        fail_with(function, "this rank is not in group", advice="Call it only on the ranks of the group.")
     return group
 
 

@@ -25,6 +25,11 @@ def own_slice(master: Tensor, over: RankGroup, dim: int, stride: int = 1) -> Ten
 
 
 def check_init_method(function: str, init_method: object) -> None:
+    """Check that `init_method` is a function or None.
+
+    Raises:
+        TypeError: it cannot be called.
+    """
     if init_method is not None and not callable(init_method):
         fail_type(
             function, "init_method", "a function that fills a tensor in place, or None", type(init_method).__name__

@@ -121,7 +121,11 @@ def fused_halves(fused: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def refuse_compiled_main_grad() -> Never:
-    """A traced backward has no buffers beside its results."""
+    """Refuse main_grad under torch.compile: a traced backward returns gradients and has no buffers to add to.
+
+    Raises:
+        UnsupportedError: always.
+    """
     raise UnsupportedError(
         "tiled_mlp: main_grad must be None under torch.compile, got a buffer. A compiled backward returns gradients; compile "
         "around the MLP, or let the optimizer read .grad."

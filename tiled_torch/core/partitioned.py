@@ -95,9 +95,12 @@ def called_once(module: nn.Module, forward: Callable[[Tensor], Tensor], x: Tenso
 
 
 def refuse_parts(parameters: Iterable[Any]) -> None:
-    """ZeRO-3 fetches a parameter's data module by module, which would be once for every shard.
+    """Refuse parameters that ZeRO-3 has split: it would fetch each one module by module, once for every shard.
 
-    What a leaf module around fn has gathered is whole for all of them.
+    Parameters that a leaf module around fn has gathered are whole for all shards, and pass.
+
+    Raises:
+        UnsupportedError: one of them is split.
     """
     if any(is_partitioned(p) and not (hasattr(p, "ds_z3_leaf_module") and p.numel()) for p in parameters):
         _refuse()
@@ -118,9 +121,13 @@ def _refuse() -> Never:
 
 
 def refuse_early_gradient(module: nn.Module, args: Sequence[Any]) -> None:
-    """The hook by which ZeRO-3 reduces a leaf module's gradients runs when the gradient of its input is there.
+    """Refuse a leaf module under ZeRO-3 none of whose inputs requires grad.
 
-    Without such an input it runs first, and takes gradients that are not there yet for zeros.
+    ZeRO-3 reduces a leaf module's gradients in a hook on the gradient of its input. Without such an input the hook runs
+    first, and takes gradients that are not there yet for zeros.
+
+    Raises:
+        UnsupportedError: no positional argument requires grad.
     """
     if (
         not (gathers(module) and is_leaf(module))

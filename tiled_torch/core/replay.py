@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import parametrize
 
-from shared_specs.errors import UnsupportedError, error_text
+from shared_specs.errors import UnsupportedError, refusal_text
 
 RandomState = tuple[Tensor, ...]
 
@@ -21,7 +21,7 @@ class Streams(Protocol):
         ...
 
 
-# () -> how they stand now, of every kind of streams that are kept apart from the generators; `layers.random` adds its own.
+# One function for each kind of random streams beside the generators: () -> their present state. `layers.random` adds its own.
 STREAMS: list[Callable[[], Streams]] = []
 
 
@@ -50,16 +50,14 @@ def refuse_capture(function: str) -> None:
     """UnsupportedError while a CUDA graph is captured: the generators' states, which a recomputation needs, cannot be read."""
     if is_capturing():
         advice = "It reads the states of the generators, which a capture does not allow: call it outside, or fn alone inside."
-        raise UnsupportedError(
-            error_text(function, "a call", "outside the capture of a CUDA graph", "one inside", advice=advice)
-        )
+        raise UnsupportedError(refusal_text(function, "this call is inside the capture of a CUDA graph", advice=advice))
 
 
 def refuse_transforms(function: str, untiled: str) -> None:
     """UnsupportedError inside torch.func, whose tensors the hand-written nodes and products cannot take."""
     if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
         advice = f"Differentiate {untiled} itself, or use tiled_jax."
-        raise UnsupportedError(error_text(function, "a call", "outside torch.func", "one inside", advice=advice))
+        raise UnsupportedError(refusal_text(function, "this call is inside torch.func", advice=advice))
 
 
 def set_random_state(device: torch.device, state: RandomState) -> None:
@@ -89,7 +87,7 @@ def _set_states(generators: Sequence[torch.Generator], states: RandomState) -> N
         generator.set_state(state)
 
 
-class RandomStates:
+class GeneratorStates:
     """The generators' states, and named streams, at the start of every shard; one object where no shard draws a number.
 
     generators: those that fn is known to use besides the default ones. apart: tensors are fake, no number is ever drawn.

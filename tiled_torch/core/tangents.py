@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from shared_specs.errors import UnsupportedError, error_text
+from shared_specs.errors import UnsupportedError, error_text, refusal_text
 
 
 def carry_tangents(tensors: Iterable[Any]) -> bool:
@@ -20,7 +20,7 @@ def refuse_tangents(function: str, untiled: str, tensors: Iterable[Any]) -> None
     """UnsupportedError for what would lose them."""
     if carry_tangents(tensors):
         advice = f"Differentiate {untiled} itself."
-        raise UnsupportedError(error_text(function, "a call", "free of tangents", "one in forward mode", advice=advice))
+        raise UnsupportedError(refusal_text(function, "this call is in forward mode", advice=advice))
 
 
 def refuse_kernels(function: str, backend: str) -> None:

@@ -48,5 +48,10 @@ def is_dtensor(value: Any) -> TypeGuard[Any]:
 
 
 def refuse_dtensor(function: str, what: str, value: Any, advice: str) -> None:
+    """Refuse a DTensor where a plain tensor is needed; `what` names it in the message.
+
+    Raises:
+        UnsupportedError: `value` is a DTensor.
+    """
     if is_dtensor(value):
         raise UnsupportedError(error_text(function, what, "a plain tensor", "a DTensor", advice=advice))

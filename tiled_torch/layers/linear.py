@@ -165,6 +165,12 @@ class LinearArguments:
         self.dim, self.sizes = self._sequence_dim(split_sizes, given_whole=kind == "row")
 
     def check_column(self, gather_output: bool) -> None:
+        """Check the call of a column-parallel layer.
+
+        Raises:
+            SpecError: a shape, size or option disagrees.
+            TypeError: a flag is neither True nor False.
+        """
         function, options = self.over.function, self.options
         layer_checks.check_flags(function, gather_output=gather_output)
         if options.explicit_expert_comm:
@@ -186,6 +192,12 @@ class LinearArguments:
         return in_order(move(y, over, Join(last), Split(last)), over.size, options.stride)
 
     def check_row(self, input_is_parallel: bool) -> None:
+        """Check the call of a row-parallel layer.
+
+        Raises:
+            SpecError: a shape, size or option disagrees.
+            TypeError: a flag is neither True nor False.
+        """
         function, options = self.over.function, self.options
         layer_checks.check_flags(function, input_is_parallel=input_is_parallel)
         if options.explicit_expert_comm:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._C._autograd import _top_saved_tensors_default_hooks as _top_hooks  # torch has no public name for it
 
-from shared_specs.errors import UnsupportedError, error_text, fail, fail_type
+from shared_specs.errors import UnsupportedError, error_text, fail, fail_type, fail_with
 from shared_specs.layers.random import RANDOM_STREAMS, derived_seed, stream_coordinates
 from tiled_torch.core import replay
 
@@ -207,7 +207,7 @@ class RandomStates:
     def _refuse_forked(self, function: str) -> None:
         forked = [name for states, name in _forks if states is self]
         if forked:
-            fail(function, "a call", "outside fork", f"one inside fork({forked[-1]!r})")
+            fail_with(function, f"this call is inside fork({forked[-1]!r})", advice="Call it after the fork.")
 
 
 class Snapshot:
@@ -304,7 +304,7 @@ def _refuse_other_replays() -> None:
             "It would compute again from other numbers. Use tiled_torch.layers.recompute, or `parallelize`; with "
             "torch.compile keep the streams as an attribute of a module of the layer, and no selective checkpoint."
         )
-        fail("RandomStates.fork", "a call", "outside torch.utils.checkpoint", "one inside", advice=advice)
+        fail_with("RandomStates.fork", "this call is inside torch.utils.checkpoint", advice=advice)
 
 
 def _unpickled(states: dict[str, State], seeds: dict[str, int]) -> RandomStates:

@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from shared_specs.errors import error_text, fail, fail_type
+from shared_specs.errors import error_text, fail, fail_type, fail_with
 from tiled_torch.collectives import transport
 from tiled_torch.collectives.consistency import agree, first_time
 from tiled_torch.collectives.groups import RankGroup, not_compiled, rank_group
@@ -93,7 +93,7 @@ def _check_alike(ranks: RankGroup, inputs: Sequence[Tensor]) -> None:
         for numbers in found.split([a.numel() for a in samples], 1):
             if bool(((numbers - numbers[0]).abs() > _ALIKE * numbers.abs().amax()).any()):
                 advice = "Inputs of a sequence-parallel region are parts already: leave partition_inputs out."
-                fail(ranks.function, "partitioned inputs", "the same on every rank", "different ones", advice=advice)
+                fail_with(ranks.function, "partitioned inputs differ between the ranks", advice=advice)
 
 
 def _samples(a: Tensor) -> Tensor:
@@ -166,7 +166,8 @@ class CheckpointWithoutOutput:
         if not callable(fn):
             fail_type(f"{_NAME}.checkpoint", "fn", "a module or a function", type(fn).__name__)
         if self._outputs:
-            fail(f"{_NAME}.checkpoint", "the object", "new for every call", "a second call")
+            advice = "Make a new one for every call."
+            fail_with(f"{_NAME}.checkpoint", "this object has been used for a call before", advice=advice)
         self._inside = _recomputed(_top_hooks(True))  # type: ignore[call-arg]
         self._call = _Call(fn, args) if torch.is_grad_enabled() and not self._inside else None
         with self._call.dropping() if self._call is not None else nullcontext():
@@ -192,7 +193,7 @@ class CheckpointWithoutOutput:
         if not isinstance(hook_tensor, Tensor):
             fail_type(function, "hook_tensor", "an array", type(hook_tensor).__name__)
         if not self._outputs:
-            fail(function, "a call", "made by checkpoint before", "none")
+            fail_with(function, "there is no output to discard", advice="Call checkpoint first.")
         call, outputs = self._call, self._outputs
         needed = call is not None and any(output.requires_grad for output in outputs)
         if needed and not hook_tensor.requires_grad:
@@ -212,9 +213,9 @@ def _recomputed(hooks: Any) -> bool:
         return False
     pack, _ = hooks
     if getattr(pack, "__module__", None) not in _RECOMPUTING:
-        got = f"one inside those of {getattr(pack, '__module__', type(pack).__name__)}"
+        whose = getattr(pack, "__module__", type(pack).__name__)
         advice = "What they take elsewhere need not be discarded: call fn itself there."
-        fail(f"{_NAME}.checkpoint", "a call", "outside hooks on saved tensors", got, advice=advice)
+        fail_with(f"{_NAME}.checkpoint", f"this call is inside hooks on saved tensors of {whose}", advice=advice)
     return True
 
 

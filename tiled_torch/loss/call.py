@@ -49,7 +49,7 @@ class Operands(NamedTuple):
 class Problem:
     """The static part of one call. options: without its arrays. split: where the tokens are split over ranks.
 
-    owners: the parameters that weight and bias are this rank's parts of; None where they are these themselves.
+    owners: the whole parameters, where weight and bias are this rank's parts of them; else None.
     """
 
     function: str

@@ -42,8 +42,8 @@ def steps_for(name: str, x: Tensor, w: Weights, plan: ShardPlan, dtype: torch.dt
 class MLPCall:
     """The static part of one call, and its loops. x: [..., H]; steps: as `steps_for` names them.
 
-    kept_start: the first row, in the order of the shards, whose gate and up are kept for backward. owners: the parameters
-    that the operands are this rank's parts of; None where they are these themselves.
+    kept_start: the first row, in the order of the shards, whose gate and up are kept for backward. owners: the whole
+    parameters, where the operands are this rank's parts of them; else None.
     """
 
     function: str

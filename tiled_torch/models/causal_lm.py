@@ -25,7 +25,7 @@ from tiled_torch.core.autocast import autocast_dtype
 from tiled_torch.core.partitioned import called_once, is_partitioned
 from tiled_torch.loss.api import tiled_linear_cross_entropy
 from tiled_torch.models.family import forward_in_place_of, reason_linear_is_not_plain
-from tiled_torch.models.later import Pending, later_outputs
+from tiled_torch.models.later import LaterOutputs, later_outputs
 from tiled_torch.models.logits import adjusted, lazy_logits, refused_logits
 from tiled_torch.models.pickling import Remade
 from tiled_torch.models.reports import inside_forward, report, tell
@@ -227,7 +227,7 @@ def _with_loss(model: Any, given: dict[str, Any], extra: dict[str, Any], made: O
     cast = autocast_dtype(rows)
     if torch.compiler.is_compiling():
         compiled = later(loss=loss, **found)
-        compiled._pending = Pending(model, rows, options, cast)
+        compiled._pending = LaterOutputs(model, rows, options, cast)
         return compiled
     return kind(loss=loss, logits=lazy_logits(model, rows, options, cast), **found)
 

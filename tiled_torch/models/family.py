@@ -14,7 +14,7 @@ from tiled_torch.models.pickling import Remade
 
 
 @dataclass(frozen=True)
-class Operands:
+class MLPWeights:
     """The arguments of `tiled_mlp` as one module holds them; weights are [out, in]."""
 
     w_gate: Tensor
@@ -37,7 +37,7 @@ class Family:
     classes: frozenset[str]
     projections: tuple[str, ...]
     activation: str
-    operands: Callable[[Any], Operands]
+    operands: Callable[[Any], MLPWeights]
 
 
 # Class of the activation module -> the activation of the specification that computes the same values.

@@ -15,7 +15,7 @@ from shared_specs.config import LossOptions
 from tiled_torch.models.logits import adjusted, lazy_logits
 
 
-class Pending:
+class LaterOutputs:
     """The operands that the logits are made from. versions: of the head's parameters, as the forward found them."""
 
     def __init__(self, model: Any, rows: Tensor, options: LossOptions, cast: torch.dtype | None) -> None:

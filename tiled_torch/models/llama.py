@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from tiled_torch.models.family import Family, Operands, present_biases
+from tiled_torch.models.family import Family, MLPWeights, present_biases
 
 
-def _operands(mlp: Any) -> Operands:
+def _operands(mlp: Any) -> MLPWeights:
     gate, up, down = mlp.gate_proj, mlp.up_proj, mlp.down_proj
-    return Operands(gate.weight, up.weight, down.weight, present_biases(gate=gate.bias, up=up.bias, down=down.bias))
+    return MLPWeights(gate.weight, up.weight, down.weight, present_biases(gate=gate.bias, up=up.bias, down=down.bias))
 
 
 # Each is built small and compared with its untiled self in tests/on_torch/test_models.py.

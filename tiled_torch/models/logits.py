@@ -24,7 +24,7 @@ CHANGED = (
 
 
 @dataclass(frozen=True)
-class Head:
+class LogitsHead:
     """The head and the hidden states of one forward, as that forward found them."""
 
     module: Any
@@ -65,7 +65,7 @@ def lazy_logits(
     """
     module = model.lm_head
     is_plain = reason_linear_is_not_plain("lm_head", module) is None
-    head = Head(module, options, cast, changed, None if is_plain else random_state(rows.device))
+    head = LogitsHead(module, options, cast, changed, None if is_plain else random_state(rows.device))
     vocab = module.weight.shape[0] if is_plain else model.config.get_text_config().vocab_size
     shape = torch.Size((*rows.shape[:-1], vocab))
     return _Logits.apply(head, shape, rows, *module.parameters())  # a plain layer's are weight and bias, in this order
@@ -85,7 +85,7 @@ class _Logits(torch.autograd.Function):
     """The node of logits that do not exist; backward computes the head again, for its gradients."""
 
     @staticmethod
-    def forward(ctx: Any, head: Head, shape: torch.Size, rows: Tensor, *parameters: Tensor) -> Tensor:
+    def forward(ctx: Any, head: LogitsHead, shape: torch.Size, rows: Tensor, *parameters: Tensor) -> Tensor:
         ctx.head = head
         ctx.save_for_backward(rows, *parameters)
         ctx.set_materialize_grads(False)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from shared_specs.config import DataParallel, ParallelConfig, TensorParallel
-from shared_specs.errors import UnsupportedError, error_text, fail, fail_type
+from shared_specs.errors import UnsupportedError, error_text, fail, fail_type, fail_with
 from shared_specs.plans.applied import applied_lines
 from shared_specs.plans.checks import check_axis_order, check_parallel_config, refuse_context
 from tiled_torch.collectives.consistency import check_everywhere
@@ -208,7 +208,7 @@ def mesh_sizes(mesh: Any) -> dict[str, int]:
         advice = "Pass mesh_dim_names to init_device_mesh."
         fail(_NAME, "mesh", "a DeviceMesh with names for its axes", "one without", advice=advice)
     if mesh.get_coordinate() is None:
-        fail(_NAME, "mesh", "one that this rank is in", "one it is not in")
+        fail_with(_NAME, "this rank is not in mesh", advice="Call it only on the ranks of the mesh.")
     return dict(zip(mesh.mesh_dim_names, mesh.mesh.shape, strict=True))
 
 

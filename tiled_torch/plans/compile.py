@@ -56,7 +56,11 @@ def _compile_end(module: Any) -> None:
 
 
 def check_compile(function: str, config: ParallelConfig, model: nn.Module) -> None:
-    """Raise for what PyTorch cannot compile where layers are split, or go through `tile`."""
+    """Check that PyTorch can compile the model as `config` asks, where layers are split or go through `tile`.
+
+    Raises:
+        UnsupportedError: it cannot.
+    """
     mode = None if config.checkpointing is None else config.checkpointing.mode
     if config.compile is None or mode not in SELECTIVE_MODES:
         return

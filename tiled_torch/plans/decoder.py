@@ -25,7 +25,7 @@ from shared_specs.plans.checks import TensorSizes, check_divides
 from tiled_torch.loss.ranks import vocab_parallel_cross_entropy
 from tiled_torch.plans.decoder_context import apply_context, check_context
 from tiled_torch.plans.registry import Plan, register_plan
-from tiled_torch.plans.tensor_styles import Embedding, Head, Norm, Whole, check_embedding, run_mlp, split_loss
+from tiled_torch.plans.tensor_styles import Embedding, HeadStyle, Norm, Whole, check_embedding, run_mlp, split_loss
 
 _NAME = "parallelize"
 _ATTENTION, _MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
@@ -102,7 +102,7 @@ def _styles(model: Any, tensor: TensorParallel, prefix: str) -> dict[str, Parall
     for name, style in _block_styles(model, stream).items():
         found[f"{prefix}layers.*.{name}"] = style
     if hasattr(model, "lm_head"):
-        found["lm_head"] = Head(gathered=not tensor.loss_parallel)
+        found["lm_head"] = HeadStyle(gathered=not tensor.loss_parallel)
     return found
 
 

@@ -29,9 +29,13 @@ _KNOWN = (*_CUT, *_REFUSED, "attention_mask", "labels", "shift_labels", "num_ite
 
 
 def check_context(model: Any, ranks: Mapping[str, int]) -> None:
-    """Raise where the model's attention, its heads or its positions cannot be dealt out.
+    """Check that the model's attention, its heads and its positions can be dealt out to ranks.
 
     ranks: of the axes that divide the heads, the context's last.
+
+    Raises:
+        SpecError: the ranks do not divide the heads.
+        UnsupportedError: the model's attention or positions cannot be dealt out.
     """
     from tiled_torch.models.attention import reason_not_routed
 

@@ -20,7 +20,12 @@ def reason_no_float8() -> str | None:
 
 
 def check_float8(function: str, config: ParallelConfig, model: nn.Module, plan: Plan) -> None:
-    """Raise where nothing of a model can be converted, or not with what else is asked for."""
+    """Check that layers of the model can be converted to float8, together with what else `config` asks for.
+
+    Raises:
+        SpecError: no layer can be converted.
+        UnsupportedError: not together with the rest of `config`.
+    """
     tiled = any(hasattr(module, "_tiling") for module in model.modules())
     if config.tensor is not None and tiled:
         advice = "A tiled MLP that is split computes with the weights of its layers, in their own precision."

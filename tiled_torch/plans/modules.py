@@ -15,7 +15,11 @@ _NAME = "parallelize"
 
 
 def check_mlp(module: TiledMLP, tensor: TensorParallel, ranks: int) -> None:
-    """Raise where a TiledMLP cannot be split over so many ranks."""
+    """Check that a TiledMLP can be split over so many ranks.
+
+    Raises:
+        SpecError: it cannot.
+    """
     if module.fused_gate_up:
         advice = "Rows of gate and up would land on different ranks."
         fail(_NAME, "fused_gate_up", "False with config.tensor", True, advice=advice)
@@ -25,7 +29,11 @@ def check_mlp(module: TiledMLP, tensor: TensorParallel, ranks: int) -> None:
 
 
 def check_loss(module: TiledLinearCrossEntropy, tensor: TensorParallel, ranks: int) -> None:
-    """Raise where a TiledLinearCrossEntropy cannot be split over so many ranks."""
+    """Check that a TiledLinearCrossEntropy can be split over so many ranks.
+
+    Raises:
+        SpecError: it cannot.
+    """
     if not tensor.loss_parallel:
         fail(_NAME, "config.tensor.loss_parallel", "True where the loss is tiled", False)
     check_divides(_NAME, TensorSizes(vocab=module.weight.shape[0]), tensor.axis, ranks)

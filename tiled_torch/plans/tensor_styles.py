@@ -107,7 +107,7 @@ def _whole_input(x: Tensor, mesh: DeviceMesh) -> DTensor:
     return DTensor.from_local(x.to_local() if isinstance(x, DTensor) else x, mesh, [Replicate()], run_check=False)
 
 
-class Head(ColwiseParallel):
+class HeadStyle(ColwiseParallel):
     """A head split by vocabulary: logits are a DTensor split so, or with `gathered` a plain tensor with all of them."""
 
     def __init__(self, *, gathered: bool) -> None:
@@ -122,7 +122,11 @@ class Head(ColwiseParallel):
 
 
 def check_embedding(function: str, module: nn.Module) -> None:
-    """Raise for what an embedding that is split by vocabulary does not do."""
+    """Check that an embedding has no option that one split by vocabulary cannot have.
+
+    Raises:
+        UnsupportedError: it has one.
+    """
     for name, default in (("max_norm", None), ("scale_grad_by_freq", False), ("sparse", False)):
         given = getattr(module, name, default)
         if given != default:
@@ -130,7 +134,11 @@ def check_embedding(function: str, module: nn.Module) -> None:
 
 
 def check_tokens(ids: Sequence[int], layout: Placement, ranks: int) -> None:
-    """Raise for tokens that the ranks cannot share evenly, where the backward of PyTorch's own layers would fail."""
+    """Check that the ranks can share the tokens evenly, where the backward of PyTorch's own layers needs that.
+
+    Raises:
+        UnsupportedError: they cannot.
+    """
     if _EVEN_TOKENS and isinstance(layout, Shard) and layout.dim < len(ids) and ids[layout.dim] % ranks:
         rule = f"a multiple of the {ranks} ranks with PyTorch {torch.__version__}"
         advice = "Pad them, update PyTorch (2.13 takes any number), or leave sequence_parallel out."

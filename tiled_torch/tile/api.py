@@ -1,8 +1,8 @@
 """`tile`: any token-wise module or function, computed shard by shard and recomputed in backward, exactly.
 
-Two autograd nodes, as for `tiled_mlp`. `Save` keeps the arguments, takes every other tensor that fn reaches as an input
-and owns the backward; its outputs are anchors, one element seen in the shape of each result. `Run` computes the results
-and hands their gradients to the anchors. Non-reentrant checkpointing stops its replay at `Save`, before the loop.
+Two autograd nodes, as for `tiled_mlp`. `TileSave` keeps the arguments, takes every other tensor that fn reaches as an input
+and owns the backward; its outputs are anchors, one element seen in the shape of each result. `TileRun` computes the results
+and hands their gradients to the anchors. Non-reentrant checkpointing stops its replay at `TileSave`, before the loop.
 """
 
 import sys
@@ -113,8 +113,8 @@ class Tiled:
             call.probe(flat)
         anchors: tuple[Tensor, ...] = ()
         if any(call.differentiable):
-            anchors = Save.apply(call, token, *tensors, *(capture.tensor for capture in call.captures))
-            results = _with_none(call, Run.apply(call, flat, *anchors))
+            anchors = TileSave.apply(call, token, *tensors, *(capture.tensor for capture in call.captures))
+            results = _with_none(call, TileRun.apply(call, flat, *anchors))
         else:
             results = call.forward(flat)
         call.units.close(anchors)
@@ -131,7 +131,7 @@ def _with_none(call: Call, results: tuple[Tensor, ...]) -> list[Tensor | None]:
     return [None if form is None else next(given) for form in call.forms]
 
 
-class Save(torch.autograd.Function):
+class TileSave(torch.autograd.Function):
     """Packs the arguments; owns the backward. Outputs: one anchor for each differentiable result."""
 
     @staticmethod
@@ -159,7 +159,7 @@ class Save(torch.autograd.Function):
             return (None, token, *call.backward(saved[:own], saved[own:], danchors))
 
 
-class Run(torch.autograd.Function):
+class TileRun(torch.autograd.Function):
     """Computes the results from detached operands; saves nothing and hands their gradients to the anchors."""
 
     @staticmethod

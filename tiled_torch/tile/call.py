@@ -40,7 +40,7 @@ class Call:
         refuse_parts(module.parameters() if module is not None else ())
         self.units = Units(fn, self.modules)
         self.autocast, self.cache = replay.Autocast(device), replay.ParametrizedCache()
-        self.random = replay.RandomStates(device, apart=any(map(is_fake, tensors)))
+        self.random = replay.GeneratorStates(device, apart=any(map(is_fake, tensors)))
         self.grads = torch.is_grad_enabled()
         self.needs = [self.grads and tensor.requires_grad for tensor in tensors]
         self.spec: pytree.TreeSpec | None = None

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._C._autograd import _get_sequence_nr  # torch offers no public name for a node's age
 from torch.autograd.graph import Node
 
-from shared_specs.errors import fail, show_shape
+from shared_specs.errors import fail, fail_with, show_shape
 from tiled_torch.core.partitioned import refuse_parts
 
 Edge = tuple[Node, int]
@@ -172,8 +172,8 @@ def refuse_late(results: Sequence[Tensor], known: Sequence[Tensor], since: int) 
     for leaf in reached(results, (), since)[0]:
         if id(leaf) not in ids:
             advice = "Pass the nn.Module itself, whose parameters are all known in advance."
-            got = f"one of shape {show_shape(tuple(leaf.shape))} that only a later shard reached"
-            fail("tile", "fn", "seen to reach every tensor with its first tokens", got, advice=advice)
+            shape = show_shape(tuple(leaf.shape))
+            fail_with("tile", f"only a later shard of fn reached a tensor of shape {shape}", advice=advice)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from shared_specs.errors import UnsupportedError, error_text
+from shared_specs.errors import UnsupportedError, refusal_text
 from tiled_torch.tile.token_layout import Form
 
 
@@ -39,11 +39,13 @@ def refuse_both(function: str, results: Iterable[Any], differentiable: Iterable[
 
 
 def refuse(function: str) -> None:
+    """Refuse forward mode together with backward.
+
+    Raises:
+        UnsupportedError: always.
+    """
     advice = "Call it under torch.no_grad(), or differentiate fn itself."
-    got = "a tangent together with backward"
-    raise UnsupportedError(
-        error_text(function, "forward mode", "alone, where nothing requires grad", got, advice=advice)
-    )
+    raise UnsupportedError(refusal_text(function, "a call cannot have both tangents and gradients", advice=advice))
 
 
 class Tangents:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shared_specs.errors import UnsupportedError, error_text
+from shared_specs.errors import UnsupportedError, refusal_text
 from tiled_torch.core.partitioned import refuse_called
 from tiled_torch.tile.captures import owner
 
@@ -21,7 +21,7 @@ class Units:
     """The FSDP2 units that run inside fn.
 
     Their hooks are those that `register_fsdp_forward_method` runs around a method; the token stands in for fn's inputs
-    and the anchors for its outputs, so that nothing is cast on the way that a unit's own input would not be.
+    and the anchors for its outputs. So a unit's hooks cast only the inputs of that unit.
     """
 
     def __init__(self, fn: Callable[..., Any], modules: Sequence[nn.Module]) -> None:
@@ -106,8 +106,9 @@ def _refuse(module: nn.Module, _: Any) -> None:
     advice = (
         "Wrap the module that calls the tiled function, or pass tile() the nn.Module that holds the fully_shard units."
     )
-    got = f"{type(module).__name__} called inside it"
-    raise UnsupportedError(error_text("tile", "fn", "free of communication", got, advice=advice))
+    raise UnsupportedError(
+        refusal_text("tile", f"fn calls {type(module).__name__}, which communicates for every shard", advice=advice)
+    )
 
 
 def _check_policy(unit: nn.Module, state: Any) -> None:
@@ -116,5 +117,5 @@ def _check_policy(unit: nn.Module, state: Any) -> None:
     if not (policy.cast_forward_inputs and policy.param_dtype) or hasattr(state, "_cast_forward_inputs"):
         return
     advice = "Use a newer torch, or apply the policy to the module that calls the tiled function."
-    got = f"one on {type(unit).__name__} with torch {torch.__version__}"
-    raise UnsupportedError(error_text("tile", "a mixed precision policy", "outside fn", got, advice=advice))
+    wrong = f"torch {torch.__version__} cannot apply the mixed precision policy of {type(unit).__name__} inside fn"
+    raise UnsupportedError(refusal_text("tile", wrong, advice=advice))

@@ -222,7 +222,10 @@ def watched(
 
 @contextmanager
 def _uncompiled(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Compiled functions run as they are written: in compiled code nothing could be seen, nor is it made for two tokens."""
+    """Run compiled functions uncompiled inside this context.
+
+    The probe cannot see into compiled code, and a compiled function would be compiled anew for the probe's two tokens.
+    """
     compiler = sys.modules.get("torch._dynamo")
     with ExitStack() as stack:
         if compiler is not None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Never, Protocol
 import torch
 from torch import Tensor, UntypedStorage, nn
 
-from shared_specs.errors import fail, show_shape
+from shared_specs.errors import fail, fail_with, show_shape
 
 Table = dict[Any, Any]
 Held = tuple[Table, ...]  # of every table a copy
@@ -260,18 +260,22 @@ class State:
 
 
 def refuse_late_write(function: str, what: str) -> None:
+    """Refuse an fn that writes something, `what`, only with a later shard than its first.
+
+    Raises:
+        SpecError: always.
+    """
     advice = "Pass the nn.Module itself, or write it for every token."
-    fail(
-        function,
-        "what fn writes",
-        "written with its first tokens",
-        f"{what}, written by a later shard only",
-        advice=advice,
-    )
+    fail_with(function, f"only a later shard of fn wrote {what}", advice=advice)
 
 
 def refuse_written_argument(function: str) -> Never:
-    fail(function, "fn", "free of in-place writes to its arguments", "a write to one of them")
+    """Refuse an fn that writes to one of its arguments in place.
+
+    Raises:
+        SpecError: always.
+    """
+    fail_with(function, "fn writes to one of its arguments in place", advice="Let it write to a copy.")
 
 
 def refuse_history(function: str, tensors: Iterable[Tensor]) -> None:

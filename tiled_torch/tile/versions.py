@@ -33,7 +33,13 @@ class Versions:
                 refuse_late_write(self.function, f"a tensor of shape {show_shape(tuple(tensor.shape))}")
 
     def check_backward(self, written: Container[int]) -> AbstractContextManager[Any]:
-        """RuntimeError where a reached tensor was written since; inside, also where one of the others was and is read."""
+        """Check that no tensor that fn reached was written since the forward pass.
+
+        Inside the context it returns, reading one of the other tensors that were written since is refused too.
+
+        Raises:
+            RuntimeError: a reached tensor was written.
+        """
         for tensor, version in self.reached:
             if tensor._version != version and key_of(tensor) not in written:
                 _refuse_written(self.function, tensor, version)

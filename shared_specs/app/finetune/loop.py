@@ -23,7 +23,7 @@ from shared_specs.app.finetune.checkpoint import (
 )
 from shared_specs.app.finetune.log import NoLog, RunLog, read_log, step_records
 from shared_specs.app.finetune.processes import USER_ERRORS, OutputError, Team, agreed
-from shared_specs.app.finetune.run_inputs import Job, prepare
+from shared_specs.app.finetune.run_inputs import RunInputs, prepare
 from shared_specs.app.finetune.trainer import Trainer
 from shared_specs.app.memory import PeakMemory, resident_bytes
 from shared_specs.app.models.weights import write_config, write_model
@@ -87,14 +87,14 @@ def _opened_log(team: Team, out: Path) -> RunLog | NoLog:
     return RunLog(out)
 
 
-def _prepared(trainer: Trainer, team: Team, options: FinetuneOptions) -> Job:
+def _prepared(trainer: Trainer, team: Team, options: FinetuneOptions) -> RunInputs:
     job = prepare(options, trainer.shard_format, team)
     if options.memory_budget is not None:
         check_budget(job.config, options, trainer.buffers(job.config, options))
     return job
 
 
-def _load(trainer: Trainer, job: Job) -> None:
+def _load(trainer: Trainer, job: RunInputs) -> None:
     """The model, and where a run is resumed its state, are the trainer's from here on."""
     if job.checkpoint is None:
         trainer.load(job.config, job.files.weights, job.options)
@@ -109,7 +109,7 @@ def _load(trainer: Trainer, job: Job) -> None:
 class _Run:
     """One process's part of a run."""
 
-    def __init__(self, trainer: Trainer, team: Team, job: Job, log: RunLog | NoLog, console: Console) -> None:
+    def __init__(self, trainer: Trainer, team: Team, job: RunInputs, log: RunLog | NoLog, console: Console) -> None:
         self.trainer, self.team, self.job, self.log = trainer, team, job, log
         self.options = job.options
         self.saved = job.done if job.checkpoint else -1
@@ -199,7 +199,7 @@ class _Run:
         return 1
 
 
-def _summary(trainer: Trainer, team: Team, job: Job) -> str:
+def _summary(trainer: Trainer, team: Team, job: RunInputs) -> str:
     options = job.options
     tiling = "plain" if options.plain else "tiled"
     axes = " x ".join(f"{name} {getattr(options, name)}" for name in ("dp", "fsdp", "cp", "tp"))
@@ -224,7 +224,7 @@ def _kept(options: FinetuneOptions) -> str:
     return "There is no checkpoint yet." if newest is None else f"The last checkpoint is {newest}; --resume continues."
 
 
-def _header(trainer: Trainer, team: Team, job: Job) -> dict[str, Any]:
+def _header(trainer: Trainer, team: Team, job: RunInputs) -> dict[str, Any]:
     versions = {"python": platform.python_version(), "numpy": np.__version__} | trainer.versions()
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),

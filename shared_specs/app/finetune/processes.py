@@ -60,8 +60,11 @@ class SaidElsewhere(InputError):
 
 
 def let_first_speak() -> None:
-    """Before a process that torchrun started says what is wrong: process 0, given the same words, says so and ends, and
-    torchrun then ends the others; what another one still says after a while is wrong in it alone."""
+    """Wait, in every process but the first, before this one reports bad input.
+
+    All processes that torchrun started were given the same words. Process 0 reports and ends, and torchrun then ends the
+    others. A process that still runs after the wait has an error of its own to report.
+    """
     if os.environ.get("RANK", "0") != "0":
         time.sleep(_PATIENCE_SECONDS)
 
@@ -112,6 +115,8 @@ def check_layout(options: FinetuneOptions, count: int, unit: str, advice: str) -
 
     Args:
         count: how many there are. unit: what they are, such as "processes". advice: how to get as many as were asked for.
+    Raises:
+        InputError: their product is another number.
     """
     if options.ranks != count:
         got = f"{options.dp} x {options.fsdp} x {options.cp} x {options.tp} = {options.ranks}"

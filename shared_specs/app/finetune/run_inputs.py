@@ -16,7 +16,7 @@ from shared_specs.app.output import check_can_be_made, check_room
 
 
 @dataclass(frozen=True)
-class Job:
+class RunInputs:
     """The inputs of one run.
 
     Attributes:
@@ -42,7 +42,7 @@ class Job:
         return {"step": step, "options": fixed_fields(self.options), "text_sha256": self.windows.digest()}
 
 
-def prepare(options: FinetuneOptions, shard_format: str = "", team: Team = ALONE) -> Job:
+def prepare(options: FinetuneOptions, shard_format: str = "", team: Team = ALONE) -> RunInputs:
     """Read and check everything a run needs.
 
     Args:
@@ -70,7 +70,7 @@ def prepare(options: FinetuneOptions, shard_format: str = "", team: Team = ALONE
     if team.rank == 0:
         check_room(out, config, options, checkpoint.record["step"] if checkpoint else None)
     windows = make_windows(options.text, files.tokenizer, config["vocab_size"], options.tokens, options.seed)
-    job = Job(options, out, files, config, windows, checkpoint)
+    job = RunInputs(options, out, files, config, windows, checkpoint)
     if record is not None:
         _check_same_text(job, record)
     return job
@@ -113,7 +113,7 @@ def _check_same_options(options: FinetuneOptions, record: dict[str, Any]) -> Non
             )
 
 
-def _check_same_text(job: Job, record: dict[str, Any]) -> None:
+def _check_same_text(job: RunInputs, record: dict[str, Any]) -> None:
     if record["text_sha256"] != job.windows.digest():
         raise InputError(
             f"finetune: --text must be the text that the run in {job.out} began with, got another one. "

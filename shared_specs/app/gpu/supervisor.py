@@ -155,7 +155,7 @@ class Found:
         self.left_out[key] = {"left_out": reason, **facts, **({"wrong": True} if told.get("wrong") else {})}
 
     def fail(self, reason: str, *, whose: str = "variant") -> None:
-        """The worker is gone, by its variant or (whose="job") with its time.
+        """Record that the worker is gone, by its variant or (whose="job") with its time.
 
         A group that has a whole turn is done and keeps it, another one begins again without this variant.
         """

@@ -161,7 +161,11 @@ def scale_positions(config: dict[str, Any], factor: float | None) -> dict[str, A
 
 
 def check_context(config: dict[str, Any], tokens: int) -> None:
-    """Refuse a context longer than the positions the model has, scaling included, or than the window of its attention."""
+    """Refuse a context longer than the positions the model has, scaling included, or than the window of its attention.
+
+    Raises:
+        InputError: the context, in tokens, is too long.
+    """
     positions, rope = config["max_position_embeddings"], config["rope_parameters"]
     reach = positions
     if rope["rope_type"] == "linear":

@@ -64,7 +64,7 @@ def _quiet() -> Iterator[None]:
 
 
 def load(folder: Path, like: Mapping[str, nnx.State]) -> tuple[dict[str, nnx.State], int]:
-    """What `save` wrote, placed as `like` (of jax.ShapeDtypeStruct with shardings) says, whatever devices wrote it."""
+    """Return what `save` wrote, placed as `like` (of jax.ShapeDtypeStruct with shardings) says, whatever devices wrote it."""
     somewhere = jax.tree.leaves(like)[0].sharding
     whole = somewhere if len(somewhere.device_set) == 1 else NamedSharding(somewhere.mesh, PartitionSpec())
     tree: dict[str, Any] = {name: nnx.to_pure_dict(state) for name, state in like.items()}

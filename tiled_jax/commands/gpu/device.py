@@ -60,7 +60,7 @@ class Program:
 
     @property
     def temp_bytes(self) -> int | None:
-        """What the compiled program uses above its arguments and results; None where it was never compiled."""
+        """Bytes that the compiled program uses above its arguments and results; None where it was never compiled."""
         analysis: Any = None if self._compiled is None else self._compiled.memory_analysis()
         return None if analysis is None else analysis.temp_size_in_bytes
 
@@ -107,7 +107,7 @@ class JaxDevice:
 
     @contextmanager
     def poisoned(self) -> Iterator[None]:
-        """What XLA allocates next comes from memory that held NaN before, as far as it is used again."""
+        """Fill free memory with NaN, so that XLA's next allocations come from such memory as far as it is used again."""
         if jax.default_backend() == "gpu":
             with suppress(Exception):  # no room for it
                 jax.block_until_ready(jnp.full(2**29, jnp.nan, jnp.float32))
@@ -120,7 +120,7 @@ class JaxDevice:
             return False
 
     def forget(self) -> None:
-        """What was traced for a variant; the other ones keep their compiled programs."""
+        """Drop JAX's caches of traced functions; the programs that variants hold compiled stay."""
         gc.collect()
         jax.clear_caches()
 
@@ -150,6 +150,6 @@ def _of_rows(ours: jax.Array, theirs: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def described() -> dict[str, Any]:
-    """What a record says of the device."""
+    """Return what a record says of the device."""
     device = jax.devices()[0]
     return {"name": device.device_kind}

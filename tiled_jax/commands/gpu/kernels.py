@@ -103,7 +103,7 @@ def interpreted(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def ceilings(o: Operands) -> dict[str, Variant]:
-    """What this device does at best: a pass that caches do not hold, and the library's product."""
+    """Return the variants that show this device's best: a pass that caches do not hold, and the library's product."""
     like: dict[str, Any] = {"names": None, "launches": LAUNCHES}
     return {
         "copy": variant(jnp.negative, o.wide(0), traffic=2 * o.pass_bytes, **like),

@@ -240,7 +240,7 @@ def plain_loss(x: jax.Array, weight: jax.Array, targets: jax.Array) -> jax.Array
 
 
 def scan_checkpoint(shard: int, x: jax.Array, weight: jax.Array, targets: jax.Array) -> jax.Array:
-    """What JAX users write today; a rest of tokens is a call of its own."""
+    """Compute the loss as JAX users write it today; a rest of tokens is a call of its own."""
 
     @partial(jax.checkpoint, prevent_cse=False)
     def of_shard(x: jax.Array, targets: jax.Array) -> jax.Array:

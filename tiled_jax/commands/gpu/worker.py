@@ -23,7 +23,7 @@ NO_GPU = "--device gpu needs a GPU that JAX sees, and there is none"
 
 
 def groups_of(job: Mapping[str, Any]) -> Groups:
-    """What draws the data of each group of a job and returns its variants."""
+    """Return, for each group of a job, the function that draws its data and returns its variants."""
     facts, dtype = job["facts"], jnp.dtype(job["dtype"])
     tokens, hidden, width, vocab = (facts[name] for name in ("tokens", "hidden", "intermediate", "vocab"))
     like: dict[str, Any] = {"tokens": tokens, "hidden": hidden, "dtype": dtype}

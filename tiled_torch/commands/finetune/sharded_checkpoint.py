@@ -66,7 +66,7 @@ def empty_moments(parameters: Mapping[str, Tensor], optimizer: torch.optim.Optim
         optimizer.state[parameter] = {"step": torch.tensor(step, device=parameter.device)} | moments
 
 
-class Parts:
+class CheckpointParts:
     """An array, in a file or not, of which tensors are made part by part."""
 
     def __init__(self, array: Array) -> None:
@@ -78,7 +78,7 @@ class Parts:
         return torch.tensor(np.ascontiguousarray(self._array[index]))
 
 
-def fill(part: Tensor, whole: Parts) -> None:
+def fill(part: Tensor, whole: CheckpointParts) -> None:
     """Copy what this rank holds of `whole`."""
     from tiled_torch.collectives.initialise import fill_local
 

@@ -95,7 +95,7 @@ class TorchTrainer:
         if parallel.data is not None and parallel.data.engine == "ddp":
             return parallelize(self._tiled(build_model(config, weights, self._device)), mesh, parallel)
         model = parallelize(self._tiled(empty_model(config)), mesh, parallel)
-        parts = None if weights is None else {name: sharded_checkpoint.Parts(array) for name, array in weights.items()}
+        parts = None if weights is None else {name: sharded_checkpoint.CheckpointParts(array) for name, array in weights.items()}
         materialize(model, device=self._device, weights=parts)
         return with_positions(model, self._device).train()
 
@@ -149,10 +149,10 @@ class TorchTrainer:
         sharded_checkpoint.empty_moments(self._parameters, self._optimizer, float(state.optimizer["step"][...]))
         with torch.no_grad():
             for name, parameter in self._parameters.items():
-                sharded_checkpoint.fill(parameter.detach(), sharded_checkpoint.Parts(state.weights[name]))
+                sharded_checkpoint.fill(parameter.detach(), sharded_checkpoint.CheckpointParts(state.weights[name]))
                 for ours, theirs in _MOMENTS.items():
                     moment = self._optimizer.state[parameter][theirs]
-                    sharded_checkpoint.fill(moment, sharded_checkpoint.Parts(state.optimizer[f"{ours}.{name}"]))
+                    sharded_checkpoint.fill(moment, sharded_checkpoint.CheckpointParts(state.optimizer[f"{ours}.{name}"]))
 
     def full_weights(self) -> Iterator[tuple[str, np.ndarray]]:
         for name, parameter in self._parameters.items():
@@ -193,7 +193,7 @@ def build_model(config: dict[str, Any], weights: Mapping[str, Array] | None, dev
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         found = {name: torch.zeros(shape, device=device) for name, shape in shapes.items()}
     else:
-        found = {name: sharded_checkpoint.Parts(array)[...].to(device) for name, array in weights.items()}
+        found = {name: sharded_checkpoint.CheckpointParts(array)[...].to(device) for name, array in weights.items()}
     if config["tie_word_embeddings"]:
         found["lm_head.weight"] = found["model.embed_tokens.weight"]
     model.load_state_dict(found, strict=True, assign=True)

@@ -103,7 +103,7 @@ def distance(found: Tensor, expected: Tensor) -> tuple[float, float]:
 
 
 def described(device: torch.device) -> dict[str, Any]:
-    """What a record says of the device."""
+    """Return what a record says of the device."""
     if device.type != "cuda":
         return {"name": str(device)}
     found = torch.cuda.get_device_properties(device)

@@ -28,7 +28,7 @@ def draw(*shape: int, like: torch.dtype, device: torch.device, scale: float = 1.
     return torch.randn(shape, device=device, dtype=torch.float32).mul_(scale).to(like)
 
 
-class Operands:
+class KernelInputs:
     """Random operands of one shard, each drawn when it is first read.
 
     Nothing that a run writes over is ever read by one: products of zeros take less power, and so less time.
@@ -112,16 +112,16 @@ def kernel_questions(
 ) -> dict[str, Question]:
     """Question -> what draws its operands and returns its variants, the library's first. rows: of logits."""
 
-    def asked(question: Callable[[Operands], dict[str, Variant]]) -> Question:
-        return lambda: question(Operands(tokens, hidden, width, dtype, device, gpu))
+    def asked(question: Callable[[KernelInputs], dict[str, Variant]]) -> Question:
+        return lambda: question(KernelInputs(tokens, hidden, width, dtype, device, gpu))
 
     questions = (ceilings, up, down, glu, glu_backward, linear, dx, weight_gradient)
     found = {question.__name__: asked(question) for question in questions}
     return found | {"cross_entropy": lambda: cross_entropy(rows, vocab, dtype, device, gpu)}
 
 
-def ceilings(o: Operands) -> dict[str, Variant]:
-    """What this device does at best: a copy that caches do not hold, and the library's product."""
+def ceilings(o: KernelInputs) -> dict[str, Variant]:
+    """Return the variants that show this device's best: a copy that caches do not hold, and the library's product."""
     target, product = o.scratch[:2]
     gate, x, w = o.pre[0], o.x, o.w.w_up
     return {
@@ -130,7 +130,7 @@ def ceilings(o: Operands) -> dict[str, Variant]:
     }
 
 
-def up(o: Operands) -> dict[str, Variant]:
+def up(o: KernelInputs) -> dict[str, Variant]:
     ways: dict[str, Steps] = {
         "pytorch": Steps(),
         "vendor": KernelSteps(VENDOR),
@@ -151,7 +151,7 @@ def up(o: Operands) -> dict[str, Variant]:
     }
 
 
-def down(o: Operands) -> dict[str, Variant]:
+def down(o: KernelInputs) -> dict[str, Variant]:
     ways = {"pytorch": Steps(), "vendor": KernelSteps(VENDOR), "dgated": KernelSteps(Paths(down="dgated"))}
     gate, up, _ = o.pre
     return {
@@ -167,7 +167,7 @@ def down(o: Operands) -> dict[str, Variant]:
     }
 
 
-def glu(o: Operands) -> dict[str, Variant]:
+def glu(o: KernelInputs) -> dict[str, Variant]:
     (gate, up, _), h = o.pre, o.scratch[0]
     ways = {
         "pytorch": lambda: combine_("silu", gate, up, h),
@@ -186,7 +186,7 @@ def glu(o: Operands) -> dict[str, Variant]:
     }
 
 
-def glu_backward(o: Operands) -> dict[str, Variant]:
+def glu_backward(o: KernelInputs) -> dict[str, Variant]:
     (gate, up, dh), (dgate, h, dup) = o.pre, o.scratch
     ways = {
         "pytorch": lambda: combine_backward("silu", gate, up, dh, (dgate, h, dup)),
@@ -205,7 +205,7 @@ def glu_backward(o: Operands) -> dict[str, Variant]:
     }
 
 
-def linear(o: Operands) -> dict[str, Variant]:
+def linear(o: KernelInputs) -> dict[str, Variant]:
     h, y = o.pre[0], torch.empty_like(o.dy)
     return {
         name: variant(
@@ -220,7 +220,7 @@ def linear(o: Operands) -> dict[str, Variant]:
     }
 
 
-def dx(o: Operands) -> dict[str, Variant]:
+def dx(o: KernelInputs) -> dict[str, Variant]:
     (dgate, dup, _), dx = o.pre, torch.empty_like(o.x)
     return {
         name: variant(
@@ -235,7 +235,7 @@ def dx(o: Operands) -> dict[str, Variant]:
     }
 
 
-def weight_gradient(o: Operands) -> dict[str, Variant]:
+def weight_gradient(o: KernelInputs) -> dict[str, Variant]:
     """The first shard's, in comparisons: later ones add to what is there."""
     dup, x = o.pre[0], o.x
     acc = torch.zeros(o.i, o.h, device=o.device)

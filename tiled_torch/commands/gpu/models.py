@@ -186,7 +186,7 @@ def mlp_groups(**sizes: Any) -> Groups:
 
 
 def predicted_bytes(shape: mlp_costs.MLPShape, plan: ShardPlan, keep: float, device: torch.device) -> int:
-    """What the formulas say of a tiled MLP's `peak_bytes`: what a run takes beyond x, dy and the weights."""
+    """Return a tiled MLP's `peak_bytes` as the formulas predict it: the bytes of a run beyond x, dy and the weights."""
     results = (2 * shape.tokens * shape.hidden + shape.weight_elements) * shape.itemsize  # y, dx, weights' gradients
     working = mlp_costs.peak_bytes(shape, plan, device=device_kind(device), kernels=True)
     return results + working + mlp_costs.saved_bytes(shape, plan, keep=keep)
@@ -275,14 +275,14 @@ def loss_groups(**sizes: Any) -> Groups:
 
 
 def predicted_loss_bytes(shape: loss_costs.LossShape, shard: int, device: torch.device, *, kernels: bool) -> int:
-    """What the formula says of a tiled loss's `peak_bytes`: beyond x, the weight and targets."""
+    """Return a tiled loss's `peak_bytes` as the formula predicts it: bytes beyond x, the weight and targets."""
     gradients = (shape.tokens + shape.vocab) * shape.hidden * shape.itemsize
     kind = device_kind(device)
     return gradients + loss_costs.loss_peak_bytes(shape, ShardPlan(shape.tokens, shard), device=kind, kernels=kernels)
 
 
 def or_absent(make: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
-    """What `make` returns, or what says why a peer is not there when it is run."""
+    """Return the result of `make`, or a variant that says, when it is run, why a peer is not there."""
     try:
         return make()
     except Exception as error:  # a peer's import may fail for any reason of its own

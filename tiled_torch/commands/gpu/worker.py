@@ -34,7 +34,7 @@ TUNED = {
 
 
 def groups_of(job: Mapping[str, Any], device: torch.device) -> Groups:
-    """What draws the data of each group of a job and returns its variants."""
+    """Return, for each group of a job, the function that draws its data and returns its variants."""
     facts, dtype = job["facts"], getattr(torch, job["dtype"])
     tokens, hidden, width, vocab = (facts[name] for name in ("tokens", "hidden", "intermediate", "vocab"))
     gpu = gpu_named(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
