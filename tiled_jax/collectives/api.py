@@ -140,7 +140,7 @@ def gather_from_sequence_parallel_region(
     """
     name = "gather_from_sequence_parallel_region"
     x, axis, dim = _given(name, x, axis_name, dim)
-    sizes = None if split_sizes is None else checks.check_sizes(name, "split_sizes", split_sizes, axis.size)
+    sizes = None if split_sizes is None else checks.check_split_sizes(name, "split_sizes", split_sizes, axis.size)
     if sizes is not None:
         checks.check_padded_part(name, "split_sizes", sizes, x.shape, dim)
     whole = conjugates.gathered(x, axis, dim, same=not tensor_parallel_output_grad)
@@ -282,6 +282,6 @@ def _whole_sizes(function: str, x: jax.Array, axis: Axis, dim: int, split_sizes:
     if split_sizes is None:
         checks.check_even(function, x.shape, dim, axis.size)
         return None
-    sizes = checks.check_sizes(function, "split_sizes", split_sizes, axis.size)
+    sizes = checks.check_split_sizes(function, "split_sizes", split_sizes, axis.size)
     checks.check_total(function, "split_sizes", sizes, x.shape, dim)
     return sizes

@@ -68,7 +68,7 @@ def vocab_parallel_embedding(
         if split_sizes is None:
             collective_checks.check_even(_NAME, shape, dim, over.size, of="ids")
         else:
-            sizes = collective_checks.check_sizes(_NAME, "split_sizes", split_sizes, over.size)
+            sizes = collective_checks.check_split_sizes(_NAME, "split_sizes", split_sizes, over.size)
             collective_checks.check_total(_NAME, "split_sizes", sizes, shape, dim, of="ids")
     elif split_sizes is not None or sequence_dim != 0:
         name, given = ("split_sizes", split_sizes) if split_sizes is not None else ("sequence_dim", sequence_dim)

@@ -19,7 +19,7 @@ Parts = tuple[Tensor, Tensor, Tensor]
 
 
 class Static(NamedTuple):
-    """What of a call is no tensor, as operators take it: numbers may be symbolic, words may not."""
+    """The part of a call that is no tensor, as operators take it: numbers may be symbolic, words may not."""
 
     sizes: list[int]  # shard_tokens, cuts, vocab, ignore_index
     factors: list[float]  # label_smoothing, z_loss, logit_scale, and logit_softcap where there is one

@@ -43,7 +43,7 @@ def losses(x: jax.Array, weight: jax.Array, targets: jax.Array) -> jax.Array:
 
 
 def scan_checkpoint(shard_tokens: int, x: jax.Array, weight: jax.Array, targets: jax.Array) -> jax.Array:
-    """What JAX users write today; the tokens have to be a multiple of the shard."""
+    """Return the result of the loop that JAX users write today; the tokens have to be a multiple of the shard."""
 
     @partial(jax.checkpoint, prevent_cse=False)
     def body(x: jax.Array, targets: jax.Array) -> jax.Array:

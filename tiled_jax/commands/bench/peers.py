@@ -34,7 +34,7 @@ def plain(x: jax.Array, w_gate: jax.Array, w_up: jax.Array, w_down: jax.Array) -
 
 
 def scan_checkpoint(shard_tokens: int, x: jax.Array, *weights: jax.Array) -> jax.Array:
-    """What JAX users write today; the tokens have to be a multiple of the shard."""
+    """Return the result of the loop that JAX users write today; the tokens have to be a multiple of the shard."""
     body = jax.checkpoint(lambda x: plain(x, *weights), prevent_cse=False)
     shards = x.reshape(-1, shard_tokens, x.shape[-1])
     return lax.scan(lambda _, shard: (None, body(shard)), None, shards)[1].reshape(x.shape)

@@ -52,14 +52,14 @@ class Processes:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error, and those that it was raised from."""
+    """Yield an error, and those that it was raised from."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
 
 
 def join(options: FinetuneOptions) -> Team:
-    """The processes that the environment describes, once the options fit their devices.
+    """Return the processes that the environment describes, once the options fit their devices.
 
     JAX_COORDINATOR_ADDRESS (host:port of process 0), JAX_NUM_PROCESSES and JAX_PROCESS_ID make this process one of several.
     Without them the tasks of a job step (srun) are, as `jax.distributed.initialize` finds them.
@@ -79,7 +79,7 @@ def join(options: FinetuneOptions) -> Team:
 
 
 def _described() -> dict[str, Any]:
-    """Arguments of `jax.distributed.initialize` from the variables."""
+    """Return arguments of `jax.distributed.initialize` from the variables."""
     numbers = []
     for name in _NUMBERS:
         text = os.environ.get(name, "")
@@ -90,7 +90,7 @@ def _described() -> dict[str, Any]:
 
 
 def _tasks() -> tuple[str, int] | None:
-    """The launcher that started this process with others, and how many they are."""
+    """Return the launcher that started this process with others, and how many they are."""
     counts = ((name, os.environ.get(name, "")) for name in _TASKS)
     return next(((name, int(text)) for name, text in counts if text.isdecimal() and int(text) > 1), None)
 
@@ -124,7 +124,7 @@ def leave() -> None:
 
 
 def devices_of(name: str) -> list[jax.Device]:  # pyright: ignore[reportInvalidTypeForm]
-    """All devices of a kind, of every process."""
+    """Return all devices of a kind, of every process."""
     if name == "auto":
         return jax.devices()
     try:

@@ -134,7 +134,7 @@ class JaxTrainer:
         return float(loss)
 
     def peak_memory_bytes(self) -> int | None:
-        """Peak bytes of the first device since the process began: JAX does not reset its meter."""
+        """Return peak bytes of the first device since the process began: JAX does not reset its meter."""
         device = jax.local_devices(backend=self._device.platform)[0]
         stats = None if device.platform == "cpu" else device.memory_stats()
         return stats["peak_bytes_in_use"] if stats else None
@@ -187,6 +187,6 @@ class JaxTrainer:
 
 
 def _at(like: Any, place: Any) -> jax.ShapeDtypeStruct:
-    """The shape of an array at its place."""
+    """Return the shape of an array at its place."""
     sharding = jax.sharding.SingleDeviceSharding(place) if isinstance(place, jax.Device) else place
     return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=sharding)

@@ -76,7 +76,7 @@ def ways(
     vocab: int,
     dtype: Any,
 ) -> dict[str, Variant]:
-    """Every way to make that part of an MLP, the kernels with these blocks; XLA's products first."""
+    """Return every way to make that part of an MLP, the kernels with these blocks; XLA's products first."""
     o = Operands(tokens, hidden, width, dtype)
 
     def blocks(op: str) -> dict[str, Blocks]:

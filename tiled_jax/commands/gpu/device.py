@@ -143,7 +143,7 @@ def distance(found: jax.Array, expected: jax.Array) -> tuple[float, float]:
 
 @jax.jit
 def _of_rows(ours: jax.Array, theirs: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Sums of squares of every row: of the difference and of what is right."""
+    """Return sums of squares of every row: of the difference and of what is right."""
     kind = jnp.float64 if theirs.dtype == jnp.float64 else jnp.float32
     a, b = ours.astype(kind), theirs.astype(kind)
     return jnp.sum(jnp.square(a - b), 1), jnp.sum(jnp.square(b), 1)

@@ -47,7 +47,7 @@ class Operands:
         self.pass_bytes = float(tokens * width * self.dtype.itemsize)  # of reading or writing one [t, I] once
 
     def model(self, question: str, *, fused: bool = False) -> float | None:
-        """Seconds that the model of the time says; None for a device whose rates nobody has put down."""
+        """Return seconds that the model of the time says; None for a device whose rates nobody has put down."""
         gpu = gpu_named(jax.devices()[0].device_kind)
         if gpu is None:
             return None
@@ -55,19 +55,19 @@ class Operands:
         return shard_work(question, shape, fused=fused).seconds(gpu, self.dtype.itemsize).total
 
     def rows(self, seed: int) -> jax.Array:
-        """[t, H]"""
+        """Return [t, H]"""
         return draw(seed, self.t, self.h, dtype=self.dtype)
 
     def wide(self, seed: int) -> jax.Array:
-        """[t, I]"""
+        """Return [t, I]"""
         return draw(seed, self.t, self.i, dtype=self.dtype)
 
     def up(self, seed: int) -> jax.Array:
-        """[H, I]"""
+        """Return [H, I]"""
         return draw(seed, self.h, self.i, dtype=self.dtype, scale=self.h**-0.5)
 
     def down(self, seed: int) -> jax.Array:
-        """[I, H]"""
+        """Return [I, H]"""
         return draw(seed, self.i, self.h, dtype=self.dtype, scale=self.i**-0.5)
 
 
@@ -94,7 +94,7 @@ def _pair(
 
 
 def interpreted(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """The kernel; in JAX's interpreter where the environment asks for it."""
+    """Return the kernel; in JAX's interpreter where the environment asks for it."""
     if not backends.interpreting():
         return kernel
     from tiled_jax.core.mosaic import interpreter

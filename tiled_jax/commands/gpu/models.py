@@ -67,7 +67,7 @@ class MLPs:
         self.paths = paths_for("pallas", ARCHITECTURE, str(dtype), (i, h))
 
     def model(self, variant: MLPVariant, keep: float = 0.0, paths: Paths | None = None) -> float | None:
-        """Seconds that the model of the time says; None for a device whose rates nobody has put down."""
+        """Return seconds that the model of the time says; None for a device whose rates nobody has put down."""
         if self.gpu is None:
             return None
         return mlp_seconds(self.shape, self.plan, self.gpu, variant=variant, keep=keep, paths=paths).total

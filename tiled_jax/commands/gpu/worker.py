@@ -40,7 +40,7 @@ def groups_of(job: Mapping[str, Any]) -> Groups:
 
 
 def refusal(job: Mapping[str, Any]) -> str | None:
-    """Why nothing can be measured here; None where it can."""
+    """Return why nothing can be measured here; None where it can."""
     if job["facts"]["toy"]:
         return None
     tuning = job["op"] in ("tune", "paths")

@@ -27,7 +27,7 @@ class LiveBytes(TorchDispatchMode):
         return out
 
     def peak_above(self, results: Iterable[Tensor]) -> int:
-        """The peak without the storages of `results`, whenever these came; they must still be alive."""
+        """Return the peak without the storages of `results`, whenever these came; they must still be alive."""
         left_out = {self._numbers.get(tensor.untyped_storage()) for tensor in results}
         now = peak = 0
         for number, size in self._changes:

@@ -50,7 +50,7 @@ def measure(workload: MLPWorkload, repeats: int) -> Rows:
 
 
 def peak_bytes(run: Callable[[], Tensor], mlp: PlainMLP, x: Tensor) -> int:
-    """The most bytes that one run has beyond x, dy, the weights, y and the gradients."""
+    """Return the most bytes that one run has beyond x, dy, the weights, y and the gradients."""
     with LiveBytes() as counted:
         y = run()
     gradients = (leaf.grad for leaf in (x, *mlp.parameters()))

@@ -64,7 +64,7 @@ def results_of(forward: Callable[[Tensor], Any], mlp: PlainMLP, x: Tensor, dy: T
 
 
 def products_alone(mlp: PlainMLP, x: Tensor, dy: Tensor, shard_tokens: int, *, recomputed: float) -> Callable[[], None]:
-    """Every product of forward and backward, shard by shard into buffers that are there, and nothing else.
+    """Return every product of forward and backward, shard by shard into buffers that are there, and nothing else.
 
     What no implementation of as many products can be faster than. x, dy: [T, H]. recomputed: the fraction of the shards
     whose gate and up are computed twice, rounded down: 18 THI with none, 22 THI with all.
@@ -96,7 +96,7 @@ def products_alone(mlp: PlainMLP, x: Tensor, dy: Tensor, shard_tokens: int, *, r
 
 
 def peer_variants(mlp: PlainMLP, num_shards: int) -> tuple[dict[str, Callable[[Tensor], Any]], dict[str, str]]:
-    """(name -> forward of each installed peer, at the same number of shards; name -> why a peer is left out)."""
+    """Return (name -> forward of each installed peer, at the same number of shards; name -> why a peer is left out)."""
     variants: dict[str, Callable[[Tensor], Any]] = {}
     missing: dict[str, str] = {}
     for name, make in (("liger", _liger), ("deepspeed", _deepspeed)):

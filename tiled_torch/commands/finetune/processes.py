@@ -53,7 +53,7 @@ class TorchTeam:
 
 
 def join(options: FinetuneOptions, device: torch.device) -> Team:
-    """The team of a run: the processes of torchrun, which have to be as many as the options ask for."""
+    """Return the team of a run: the processes of torchrun, which have to be as many as the options ask for."""
     count = int(os.environ.get("WORLD_SIZE", "1"))
     advice = f"Start it with torchrun --nproc-per-node {options.ranks} -m tiled_torch finetune."
     if options.ranks == 1:
@@ -69,7 +69,9 @@ def mesh_and_config(options: FinetuneOptions, device: torch.device) -> tuple[Dev
 
 
 def rows(options: FinetuneOptions, rank: int) -> slice:
-    """This rank's sequences of the batch; the ranks that share a sequence or a layer come side by side and have the same."""
+    """Return this rank's sequences of the batch; the ranks that share a sequence or a layer come side by side and have the
+    same.
+    """
     size = options.batch // (options.dp * options.fsdp)
     part = rank // (options.cp * options.tp)
     return slice(part * size, (part + 1) * size)

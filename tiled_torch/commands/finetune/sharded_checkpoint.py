@@ -74,7 +74,7 @@ class CheckpointParts:
         self.shape = torch.Size(array.shape)
 
     def __getitem__(self, index: Any) -> Tensor:
-        """A copy in one piece: fused AdamW reads the memory of all its inputs in order."""
+        """Return a copy in one piece: fused AdamW reads the memory of all its inputs in order."""
         return torch.tensor(np.ascontiguousarray(self._array[index]))
 
 

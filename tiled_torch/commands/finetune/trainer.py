@@ -87,7 +87,7 @@ class TorchTrainer:
         return model
 
     def _spread(self, config: dict[str, Any], weights: Mapping[str, Array] | None) -> Any:
-        """The model over all ranks: each takes its part of the weights, and none the whole unless it is a replica."""
+        """Return the model over all ranks: each takes its part of the weights, and none the whole unless it is a replica."""
         from tiled_torch.plans.api import parallelize
         from tiled_torch.plans.meta_device import materialize
 
@@ -95,7 +95,9 @@ class TorchTrainer:
         if parallel.data is not None and parallel.data.engine == "ddp":
             return parallelize(self._tiled(build_model(config, weights, self._device)), mesh, parallel)
         model = parallelize(self._tiled(empty_model(config)), mesh, parallel)
-        parts = None if weights is None else {name: sharded_checkpoint.CheckpointParts(array) for name, array in weights.items()}
+        parts = None
+        if weights is not None:
+            parts = {name: sharded_checkpoint.CheckpointParts(array) for name, array in weights.items()}
         materialize(model, device=self._device, weights=parts)
         return with_positions(model, self._device).train()
 
@@ -152,7 +154,9 @@ class TorchTrainer:
                 sharded_checkpoint.fill(parameter.detach(), sharded_checkpoint.CheckpointParts(state.weights[name]))
                 for ours, theirs in _MOMENTS.items():
                     moment = self._optimizer.state[parameter][theirs]
-                    sharded_checkpoint.fill(moment, sharded_checkpoint.CheckpointParts(state.optimizer[f"{ours}.{name}"]))
+                    sharded_checkpoint.fill(
+                        moment, sharded_checkpoint.CheckpointParts(state.optimizer[f"{ours}.{name}"])
+                    )
 
     def full_weights(self) -> Iterator[tuple[str, np.ndarray]]:
         for name, parameter in self._parameters.items():
@@ -184,7 +188,7 @@ def empty_model(config: dict[str, Any]) -> PreTrainedModel:
 
 
 def build_model(config: dict[str, Any], weights: Mapping[str, Array] | None, device: torch.device) -> PreTrainedModel:
-    """A model in training mode with these weights (copied one at a time), or zeros where a checkpoint is loaded next.
+    """Return a model in training mode with these weights (copied one at a time), or zeros where a checkpoint is loaded next.
 
     Built without memory first: a random initialisation would be thrown away.
     """
@@ -202,7 +206,7 @@ def build_model(config: dict[str, Any], weights: Mapping[str, Array] | None, dev
 
 
 def with_positions(model: Any, device: torch.device) -> Any:
-    """The same model with the frequencies of its positions, a buffer that no state dict holds."""
+    """Return the same model with the frequencies of its positions, a buffer that no state dict holds."""
     model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config).to(device)
     return model
 

@@ -46,7 +46,7 @@ class KernelInputs:
         self.t, self.h, self.i, self.dtype, self.device, self.gpu = tokens, hidden, width, dtype, device, gpu
 
     def model(self, question: str, *, fused: bool = False) -> float | None:
-        """Seconds that the model of the time says; None for a device whose rates nobody has put down."""
+        """Return seconds that the model of the time says; None for a device whose rates nobody has put down."""
         if self.gpu is None:
             return None
         shape = MLPShape(tokens=self.t, hidden=self.h, intermediate=self.i, itemsize=self.dtype.itemsize)
@@ -236,7 +236,7 @@ def dx(o: KernelInputs) -> dict[str, Variant]:
 
 
 def weight_gradient(o: KernelInputs) -> dict[str, Variant]:
-    """The first shard's, in comparisons: later ones add to what is there."""
+    """Return the first shard's, in comparisons: later ones add to what is there."""
     dup, x = o.pre[0], o.x
     acc = torch.zeros(o.i, o.h, device=o.device)
     ways = _by_vendor_and_kernel()

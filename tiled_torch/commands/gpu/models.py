@@ -58,7 +58,7 @@ class MLPs:
         self.paths = paths_for("triton", launch.architecture(device), name, (width, hidden))
 
     def model(self, variant: MLPVariant, keep: float = 0.0, paths: Paths | None = None) -> float | None:
-        """Seconds that the model of the time says; None for a device whose rates nobody has put down."""
+        """Return seconds that the model of the time says; None for a device whose rates nobody has put down."""
         if self.gpu is None:
             return None
         return mlp_seconds(self.shape, self.plan, self.gpu, variant=variant, keep=keep, paths=paths).total
@@ -109,7 +109,7 @@ class MLPs:
         return self.step(self.mlp, mlp_costs.plain_flop(self.shape), library=True, model_seconds=self.model("plain"))
 
     def own(self, keep: float = 0.0, *, in_checkpoint: bool = False, **options: Any) -> Variant:
-        """One of ours. Bytes are predicted where nothing else is saved or recomputed."""
+        """Return one of ours. Bytes are predicted where nothing else is saved or recomputed."""
         forward: Forward = partial(self.tiled, keep=keep, **options)
         flop = mlp_costs.mlp_flop(
             self.shape, self.plan, keep=keep, checkpointing="non-reentrant" if in_checkpoint else "none"

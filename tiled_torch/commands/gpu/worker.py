@@ -53,7 +53,7 @@ def groups_of(job: Mapping[str, Any], device: torch.device) -> Groups:
 
 
 def candidates(op: str, questions: Mapping[str, Question], device: torch.device) -> dict[str, Variant]:
-    """The library's form, then an op's kernel with every block size that `tune` tries on this device."""
+    """Return the library's form, then an op's kernel with every block size that `tune` tries on this device."""
     question, name = TUNED[op]
     variants = questions[question]()
     library = {key: variant for key, variant in variants.items() if variant.library}
