@@ -47,7 +47,7 @@ ONLY_JAX = {
         "linear/linen.py linear/params.py loss/linen.py loss/params.py mlp/linen.py mlp/params.py "
         "tile/linen_modules.py tile/module_state.py"
     ),
-    "meshes": "collectives/mesh.py collectives/padding.py tile/split.py",
+    "meshes": "collectives/mesh.py collectives/padding.py tile/closures.py tile/split.py",
     "forward mode": "mlp/shard_tangents.py",
     "plans of a function of arrays: PyTorch's are of modules": (
         "plans/any_model.py plans/checks.py plans/decoder_ends.py plans/decoder_tokens.py plans/variables.py"
