@@ -33,8 +33,8 @@ def test_the_fused_loss_of_fake_tensors(options: Any, dtype: torch.dtype) -> Non
         x, weight, targets = operands()
         tensors = {k: torch.ones(v) for k, v in options.items() if k in ("class_weight", "num_valid")}
         loss = LossOptions(**(options | tensors))
-        found = tiled_linear_cross_entropy(x.to(dtype), weight.to(dtype), targets, loss=loss, num_shards=4)
-        value: Any = found.loss if loss.outputs else found
+        found: Any = tiled_linear_cross_entropy(x.to(dtype), weight.to(dtype), targets, loss=loss, num_shards=4)
+        value = found.loss if loss.outputs else found
         assert value.shape == ((2, 9) if loss.reduction == "none" else ())
         value.sum().backward()
         assert isinstance(x.grad, FakeTensor)
