@@ -48,7 +48,7 @@ ONLY_JAX = {
         "linear/linen.py linear/params.py loss/linen.py loss/params.py mlp/linen.py mlp/params.py "
         "tile/linen_modules.py tile/module_state.py"
     ),
-    "meshes": "collectives/mesh.py collectives/padding.py tile/split.py",
+    "meshes": "collectives/mesh.py collectives/padding.py tile/closures.py tile/split.py",
     "forward mode": "mlp/shard_tangents.py",
     "one program for many devices": "commands/bench/mesh.py",
     "Triton's launch wrappers take block sizes from a table": "commands/gpu/candidates.py",

@@ -49,6 +49,14 @@ def test_a_table_for_each_set_of_versions_of_jax():
     assert table("mlp-jax-new", records[0]) == ["No record yet."]
 
 
+def test_a_mesh():
+    result = {"variant": "tiled", "workload": "w", "ratio_to_plain": 0.784, "temp_bytes": 3 * 2**19}
+    results = [result | {"collectives": {"all-gather": 3, "all-reduce": 1}}]
+    lines = table("mesh-jax", BASE | {"kind": "mesh", "half": "tiled_jax", "results": results})
+    assert lines[2] == "| tiled, w | 0.78 | 1.5 | 3 all-gather, 1 all-reduce |"
+    assert table("mesh-jax") == ["No record yet."]
+
+
 def test_accuracy():
     results = [
         {"variant": "plain", "workload": "w", "worst_weight_error": 0.00327, "ratio_to_plain": 1.0},

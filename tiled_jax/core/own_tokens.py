@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shared_specs.errors import fail, show_shape
@@ -42,6 +42,11 @@ class Split:
     @property
     def token_axes(self) -> Axes:
         return tuple(axis for axes in self.tokens or () for axis in axes)
+
+    @property
+    def on_device(self) -> AbstractMesh:
+        """The mesh as work inside the `shard_map` sees it."""
+        return self.mesh.update_axis_types(dict.fromkeys(self.manual, AxisType.Manual))
 
     def unit(self, length: int) -> int:
         """Return a length that every part of a dim so long is a multiple of as well, however the mesh cuts it evenly."""
@@ -196,7 +201,8 @@ def _mapped(op: TokenOp, split: Split, rows: Arrays, whole: Arrays, lead: int) -
     run = partial(_on_device, op, split.token_axes, split.columns, lead)
     given = specs.of(rows, whole)
     # Results have as many dims whatever is here: those of a device's rows are made for no weight split.
-    forms = jax.eval_shape(partial(_unsplit, op, lead), _own_shapes(split, rows), _shapes(whole))
+    with jax.sharding.use_abstract_mesh(split.on_device):
+        forms = jax.eval_shape(partial(_unsplit, op, lead), _own_shapes(split, rows), shapes(whole))
     if split.mesh.explicit_axes:
         place = partial(jax.tree.map, lambda a, spec: jax.sharding.reshard(a, NamedSharding(split.mesh, spec)))
         rows, whole = place((rows, whole), given)
@@ -221,7 +227,8 @@ def _own_shapes(split: Split, rows: Arrays) -> Any:
     return jax.tree.map(own, rows)
 
 
-def _shapes(arrays: Any) -> Any:
+def shapes(arrays: Any) -> Any:
+    """Return shapes and dtypes of arrays, without how they are cut."""
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), arrays)
 
 

@@ -11,16 +11,17 @@ from flax import nnx
 from jax import lax
 
 from shared_specs.config import Tiling
-from shared_specs.errors import fail
+from shared_specs.errors import UnsupportedError, error_text, fail
 from shared_specs.shards import ShardPlan, plan_tiling
 from shared_specs.tile.checks import check_tile
 from tiled_jax import backends
 from tiled_jax.core.loops import varying_of
 from tiled_jax.core.own_tokens import split_of
 from tiled_jax.tile import linen_modules, token_layout
+from tiled_jax.tile.closures import Closure
 from tiled_jax.tile.module_state import Modules, check_closure, check_rngs
 from tiled_jax.tile.shared_gradients import SharedSums
-from tiled_jax.tile.split import check_not_explicit, plans, run_split, shards_in_all
+from tiled_jax.tile.split import plans, run_split, shards_in_all
 
 
 def tile(
@@ -42,8 +43,9 @@ def tile(
     Inside a linen module fn is one of its modules or methods: every shard draws from splits of its streams, and `init`
     makes its variables by one token.
 
-    Under plain `jit`, for arrays on an Auto mesh, every device runs fn on the tokens that it has, in shards of its own, and
-    what shards share gets one sum; random numbers then depend on how the tokens are sharded.
+    For arrays on a mesh, outside of `jax.shard_map`, every device runs fn on the tokens that it has, in shards of its own, and
+    what shards share gets one sum; random numbers then depend on how the tokens are sharded. On Explicit axes fn sees plain
+    arrays, everything but the tokens whole.
 
     Args:
         fn: an nnx.Module, a bound linen module or a function; its first argument is x.
@@ -60,7 +62,8 @@ def tile(
         TypeError: fn cannot be called, x is no array, rngs is neither key nor streams, a result is no array.
         SpecError: x has less than two dims; a result has no row per token.
         UnsupportedError: fn writes other state of a module than its random streams, closes over a random key, or calls a
-            linen module that is bound outside of it; x is cut along Explicit mesh axes outside of `jax.shard_map`.
+            linen module that is bound outside of it; where Explicit mesh axes cut x, an array on the mesh that fn reads
+            from an object that is neither a pytree nor a Flax module, or a result [t, ...] of x cut in a later dim.
     Source: `lax.scan` over `jax.checkpoint`; the sharding idea is DeepSpeed's ALST (arXiv 2506.13996).
     Example:
         >>> block = nnx.Sequential(nnx.Linear(8, 32, rngs=nnx.Rngs(0)), nnx.gelu, nnx.Linear(32, 8, rngs=nnx.Rngs(1)))
@@ -94,14 +97,15 @@ def run_shards(
     tokens, device = layout.tokens, backends.device_kind()
     arrays = layout.cut()
     split = split_of(layout.function, arrays[0], [*arrays[1:], *layout.whole()], (), None)
-    if split is not None and split.tokens is not None:
-        check_not_explicit(layout.function, split)
-        split = None
+    if split is not None and split.tokens is not None and not split.token_axes:
+        split = None  # Explicit axes that cut no tokens are fn's own matter
     if split is not None:
         found = plans(split, tokens, options)
-        shard = Shard(fn, layout, key, shards_in_all(found, tokens))
-        results = run_split(shard.run, arrays, shard.keys, split, found)
+        shard = Shard(fn, layout, key, shards_in_all(found, tokens), apart=split.tokens is not None)
+        results = run_split(layout.function, shard.run, arrays, shard.keys, split, found, shard.held)
         shard.modules.advance()
+        if split.tokens and any(split.tokens[1:]):
+            shard.check_leading_dims()
         return shard.assemble(results)
     plan = plan_tiling(tokens, options, device=device)
     shard = Shard(fn, layout, key, max(1, len(plan)))
@@ -113,32 +117,64 @@ def run_shards(
 class Shard:
     """fn on the rows of one shard, as a function of arrays alone."""
 
-    def __init__(self, fn: Callable[..., Any], layout: token_layout.Layout, key: jax.Array | None, shards: int) -> None:
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        layout: token_layout.Layout,
+        key: jax.Array | None,
+        shards: int,
+        *,
+        apart: bool = False,
+    ) -> None:
+        """`apart`: what fn reads is in `held`, for others to be given in its place."""
         # What shards share varies as the tokens do: `shard_map` adds up gradients once, and not in every shard.
-        axes = varying_of(layout.rows())
+        axes = varying_of(layout.cut())
         self._layout, self._has_key = layout.varying_over(axes), key is not None
         self._fn, self._owner = with_owner(fn)
         self._outside = linen_modules.traces_outside(fn)
-        self.modules = Modules([*self._owner, *layout.modules()], shards, layout.function, axes)
+        self._closure = Closure(self._fn) if apart else None
+        own = [*self._owner, *layout.modules()]
+        self._owned = len(own)
+        own += self._closure.modules if self._closure else []
+        self.modules = Modules(own, shards, layout.function, axes)
+        self.held: list[jax.Array] = []
+        if self._closure:
+            self.held = [*layout.whole(), *self.modules.arrays(), *self._closure.arrays]
         # Of every random stream the keys of all shards, and those split from `key`.
         self.keys = self.modules.shard_keys + ([] if key is None else [jax.random.split(key, shards)])
         self._form: tuple[list[token_layout.Form], Any] | None = None
 
-    def run(self, keys: Sequence[jax.Array], pieces: Sequence[jax.Array]) -> list[jax.Array]:
+    def run(
+        self, keys: Sequence[jax.Array], pieces: Sequence[jax.Array], held: Sequence[jax.Array] = ()
+    ) -> list[jax.Array]:
         """Return the rows [t, ...] of every result, from the rows of the arguments and this shard's keys."""
-        inside = self.modules.inside(keys[: len(self.modules.shard_keys)])
-        owner, modules = inside.modules[: len(self._owner)], inside.modules[len(self._owner) :]
-        args, kwargs = self._layout.arguments(pieces, modules)
+        given, own_keys = iter(held), keys[: len(self.modules.shard_keys)]
+        layout = self._layout.with_whole(given) if self._closure else self._layout
+        inside = self.modules.inside(own_keys, given if self._closure else None)
+        owner, modules = inside.modules[: len(self._owner)], inside.modules[len(self._owner) : self._owned]
+        fn = self._closure.over(given, iter(inside.modules[self._owned :])) if self._closure else self._fn
+        args, kwargs = layout.arguments(pieces, modules)
         if self._has_key:
             kwargs["rngs"] = keys[-1]
         with linen_modules.refusing_bound_modules(self._layout.function, self._outside):
-            results = self._fn(*owner, *args, **kwargs)
+            results = fn(*owner, *args, **kwargs)
         self.modules.drew(inside.written())
         leaves, treedef = jax.tree.flatten(results)
         t = pieces[0].shape[0]
         forms = [token_layout.form_of(index, leaf, t, self._layout) for index, leaf in enumerate(leaves)]
         self._form = forms, treedef
         return [jnp.asarray(leaf).reshape(t, *form.rest) for leaf, form in zip(leaves, forms, strict=True)]
+
+    def check_leading_dims(self) -> None:
+        """UnsupportedError where a result would have to be flattened across a dim that a type says is cut."""
+        assert self._form is not None
+        lead = self._layout.lead
+        for index, form in enumerate(self._form[0]):
+            if form.shape[: len(lead)] != lead:
+                rule, got = "[1, t, ...] where Explicit mesh axes cut a later dim of x", "[t, ...]"
+                advice = "Return it with x's leading dims."
+                name = f"output {index} of fn"
+                raise UnsupportedError(error_text(self._layout.function, name, rule, got, advice=advice))
 
     def assemble(self, results: Sequence[jax.Array]) -> Any:
         """fn's results from their rows [T, ...]."""

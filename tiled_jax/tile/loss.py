@@ -50,7 +50,7 @@ def tiled_loss(
     Raises:
         SpecError: x has less than two dims; a result is neither a scalar nor one value per token; fn returns a mean,
         which is looked for at the first call with a function and kinds of arguments, where values can be read (not under
-        `jit`). TypeError: fn cannot be called, x is no array.
+        `jit`, nor on Explicit mesh axes). TypeError: fn cannot be called, x is no array.
     Source: `tile`; losses shard by shard: ALST, arXiv 2506.13996.
     Example:
         >>> def fn(x, labels, weight):
@@ -73,16 +73,23 @@ def tiled_loss(
 
 
 class _Sums:
-    """fn as a token-wise function: a scalar becomes a row per token, the scalar in the first and zero in the others."""
+    """fn as a token-wise function: a scalar becomes a row per token, the scalar in the first and zero in the others.
+
+    rows(x, *rest): fn's results for a shard of x; `rest`: fn's owner, if it has one, and its arguments.
+    """
 
     def __init__(self, fn: Callable[..., Any]) -> None:
-        self._call, self.owner = with_owner(fn)
+        call, self.owner = with_owner(fn)
+        own, spread = len(self.owner), self._spread
         self._scalar: list[bool] = []
 
-    def rows(self, x: jax.Array, *rest: Any) -> Any:
-        """fn's results for a shard of x, scalars as a row per token. `rest`: fn's owner, if it has one, and its arguments."""
-        own = len(self.owner)
-        leaves, treedef = jax.tree.flatten(self._call(*rest[:own], x, *rest[own:]))
+        def rows(x: jax.Array, *rest: Any) -> Any:
+            return spread(x, call(*rest[:own], x, *rest[own:]))
+
+        self.rows = rows
+
+    def _spread(self, x: jax.Array, results: Any) -> Any:
+        leaves, treedef = jax.tree.flatten(results)
         leaves = [jnp.asarray(leaf) if isinstance(leaf, bool | int | float | np.generic) else leaf for leaf in leaves]
         self._scalar = [isinstance(leaf, jax.Array | np.ndarray) and leaf.ndim == 0 for leaf in leaves]
         # With x's dims: where a mesh cuts the last of them, a flat one would have to be gathered.
@@ -114,9 +121,9 @@ def _wide(scalar: Any) -> jax.Array:
 
 def _refuse_means(sums: _Sums, fn: Callable[..., Any], layout: token_layout.Layout, options: Tiling) -> None:
     """SpecError where fn's scalars are seen to be means, if values can be read. Looks once for a function and arguments."""
-    arrays = layout.rows()
-    if not layout.tokens or any(map(_unreadable, arrays)):
+    if not layout.tokens or any(map(_unreadable, layout.cut())):
         return
+    arrays = layout.rows()
     shapes = tuple((str(a.dtype), a.shape[1:]) for a in arrays)
     arguments = len(layout.lead), shapes, means.signature(layout.leaves)
     if not _LOOKS.wanted(fn, arguments):
@@ -144,4 +151,6 @@ class _Unreadable(Exception):
 
 
 def _unreadable(a: jax.Array) -> bool:
-    return isinstance(a, Tracer) or not a.is_fully_addressable
+    if isinstance(a, Tracer) or not a.is_fully_addressable:
+        return True
+    return bool(jax.typeof(a).sharding.mesh.explicit_axes)  # its tokens cannot be taken one by one

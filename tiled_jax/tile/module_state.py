@@ -2,7 +2,7 @@
 
 import dis
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -87,9 +87,15 @@ class Modules:
         key, count = (_value(self._variables[(*stream, name)]) for name in ("key", "count"))
         return jax.random.split(jax.random.fold_in(key, count), shards)
 
-    def inside(self, keys: Sequence[jax.Array]) -> "_Inside":
-        """Return the modules as one shard sees them, with its keys."""
+    def arrays(self) -> list[jax.Array]:
+        """Return the values of the variables, but for those that are no arrays."""
+        return [value for value in self._values.values() if isinstance(value, jax.Array)]
+
+    def inside(self, keys: Sequence[jax.Array], arrays: Iterator[jax.Array] | None = None) -> "_Inside":
+        """Return the modules as one shard sees them, with its keys. `arrays`: others in the place of `arrays()`."""
         values = dict(self._values)
+        if arrays is not None:
+            values = {path: next(arrays) if isinstance(a, jax.Array) else a for path, a in values.items()}
         for stream, key in zip(self._streams, keys, strict=True):
             values[(*stream, "key")] = key
             values[(*stream, "count")] = jnp.zeros_like(values[(*stream, "count")])

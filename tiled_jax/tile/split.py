@@ -21,19 +21,11 @@ from shared_specs.shards import ShardPlan, plan_tiling
 from tiled_jax import backends
 from tiled_jax.core.linear_call import Arrays, Saved, differentiable
 from tiled_jax.core.loops import gradient_of
-from tiled_jax.core.own_tokens import Split, TokenOp, as_typed, on_own_tokens
+from tiled_jax.core.own_tokens import Split, TokenOp, as_typed, on_own_tokens, shapes
 from tiled_jax.core.products import wide
 from tiled_jax.tile.shared_gradients import with_gradient_of
 
 _OF = "tangent of "
-
-
-def check_not_explicit(function: str, split: Split) -> None:
-    """UnsupportedError where Explicit axes cut tokens: what fn closes over has types that hold outside a `shard_map` only."""
-    if split.token_axes:
-        advice = "Call it inside jax.shard_map over them, with what fn closes over among its arguments."
-        got = ", ".join(split.token_axes)
-        raise UnsupportedError(error_text(function, "x", "whole along Explicit mesh axes", got, advice=advice))
 
 
 def plans(split: Split, tokens: int, options: Tiling) -> dict[int, ShardPlan]:
@@ -61,13 +53,14 @@ def shards_in_all(found: dict[int, ShardPlan], tokens: int) -> int:
 class _Traced:
     """fn for the lengths of shard that there may be. Static; operands are named by kind and number.
 
-    lead: the number of x's leading dims. at: for every length fn as a jaxpr, and which constants it takes. keys: how the
-    numbers of the random keys are keys again.
+    at: for every length fn as a jaxpr, and which constants it takes. held: how many constants, the first ones, it takes as
+    arguments. keys: how the numbers of the random keys are keys again; constants: the same of constants.
     """
 
     split: Split
     plans: dict[int, ShardPlan]
     at: dict[int, tuple[Any, tuple[int, ...]]]
+    held: int
     keys: tuple[Any, ...]
     constants: tuple[Any, ...]
     rows: int
@@ -81,7 +74,7 @@ class _Traced:
             jaxpr, taken = self.at[length]
             given = [constants[i] for i in taken]
             fn = core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr.jaxpr, given))
-            return lambda keys, pieces: fn(*keys, *pieces)
+            return lambda keys, pieces: fn(*keys, *pieces, *constants[: self.held])
 
         if count == 1:
             return jax.checkpoint(run(t))([key[0] for key in keys], rows)
@@ -196,31 +189,37 @@ def _as_key(a: jax.Array, impl: Any) -> Any:
 
 
 def run_split(
-    run: Any, arrays: Sequence[jax.Array], keys: Sequence[jax.Array], split: Split, found: dict[int, ShardPlan]
+    function: str,
+    run: Any,
+    arrays: Sequence[jax.Array],
+    keys: Sequence[jax.Array],
+    split: Split,
+    found: dict[int, ShardPlan],
+    held: Sequence[jax.Array],
 ) -> list[jax.Array]:
-    """run(keys, pieces) -> rows of results, of every device's own shards.
+    """run(keys, pieces, held) -> rows of results, of every device's own shards.
 
-    arrays: [*leading dims, ...], x first. keys: for every shard of all devices. found: what `plans` found.
+    arrays: [*leading dims, ...], x first. keys: for every shard of all devices. found: what `plans` found. held: what run has
+    to be given because it cannot close over it.
     """
     lead = arrays[0].ndim - 1
-    example = [each[0] for each in keys]
-    constants: list[Any] = []
-    numbers: dict[int, int] = {}  # of a constant by its id
+    constants: list[Any] = list(held)
+    numbers: dict[int, int] = {}  # of a constant that run closes over, by its id
     at = {}
     lengths = {length for plan in found.values() for length in (plan.shard_tokens, plan.tokens % plan.shard_tokens)}
     for length in sorted(lengths - {0}):
         pieces = [jax.ShapeDtypeStruct((length, *a.shape[lead:]), a.dtype) for a in arrays]
-        # A function of its own: for `run` JAX might give back an older trace, with what that closed over.
-        traced = jax.make_jaxpr(lambda *given: run(list(given[: len(keys)]), list(given[len(keys) :])))(
-            *example, *pieces
-        )
+        example = [jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for a in keys], pieces, shapes(held)
+        traced = _trace(function, run, split, example)
         for a in traced.consts:
             if id(a) not in numbers:
                 numbers[id(a)] = len(constants)
                 constants.append(a)
         at[length] = traced, tuple(numbers[id(a)] for a in traced.consts)
     of_keys, of_constants = [_numbers(a) for a in keys], [_numbers(jnp.asarray(a)) for a in constants]
-    call = _Traced(split, found, at, tuple(k for _, k in of_keys), tuple(k for _, k in of_constants), len(arrays))
+    call = _Traced(
+        split, found, at, len(held), tuple(k for _, k in of_keys), tuple(k for _, k in of_constants), len(arrays)
+    )
     operands = {"x": arrays[0]} | {f"row {i}": a for i, a in enumerate(arrays) if i}
     operands |= {f"constant {i}": a for i, (a, _) in enumerate(of_constants)}
     operands |= {f"key {i}": a for i, (a, _) in enumerate(of_keys)}
@@ -228,3 +227,30 @@ def run_split(
     fixed = [f"result {i}" for i, form in enumerate(forms) if not jnp.issubdtype(form.dtype, jnp.floating)]
     results = differentiable(_TileRules.forward, _TileRules, without=fixed)(call, operands)
     return [results[f"result {i}"] for i in range(len(forms))]
+
+
+def _trace(function: str, run: Any, split: Split, example: Any) -> Any:
+    """run as a jaxpr for the devices of a split.
+
+    Raises:
+        UnsupportedError: on Explicit axes run closes over an array that is on the mesh, and was not found to be handed over.
+    """
+    sizes, tree = zip(*(jax.tree.flatten(part) for part in example), strict=True)
+    leaves = [leaf for part in sizes for leaf in part]
+
+    # A function of its own: for `run` JAX might give back an older trace, with what that closed over.
+    def flat(*given: Any) -> Any:
+        rest = iter(given)
+        return run(*(jax.tree.unflatten(t, [next(rest) for _ in part]) for t, part in zip(tree, sizes, strict=True)))
+
+    if split.tokens is None:
+        return jax.make_jaxpr(flat)(*leaves)
+    try:
+        with jax.sharding.use_abstract_mesh(split.on_device):
+            return jax.make_jaxpr(flat)(*leaves)
+    except NotImplementedError as error:
+        if "Closing over" not in str(error):
+            raise
+        rule, got = "free of arrays on Explicit mesh axes that it keeps in an object", "one"
+        advice = "Hand the array or the pytree that holds it to fn as an argument."
+        raise UnsupportedError(error_text(function, "fn", rule, got, advice=advice)) from error

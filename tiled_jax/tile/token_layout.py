@@ -5,7 +5,7 @@ No loops and no differentiation here.
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -65,6 +65,12 @@ class Layout:
         """Return the same, arrays that are passed whole with the type of something that varies along mesh axes."""
         pairs = zip(self.leaves, self.rowed, strict=True)
         return replace(self, leaves=tuple(leaf if rowed else varied(leaf, axes) for leaf, rowed in pairs))
+
+    def with_whole(self, arrays: Iterator[jax.Array]) -> "Layout":
+        """Return the same with others in the place of the arrays that are passed whole."""
+        pairs = zip(self.leaves, self.rowed, strict=True)
+        leaves = (next(arrays) if isinstance(leaf, jax.Array) and not rowed else leaf for leaf, rowed in pairs)
+        return replace(self, leaves=tuple(leaves))
 
     def arguments(self, pieces: Sequence[jax.Array], modules: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the positional and keyword arguments for one shard: its rows [t, ...] and the modules as they are inside."""

@@ -97,6 +97,19 @@ def accuracy_table(records: list[Record], half: str) -> str:
     return _rows(["variant", "worst weight-gradient error", "error / plain, worst weight"], rows, record)
 
 
+def mesh_table(records: list[Record]) -> str:
+    """Time, a device's temporary bytes and the collectives of a step on a mesh, of every variant and workload."""
+    record = latest(records, "mesh")
+    if record is None:
+        return "No record yet.\n"
+    rows = []
+    for result in record["results"]:
+        collectives = ", ".join(f"{count} {name}" for name, count in result["collectives"].items())
+        numbers = [f"{result['ratio_to_plain']:.2f}", f"{result['temp_bytes'] / MIB:.1f}"]
+        rows.append([f"{result['variant']}, {result['workload']}", *numbers, collectives])
+    return _rows(["variant, eight devices", "time / plain", "temporary MiB a device", "collectives"], rows, record)
+
+
 def demo_table(records: list[Record], kind: str) -> str:
     """Loss, peak memory and speed of every run of the demo, beside what the plain model would need."""
     record = latest(records, kind)
@@ -149,6 +162,7 @@ TABLES: dict[str, Callable[[list[Record]], str]] = {
     "loss-jax": lambda records: op_table(records, "loss", "tiled_jax"),
     "mlp-bytes-torch": lambda records: bytes_table(records, "tiled_torch"),
     "mlp-bytes-jax": lambda records: bytes_table(records, "tiled_jax"),
+    "mesh-jax": mesh_table,
     "accuracy-torch": lambda records: accuracy_table(records, "tiled_torch"),
     "accuracy-jax": lambda records: accuracy_table(records, "tiled_jax"),
     "gpu-mlp": gpu_table,
