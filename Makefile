@@ -21,11 +21,12 @@ OLD_TORCH_ENV := .venv-old-torch/.installed
 # The project goes in with the setuptools of the lock, and pip resolves nothing for it.
 INSTALL_PROJECT := -m pip install --quiet --no-deps --no-build-isolation --editable .
 # Without the one test that asks an index, so that this needs no network.
-FAST := tests/specs tests/meta --deselect tests/meta/test_lock.py::test_the_lock_of_this_python_resolves_to_itself
-OLD_TORCH := tests/specs tests/on_torch tests/parity
+FAST := tests --ignore=tests/gpu --deselect tests/meta/test_lock.py::test_the_lock_of_this_python_resolves_to_itself
+BY_CAPABILITY := $(addprefix tests/,app bridge collectives core kernels layers linear loss mlp models plans tile)
+OLD_TORCH := $(BY_CAPABILITY)
 # triton 3.6's interpreter does what NumPy no longer likes.
 OLD_TRITON := -W "ignore:Conversion of an array with ndim:DeprecationWarning"
-NEW_JAX := tests/specs tests/on_jax tests/meta/test_lock.py tests/meta/test_examples.py
+NEW_JAX := $(BY_CAPABILITY) tests/meta/test_lock.py tests/meta/test_examples.py
 
 # What JAX compiled for the tests is kept here between runs: half of their time. Nothing is kept where it is empty.
 export TILED_JAX_CACHE ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/tiled-mlp/jax
@@ -86,13 +87,13 @@ mutants: $(ENV) ## whether the tests notice sixty known ways to break the librar
 
 .PHONY: test-fast
 test-fast: $(ENV) ## the specification and the repository's own rules
-	TILED_REQUIRE=torch,jax $(BIN)/python -m pytest $(FAST) $(ARGS)
+	TILED_TESTS=spec $(BIN)/python -m pytest $(FAST) $(ARGS)
 
 .PHONY: test-new-jax
 test-new-jax: ## shared_specs and the JAX half on Python 3.12 with the newest supported JAX
 	@if python=$$(.ci/find-python 3.12); then \
 	  $(MAKE) --no-print-directory $(NEW_JAX_ENV) NEW_JAX_PYTHON="$$python" && \
-	  TILED_OPTIMIZE=1 TILED_REQUIRE=jax .venv-new-jax/bin/python -m pytest $(SIDE_BY_SIDE) $(NEW_JAX) $(ARGS); \
+	  TILED_TESTS=spec,jax TILED_OPTIMIZE=1 TILED_REQUIRE=jax .venv-new-jax/bin/python -m pytest $(SIDE_BY_SIDE) $(NEW_JAX) $(ARGS); \
 	else \
 	  echo "test-new-jax: skipped: no working Python 3.12 on PATH, in pyenv or in uv"; \
 	fi
@@ -102,7 +103,7 @@ test-old-torch: ## the PyTorch half on Python 3.12 with torch 2.11, triton 3.6, 
 	@python=$$(.ci/find-python 3.12) || \
 	  { echo "make test-old-torch: no working Python 3.12 on PATH, in pyenv or in uv" >&2; exit 1; }; \
 	$(MAKE) --no-print-directory $(OLD_TORCH_ENV) NEW_JAX_PYTHON="$$python"
-	TILED_REQUIRE=torch,jax .venv-old-torch/bin/python -m pytest $(SIDE_BY_SIDE) $(OLD_TRITON) $(OLD_TORCH) $(ARGS)
+	TILED_TESTS=spec,torch,both TILED_REQUIRE=torch,jax .venv-old-torch/bin/python -m pytest $(SIDE_BY_SIDE) $(OLD_TRITON) $(OLD_TORCH) $(ARGS)
 
 .PHONY: aot
 aot: ## the JAX half compiled for an H200 without a GPU: registers, spills, bytes (Python 3.12, CUDA plugin)
@@ -115,7 +116,7 @@ aot: ## the JAX half compiled for an H200 without a GPU: registers, spills, byte
 aot-triton: $(AOT_TRITON_ENV) ## the Triton kernels compiled without a GPU, by both versions: registers, spills, serialised products
 	for packages in "" $(CURDIR)/.venv-triton36; do \
 	  TILED_AOT_TRITON=1 TILED_REQUIRE=torch PYTHONPATH=$$packages $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup \
-	    --max-worker-restart=0 tests/on_torch/test_kernels_aot.py $(ARGS) || exit 1; \
+	    --max-worker-restart=0 tests/kernels/test_torch_aot.py $(ARGS) || exit 1; \
 	done
 
 .PHONY: float8

@@ -1,7 +1,7 @@
 """A model of one's own for `parallelize`: gated linear attention, a state instead of a softmax, and its plan.
 
 The styles of `tiled_torch.plans.tensor_styles` say how each layer is split; PyTorch's own ones fit where they exist.
-`tests/on_torch/test_ranks_plans.py` compares this model under every configuration with one process.
+`tests/plans/test_torch_ranks_plans.py` compares this model under every configuration with one process.
 """
 
 from typing import Any

@@ -7,7 +7,7 @@ y = sum over slices of act(x w_gate_s^T) * (x w_up_s^T) w_down_s^T. A slice is a
     for part in mlp.slices:
         fully_shard(part, mesh=mesh)
 
-`tests/on_torch/test_ranks_linear.py` compares it with one process and measures the bytes.
+`tests/linear/test_torch_ranks_linear.py` compares it with one process and measures the bytes.
 """
 
 from typing import Any

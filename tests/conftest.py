@@ -8,6 +8,7 @@ import importlib.metadata
 import importlib.util
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -58,12 +59,26 @@ def has(framework: str) -> bool:
 # collects them.
 collect_ignore = [folder for folder in ("aot", "float8", "zero") if not os.environ.get(f"TILED_{folder.upper()}")]
 # Minutes of compiling that `make aot-triton` does for both versions of Triton.
-collect_ignore += ["on_torch/test_kernels_aot.py"] if not os.environ.get("TILED_AOT_TRITON") else []
-collect_ignore += [
-    folder
-    for folder, needs in (("on_torch", ["torch"]), ("on_jax", ["jax"]), ("parity", ["torch", "jax"]))
-    if not all(has(framework) for framework in needs)
-]
+collect_ignore += ["kernels/test_torch_aot.py"] if not os.environ.get("TILED_AOT_TRITON") else []
+# A file says in its name which half it is of; TILED_TESTS names those to collect.
+NEEDS = {"spec": (), "torch": ("torch",), "jax": ("jax",), "both": ("torch", "jax")}
+KINDS = tuple(os.environ.get("TILED_TESTS", ",".join(NEEDS)).split(","))
+if unknown := set(KINDS) - set(NEEDS):
+    raise pytest.UsageError(f"TILED_TESTS must name {', '.join(NEEDS)}, got {', '.join(sorted(unknown))}")
+COLLECTED = {kind for kind in KINDS if all(has(framework) for framework in NEEDS[kind])}
+pytest_plugins = ["tests.core.jax_fixtures"] if COLLECTED & {"jax", "both"} else []
+
+
+def kind_of(path: Path) -> str:
+    """Which half a test file is of: "torch", "jax", "both" or, of neither, "spec"."""
+    kind = path.stem.removeprefix("test_").partition("_")[0]
+    return kind if kind in NEEDS else "spec"
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    if collection_path.suffix == ".py" and collection_path.stem.startswith("test_"):
+        return True if kind_of(collection_path) not in COLLECTED else None
+    return None
 
 
 def pytest_report_header() -> list[str]:
@@ -109,7 +124,9 @@ def _nan_in_uninitialised_memory():
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """PyTorch warns of operations on a GPU that are not deterministic, which the fixture above asks for to have its NaN."""
+    """JAX's tests share what was compiled; PyTorch warns of operations on a GPU that the fixture above makes it watch."""
     for item in items:
+        if kind_of(item.path) in ("jax", "both"):
+            item.add_marker(pytest.mark.usefixtures("compiled_once_a_session"))
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.filterwarnings("ignore:.*deterministic:UserWarning"))

@@ -1,7 +1,7 @@
 """Several gloo ranks on one machine: start them once, send them functions by name, collect what each returns.
 
     with Ranks() as ranks:
-        first, second = ranks.run("tests.on_torch.engines:ddp", checkpointed=True)
+        first, second = ranks.run("tests.mlp.ranks_torch_engines:ddp", checkpointed=True)
 
 A function takes `rank`, `world` and the keyword arguments (JSON), runs inside its own process group, and returns JSON.
 An error on any rank fails the call with every rank's traceback. A call that takes longer than HANG_SECONDS is reported

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.aot import h200
-from tests.on_jax.program import counted
+from tests.core.jax_program import counted
 from tiled_jax import tiled_mlp
 
 H, I = 1024, 4096  # noqa: E741

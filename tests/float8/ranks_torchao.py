@@ -10,8 +10,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from shared_specs.config import DataParallel, ParallelConfig, TensorParallel
-from tests.on_torch.decoders import batch, decoder, loss_of
-from tests.on_torch.ranks_plans import error_between, full
+from tests.models.torch_decoders import batch, decoder, loss_of
+from tests.plans.ranks_torch_plans import error_between, full
 from tiled_torch.models import tile_model
 from tiled_torch.parallel import parallelize
 from tiled_torch.plans import api as plans_api

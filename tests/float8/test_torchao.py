@@ -1,6 +1,6 @@
 """The float8 option of `parallelize` with torchao itself, its products emulated on a CPU. Only `make float8` collects this.
 
-Which layers are converted, and what is refused, is in tests/on_torch/test_plans_float8.py.
+Which layers are converted, and what is refused, is in tests/plans/test_torch_float8.py.
 """
 
 from collections.abc import Iterator
@@ -12,10 +12,10 @@ import torch
 
 from shared_specs.config import Checkpointing, Compile, ParallelConfig
 from shared_specs.tolerances import FACTOR, MODEL_FLOAT32
+from tests.core.torch_counting import LiveBytes
 from tests.float8.ranks_torchao import CONFIGS, LAYERS, emulated, gradients, model_of
-from tests.on_torch.counting import LiveBytes
-from tests.on_torch.decoders import batch, loss_of
-from tests.on_torch.ranks_plans import error_between
+from tests.models.torch_decoders import batch, loss_of
+from tests.plans.ranks_torch_plans import error_between
 from tests.ranks import Ranks
 from tiled_torch.parallel import parallelize
 

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from shared_specs.collectives.cases import collective_cases
-from tests.on_torch.ranks_collectives import call
-from tests.on_torch.ranks_loss import distance, draw
+from tests.collectives.ranks_torch_collectives import call
+from tests.loss.ranks_torch_loss import distance, draw
 from tiled_torch import parallel
 
 

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from shared_specs.config import Checkpointing, Compile, DataParallel, ParallelConfig, TensorParallel
-from tests.on_torch.decoders import BATCH, batch, decoder, truth
-from tests.on_torch.ranks_plans import error_between, full
+from tests.models.torch_decoders import BATCH, batch, decoder, truth
+from tests.plans.ranks_torch_plans import error_between, full
 from tiled_torch import tile_model
 from tiled_torch.parallel import parallelize
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from shared_specs.tolerances import limit
-from tests.on_torch.test_attention import drawn, written_out
+from tests.layers.test_torch_attention import drawn, written_out
 from tiled_torch.layers.attention import causal_attention
 
 pytestmark = pytest.mark.gpu

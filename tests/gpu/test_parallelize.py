@@ -44,7 +44,7 @@ def test_losses_and_gradients():
 @pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
 def test_float8():
     from shared_specs.config import ParallelConfig
-    from tests.on_torch.decoders import batch, decoder
+    from tests.models.torch_decoders import batch, decoder
     from tiled_torch.parallel import parallelize
 
     if torch.cuda.get_device_capability() < (8, 9):

@@ -24,8 +24,8 @@ def on_rank(rank: int, world: int, port: int, results: Any) -> None:
     import torch
     import torch.distributed as dist
 
-    from tests.on_torch.ranks_inference import problem
-    from tests.on_torch.ranks_loss import distance
+    from tests.layers.ranks_torch_inference import problem
+    from tests.loss.ranks_torch_loss import distance
     from tiled_torch import parallel
 
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

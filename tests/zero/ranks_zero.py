@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from shared_specs.errors import UnsupportedError
-from tests.on_torch.decoders import VOCAB, batch, decoder, truth
-from tests.on_torch.ranks_plans import error_between
+from tests.models.torch_decoders import VOCAB, batch, decoder, truth
+from tests.plans.ranks_torch_plans import error_between
 from tiled_torch.models import tile_model, tiling_paths, untile_model
 from tiled_torch.modules import TiledLinear, TiledLinearCrossEntropy, TiledMLP
 from tiled_torch.tile.api import tile

@@ -10,7 +10,7 @@ def _operands(mlp: Any) -> MLPWeights:
     return MLPWeights(gate.weight, up.weight, down.weight, present_biases(gate=gate.bias, up=up.bias, down=down.bias))
 
 
-# Each is built small and compared with its untiled self in tests/on_torch/test_models.py.
+# Each is built small and compared with its untiled self in tests/models/test_torch_models.py.
 LLAMA = Family(
     "llama",
     frozenset({

@@ -100,7 +100,7 @@ def measure_times(
 
 def require_parity(half: str, op: str) -> str:
     """Runs the op's parity tests of one half; InputError unless they are green. Returns pytest's closing line."""
-    tests = ROOT / "tests" / "parity" / f"test_{op}.py"
+    tests = ROOT / "tests" / op / f"test_both_{op}.py"
     if not tests.exists():
         raise InputError("bench: the parity tests must be there, got none. Run it from a checkout of the repository.")
     command = [

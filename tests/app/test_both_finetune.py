@@ -1,0 +1,156 @@
+"""The command of one half against that of the other: same windows, same losses, and one resumes what the other began."""
+
+import io
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from shared_specs.app.finetune import loop
+from shared_specs.app.finetune.checkpoint import load_checkpoint
+from shared_specs.app.finetune.log import LOG_NAME, read_log, step_records
+from shared_specs.app.finetune.loop import MODEL_NAME, finetune
+from shared_specs.app.models.weights import read_model
+from shared_specs.app.options import FinetuneOptions, InputError
+from shared_specs.errors import SpecError
+from shared_specs.tolerances import DEMO_LOSS_RTOL
+from tests.core.jax_compiling import compiled_once
+from tests.tiny_model import write_text, write_tiny_folder
+from tiled_jax import __main__ as jax_main
+from tiled_jax.commands.finetune.trainer import JaxTrainer
+from tiled_torch import __main__ as torch_main
+from tiled_torch.commands.finetune.trainer import TorchTrainer
+
+STEPS = 6
+TILED = {"num_shards": 5, "keep": 0.5}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _same_programs_are_compiled_once(tmp_path_factory):
+    with compiled_once(tmp_path_factory.mktemp("compiled")):
+        yield
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("inputs")
+    write_tiny_folder(folder / "model")
+    write_tiny_folder(folder / "untied", tie_word_embeddings=False)
+    write_text(folder / "text")
+    return folder
+
+
+def run(trainer, inputs, out, model="model", **changes):
+    base = {"model": str(inputs / model), "text": str(inputs / "text"), "tokens": 48, "steps": STEPS, "batch": 2}
+    options = FinetuneOptions(**base | {"lr": 1e-3, "out": str(out), "device": "cpu"} | changes)
+    assert finetune(trainer(), options, Console(file=io.StringIO())) == 0
+    return losses(out)
+
+
+def losses(out):
+    return [record["loss"] for record in step_records(read_log(Path(out)))]
+
+
+def test_commands_have_the_same_words_and_options():
+    commands = [{c.name: (c.help, c.options) for c in half.COMMANDS} for half in (torch_main, jax_main)]
+    assert commands[0] == commands[1]
+    assert commands[0]["finetune"][1] is FinetuneOptions
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("trainer", [TorchTrainer, JaxTrainer])
+def test_least_budget_is_the_one_that_runs(inputs, tmp_path, monkeypatch, trainer, dtype):
+    """A smaller one is refused before anything is written, and would be refused by a layer in the first step."""
+
+    def run_within(budget):
+        return run(trainer, inputs, tmp_path / "run", steps=1, dtype=dtype, memory_budget=budget)
+
+    with pytest.raises(InputError, match=r"^finetune: --memory-budget must be >= \d+ bytes, .*, got 10\.") as caught:
+        run_within(10)
+    assert list(tmp_path.iterdir()) == []
+    least = int(re.search(r">= (\d+)", str(caught.value))[1])
+    assert len(run_within(least)) == 1
+    shutil.rmtree(tmp_path / "run")
+    monkeypatch.setattr(loop, "check_budget", lambda *_: None)
+    with pytest.raises(SpecError, match=rf"memory_budget must be >= {least} bytes, one token at a time"):
+        run_within(least - 1)
+
+
+@pytest.fixture(scope="module")
+def torch_run(inputs, tmp_path_factory):
+    """The folder of PyTorch's tiled run without changes."""
+    out = tmp_path_factory.mktemp("torch") / "run"
+    run(TorchTrainer, inputs, out, **TILED)
+    return out
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        pytest.param({"model": "untied"}, marks=pytest.mark.slow),
+        {"rope_scale": 2.0, "tokens": 100, "batch": 1, "checkpointing": True},
+    ],
+    ids=str,
+)
+def test_same_losses_and_weights(inputs, torch_run, tmp_path, changes):
+    plain = run(TorchTrainer, inputs, tmp_path / "plain", plain=True, **changes)
+    if changes:
+        torch_run = tmp_path / "torch"
+        run(TorchTrainer, inputs, torch_run, **TILED, **changes)
+    assert plain[-1] < plain[0]
+    assert losses(torch_run) == pytest.approx(plain, rel=DEMO_LOSS_RTOL)
+    jax = run(JaxTrainer, inputs, tmp_path / "jax", **TILED, **changes)
+    assert jax == pytest.approx(plain, rel=DEMO_LOSS_RTOL)
+    weights = [read_model(folder / MODEL_NAME).tensors for folder in (torch_run, tmp_path / "jax")]
+    assert weights[0].keys() == weights[1].keys()
+    for name, weight in weights[0].items():
+        assert np.linalg.norm(weights[1][name] - weight) <= DEMO_LOSS_RTOL * np.linalg.norm(weight), name
+
+
+def test_each_half_resumes_the_other(inputs, torch_run, tmp_path):
+    """Without the moments of the steps before, the first update of whoever continues would be another one."""
+    whole, out = losses(torch_run), tmp_path / "run"
+    begun = run(TorchTrainer, inputs, out, **TILED, steps=2)
+    passed = run(JaxTrainer, inputs, out, **TILED, steps=4, resume=True)
+    ended = run(TorchTrainer, inputs, out, **TILED, resume=True)
+    assert ended[:2] == begun == whole[:2]
+    assert ended[:4] == passed
+    assert ended == pytest.approx(whole, rel=DEMO_LOSS_RTOL)
+    assert len(ended) == STEPS
+
+
+def interrupted(half, inputs, out, number, **words):
+    """The exit code of the command in a process of its own, after a signal at its third step or soon after it."""
+    given = {"model": inputs / "model", "text": inputs / "text", "lr": 1e-3, "out": out, "device": "cpu"} | words
+    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
+    command = [sys.executable, "-m", half, "finetune", *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while not (out / LOG_NAME).exists() or len(losses(out)) < 3:
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    process.send_signal(number)
+    return process.wait(60)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("half", "trainer"), [("tiled_torch", TorchTrainer), ("tiled_jax", JaxTrainer)])
+def test_an_interrupted_run_resumes_with_the_same_losses(half, trainer, number, inputs, tmp_path):
+    """Ctrl-C and a kill of the command itself, in the middle of its work."""
+    words = {"tokens": 60, "steps": 24, "batch": 4, "save_every": 2, **TILED}
+    code = interrupted(half, inputs, tmp_path / "run", number, **words)
+    assert code == (128 + number if number == signal.SIGINT else -number)
+    done = load_checkpoint(tmp_path / "run").record["step"]
+    assert 2 <= done < 24
+    whole = run(trainer, inputs, tmp_path / "whole", **words)
+    assert run(trainer, inputs, tmp_path / "run", **words, resume=True) == whole
+    assert (tmp_path / "run" / MODEL_NAME).exists()

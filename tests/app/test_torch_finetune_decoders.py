@@ -1,0 +1,97 @@
+"""The PyTorch command on Mistral and Qwen2: transformers' own classes, their defaults, saved as what they are."""
+
+import io
+import json
+import unicodedata
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from shared_specs.app.finetune.loop import MODEL_NAME, finetune
+from shared_specs.app.finetune.plain_memory import plain_step
+from shared_specs.app.models.decoders import DECODERS
+from shared_specs.app.models.model_config import complete_config
+from shared_specs.app.models.weights import read_model
+from shared_specs.app.options import FinetuneOptions, InputError
+from tests.app.test_torch_finetune import compare_with_transformers, loaded, windows
+from tests.tiny_model import MISTRAL, QWEN2, write_inputs, write_tiny_folder, write_tiny_gguf
+from tiled_torch.commands.finetune.trainer import TorchTrainer
+
+REQUIRED = {"vocab_size": 272, "hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 30}
+YARN = {"rope_type": "yarn", "factor": 4.0}
+
+
+@pytest.mark.parametrize("model_type", DECODERS)
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"sliding_window": None},
+        {"use_sliding_window": True, "max_window_layers": 29},
+        {"rope_scaling": YARN, "original_max_position_embeddings": 512, "rope_theta": 5e5},
+    ],
+    ids=str,
+)
+def test_missing_terms_are_those_of_transformers(model_type, given):
+    raw = REQUIRED | {"num_attention_heads": 32} | given
+    ours = complete_config({"model_type": model_type} | raw, "here")
+    theirs = AutoConfig.for_model(model_type, **raw)
+    theirs.standardize_rope_params()  # as its model does
+    for name in (*raw, *DECODERS[model_type].defaults, "rope_parameters"):
+        if name not in ("rope_scaling", "rope_theta"):
+            assert ours[name] == getattr(theirs, name), name
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    folder = write_inputs(tmp_path_factory.mktemp("inputs"))
+    for kind in (MISTRAL, QWEN2):
+        write_tiny_folder(folder / kind["model_type"], **kind)
+    return folder
+
+
+def options(inputs, out, model, **changes):
+    paths = {"model": str(inputs / model), "text": str(inputs / "text"), "out": str(out)}
+    return FinetuneOptions(**paths | {"tokens": 48, "steps": 1, "lr": 1e-3, "num_shards": 3, "device": "cpu"} | changes)
+
+
+@pytest.mark.parametrize("model", ["mistral", "qwen2"])
+def test_the_saved_folder_is_one_of_its_own_kind(inputs, tmp_path, model):
+    """After a context as long as Mistral's window."""
+    out, trainer = tmp_path / "run", TorchTrainer()
+    finetune(trainer, options(inputs, out, model), Console(file=io.StringIO()))
+    saved, report = AutoModelForCausalLM.from_pretrained(out / MODEL_NAME, output_loading_info=True)
+    assert not any(report.values())
+    assert type(saved).__name__ == DECODERS[model].causal_lm
+    assert trainer._model.config.model_type == saved.config.model_type == model
+    raw = json.loads((out / MODEL_NAME / "config.json").read_text())
+    assert raw["architectures"] == [DECODERS[model].causal_lm]
+    ids = torch.from_numpy(windows(shape=(1, 48))).long()
+    with torch.no_grad():
+        torch.testing.assert_close(saved(ids).logits, trainer._model(ids).logits, rtol=0, atol=0)
+
+
+def test_a_context_longer_than_the_window_is_refused(inputs, tmp_path):
+    with pytest.raises(InputError, match=r"^finetune: --tokens must be <= 48, the sliding window .*, got 49\."):
+        finetune(TorchTrainer(), options(inputs, tmp_path / "run", "mistral", tokens=49), Console(file=io.StringIO()))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("kind", [MISTRAL, QWEN2], ids=["mistral", "qwen2"])
+def test_weights_are_predicted(inputs, tmp_path, kind):
+    trainer = loaded(options(inputs, tmp_path / "run", kind["model_type"]), **kind)
+    config = read_model(inputs / kind["model_type"]).config
+    assert plain_step(config, 48).weights == sum(parameter.nbytes for parameter in trainer._model.parameters())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_qwen2_gguf_reads_as_transformers_reads_it(tmp_path, tied):
+    file = write_tiny_gguf(tmp_path / "model.gguf", **QWEN2, tie_word_embeddings=tied)
+    compare_with_transformers(file)
+    ours, theirs = read_model(file).tokenizer, AutoTokenizer.from_pretrained(tmp_path, gguf_file=file.name)
+    text = "the sun's on 421 tiles\n\n  über <|end|>it"
+    assert ours.encode(text).tolist() == theirs(text).input_ids
+    # The model's own tokenizer composes accents first, which transformers forgets when it reads a GGUF file.
+    assert ours.encode(unicodedata.normalize("NFD", text)).tolist() == ours.encode(text).tolist()

@@ -1,0 +1,112 @@
+"""Context parallelism on two and four gloo ranks: losses and gradients of one process, whatever attention the model has."""
+
+import pytest
+
+from shared_specs.tolerances import DISTRIBUTED_FLOAT64, MODEL_FLOAT32, limit
+
+pytestmark = pytest.mark.ranks
+
+_HERE = "tests.layers.ranks_torch_context:"
+WINDOWED = {"sliding_window": 5}
+
+
+def check(answers):
+    for found in answers:
+        for name, errors in found.items():
+            assert errors["loss"] <= DISTRIBUTED_FLOAT64, name
+            assert errors["gradients"] <= DISTRIBUTED_FLOAT64, name
+
+
+def test_llama_on_two_ranks(pools):
+    """Most labels of the first rank's tokens are ignored."""
+    check(pools[2].run(_HERE + "models", names=["cp 2", "cp 2, full", "cp 2, products"]))
+
+
+@pytest.mark.slow
+def test_llama_beside_other_axes(pools):
+    """Grouped queries: the two key heads are repeated for four ranks."""
+    names = ["cp 4", "fsdp 2 x cp 2", "fsdp 2 x cp 2, full", "replicas 2 x cp 2", "cp 2 x sp 2", "cp 2 x tp 2"]
+    check(pools[4].run(_HERE + "models", names=names, num_key_value_heads=2))
+
+
+@pytest.mark.parametrize("kind", ["mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3"])
+def test_families(pools, kind):
+    """Windows, caps of scores, norms of heads, biases, tied embeddings; transformers' own masks are the truth."""
+    changes = WINDOWED if kind in ("mistral", "gemma2", "gemma3") else {}
+    if kind in ("gemma2", "gemma3"):
+        changes = changes | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+    check(pools[2].run(_HERE + "models", names=["cp 2, full"], kind=kind, **changes))
+
+
+def test_what_the_model_returns(pools):
+    for found in pools[2].run(_HERE + "loss_of_the_model"):
+        for name in ("loss", "logits", "divided"):
+            assert found[name] <= MODEL_FLOAT32, name
+        assert (found["shifted"], found["tuple"], found["nothing"], found["cache"]) == (0, 0, 0, True)
+
+
+def test_functions(pools):
+    for ranks in (pools[2], pools[4]):
+        world, answers = ranks.world, ranks.run(_HERE + "functions")
+        for rank, found in enumerate(answers):
+            assert all(error <= DISTRIBUTED_FLOAT64 for error in found["attention"].values()), found["attention"]
+            own, tokens = list(range(6 * rank, 6 * (rank + 1))), 6 * world
+            labels = [own, [tokens + token for token in own]]
+            shifted = [[-7 if (token + 1) % tokens == 0 else token + 1 for token in row] for row in labels]
+            expected = {"labels": labels, "input_ids": labels, "nothing": None, "shift_labels": shifted}
+            assert found["slice"] == expected | {"position_ids": [own]}
+
+
+def test_no_rank_holds_a_whole_sequence(pools):
+    """The largest tensor with all tokens is that of a rank's own heads, q, k and v in one."""
+    for found in pools[4].run(_HERE + "memory", length=52):
+        assert found["largest"] == found["heads"] < found["hidden"], found
+
+
+def test_compiled_blocks(pools):
+    check([{"compiled": found} for found in pools[2].run(_HERE + "compiled")])
+
+
+def test_mixed_precision(pools):
+    for found in pools[2].run(_HERE + "mixed_precision"):
+        assert found["error"] <= limit(found["baseline"], "bfloat16")
+
+
+REFUSALS = {
+    "heads": ("SpecError", "parallelize: num_attention_heads must be a multiple of the 2 ranks of the mesh axes cp, got 3"),
+    "pipeline": ("SpecError", "parallelize: config.data.pipeline must be False with config.data.context_axis, got True"),
+    "ddp": ("SpecError", "parallelize: config.data.context_axis must be left at None with engine=\"ddp\", got 'cp'"),
+    "attention": ("UnsupportedError", "parallelize: model must be one whose attention is torch's scaled_dot_product"),
+    "rope": ("UnsupportedError", "parallelize: rope_type must be one that does not depend on the length of the sequence"),
+    "no context": ("UnsupportedError", "parallelize: config.data.context_axis must be None for a model that does not say"),
+    "classifier": ("UnsupportedError", "parallelize: config.data.context_axis must be None for a model that does not say"),
+    "batches": ("SpecError", "forward with context parallelism: the batch must be the same on every rank of the axis, got"),
+    "tokens": ("SpecError", "context_slice: batch['input_ids'] must be of a multiple of 2 tokens"),
+    "positions": ("SpecError", "forward with context parallelism: position_ids must be left out, got Tensor"),
+    "mask": ("SpecError", "forward with context parallelism: attention_mask must be left out, or all ones"),
+    "mask of scores": ("SpecError", "forward with context parallelism: attention_mask must be left out, or all ones"),
+    "mask, by place": ("SpecError", "forward with context parallelism: attention_mask must be left out, or all ones"),
+    "weights": ("SpecError", "forward with context parallelism: output_attentions must be left out, got bool"),
+    "keep": ("SpecError", "forward with context parallelism: logits_to_keep must be left out, got int"),
+    "cache": ("SpecError", "forward with context parallelism: use_cache must be left out, got bool"),
+    "unknown": ("UnsupportedError", "forward with context parallelism: cu_seq_lens_q must be left out"),
+    "loss": ("UnsupportedError", "forward with context parallelism: loss_function must be ForCausalLMLoss, got <lambda>"),
+    "odd heads": ("SpecError", "context_attention: the number of query heads must be a multiple of the 2 ranks"),
+    "shapes": ("SpecError", "context_attention: q, k, v must be of the same sequences and tokens, q and k of the same d"),
+    "key heads": ("SpecError", "context_attention: k, v must be heads whose number divides the query heads"),
+    "three dims": ("SpecError", "context_attention: q must be of shape [B, heads, tokens, d], got [3, 4, 5]"),
+    "result": ("SpecError", "context_attention: the result of attend must be of shape [1, 2, 4, ...], got [1, 2, 1, 3]"),
+    "uneven": ("SpecError", "context_slice: batch['input_ids'] must be of [sequences, 12, ...], got [4, 11]"),
+    "no tensor": ("TypeError", "context_slice: batch['labels'] must be a tensor or None, got list"),
+}  # fmt: skip
+
+
+def test_refused_before_anything_is_sent(pools):
+    for found in pools[2].run(_HERE + "refusals"):
+        assert found.pop("collectives") == [{}, True]
+        assert found.keys() == REFUSALS.keys()
+        for name, (kind, words) in REFUSALS.items():
+            error, text, *untouched = found[name]
+            assert error == kind, (name, text)
+            assert text.startswith(words), (name, text)
+            assert untouched in ([], [True]), name

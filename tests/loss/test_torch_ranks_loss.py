@@ -1,0 +1,266 @@
+"""Losses over gloo ranks in float64: a vocabulary that is split over two and four of them, and data-parallel engines.
+
+What runs on the ranks is in ranks_loss.py and ranks_loss_engines.py; every error is relative to one process.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+
+from shared_specs import UnsupportedError
+from shared_specs.tolerances import COST_BYTES, DISTRIBUTED_FLOAT64, limit
+from tests.ranks import Ranks
+from tiled_torch.parallel import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
+
+pytestmark = pytest.mark.ranks
+
+WORLDS = (2, 4)
+OUTPUTS = ("log_probs", "lse", "entropy", "accuracy")
+
+
+def run(pools: dict[int, Ranks], world: int, function: str, **arguments: Any) -> list[Any]:
+    return pools[world].run(f"tests.loss.ranks_torch_loss:{function}", **arguments)
+
+
+def assert_close(answers: list[Any], gradients: int) -> None:
+    """Every error within the limit, of as many gradients as there should be; none in the padding, none on frozen leaves."""
+    for rank, answer in enumerate(answers):
+        errors = answer["errors"]
+        assert sum(name.startswith("d") for name in errors) == gradients
+        assert max(errors.values()) <= DISTRIBUTED_FLOAT64, f"rank {rank}: {errors}"
+        assert answer["padding"] == 0.0
+
+
+HEADS: dict[str, dict[str, Any]] = {
+    "mean": {},
+    "sum": {"reduction": "sum"},
+    "none": {"reduction": "none"},
+    "num_valid": {"num_valid": 17},
+    "smoothing": {"label_smoothing": 0.2},
+    "class_weight": {"class_weight": True, "label_smoothing": 0.2},
+    "z_loss": {"z_loss": 0.1},
+    "softcap": {"logit_softcap": 3.0, "logit_scale": 0.7},
+    "outputs": {"outputs": OUTPUTS},
+    "everything": {
+        "outputs": OUTPUTS,
+        "reduction": "none",
+        "label_smoothing": 0.2,
+        "class_weight": True,
+        "z_loss": 0.1,
+        "logit_softcap": 3.0,
+    },
+    "accuracy": {"outputs": ("accuracy",)},
+    "vocab_shards": {"vocab_shards": 3},
+    "vocab_shards outputs": {"vocab_shards": 3, "outputs": OUTPUTS, "label_smoothing": 0.2},
+    "padded": {"partition": "padded"},
+    "main_grad": {"main_grad": True},
+    "main_grad none": {"main_grad": True, "reduction": "none", "num_shards": 3},
+    "main_grad, padded": {"main_grad": True, "partition": "padded"},
+    "main_grad, dtensor": {"main_grad": True, "partition": "dtensor"},
+    "main_grad, dtensor none": {"main_grad": True, "partition": "dtensor", "reduction": "none", "bias": False},
+    "padded none": {"partition": "padded", "reduction": "none", "label_smoothing": 0.2, "class_weight": True},
+    "even": {"partition": "equal", "vocab": 204},
+    "dtensor": {"partition": "dtensor"},
+    "dtensor none": {"partition": "dtensor", "reduction": "none", "bias": False},
+    "mesh": {"group": "mesh"},
+    "fewer entries than ranks": {"vocab": 3, "label_smoothing": 0.2, "class_weight": True},
+    "fewer entries than ranks, outputs": {"vocab": 3, "outputs": OUTPUTS},
+    "fewer entries than ranks, DTensor": {"vocab": 5, "partition": "dtensor"},
+    "fewer entries than ranks, padded": {"vocab": 5, "partition": "padded", "reduction": "none"},
+    "one entry": {"vocab": 1},
+    "no tokens": {"tokens": 0, "outputs": ("lse",)},
+    "one shard": {"num_shards": 1},
+    "twice": {"twice": True},
+    "twice none": {"twice": True, "reduction": "none"},
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("world", WORLDS)
+def test_head(pools, world, name):
+    answers = run(pools, world, "head", **HEADS[name])
+    assert_close(answers, 2 if HEADS[name].get("bias") is False else 3)
+    assert all(answer["flags"] for answer in answers)
+
+
+@pytest.mark.parametrize("frozen", [("x",), ("weight",), ("weight", "bias"), ("x", "weight")], ids=" ".join)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_head_with_frozen_operands(pools, reduction, frozen):
+    answers = run(pools, 2, "head", reduction=reduction, frozen=frozen)
+    assert_close(answers, 3 - len(frozen))
+    assert all(answer["untouched"] for answer in answers)
+    assert all(answer["collectives"] == 2 * 8 + ("x" not in frozen) for answer in answers)
+
+
+@pytest.mark.parametrize("vocab_shards", [None, 3])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("world", WORLDS)
+def test_two_collectives_per_shard_and_one_shard_of_logits(pools, world, reduction, vocab_shards):
+    """And one collective for dx. No tensor holds more than [t, V / R] elements; logits of all tokens would be 8 times that."""
+    for answer in run(pools, world, "head", reduction=reduction, vocab_shards=vocab_shards):
+        assert answer["collectives"] == 2 * 8 + 1
+        width = -(-answer["entries"] // (vocab_shards or 1))
+        assert answer["largest"] == max(64 // 8 * width, answer["entries"] * 4, 64 * 4)
+
+
+@pytest.mark.parametrize("partition", ["range", "dtensor", "padded"])
+def test_a_memory_budget_gives_every_rank_the_same_plan(pools, partition):
+    """Although one rank holds an entry less, which alone would fit one token more."""
+    budget = 2 * 8 * 10 * 21  # logits and their copies: 9 tokens with 22 entries, 10 with 21, 11 with 19
+    answers = run(pools, 4, "head", vocab=85, partition=partition, num_shards=None, memory_budget=budget)
+    assert_close(answers, 3)
+    assert {answer["collectives"] for answer in answers} == {2 * 8 + 1}
+
+
+def test_a_second_backward_asks_again(pools):
+    """What was computed with the loss is used up by the first backward."""
+    for answer in run(pools, 2, "head", twice=True):
+        assert answer["collectives"] == 2 * (2 * 8 + 1)
+
+
+@pytest.mark.parametrize("group", ["subset", "mesh dim"])
+@pytest.mark.parametrize("function", ["head", "logits"])
+def test_a_group_that_is_not_the_world(pools, function, group):
+    """The ranks outside are not waited for, and two groups do not disturb each other."""
+    answers = run(pools, 4, function, group=group)
+    inside = [answer for answer in answers if answer is not None]
+    assert len(inside) == (2 if group == "subset" else 4)
+    assert_close(inside, 3 if function == "head" else 1)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("vocab_shards", [1, 4])
+@pytest.mark.parametrize(("dtype", "autocast"), [("float32", False), ("bfloat16", False), ("float32", True)])
+def test_peak_bytes(pools, dtype, autocast, vocab_shards, reduction):
+    """As `costs.loss_peak_bytes` says: copies of rows for statistics, and the head in another dtype, included."""
+    options = {"dtype": dtype, "autocast": autocast, "vocab_shards": vocab_shards, "reduction": reduction}
+    for answer in run(pools, 2, "peaks", **options):
+        assert abs(answer["peak"] - answer["formula"]) <= COST_BYTES * answer["formula"], answer
+        assert answer["other pass"] <= (1 + COST_BYTES) * answer["formula"]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_every_rank_holds_the_same_results(pools, world):
+    assert run(pools, world, "same_everywhere") == [0.0] * world
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("world", WORLDS)
+def test_bfloat16_head(pools, world, reduction):
+    for answer in run(pools, world, "bfloat16_head", reduction=reduction):
+        assert set(answer) == {"dx", "dweight", "dbias"}
+        for name, errors in answer.items():
+            assert errors["ours"] <= limit(errors["untiled"], "bfloat16"), name
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["vocabulary", "sequence"])
+def test_the_error_of_a_float16_head_does_not_depend_on_scales(pools, sequence_parallel):
+    """Gradients of the logits were stored times the class weights and z_loss: zeros at 1e-9, infinities at 1e5."""
+
+    def errors(**options: Any) -> list[dict[str, float]]:
+        function = "tests.loss.ranks_torch_float16:head"
+        return pools[2].run(function, sequence_parallel=sequence_parallel, **options)
+
+    usual = errors(class_scale=1.0)
+    for odd in ({"class_scale": 1e-9}, {"class_scale": 1e5}, {"z_loss": 1e4}):
+        for ours, theirs in zip(errors(**odd), usual, strict=True):
+            for name, error in ours.items():
+                assert error <= limit(theirs[name], "float16"), (odd, name)
+
+
+@pytest.mark.parametrize(
+    ("partition", "vocab", "label_smoothing"),
+    [
+        ("range", 23, 0.0),
+        ("range", 23, 0.2),
+        ("padded", 23, 0.2),
+        ("equal", 24, 0.2),
+        ("dtensor", 23, 0.2),
+        ("range", 3, 0.2),
+        ("padded", 5, 0.2),
+        ("range", 1, 0.0),  # no gradient at all; with smoothing what is left are roundings
+    ],
+)
+@pytest.mark.parametrize("world", WORLDS)
+def test_given_logits(pools, world, partition, vocab, label_smoothing):
+    answers = run(pools, world, "logits", vocab=vocab, partition=partition, label_smoothing=label_smoothing)
+    assert_close(answers, 1)
+    for answer in answers:
+        assert answer["unchanged"]
+        assert answer["collectives"] == [2, 0]
+        assert answer["dtypes"] == ["torch.float64", "torch.float64"]
+
+
+def test_smoothing_by_megatrons_formula(pools):
+    """0.1 of its label_smoothing, which it spreads over the V - 1 wrong entries, is 0.1 V / (V - 1) of ours."""
+    for errors in run(pools, 2, "smoothed_as_megatron"):
+        assert max(errors) <= DISTRIBUTED_FLOAT64
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.2])
+def test_given_logits_in_other_dtypes(pools, label_smoothing, dtype):
+    """Losses in float32, gradients in the logits' dtype, each as exact as torch's own."""
+    for answer in run(pools, 2, "logits", label_smoothing=label_smoothing, dtype=dtype):
+        assert answer["dtypes"] == ["torch.float32", f"torch.{dtype}"]
+        for name, error in answer["errors"].items():
+            assert error <= limit(answer["baseline"][name], dtype), name
+
+
+REFUSED = {
+    "partition": "vocab_parallel_linear_cross_entropy: the partition of the vocabulary must be >= ",
+    "vocab_size": "vocab_parallel_linear_cross_entropy: vocab_size must be >= 1, got 0.",
+    "target": "vocab_parallel_linear_cross_entropy: targets must be in [0, 8) or ignore_index = -100, got 8. ",
+    "class_weight": "vocab_parallel_linear_cross_entropy: loss.class_weight must be [8], got [4].",
+    "group": "vocab_parallel_linear_cross_entropy: group must be a process group, a DeviceMesh or None, got int.",
+    "mesh": "vocab_parallel_linear_cross_entropy: group must be a mesh of one dim, got one of 2.",
+    "weight": "vocab_parallel_linear_cross_entropy: weight must be a matrix [out, in], got [4].",
+    "placement": "vocab_parallel_linear_cross_entropy: weight must be sharded by rows over a mesh of one dim, got ",
+    "vocab_size and DTensor": "vocab_parallel_linear_cross_entropy: vocab_size must be left out beside a DTensor, got 10.",
+    "bias": "vocab_parallel_linear_cross_entropy: bias must be a DTensor split as weight is, got Tensor.",
+    "logits": "vocab_parallel_cross_entropy: the partition of the vocabulary must be >= ",
+    "logits split by tokens": "vocab_parallel_cross_entropy: vocab_parallel_logits must be sharded by its last dim over a "
+    "mesh of one dim, got ",
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_every_rank_refuses(pools, what):
+    """On all ranks, so that none waits for another."""
+    for message in run(pools, 2, "refused", what=what):
+        assert message.startswith(REFUSED[what])
+
+
+def test_without_a_process_group():
+    message = (
+        "group must be usable here, got no initialised process group. Call torch.distributed.init_process_group first."
+    )
+    x, targets = torch.ones(2, 4), torch.ones(2, dtype=torch.long)
+    with pytest.raises(UnsupportedError) as caught:
+        vocab_parallel_linear_cross_entropy(x, torch.ones(3, 4), targets)
+    assert str(caught.value) == f"vocab_parallel_linear_cross_entropy: {message}"
+    with pytest.raises(UnsupportedError) as caught:
+        vocab_parallel_cross_entropy(x, targets)
+    assert str(caught.value) == f"vocab_parallel_cross_entropy: {message}"
+
+
+@pytest.mark.parametrize("case", ["plain", "all ignored", "one token", "no tokens"])
+@pytest.mark.parametrize("kind", ["loss", "outputs", "tiled_loss"])
+@pytest.mark.parametrize("wrapped", ["ddp", "fsdp2 head", "fsdp2 root"])
+def test_data_parallel(pools, wrapped, kind, case):
+    """Other counts of valid tokens on every rank: num_valid = count of all / ranks makes the mean one over all tokens."""
+    function = "tests.loss.ranks_torch_engines:engine"
+    for answer in pools[2].run(function, wrapped=wrapped, kind=kind, case=case):
+        assert answer["error"] <= DISTRIBUTED_FLOAT64
+        assert answer["fired"]
+        assert answer["spread"] == 0.0
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_unequal_partitions_without_vocab_size_are_refused_on_every_rank(pools, world):
+    sizes = ", ".join(["7", *["5"] * (world - 1)])
+    rule = f"the number of entries, without vocab_size, must be the same on all {world} ranks, got {sizes}."
+    names = ("vocab_parallel_linear_cross_entropy", "vocab_parallel_cross_entropy")
+    for answer in pools[world].run("tests.loss.ranks_torch_loss:unequal"):
+        assert answer["errors"] == [f"{name}: {rule}" for name in names]

@@ -1,0 +1,142 @@
+"""The MLP whose weights are split over gloo ranks in use: module, checkpoints, engines, torch.compile, wrong calls.
+
+What runs on the ranks is in ranks_tensor_mlp_use.py.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from shared_specs import UnsupportedError
+from shared_specs.tolerances import DISTRIBUTED_FLOAT64
+from tests.mlp.test_torch_ranks_tensor_mlp import FEATURES, HIDDEN, WORLDS, assert_close
+from tests.ranks import Ranks
+from tiled_torch import TiledMLP
+from tiled_torch.parallel import TensorParallelTiledMLP, tensor_parallel_mlp
+
+pytestmark = pytest.mark.ranks
+
+
+def run(pools: dict[int, Ranks], world: int, function: str, **arguments: Any) -> list[Any]:
+    return pools[world].run(f"tests.mlp.ranks_torch_tensor_mlp_use:{function}", **arguments)
+
+
+@pytest.mark.parametrize(
+    ("kind", "bias", "sequence_parallel"),
+    [("gated", True, True), ("gated", False, False), ("plain", True, False), ("fused", True, True)],
+)
+@pytest.mark.parametrize("world", WORLDS)
+def test_module(pools, world, kind, bias, sequence_parallel):
+    options = {"gated": kind != "plain", "fused": kind == "fused"}
+    answers = run(pools, world, "module", bias=bias, sequence_parallel=sequence_parallel, **options)
+    assert_close(answers, 1 + (3 if kind == "gated" else 2) * (1 + bias))
+    for answer in answers:
+        assert answer["same"]
+        assert answer["dims"]["w_gate_up" if kind == "fused" else "w_up"] == 0
+        assert answer["dims"]["w_down"] == 1
+        assert answer["dims"].get("b_down", -1) == -1
+        assert f"of {FEATURES}" in answer["repr"]
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_main_grad_of_the_modules_parameters(pools, sequence_parallel, fused):
+    """Gate and up in one parameter too: its halves go to the halves of its main_grad, once."""
+    options = {"gated": True, "bias": True, "fused": fused, "main_grad": True}
+    for answer in run(pools, 2, "module", sequence_parallel=sequence_parallel, **options):
+        assert max(answer["errors"].values()) <= DISTRIBUTED_FLOAT64, answer["errors"]
+        assert answer["same"]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("kind", ["gated", "plain", "fused"])
+@pytest.mark.parametrize(("saved", "loaded"), [(2, 4), (4, 2)])
+def test_checkpoints_load_at_another_number_of_ranks(pools, tmp_path, saved, loaded, kind):
+    """And into and from a plain `TiledMLP` in one process, whose names and shapes they have."""
+    torch.manual_seed(3)
+    options = {"gated": kind != "plain", "bias": kind != "plain", "fused": kind == "fused"}
+    shape = {"gated": options["gated"], "bias": options["bias"], "fused_gate_up": options["fused"]}
+    plain = torch.nn.ModuleDict({"mlp": TiledMLP(HIDDEN, FEATURES, dtype=torch.float64, **shape)})
+    expected = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
+    for state in run(pools, saved, "save", folder=str(tmp_path / "ranks"), **options):
+        assert {name: shapes[0] for name, shapes in state.items()} == {n: list(t.shape) for n, t in expected.items()}
+        assert state["mlp.w_gate_up" if kind == "fused" else "mlp.w_up"][1] == [FEATURES // saved, HIDDEN]
+        assert state["mlp.w_down"][1] == [HIDDEN, FEATURES // saved]
+    assert run(pools, loaded, "load", folder=str(tmp_path / "ranks"), **options) == [[True, True]] * loaded
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.zero_()
+    dcp.load(plain.state_dict(), checkpoint_id=tmp_path / "ranks")
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in plain.state_dict().items())
+    dcp.save(expected, checkpoint_id=tmp_path / "plain")
+    assert run(pools, loaded, "load", folder=str(tmp_path / "plain"), **options) == [[True, True]] * loaded
+
+
+def test_copies_keep_their_group_and_their_slices(pools):
+    """deepcopy, conversions and to_empty make other parameters, which engines still have to know as parts."""
+    for found in run(pools, 2, "copies"):
+        assert all(found.values()), found
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize("kind", ["dtensor", "module"])
+def test_beside_fsdp2_on_another_mesh_dim(pools, kind, sequence_parallel):
+    for errors in run(pools, 4, "data_and_tensor", kind=kind, sequence_parallel=sequence_parallel):
+        assert len(errors) == 7
+        assert max(errors.values()) <= DISTRIBUTED_FLOAT64, errors
+
+
+def test_inside_torch_compile(pools):
+    assert run(pools, 2, "compiled") == [{"same": True}] * 2
+
+
+NAME = "tensor_parallel_mlp"
+REFUSED = {
+    "sequence_parallel": f"{NAME}: sequence_parallel must be True or False, got int.",
+    "split_sizes alone": f"{NAME}: split_sizes must be left out without sequence_parallel, got (8, 8). It says how many",
+    "split_sizes kind": f"{NAME}: split_sizes must be a sequence of integers or None, got int.",
+    "split_sizes length": f"{NAME}: split_sizes must be of one size for each of the 2 ranks, got [8, 8, 8].",
+    "split_sizes of another": f"{NAME}: split_sizes must be 8 for rank ",
+    "negative split_sizes": f"{NAME}: split_sizes must be >= 0, got [-8, 8].",
+    "x": f"{NAME}: x must be a plain tensor, got a DTensor. Convert it with to_local()",
+    "one DTensor": f"{NAME}: w_gate must be a DTensor as the other weights are, got Tensor.",
+    "placement": f"{NAME}: w_down must be sharded by dim 1 over one mesh of one dim, got (Shard(dim=0),) over ",
+    "group beside a DTensor": f"{NAME}: group must be left out beside a DTensor, got DeviceMesh",
+    "mesh": f"{NAME}: group must be a mesh of one dim, got one of 2.",
+    "group": f"{NAME}: group must be a process group, a DeviceMesh or None, got str.",
+    "whole w_down": f"{NAME}: w_down must be [out, intermediate] = [5, 8], got [5, 16].",
+    "num_shards": f"{NAME}: num_shards must be >= 1, got 0 (x is [8, 6]).",
+    "deterministic": f"{NAME}: deterministic must be False here, got True. Sums over ranks are",
+    "budget": f"{NAME}: memory_budget must be >= ",
+    "module": "TensorParallelTiledMLP: intermediate_size must be a multiple of the 2 ranks it is split over, got 15.",
+    "no bias beside DTensors": f"{NAME}: biases['up'] must be an array, got NoneType.",
+    **dict.fromkeys(("grad", "vjp", "vmap"), f"{NAME}: this call is inside torch.func. Differentiate the"),
+    "create_graph": f"{NAME}: create_graph must be False in backward, got True.",
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_every_rank_refuses(pools, what):
+    """On all ranks, so that none waits for another."""
+    for message in run(pools, 2, "refused", what=what):
+        assert message.startswith(REFUSED[what])
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_a_rank_that_never_comes(pools, sequence_parallel):
+    """The others wait for the group's timeout, and say who they are and what they waited for."""
+    first, second = run(pools, 2, "absent", sequence_parallel=sequence_parallel)
+    collective = "all-gather" if sequence_parallel else "all-reduce"
+    assert first.startswith(
+        f"{NAME}: {collective} failed on rank 0 of 2. Every rank of the group (ranks 0, 1 of all) has to make this call"
+    )
+    assert second.startswith(f"{NAME}: w_up must be [intermediate, hidden] = [8, 6], got [6, 8].")
+
+
+def test_without_a_process_group():
+    with pytest.raises(UnsupportedError, match=r"^tensor_parallel_mlp: group must be usable here"):
+        tensor_parallel_mlp(torch.ones(2, 4), None, torch.ones(3, 4), torch.ones(4, 3))
+    with pytest.raises(UnsupportedError, match=r"^TensorParallelTiledMLP: group must be usable here"):
+        TensorParallelTiledMLP(4, 8)
