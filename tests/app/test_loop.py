@@ -403,8 +403,9 @@ def test_killed_while_saving_leaves_the_checkpoint_before(options, tmp_path, mon
         ({"text": "none"}, "finetune: --text must be a text file"),
         ({"out": __file__ + "/run"}, "finetune: --out must be a folder that can be made"),
         ({"memory_budget": 10}, "finetune: --memory-budget must be >= 1280 bytes"),
+        ({"rope_scale": 1e300}, "finetune: --rope-scale must be between 1 and 1024"),
     ],
-    ids=["text", "out", "budget"],
+    ids=["text", "out", "budget", "scale"],
 )
 def test_bad_input_on_the_command_line(options, tmp_path, changes, words):
     result = subprocess.run(command(options(**changes)), cwd=ROOT, text=True, capture_output=True)
