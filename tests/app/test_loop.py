@@ -316,7 +316,7 @@ def test_damaged_log_is_refused(options, tmp_path, content, words):
 def command(options):
     """The command line that says these options."""
     words = [sys.executable, "-m", "tests.fake_trainer", "finetune"]
-    for name in ("model", "text", "tokens", "steps", "batch", "lr", "memory_budget", "out", "save_every"):
+    for name in ("model", "text", "tokens", "steps", "batch", "lr", "memory_budget", "rope_scale", "out", "save_every"):
         if getattr(options, name) is not None:
             words += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
     return [*words, "--resume"] if options.resume else words
