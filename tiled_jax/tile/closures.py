@@ -21,7 +21,7 @@ Made = Callable[[Iterator[jax.Array], Iterator[Any]], Any]  # a value from the a
 
 
 class Closure:
-    """What a function closes over.
+    """The arrays and modules that a function closes over.
 
     arrays, modules: what it reads, in a fixed order. Other objects that hold arrays are not looked into.
     """
