@@ -267,6 +267,29 @@ def test_bad_input_is_no_lost_process(options):
         run(options(text="igloo"), join=lambda _: Suspicious())
 
 
+def test_a_launcher_that_ends_this_process_waits_for_what_it_says(options, capsys):
+    """torchrun kills the others as soon as it sees one fail, which may be before they have said what they lost."""
+
+    class Left(Alone):
+        def gather(self, value):
+            log = Path(options().out) / LOG_NAME
+            if log.exists() and len(losses(log.parent)) == 3:
+                raise ConnectionError("closed by peer")
+            return [value]
+
+        def lost(self, error):
+            os.kill(os.getpid(), signal.SIGTERM)
+            return str(error)
+
+    before = signal.getsignal(signal.SIGTERM)
+    assert run(options(), join=lambda _: Left())[0] == 1
+    assert (
+        "process 0 of 1 lost another one, and the run ends: closed by peer. The last checkpoint is"
+        in capsys.readouterr().err
+    )
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
 def test_context_beyond_the_positions_needs_scaling(options):
     with pytest.raises(InputError, match=r"--tokens must be <= 64, .* Pass --rope-scale 2"):
         run(options(tokens=100))

@@ -49,9 +49,9 @@ def finetune(trainer: Trainer, options: FinetuneOptions, console: Console | None
         UnsupportedError, SpecError: the half cannot train this model with these options; nothing was written.
     """
     options.check()
-    team = trainer.join(options)
+    team, stop = trainer.join(options), StopRequest()
     try:
-        return _finetune(trainer, team, options, console or Console(quiet=team.rank != 0))
+        return _finetune(trainer, team, stop, options, console or Console(quiet=team.rank != 0))
     except OutputError as error:
         raise OutputError(f"{error} {_kept(options)}") from error
     except USER_ERRORS:
@@ -63,10 +63,11 @@ def finetune(trainer: Trainer, options: FinetuneOptions, console: Console | None
         print(_lost(team, options, reason), file=sys.stderr, flush=True)
         return 1
     finally:
+        stop.end()
         trainer.leave()
 
 
-def _finetune(trainer: Trainer, team: Team, options: FinetuneOptions, console: Console) -> int:
+def _finetune(trainer: Trainer, team: Team, stop: StopRequest, options: FinetuneOptions, console: Console) -> int:
     job = agreed(team, lambda: _prepared(trainer, team, options))
     agreed(team, lambda: try_out(job.out))  # once every process has seen that the folder is empty
     before = resident_bytes()
@@ -75,7 +76,7 @@ def _finetune(trainer: Trainer, team: Team, options: FinetuneOptions, console: C
     try:
         header = _header(trainer, team, job) | {"bytes_before_model": before}
         agreed(team, writing(job.out, lambda: log.write("resume" if options.resume else "start", **header)))
-        return _Run(trainer, team, job, log, console).run()
+        return _Run(trainer, team, job, log, console).run(stop)
     finally:
         log.close()
 
@@ -116,9 +117,9 @@ class _Run:
         self.progress = RunProgress(job.options.steps, job.done, console)
         self.began = time.perf_counter()
 
-    def run(self) -> int:
+    def run(self, stop: StopRequest) -> int:
         step, asked = self.job.done, None
-        with self.progress, StopRequest(self.progress.say) as stop:
+        with self.progress, stop.listen(self.progress.say):
             self.progress.say(_summary(self.trainer, self.team, self.job))
             while step < self.options.steps and asked is None:
                 loss = self._step(step)
