@@ -64,6 +64,8 @@ SIGNATURES: dict[str, tuple[Argument, ...]] = {
         keyword("dtype", None),
         keyword("param_dtype", REQUIRED, ONLY_JAX),  # the default is jax.numpy.float32, which this file cannot name
         keyword("rngs", REQUIRED, ONLY_JAX),
+        keyword("kernel_init", REQUIRED, ONLY_JAX),
+        keyword("bias_init", REQUIRED, ONLY_JAX),
         keyword("sharding", None, ONLY_JAX),
     ),
     "TiledMLP.from_weights": (
@@ -93,6 +95,8 @@ SIGNATURES: dict[str, tuple[Argument, ...]] = {
         keyword("dtype", None),
         keyword("param_dtype", REQUIRED, ONLY_JAX),  # jax.numpy.float32
         keyword("rngs", REQUIRED, ONLY_JAX),
+        keyword("kernel_init", REQUIRED, ONLY_JAX),
+        keyword("bias_init", REQUIRED, ONLY_JAX),
         keyword("sharding", None, ONLY_JAX),
     ),
     "TiledLinearCrossEntropy.from_weights": (

@@ -270,3 +270,17 @@ def test_a_product_is_few_calls_below_the_module(monkeypatch: pytest.MonkeyPatch
     TiledMLP(8, 12, num_shards=3, rngs=nnx.Rngs(0))(jnp.ones((89, 8)))  # tokens of no other test, so that it is traced
     assert (stacks[0][0], stacks[0][-1]) == ("__call__", "product")
     assert len(stacks[0]) <= 12, stacks[0]
+
+
+@pytest.mark.parametrize("name", ["TiledMLP", "TiledLinearCrossEntropy"])
+def test_initialisers_are_the_users(name: str) -> None:
+    given = {"bias": True, "kernel_init": nnx.initializers.ones, "bias_init": nnx.initializers.constant(2.0)}
+    module = getattr(tiled_jax, name)(8, 12, rngs=nnx.Rngs(0), **given)
+    twin, x = getattr(linen, name)(8, 12, **given), jnp.ones((3, 8))
+    calls = (x,) if name == "TiledMLP" else (x, jnp.zeros(3, jnp.int32))
+    variables = twin.init(jax.random.key(0), *calls)["params"]
+    for key, value in variables.items():
+        expected = 2.0 if key.startswith("b") else 1.0
+        assert (np.asarray(value) == expected).all()
+        np.testing.assert_array_equal(getattr(module, key)[...], value)
+    assert len(variables) == (6 if name == "TiledMLP" else 2)

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from shared_specs.config import Checkpointing, DataParallel, ParallelConfig, TensorParallel
 from shared_specs.core.rounding import relative_error
+from shared_specs.errors import SpecError
 from shared_specs.tolerances import limit
 from tests.asserting import assert_within
 from tests.plans.jax_parallel_models import (
@@ -358,3 +359,19 @@ def test_llama_of_shapes_needs_no_memory() -> None:
     plan = parallelize(model, mesh_of(dp_shard=8), ParallelConfig(data=DataParallel()), optimizer=optax.adamw(1e-3))
     moments = optax.tree.get(plan.shapes.optimizer, "mu")
     assert moments["embed"]["embedding"].get_value().sharding.spec == P(None, "dp_shard")
+
+
+def test_what_was_applied_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    """And nothing of what is refused."""
+    caplog.set_level("INFO", "tiled_jax")
+    config = ParallelConfig(checkpointing=Checkpointing(mode="op"), data=DataParallel())
+    model = nnx.eval_shape(lambda: Llama(llama_config(), rngs=nnx.Rngs(0)))
+    parallelize(model, mesh_of(dp_shard=2), config)
+    with pytest.raises(SpecError):
+        parallelize(model, mesh_of(other=2), config)
+    data = "fsdp over dp_shard=2, param_dtype=None, reduce_dtype=float32, reshard=default"
+    assert [record.getMessage() for record in caplog.records] == [
+        "parallelize: tiling: 3 x tiled_mlp, 1 x tiled_linear_cross_entropy",
+        "parallelize: checkpointing: mode=op",
+        f"parallelize: data parallelism: {data}",
+    ]

@@ -136,6 +136,30 @@ def test_a_module_bound_outside_of_fn_is_refused(call: str) -> None:
         Block("closure", 0.5).init(KEYS, X) if call == "init" else Block("closure", 0.5).apply({}, X, rngs=KEYS)
 
 
+def test_modules_of_the_one_around_are_refused_and_its_own_work() -> None:
+    """nn.Sequential inside nn.compact holds layers whose parameters are those of the module that wrote it down."""
+
+    class Around(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array) -> Any:
+            return tile(nn.Sequential([nn.Dense(4), jnp.tanh, nn.Dense(2)]), **HALVES)(x)
+
+    with pytest.raises(UnsupportedError, match=r"^tile: fn holds Dense_0, a module of Around. Make both in setup, or"):
+        Around().init(KEYS, X)
+
+    class InSetup(nn.Module):
+        def setup(self) -> None:
+            self.layers = nn.Sequential([nn.Dense(4), jnp.tanh, nn.Dense(2)])
+
+        def __call__(self, x: jax.Array, tiled: bool = True) -> Any:
+            return tile(self.layers, **HALVES)(x) if tiled else self.layers(x)
+
+    made = InSetup().init(KEYS, X)
+    assert set(made["params"]["layers"]) == {"layers_0", "layers_2"}
+    tiled, plain = (np.asarray(InSetup().apply(made, X, tiled=tiled)) for tiled in (True, False))
+    assert_within(tiled, plain, FLOOR["float32"], "y")
+
+
 def test_a_module_that_was_bound_by_hand() -> None:
     bound = Block().bind(Block().init(KEYS, X))
     tiled, plain = (np.asarray(dense(X)) for dense in (tile(bound.dense, num_shards=3), bound.dense))

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jax.nn.initializers import Initializer
 
 from shared_specs.config import LossOptions, Tiling
 from tiled_jax.core.params import Sharding, check_dtypes, init_bias, init_weight
@@ -32,6 +33,8 @@ class TiledLinearCrossEntropy(nn.Module):
     backend: str = "auto"
     dtype: Any = None
     param_dtype: Any = jnp.float32
+    kernel_init: Initializer = init_weight
+    bias_init: Initializer = init_bias
     sharding: Sharding | None = None
 
     @nn.compact
@@ -42,7 +45,7 @@ class TiledLinearCrossEntropy(nn.Module):
         axes = loss_param_axes(self.sharding)
         params = {}
         for name, shape in loss_param_shapes(self.hidden_size, self.vocab_size, bias=self.bias).items():
-            init = init_weight if name == "weight" else init_bias
+            init = self.kernel_init if name == "weight" else self.bias_init
             params[name] = self.param(
                 name, nn.with_partitioning(init, axes[name]) if axes else init, shape, self.param_dtype
             )

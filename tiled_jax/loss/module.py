@@ -6,15 +6,14 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.nn.initializers import Initializer
 
 from shared_specs.config import JAX, LossOptions, Tiling
 from shared_specs.loss import checks as loss_checks
 from tiled_jax.core.arrays import array, operands
-from tiled_jax.core.params import Sharding, check_dtypes
+from tiled_jax.core.params import Sharding, check_dtypes, init_bias, init_weight
 from tiled_jax.loss.params import loss_param_axes, loss_param_shapes, make_loss_config
 from tiled_jax.tile.module_state import check_module_rngs
-
-_init = {"weight": nnx.initializers.lecun_normal(), "bias": nnx.initializers.zeros_init()}
 
 
 class TiledLinearCrossEntropy(nnx.Module):
@@ -27,7 +26,8 @@ class TiledLinearCrossEntropy(nnx.Module):
             variables of the module that no gradient or optimizer of nnx.Param reaches.
         dtype: of the computation; None is what x and the parameters promote to, as in nnx.Linear.
         param_dtype: of the parameters. float32 beside a 16-bit dtype are master weights with float32 gradients.
-        rngs: its `params` stream draws the weight as nnx.Linear does (lecun_normal; the bias is zero).
+        rngs: its `params` stream draws the weight, then the bias.
+        kernel_init, bias_init: initialisers, as nnx.Linear takes them.
         sharding: mesh axes of the (hidden, vocab) dims, such as (None, "tp"), kept as the parameters' sharding metadata.
             Making a module with it needs a mesh (`jax.set_mesh`), without it none.
     Parameters are `weight` [H, V] and, with bias, `bias` [V].
@@ -53,16 +53,18 @@ class TiledLinearCrossEntropy(nnx.Module):
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
+        kernel_init: Initializer = init_weight,
+        bias_init: Initializer = init_bias,
         sharding: Sharding | None = None,
     ) -> None:
         shapes = loss_param_shapes(hidden_size, vocab_size, bias=bias)
         config = make_loss_config(loss, num_shards, tiling, backend)
         check_dtypes("TiledLinearCrossEntropy", dtype, param_dtype)
         check_module_rngs("TiledLinearCrossEntropy", rngs)
-        axes = loss_param_axes(sharding)
+        axes, inits = loss_param_axes(sharding), {"weight": kernel_init, "bias": bias_init}
         for name, shape in shapes.items():
             metadata: dict[str, Any] = {"out_sharding": axes[name]} if axes else {}
-            setattr(self, name, nnx.Param(_init[name](rngs.params(), shape, param_dtype), **metadata))
+            setattr(self, name, nnx.Param(inits[name](rngs.params(), shape, param_dtype), **metadata))
         self.class_weight = _variable(loss.class_weight)
         # A number stays an option: it is part of the program and not of the state.
         self.num_valid = None if isinstance(loss.num_valid, int | float) else _variable(loss.num_valid)

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jax.nn.initializers import Initializer
 
 from shared_specs.config import Tiling
 from tiled_jax.core.params import Sharding, check_dtypes, init_bias, init_weight
@@ -35,6 +36,8 @@ class TiledMLP(nn.Module):
     backend: str = "auto"
     dtype: Any = None
     param_dtype: Any = jnp.float32
+    kernel_init: Initializer = init_weight
+    bias_init: Initializer = init_bias
     sharding: Sharding | None = None
 
     @nn.compact
@@ -55,7 +58,7 @@ class TiledMLP(nn.Module):
         axes = param_axes(self.sharding, fused_gate_up=self.fused_gate_up)
         params = {}
         for name, shape in shapes.items():
-            init = init_weight if name.startswith("w_") else init_bias
+            init = self.kernel_init if name.startswith("w_") else self.bias_init
             if (names := axes(name)) is not None:
                 init = nn.with_partitioning(init, names)
             params[name] = self.param(name, init, shape, self.param_dtype)

@@ -6,6 +6,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.nn.initializers import Initializer
 
 from shared_specs.config import JAX, Tiling
 from shared_specs.mlp import checks as mlp_checks
@@ -28,7 +29,8 @@ class TiledMLP(nnx.Module):
         num_shards, keep, tiling, backend: as in `tiled_mlp`.
         dtype: of the computation; None is what x and the parameters promote to, as in nnx.Linear.
         param_dtype: of the parameters. float32 beside a 16-bit dtype are master weights with float32 gradients.
-        rngs: its `params` stream draws the weights as nnx.Linear does (lecun_normal; biases are zero).
+        rngs: its `params` stream draws the parameters, in the order gate, up, down and weights before biases.
+        kernel_init, bias_init: initialisers, as nnx.Linear takes them; of a fused gate and up called once, for both.
         sharding: mesh axes of the (hidden, intermediate) dims, such as (None, "tp"), kept as the parameters' sharding
             metadata. Making a module with it needs a mesh (`jax.set_mesh`), without it none.
     Parameters are `w_gate`, `w_up` [H, I], `w_down` [I, H] (or `w_gate_up`) and, with bias, `b_gate`, `b_up`, `b_down`
@@ -57,6 +59,8 @@ class TiledMLP(nnx.Module):
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
+        kernel_init: Initializer = init_weight,
+        bias_init: Initializer = init_bias,
         sharding: Sharding | None = None,
     ) -> None:
         shapes = param_shapes(
@@ -68,7 +72,7 @@ class TiledMLP(nnx.Module):
         self.dtype = dtype
         axes = param_axes(sharding, fused_gate_up=fused_gate_up)
         for name, shape in shapes.items():
-            init = init_weight if name.startswith("w_") else init_bias
+            init = kernel_init if name.startswith("w_") else bias_init
             metadata: dict[str, Any] = {} if axes(name) is None else {"out_sharding": axes(name)}
             setattr(self, name, nnx.Param(init(rngs.params(), shape, param_dtype), **metadata))
 

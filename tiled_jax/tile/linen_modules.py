@@ -4,6 +4,7 @@ A linen module keeps variables and random streams in the scope of the call it is
 not touch: the same stream would give every shard the same numbers, and what is made inside would leak.
 """
 
+import dataclasses
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -39,11 +40,12 @@ def lifted(
 
     Raises:
         SpecError: rngs are given besides the module's own streams.
-        UnsupportedError: fn writes a variable.
+        UnsupportedError: fn writes a variable, or holds a module whose variables are another module's.
     """
     module = owner_of(fn)
     if module is None:
         return fn, kwargs
+    _check_own(module)
     if rngs is not None or "rngs" in kwargs:
         advice = "Every shard draws from splits of the module's own streams; give them to init or apply."
         fail("tile", "rngs", "None for a linen module", type(rngs).__name__, advice=advice)
@@ -66,6 +68,19 @@ def lifted(
 
     names = list(module.scope.rngs)
     return pure, {**kwargs, "rngs": nnx.Rngs(**{name: module.make_rng(name) for name in names})}
+
+
+def _check_own(module: Any) -> None:
+    """Refuse modules handed to `module`'s constructor inside nn.compact: their variables are those of the one around."""
+    linen: Any = sys.modules["flax.linen"]
+    fields = [
+        getattr(module, field.name) for field in dataclasses.fields(module) if field.name not in ("parent", "name")
+    ]
+    for held in jax.tree.leaves(fields, is_leaf=lambda value: isinstance(value, linen.Module)):
+        if is_bound(held) and held.parent is not module:
+            wrong = f"fn holds {held.name}, a module of {type(held.parent).__name__}"
+            advice = "Make both in setup, or tile a module that makes its own inside nn.compact."
+            raise UnsupportedError(refusal_text("tile", wrong, advice=advice))
 
 
 def _check_unwritten(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
