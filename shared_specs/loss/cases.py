@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from shared_specs.config import DIFFERENTIABLE_OUTPUTS, LOSS_REDUCTIONS, LossOptions, LossOutput, LossReduction
+from shared_specs.config import DIFFERENTIABLE_OUTPUTS, LossOptions, LossOutput, LossReduction
 from shared_specs.core.rounding import DTYPES, Array, compute_dtype, round_to
 from shared_specs.loss.oracle import linear_cross_entropy
 
@@ -81,17 +81,19 @@ def _loss_cases() -> tuple[LossCase, ...]:
             replace(base, dtype=dtype, outputs=("log_probs", "lse"), reason="reinforcement learning"),
             replace(base, dtype=dtype, vocab_shards=3, reason="online log-sum-exp: V is not divisible by 3"),
         ]
-    every = {"label_smoothing": 0.2, "z_loss": 1e-2, "logit_softcap": 7.0, "logit_scale": 0.7, "bias": True}
+    every: dict[str, Any] = {"label_smoothing": 0.2, "z_loss": 1e-2, "logit_softcap": 7.0, "logit_scale": 0.7}
+    every |= {"bias": True, "class_weight": True, "reason": "everything at once"}
     outputs: tuple[LossOutput, ...] = ("log_probs", "lse", "entropy", "accuracy")
-    for dtype in dtypes[:2]:
-        for reduction in LOSS_REDUCTIONS:
-            full = replace(base, dtype=dtype, reduction=reduction, class_weight=True, **every)  # type: ignore[arg-type]
-            cases += [
-                replace(full, reason="everything at once, gradients in forward where they can be"),
-                replace(full, vocab_shards=4, reason="everything at once over vocabulary shards"),
-                replace(full, outputs=outputs, reason="everything at once with every output"),
-                replace(full, outputs=outputs, vocab_shards=2, reason="every output over vocabulary shards"),
-            ]
+    # Every pair of a reduction, vocabulary shards or none, and outputs or none.
+    combined: list[dict[str, Any]] = [
+        {"reduction": "mean"},
+        {"reduction": "mean", "vocab_shards": 2, "outputs": outputs},
+        {"reduction": "sum", "vocab_shards": 4},
+        {"reduction": "sum", "outputs": outputs},
+        {"reduction": "none"},
+        {"reduction": "none", "vocab_shards": 2, "outputs": outputs},
+    ]
+    cases += [replace(base, dtype=dtype, **every, **changes) for dtype in dtypes[:2] for changes in combined]
     shapes = {
         1: "one shard: no accumulation",
         33: "one token per shard",

@@ -292,9 +292,8 @@ def test_the_command_runs_where_torch_cannot_be_imported(inputs: Path, tmp_path:
     assert again.stderr.startswith("finetune: --out must be a new or empty folder")
 
 
-@pytest.mark.parametrize("words", [["--help"], ["finetune", "--tokens", "1"]], ids=str)
-def test_a_missing_package_is_one_line_that_names_what_is_enough(words: list[str]) -> None:
-    done = run_with("jax", "tiled_jax", *words)
+def test_a_missing_package_is_one_line_that_names_what_is_enough() -> None:
+    done = run_with("jax", "tiled_jax", "--help")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
     assert done.stderr == (
         "tiled_jax: the package typer is not installed. Install it with pip install 'tiled-mlp[cli,jax]'.\n"

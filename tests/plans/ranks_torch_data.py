@@ -116,10 +116,10 @@ def compiled_autograd(rank: int, world: int, backend: str) -> dict[str, Any]:
     torch.compile = lambda *a, **options: whole(*a, **options | {"backend": backend})  # type: ignore[assignment]
     try:
         torch.compiler.reset()
-        _, expected = truth("llama")
+        _, expected = truth("llama", num_hidden_layers=1)
         config = ParallelConfig(data=DataParallel(engine="ddp", **EXACT), compile=Compile(compiled_autograd=True))
         mesh = mesh_of(("dp_shard",), world)
-        model = parallelize(decoder(), mesh, config)
+        model = parallelize(decoder(num_hidden_layers=1), mesh, config)
         rows = rows_of(mesh, config)
         ids, labels = batch()
         with backward_context(config):

@@ -254,7 +254,7 @@ def compiled(
             graphs.clear()
             axes, config = CONFIGS[name]
             config = replace(config, compile=Compile(ends=ends))
-            errors = compare(mesh_of(axes, world), config, tiled, kind, 10)
+            errors = compare(mesh_of(axes, world), config, tiled, kind, 10, num_hidden_layers=2)
             found[name] = errors | {"graphs": len(graphs), "functions": graphs.copy()}
         return found
     finally:
