@@ -101,11 +101,12 @@ def test_kernels_in_the_interpreter(interpreting: None) -> None:
     x, *weights = operands(2, 128, hidden=64, intermediate=128, dtype=jnp.bfloat16)
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
     given = [jax.device_put(x, NamedSharding(mesh, P("data"))), *jax.device_put(weights, NamedSharding(mesh, P()))]
-    found = jax.jit(partial(tiled_mlp, num_shards=1, backend="pallas"))(*given)
+    kernels, library = (partial(tiled_mlp, num_shards=1, backend=backend) for backend in ("pallas", "xla"))
+    found = jax.jit(y_and_gradients(kernels))(*given)
     assert backends.last_run("tiled_mlp") == "pallas"
-    alone = jax.jit(partial(tiled_mlp, num_shards=1, backend="xla"))(x, *weights)
-    truth = mlp(*(a.astype(jnp.float32) for a in (x, *weights)))
-    as_right([found], [alone], [truth], jnp.bfloat16)
+    alone = jax.jit(y_and_gradients(library))(x, *weights)
+    truth = jax.jit(y_and_gradients(mlp))(*(a.astype(jnp.float32) for a in (x, *weights)))
+    as_right(*(jax.tree.leaves(each) for each in (found, alone, truth)), jnp.bfloat16)
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["under set_mesh", "alone"])
