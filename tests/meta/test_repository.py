@@ -14,7 +14,7 @@ from tests.meta.repository_rules import docstring_fault, text_faults, tolerance_
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("shared_specs", "tiled_torch", "tiled_jax", "tests", "benchmarks", "requirements", ".ci")
-GENERATED = {"__pycache__", ".pytest_cache", ".hypothesis"}
+GENERATED = {"__pycache__", ".pytest_cache", ".hypothesis", ".git"}  # .git: of a worktree, a file
 BINARY = {".png", ".safetensors", ".gguf", ".npz"}
 # The license is quoted, not written here; the rules have to name what they forbid in their own specimens.
 QUOTING = {"LICENSE", "tests/meta/test_repository.py"}
