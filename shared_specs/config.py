@@ -210,7 +210,8 @@ class Checkpointing:
             others; "products" keeps the results of every second matrix product of a layer; "op" keeps beside those what
             attention returns and what a device gets of a sum that is split, so that neither is computed again.
         every: k of "layers", >= 1; left at None otherwise.
-        offload: keep what is kept in host memory (tiled_jax, where the backend has it).
+        offload: keep what is kept in host memory. tiled_torch: with "full"; tiled_jax: not with "layers", where the backend has
+            such a memory.
     """
 
     mode: CheckpointingMode = "full"

@@ -22,7 +22,6 @@ from shared_specs.errors import UnsupportedError, error_text, fail, fail_type, s
 # Fields that one half has and the other refuses unless left at their defaults.
 ONE_HALF: dict[str, Half] = {
     "tensor.asynchronous": "torch",
-    "checkpointing.offload": "jax",
     "compile": "torch",
     "float8": "torch",
     "donate": "jax",

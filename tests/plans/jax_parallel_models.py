@@ -33,10 +33,10 @@ def llama_config(**changes: Any) -> LlamaConfig:
     return LlamaConfig.from_hf(tiny_config(**heads | {"num_hidden_layers": 3} | changes))
 
 
-def llama(num_shards: int = 3, plain: bool = False, **changes: Any) -> Llama:
+def llama(num_shards: int = 3, plain: bool = False, scope: str = "mlp", **changes: Any) -> Llama:
     """Weights, compute and norms in float64, no parameter zero."""
-    tiling = None if plain else Tiling(num_shards=num_shards)
-    shapes = nnx.eval_shape(lambda: Llama(llama_config(**changes), tiling=tiling, plain=plain, rngs=nnx.Rngs(0)))
+    options: Any = {"tiling": None if plain else Tiling(num_shards=num_shards), "plain": plain, "scope": scope}
+    shapes = nnx.eval_shape(lambda: Llama(llama_config(**changes), **options, rngs=nnx.Rngs(0)))
     graph, state = nnx.split(shapes)
     random = np.random.default_rng(0)
     values = [

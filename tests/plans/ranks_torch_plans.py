@@ -40,9 +40,14 @@ CONFIGS: dict[str, tuple[tuple[str, ...], ParallelConfig]] = {
     "sp": (("tp",), ParallelConfig(tensor=TENSOR)),
     "sp, gathered logits": (("tp",), ParallelConfig(tensor=GATHERED_LOGITS)),
     "sp, full": (("tp",), ParallelConfig(tensor=TENSOR, checkpointing=FULL)),
+    "sp, offload": (("tp",), ParallelConfig(tensor=TENSOR, checkpointing=Checkpointing(offload=True))),
     "sp, products": (("tp",), ParallelConfig(tensor=TENSOR, checkpointing=Checkpointing(mode="products"))),
     "sp, op": (("tp",), ParallelConfig(tensor=TENSOR, checkpointing=Checkpointing(mode="op"))),
     "fsdp": (("dp_shard",), ParallelConfig(data=SHARDED)),
+    "fsdp, inputs offloaded": (
+        ("dp_shard",),
+        ParallelConfig(data=SHARDED, checkpointing=Checkpointing(offload=True)),
+    ),
     "fsdp, layers": (("dp_shard",), ParallelConfig(data=SHARDED, checkpointing=Checkpointing(mode="layers", every=2))),
     "fsdp, always": (("dp_shard",), ParallelConfig(data=DataParallel(reshard="always", **EXACT), checkpointing=FULL)),
     "fsdp, pipeline": (("dp_shard",), ParallelConfig(data=DataParallel(pipeline=True, **EXACT))),
@@ -370,7 +375,9 @@ REFUSED: dict[str, tuple[tuple[str, ...], ParallelConfig, dict[str, Any]]] = {
     "no plan": (("dp_shard",), ParallelConfig(data=SHARDED), {"unknown": True}),
     "meta ddp": (("dp_shard",), ParallelConfig(data=DataParallel(engine="ddp")), {"meta": True}),
     "donate": (("dp_shard",), ParallelConfig(data=SHARDED, donate=False), {}),
-    "offloaded checkpoints": ((), ParallelConfig(checkpointing=Checkpointing(offload=True)), {}),
+    "offloaded products": ((), ParallelConfig(checkpointing=Checkpointing(mode="products", offload=True)), {}),
+    "block, tensor": (("tp",), ParallelConfig(tensor=TENSOR), {"block": True}),
+    "block, products": ((), ParallelConfig(checkpointing=Checkpointing(mode="products")), {"block": True}),
 }
 
 
@@ -406,11 +413,13 @@ def refusals(rank: int, world: int) -> dict[str, Any]:
     found = {}
     for name, (axes, config, changes) in REFUSED.items():
         changes = dict(changes)
-        flags = {flag: changes.pop(flag, False) for flag in ("tiled", "adapter", "unknown", "meta", "max_norm")}
+        flags = {
+            flag: changes.pop(flag, False) for flag in ("tiled", "block", "adapter", "unknown", "meta", "max_norm")
+        }
         with torch.device("meta" if flags["meta"] else "cpu"):
             model: Any = Unknown() if flags["unknown"] else decoder(**changes)
-        if flags["tiled"]:
-            tile_model(model)
+        if flags["tiled"] or flags["block"]:
+            tile_model(model, scope="block" if flags["block"] else "mlp")
         if flags["adapter"]:
             model.model.layers[1].mlp.up_proj = Adapted(16, 24, bias=False)
         if flags["max_norm"]:

@@ -117,12 +117,19 @@ LLAMAS: dict[str, tuple[Axes, Any, Any, Any, dict[str, Any], AxisType]] = {
 }
 
 
+BLOCK: dict[str, Any] = {"scope": "block"}
+LLAMAS |= {
+    "block, dp 2": ({"dp_shard": 2}, DDP, None, SECOND, BLOCK | BIASED, AxisType.Auto),
+    "block, fsdp 4": ({"dp_shard": 4}, FSDP, None, FULL, BLOCK | BIASED, AxisType.Explicit),
+    "block, replicas 2 x fsdp 2": ({"replica": 2, "dp_shard": 2}, HYBRID, None, None, BLOCK, AxisType.Auto),
+}
+
 _REFERENCES: dict[str, Any] = {}
 
 
 def reference(changes: dict[str, Any], tokens: int) -> Any:
     """Loss and gradients of one device, tiled and without anything parallel."""
-    tiled = {name: value for name, value in changes.items() if name != "plain"}
+    tiled = {name: value for name, value in changes.items() if name not in ("plain", "scope")}
     key = f"{tiled} {tokens}"
     if key not in _REFERENCES:
         _REFERENCES[key] = loss_and_gradients(llama(**tiled), next_token_loss, padded(token_ids(tokens=tokens)))
@@ -132,7 +139,7 @@ def reference(changes: dict[str, Any], tokens: int) -> Any:
 # What every run checks; the rest combines the same parts in other ways.
 IN_EVERY_RUN = (
     *("one device", "dp 2", "sp 8", "fsdp 2 x tp 2, whole tokens"),
-    *("fsdp 2 x context 2 x tp 2", "fsdp 4, few tokens", "dp 8", "everything"),
+    *("fsdp 2 x context 2 x tp 2", "fsdp 4, few tokens", "dp 8", "everything", "block, fsdp 4"),
     *("fsdp 2, sums in bfloat16", "fsdp 2 x tp 2, biases of q, k and v", "replicas 2 x fsdp 2 x tp 2, float32 sums"),
 )
 
@@ -365,13 +372,19 @@ def test_what_was_applied_is_logged_once(caplog: pytest.LogCaptureFixture) -> No
     """And nothing of what is refused."""
     caplog.set_level("INFO", "tiled_jax")
     config = ParallelConfig(checkpointing=Checkpointing(mode="op"), data=DataParallel())
-    model = nnx.eval_shape(lambda: Llama(llama_config(), rngs=nnx.Rngs(0)))
+    model, blocks = (
+        nnx.eval_shape(lambda scope=scope: Llama(llama_config(), scope=scope, rngs=nnx.Rngs(0)))
+        for scope in ("mlp", "block")
+    )
     parallelize(model, mesh_of(dp_shard=2), config)
+    parallelize(blocks, mesh_of(dp_shard=2), ParallelConfig(data=DataParallel()))
     with pytest.raises(SpecError):
         parallelize(model, mesh_of(other=2), config)
     data = "fsdp over dp_shard=2, param_dtype=None, reduce_dtype=float32, reshard=default"
     assert [record.getMessage() for record in caplog.records] == [
         "parallelize: tiling: 3 x tiled_mlp, 1 x tiled_linear_cross_entropy",
         "parallelize: checkpointing: mode=op",
+        f"parallelize: data parallelism: {data}",
+        "parallelize: tiling: 3 x tiled_block, 1 x tiled_linear_cross_entropy",
         f"parallelize: data parallelism: {data}",
     ]

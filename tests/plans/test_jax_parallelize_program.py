@@ -26,10 +26,11 @@ LAYER_BYTES = 4 * sum(a * b * count for (a, b), count in LAYER.items())
 FSDP, RECOMPUTED = DataParallel(), Checkpointing()
 
 
-def lowered(axes: dict[str, int], tokens: int = TOKENS, sizes: dict[str, Any] = SIZES, **config: Any) -> Any:
-    model = nnx.eval_shape(
-        lambda: Llama(llama_config(num_hidden_layers=LAYERS, **sizes), tiling=Tiling(num_shards=4), rngs=nnx.Rngs(0))
-    )
+def lowered(
+    axes: dict[str, int], tokens: int = TOKENS, sizes: dict[str, Any] = SIZES, scope: str = "mlp", **config: Any
+) -> Any:
+    options: Any = {"tiling": Tiling(num_shards=4), "scope": scope}
+    model = nnx.eval_shape(lambda: Llama(llama_config(num_hidden_layers=LAYERS, **sizes), **options, rngs=nnx.Rngs(0)))
     plan = parallelize(model, mesh_of(**axes), ParallelConfig(**config))
     return plan, plan.gradients.lower(plan.shapes.parameters, jax.ShapeDtypeStruct((4, tokens + 1), jnp.int32))
 
@@ -46,18 +47,19 @@ def counted(program: Any, kind: str) -> Counter[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize(
-    "checkpointing",
+    ("checkpointing", "scope"),
     [
-        pytest.param(None, id="kept", marks=[pytest.mark.slow, pytest.mark.figures]),
-        pytest.param(RECOMPUTED, id="recomputed"),
+        pytest.param(None, "mlp", id="kept", marks=[pytest.mark.slow, pytest.mark.figures]),
+        pytest.param(RECOMPUTED, "mlp", id="recomputed"),
+        pytest.param(None, "block", id="block", marks=[pytest.mark.slow, pytest.mark.figures]),
     ],
 )
-def test_fsdp_gathers_one_layer_in_forward_and_again_in_backward(checkpointing: Any) -> None:
+def test_fsdp_gathers_one_layer_in_forward_and_again_in_backward(checkpointing: Any, scope: str) -> None:
     """No activation is gathered: 4 x 520 tokens of 128 would be [2080, 128], one device's own [520, 128].
 
     Of the table no more moves than the rows of the tokens; the head is gathered, having fewer entries than there are tokens.
     """
-    program = compiled(("dp_shard", 4), data=FSDP, checkpointing=checkpointing)
+    program = compiled(("dp_shard", 4), data=FSDP, checkpointing=checkpointing, scope=scope)
     gathers = counted(program, "all-gather")
     assert gathers == {shape: 2 * count for shape, count in LAYER.items()} | {(HIDDEN, VOCAB): 1, (4 * TOKENS,): 1}
     scattered = counted(program, "reduce-scatter")

@@ -18,10 +18,12 @@ from tiled_jax.parallel import ModelRules, parallelize, register_rules
 pytestmark = pytest.mark.ranks
 
 FSDP = DataParallel()
+WHOLE = TensorParallel(sequence_parallel=False, loss_parallel=False)
 
 
 def llama_shapes(**changes: Any) -> Llama:
-    return nnx.eval_shape(lambda: Llama(llama_config(**changes), rngs=nnx.Rngs(0)))
+    scope = changes.pop("scope", "mlp")
+    return nnx.eval_shape(lambda: Llama(llama_config(**changes), scope=scope, rngs=nnx.Rngs(0)))
 
 
 CONFIGS: dict[str, tuple[dict[str, int], dict[str, Any], type[Exception], str]] = {
@@ -86,6 +88,21 @@ def test_configurations(case: str) -> None:
         parallelize(llama_shapes(num_key_value_heads=4), mesh_of(**axes), ParallelConfig(**config))
 
 
+@pytest.mark.parametrize("loss_fn", [None, blocks_loss])
+def test_a_layer_that_is_one_function_is_whole(loss_fn: Any) -> None:
+    model, context = llama_shapes(scope="block"), DataParallel(context_axis="cp")
+    for axes, config, found in (
+        ({"tp": 2}, ParallelConfig(tensor=WHOLE), "tensor"),
+        ({"dp_shard": 1, "cp": 2}, ParallelConfig(data=context), "context"),
+        ({"dp_shard": 1, "cp": 2, "tp": 2}, ParallelConfig(data=context, tensor=WHOLE), "tensor and context"),
+    ):
+        text = (
+            f"the model's scope must be 'mlp' with tensor or context parallelism, got 'block' with {found} parallelism"
+        )
+        with pytest.raises(UnsupportedError, match=f"^parallelize: {text}"):
+            parallelize(model, mesh_of(**axes), config, loss_fn=loss_fn)
+
+
 def blocks() -> Blocks:
     return nnx.eval_shape(lambda: Blocks(nnx.Rngs(0), jnp.float32))
 
@@ -109,9 +126,6 @@ def blocks() -> Blocks:
 def test_tensor_parallelism_of_a_model_that_computes_by_itself(tensor: Any, kind: AxisType, message: str) -> None:
     with pytest.raises(UnsupportedError, match="^parallelize: " + message):
         parallelize(blocks(), mesh_of(kind, tp=2), ParallelConfig(tensor=tensor), loss_fn=blocks_loss)
-
-
-WHOLE = TensorParallel(sequence_parallel=False, loss_parallel=False)
 
 
 def test_tensor_parallelism_with_nothing_to_split() -> None:

@@ -16,8 +16,16 @@ pytestmark = pytest.mark.ranks
 _HERE = "tests.plans.ranks_torch_plans:"
 _DATA = "tests.plans.ranks_torch_data:"
 _TILED = "tests.plans.ranks_torch_tiled:"
-ONE_AXIS = ["tp", "sp", "sp, gathered logits", "sp, full", "sp, products", "sp, op", "fsdp", "fsdp, layers"]
-ONE_AXIS += ["fsdp, always", "fsdp, pipeline", "fsdp, offload", "fsdp, products", "ddp"]
+ONE_AXIS = ["tp", "sp", "sp, gathered logits", "sp, full", "sp, offload", "sp, products", "sp, op", "fsdp"]
+ONE_AXIS += [
+    "fsdp, inputs offloaded",
+    "fsdp, layers",
+    "fsdp, always",
+    "fsdp, pipeline",
+    "fsdp, offload",
+    "fsdp, products",
+    "ddp",
+]
 OLD = torch.__version__ < (2, 12)
 UNITS = 5  # of a sharded model: its embedding, three layers, and its norm with its head
 TWO_AXES = ["hsdp", "fsdp x sp", "fsdp x sp, gathered logits", "fsdp x tp"]
@@ -336,7 +344,15 @@ REFUSALS = {
     "no plan": ("UnsupportedError", "model must be of a kind that has a plan: "),
     "meta ddp": ("SpecError", 'model must be on a device with engine="ddp", got one on the meta device'),
     "donate": ("SpecError", "config.donate must be left at True in tiled_torch, got False"),
-    "offloaded checkpoints": ("SpecError", "config.checkpointing.offload must be left at False in tiled_torch"),
+    "offloaded products": (
+        "UnsupportedError",
+        "config.checkpointing.offload must be False here, got True. Of mode 'products'",
+    ),
+    "block, tensor": (
+        "UnsupportedError",
+        "the model's scope must be 'mlp' with tensor or context parallelism, got 'block' with",
+    ),
+    "block, products": ("UnsupportedError", "config.checkpointing.mode must be full with scope='block', got products."),
     "again": ("SpecError", "model must be one that has not been parallelized"),
     "nameless mesh": ("SpecError", "mesh must be a DeviceMesh with names for its axes"),
 }

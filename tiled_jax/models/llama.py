@@ -7,12 +7,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 
-from shared_specs.config import Tiling
+from shared_specs.config import Checkpointing, Tiling
 from shared_specs.errors import UnsupportedError, error_text, fail
+from shared_specs.layers.scope import check_block_tiling, check_scope
 from tiled_jax.layers.attention import causal_attention, precision_of
+from tiled_jax.layers.recompute import scan_layers
 from tiled_jax.mlp.module import TiledMLP
+from tiled_jax.models.block.function import block_layer
 from tiled_jax.models.config import LlamaConfig
 from tiled_jax.models.mlp import PlainMLP
 from tiled_jax.models.rope import rotary_angles, rotate
@@ -28,12 +30,16 @@ class Llama(nnx.Module):
         config: sizes and options, `LlamaConfig.from_hf(...)` for a Hugging Face model.
         tiling: how the tokens of the MLP and of the loss are cut; None chooses. See shared_specs.config.Tiling.
         plain: MLP and loss as they are, without tiling, for comparison. Excludes `tiling`.
-        checkpointing: recompute each layer in backward; only the layers' inputs are kept.
+        scope: "mlp" cuts the tokens of the MLP and of the loss alone; "block" those of everything in a layer but
+            attention, and every layer keeps its input alone. Excludes `plain`.
+        checkpointing: recompute each layer in backward; only the layers' inputs are kept. A `Checkpointing` says more, such
+            as that these wait in the host's memory.
         dtype: of the products, "float32", "bfloat16" or "float16"; parameters, norms and the residual stream are float32.
         rngs: initialises the parameters, which `from_hf` replaces.
     Raises:
-        SpecError: tiling options with plain=True, or another dtype.
-        UnsupportedError: called with a sequence longer than `config.sliding_window`.
+        SpecError: tiling options or scope="block" with plain=True, another dtype or scope.
+        UnsupportedError: with scope="block" a tiling by more than num_shards, shard_tokens and vocab_shards, or called on a
+            mesh with Explicit axes; called with a sequence longer than `config.sliding_window`.
     Memory: all layers are one loop over stacked parameters (`layers`, leading dim num_hidden_layers), compiled once.
         With checkpointing backward keeps 4 * batch * tokens * hidden_size bytes a layer.
     Source: Touvron et al. 2023, LLaMA; names and numerics of the Hugging Face implementation.
@@ -48,16 +54,22 @@ class Llama(nnx.Module):
         *,
         tiling: Tiling | None = None,
         plain: bool = False,
-        checkpointing: bool = False,
+        scope: str = "mlp",
+        checkpointing: bool | Checkpointing = False,
         dtype: str = "float32",
         rngs: nnx.Rngs,
     ):
         if plain and tiling is not None:
             fail("Llama", "tiling", "None with plain=True", tiling, advice="The plain MLP is not tiled.")
+        check_scope("Llama", scope)
+        if scope == "block" and tiling is not None:
+            check_block_tiling("Llama", tiling)
+        if plain and scope != "mlp":
+            fail("Llama", "scope", "'mlp' with plain=True", repr(scope), advice="The plain layers are not tiled.")
         if dtype not in DTYPES:
             fail("Llama", "dtype", f"one of {', '.join(DTYPES)}", dtype)
         self.config, self.checkpointing, self.dtype = config, checkpointing, jnp.dtype(dtype)
-        self.plain = plain
+        self.plain, self.scope = plain, scope
         self.loss_tiling = None if tiling is None else replace(tiling, keep=0.0)  # a loss keeps nothing
         self.embed = nnx.Embed(config.vocab_size, config.hidden_size, rngs=rngs)
 
@@ -78,15 +90,23 @@ class Llama(nnx.Module):
     def hidden(self, tokens: jax.Array) -> jax.Array:
         """Return the operand of the head: [batch, tokens] int32 -> [batch * tokens, hidden_size] of the compute dtype."""
         angles = sequence_angles(self.config, tokens.shape[1])
+        positions = jnp.tile(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape[0])
         graph, parameters = nnx.split(self.layers)
 
-        def layer(x: jax.Array, parameters: nnx.State) -> tuple[jax.Array, None]:
-            return nnx.merge(graph, parameters)(x, angles), None
+        def layer(x: jax.Array, parameters: nnx.State) -> jax.Array:
+            one = nnx.merge(graph, parameters)
+            return block_layer(one, x, positions, tokens.shape[0]) if self.scope == "block" else one(x, angles)
 
         # One dim of rows: with a batch dim of its own XLA transposes (copies) both operands of every weight gradient.
         x = self.embed(tokens.reshape(-1))
-        x, _ = lax.scan(jax.checkpoint(layer) if self.checkpointing else layer, x, parameters)
-        return self.norm(x).astype(self.dtype)
+        x = scan_layers(layer, x, parameters, self.recomputed())
+        # The norm would keep four arrays like x for backward; this way x is the only one.
+        norm = jax.checkpoint(self.norm) if self.scope == "block" else self.norm
+        return norm(x).astype(self.dtype)
+
+    def recomputed(self) -> Checkpointing | None:
+        """Return what backward computes again."""
+        return Checkpointing() if self.checkpointing is True else self.checkpointing or None
 
     def head_weight(self) -> jax.Array:
         """Return [hidden_size, vocab_size], float32."""
@@ -119,7 +139,7 @@ class Attention(nnx.Module):
     """Causal self-attention with rotary positions and grouped key and value heads."""
 
     def __init__(self, config: LlamaConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
-        self.head_dim = config.head_dim
+        self.config, self.head_dim = config, config.head_dim
         queries, keys = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
         linear = partial(_linear, dtype=dtype, rngs=rngs)
         self.q = linear(config.hidden_size, queries, config.attention_bias)

@@ -178,10 +178,11 @@ def parallelize(
 def _tiled_in(model: nnx.Module, *, own: bool) -> Counter[str]:
     """Return how modules are tiled -> how many are, layers of a stack one by one; `own`: with the loss of the model's rules."""
     found: Counter[str] = Counter()
+    blocks = isinstance(model, Llama) and model.scope == "block"
     for _, module in nnx.iter_modules(model):
         if isinstance(module, TiledMLP):
             weights: Any = module
-            found["tiled_mlp"] += math.prod(weights.w_down.get_value().shape[:-2])
+            found["tiled_block" if blocks else "tiled_mlp"] += math.prod(weights.w_down.get_value().shape[:-2])
         elif isinstance(module, TiledLinearCrossEntropy):
             found["tiled_linear_cross_entropy"] += 1
         elif isinstance(module, TiledLinear):

@@ -9,6 +9,7 @@ from jax.sharding import AxisType
 
 from shared_specs.config import ParallelConfig
 from shared_specs.errors import UnsupportedError, error_text, fail, fail_type, show_shape
+from shared_specs.layers.scope import check_block_ranks
 from shared_specs.plans.checks import (
     check_context_heads,
     check_context_tokens,
@@ -17,6 +18,7 @@ from shared_specs.plans.checks import (
     refuse_context,
 )
 from tiled_jax.layers.recompute import offload_refused
+from tiled_jax.models import Llama
 from tiled_jax.plans.registry import MeshAxes, ModelRules, Placement
 
 HERE = "parallelize"
@@ -49,8 +51,10 @@ def check_model(
 
     Raises:
         SpecError: the ranks do not divide its sizes.
-        UnsupportedError: the model's loss or attention cannot be split this way.
+        UnsupportedError: the model's loss, layers or attention cannot be split this way.
     """
+    if isinstance(model, Llama) and model.scope == "block":
+        check_block_ranks(HERE, {"tensor": axes.tensor is not None, "context": axes.context is not None})
     if rules is None:
         _check_own_loss(mesh, config)
         return

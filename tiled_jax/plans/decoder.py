@@ -10,9 +10,9 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
-from shared_specs.config import Checkpointing
 from shared_specs.errors import fail
 from shared_specs.mlp import costs as mlp_costs
 from shared_specs.mlp.sequence_costs import compiled_sequence_peak_bytes, plan_sequence_mlp
@@ -24,6 +24,7 @@ from tiled_jax.layers.context import context_attention, context_slice
 from tiled_jax.mlp.module import TiledMLP
 from tiled_jax.mlp.ranks import on_device
 from tiled_jax.models import Llama, causal_attention
+from tiled_jax.models.block.function import block_layer
 from tiled_jax.models.llama import Angles, Attention, DecoderLayer, sequence_angles
 from tiled_jax.models.loss import inputs_and_targets
 from tiled_jax.models.mlp import PlainMLP
@@ -44,21 +45,27 @@ def decoder_loss(model: Llama, tokens: jax.Array, mapped: Mapped) -> tuple[jax.A
         tokens: [this device's sequences, tokens + 1], whole along the axis of context parallelism; rows that are shorter end
             in -100.
     """
-    if model.checkpointing and mapped.config.checkpointing is None:
-        mapped = replace(mapped, config=replace(mapped.config, checkpointing=Checkpointing()))
+    if mapped.config.checkpointing is None:
+        mapped = replace(mapped, config=replace(mapped.config, checkpointing=model.recomputed()))
     inputs, targets = _own_positions(tokens, mapped)
     _check_rows(inputs.size, mapped)
     shard = _shard_tokens(model, inputs.size, mapped)
     x = embedded(model, inputs.reshape(-1), shard, mapped).astype(model.embed.embedding[...].dtype)
     angles = sequence_angles(model.config, tokens.shape[1] - 1)
+    positions = jnp.tile(jnp.arange(tokens.shape[1] - 1, dtype=jnp.int32), tokens.shape[0])
     graph, parameters = nnx.split(model.layers)
     sequences = tokens.shape[0]
 
     def layer(parameters: nnx.State, x: jax.Array) -> jax.Array:
-        return _layer(nnx.merge(graph, parameters), x, angles, sequences, shard, mapped)
+        one = nnx.merge(graph, parameters)
+        if model.scope == "block":
+            return block_layer(one, x, positions, sequences)
+        return _layer(one, x, angles, sequences, shard, mapped)
 
     x = mapped.scan(layer, parameters, x, ("layers",))
     norm = nnx.merge(nnx.graphdef(model.norm), mapped.gather(nnx.state(model.norm), ("norm",)))
+    # As in Llama.hidden, backward keeps x alone.
+    norm = jax.checkpoint(norm) if model.scope == "block" else norm
     return head_loss(model, norm(x).astype(model.dtype), targets.reshape(-1), mapped)
 
 

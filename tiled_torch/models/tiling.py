@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from types import MethodType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -16,9 +16,12 @@ from torch import nn
 from shared_specs.config import TORCH, Tiling
 from shared_specs.core import checks
 from shared_specs.errors import UnsupportedError, error_text, fail_type
+from shared_specs.layers.scope import check_block_tiling, check_scope
 from tiled_torch import backends
 from tiled_torch.core import partitioned
 from tiled_torch.mlp.api import tiled_mlp
+from tiled_torch.models.block.function import LAYERS
+from tiled_torch.models.block.layer import TiledBlock, TiledNorm, block_class, is_block, norm_class, reason_not_block
 from tiled_torch.models.causal_lm import TiledCausalLM, is_causal_lm, loss_path, reason_head_stays, tiled_causal_lm
 from tiled_torch.models.family import (
     Family,
@@ -39,6 +42,7 @@ FAMILIES = (LLAMA, PHI3)
 def tile_model(
     model: nn.Module,
     *,
+    scope: Literal["mlp", "block"] = "mlp",
     num_shards: int | None = None,
     keep: float = 0.0,
     tiling: Tiling | None = None,
@@ -64,14 +68,19 @@ def tile_model(
     Args:
         model: a Hugging Face model, or any module, that contains MLPs of a known family (Llama, Mistral, Qwen, Gemma,
             Phi-3, ...); changed in place.
+        scope: "mlp": the MLPs and the loss. "block": of Llama, Mistral, Qwen2 and Qwen3 also the rest of every decoder layer
+            but attention; such a layer keeps its input alone, in host memory where checkpointing offloads. `tiling_paths` says
+            why one runs its MLP alone by shards. It excludes keep, a memory budget and a backend.
         num_shards, keep, tiling, backend: as in `tiled_mlp`, for every MLP; for the loss too, where keep has no meaning.
     Returns:
         The model itself.
     Raises:
         SpecError, TypeError: a number out of its range.
-        UnsupportedError: no MLP of a known family, a forward that is not its class's, or an activation that is not in the
-            specification, or MLPs with adapters in a ZeRO-3 engine; nothing changed. In calls under ZeRO-3: a head that is no
-            plain linear layer; x that needs no gradient of an MLP with adapters.
+        UnsupportedError: no MLP of a known family, with scope="block" no such layer or an option it excludes; a forward that is
+            not its class's, or an activation that is not in the specification, or MLPs with adapters in a ZeRO-3 engine;
+            nothing changed. In calls under ZeRO-3: a head that is no plain linear layer; x that needs no gradient of an MLP
+            with adapters.
+    Memory: with scope="block" see shared_specs.layers.block_costs.eager_block_row_bytes.
     Source: derived in shared_specs/README.md.
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -83,6 +92,9 @@ def tile_model(
     """
     options = checks.resolve_tiling("tile_model", num_shards, keep, tiling, unused=("vocab_shards", "deterministic"))
     checks.check_backend("tile_model", backend, TORCH, backends.usable_backends())
+    check_scope("tile_model", scope)
+    if scope == "block":
+        check_block_tiling("tile_model", options, backend)
     if not isinstance(model, nn.Module):
         fail_type("tile_model", "model", "a torch.nn.Module", type(model).__name__)
     found = [(name, module, family_of(module)) for name, module in model.named_modules()]
@@ -109,6 +121,10 @@ def tile_model(
         reason = reason_not_plain(module) if has_hooks and not isinstance(module, Tiled) else None
         if reason is not None:
             _refuse_after_engine("tile_model", f"one that has its hooks, and {reason}")
+    if scope == "block":
+        _tile_blocks(model, options)
+    else:
+        _untile_blocks(model)
     for _, module, _ in known:
         if not isinstance(module, Tiled):
             module.__class__ = _tiled_class(type(module))
@@ -128,6 +144,35 @@ def tile_model(
     return model
 
 
+def _tile_blocks(model: nn.Module, options: Tiling) -> None:
+    blocks: list[Any] = [module for module in model.modules() if isinstance(module, TiledBlock) or is_block(module)]
+    if not blocks:
+        rule = "a decoder of a family whose blocks are known: " + ", ".join(sorted(LAYERS))
+        advice = "Use scope='mlp'."
+        raise UnsupportedError(error_text("tile_model", "model", rule, type(model).__name__, advice=advice))
+    for block in blocks:
+        if not isinstance(block, TiledBlock):
+            block.__class__ = block_class(type(block))
+        block._block_tiling = options
+    for module in list(model.modules()):
+        layers: Any = getattr(module, "layers", ())
+        norm: Any = getattr(module, "norm", None)
+        if norm is not None and any(isinstance(layer, TiledBlock) for layer in layers):
+            if not isinstance(norm, TiledNorm):
+                norm.__class__ = norm_class(type(norm))
+            norm._block_tiling = options
+
+
+def _untile_blocks(model: nn.Module) -> None:
+    """Give layers that ran as one function their own forward again; their MLPs stay tiled."""
+    for module in model.modules():
+        if isinstance(module, TiledBlock | TiledNorm):
+            tiled: Any = module
+            tiled.__class__ = tiled._untiled
+            for name in TiledBlock.__annotations__:
+                vars(module).pop(name, None)
+
+
 def untile_model(model: nn.Module) -> nn.Module:
     """Return the same model with its MLPs computed whole again; a model that was not tiled is returned as it is.
 
@@ -145,10 +190,9 @@ def untile_model(model: nn.Module) -> nn.Module:
     if any(isinstance(m, Tiled) and partitioned.gathers(m) and m._z3_leaf for m in model.modules()):
         _refuse_after_engine("untile_model", "one in which it gathers tiled MLPs as a whole")
     for module in model.modules():
-        if not isinstance(module, Tiled | TiledCausalLM):
+        if not isinstance(module, Tiled | TiledCausalLM | TiledBlock | TiledNorm):
             continue
-        make = tiled_causal_lm if isinstance(module, TiledCausalLM) else _tiled_class
-        if type(module) is not make(module._untiled):
+        if type(module) is not type(module)._made_by(module._untiled):
             advice = "Untile the model before wrapping it."
             got = type(module).__name__
             raise UnsupportedError(
@@ -156,7 +200,7 @@ def untile_model(model: nn.Module) -> nn.Module:
             )
         tiled: Any = module
         tiled.__class__ = tiled._untiled
-        for name in (*Tiled.__annotations__, *TiledCausalLM.__annotations__):
+        for name in (*Tiled.__annotations__, *TiledCausalLM.__annotations__, *TiledBlock.__annotations__):
             vars(tiled).pop(name, None)
     return model
 
@@ -183,9 +227,14 @@ def tiling_paths(model: nn.Module) -> dict[str, str]:
     if not isinstance(model, nn.Module):
         fail_type("tiling_paths", "model", "a torch.nn.Module", type(model).__name__)
     paths = {}
+    within: tuple[str, ...] = ()  # layers whose MLP is a part of one function
     for name, module in model.named_modules():
         if isinstance(module, Tiled):
-            paths[name] = module._ran or path_now(module)
+            paths[name] = "tiled_block" if name.startswith(within) else module._ran or path_now(module)
+        elif isinstance(module, TiledBlock):
+            reason = reason_not_block(module)
+            paths[name] = module._block_ran or ("tiled_block" if reason is None else f"mlp: {reason}")
+            within += (f"{name}.",) if paths[name] == "tiled_block" else ()
         elif isinstance(module, TiledCausalLM):
             inside: Any = module.modules()  # type: ignore[attr-defined]  # a mixin of modules
             alone = any(isinstance(inner, Tiled) and inner._alone for inner in inside)

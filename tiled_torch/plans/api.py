@@ -2,6 +2,7 @@
 
 import logging
 from collections import Counter
+from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shared_specs.config import DataParallel, ParallelConfig, TensorParallel
 from shared_specs.errors import UnsupportedError, error_text, fail, fail_type, fail_with
+from shared_specs.layers.scope import check_block_ranks
 from shared_specs.plans.applied import applied_lines
 from shared_specs.plans.checks import check_axis_order, check_parallel_config, refuse_context
 from tiled_torch.collectives.consistency import check_everywhere
@@ -25,7 +27,7 @@ from tiled_torch.models.tiling import tiling_paths
 from tiled_torch.plans.compile import apply_compile, check_compile
 from tiled_torch.plans.data import apply_data_parallel
 from tiled_torch.plans.float8 import check_float8, reason_no_float8, use_float8
-from tiled_torch.plans.recompute import apply_checkpointing
+from tiled_torch.plans.recompute import apply_checkpointing, check_checkpointing, is_tiled_block, reason_not_offloaded
 from tiled_torch.plans.registry import Plan, plan_of
 from tiled_torch.plans.tensor import apply_tensor_parallel, reason_not_asynchronous
 
@@ -133,7 +135,12 @@ def _checked(model: Any, mesh: Any, config: Any) -> Plan:
     """Return the plan of the model, once all that is asked for can be done."""
     if not isinstance(model, nn.Module):
         fail_type(_NAME, "model", "an nn.Module", type(model).__name__)
-    reasons = {"tensor.asynchronous": reason_not_asynchronous(), "float8": reason_no_float8()}
+    checkpointing = getattr(config, "checkpointing", None)
+    reasons = {
+        "tensor.asynchronous": reason_not_asynchronous(),
+        "float8": reason_no_float8(),
+        "checkpointing.offload": reason_not_offloaded(checkpointing),
+    }
     axes = mesh_sizes(mesh)
     check_parallel_config(_NAME, config, axes, "torch", reasons)
     check_axis_order(_NAME, config.data, axes)
@@ -145,6 +152,7 @@ def _checked(model: Any, mesh: Any, config: Any) -> Plan:
     _check_reductions(model, config)
     plan = plan_of(model)
     _check_paths(model, plan, config)
+    _check_blocks(plan.blocks_of(model), config)
     if config.float8:
         check_float8(_NAME, config, model, plan)
     if config.tensor is not None:
@@ -158,6 +166,18 @@ def _checked(model: Any, mesh: Any, config: Any) -> Plan:
         dividing = (*(() if config.tensor is None else (config.tensor.axis,)), config.data.context_axis)
         plan.check_context(model, {axis: axes[axis] for axis in dividing})
     return plan
+
+
+def _check_blocks(blocks: Sequence[nn.Module], config: ParallelConfig) -> None:
+    """Check what cannot be asked of layers that are one function each."""
+    if not any(map(is_tiled_block, blocks)):
+        return
+    context = config.data is not None and config.data.context_axis is not None
+    check_block_ranks(_NAME, {"tensor": config.tensor is not None, "context": context})
+    check_checkpointing(_NAME, config.checkpointing, blocks)
+    if config.float8:
+        advice = "Such a layer is one function, which makes its products itself. Or use scope='mlp'."
+        raise UnsupportedError(error_text(_NAME, "config.float8", "False with scope='block'", True, advice=advice))
 
 
 def _check_reductions(model: nn.Module, config: ParallelConfig) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from shared_specs.config import SELECTIVE_MODES, Compile, ParallelConfig
 from shared_specs.errors import UnsupportedError, error_text
-from tiled_torch.plans.recompute import Checkpointed
+from tiled_torch.plans.recompute import Checkpointed, is_tiled_block
 from tiled_torch.plans.registry import Plan
 
 
@@ -20,10 +20,12 @@ def apply_compile(model: nn.Module, options: Compile, plan: Plan, *, split: bool
     Args:
         split: whether tensor parallelism was applied. A block that is recomputed is then compiled inside its checkpoint:
             PyTorch 2.13 cannot trace a checkpoint whose region redistributes DTensors. So is one whose MLP goes through
-            `tile`, which breaks the graph.
+            `tile`, which breaks the graph, and one whose input is offloaded.
     """
     for block in plan.blocks_of(model):
-        if isinstance(block, Checkpointed) and (split or breaks_graph(block)):
+        if is_tiled_block(block):
+            continue  # one function, which a compiler does not look into
+        if isinstance(block, Checkpointed) and (split or block._offload or breaks_graph(block)):
             block._compiled_inside = torch.compile(super(Checkpointed, block).forward)  # type: ignore[misc]
         else:
             block.compile()

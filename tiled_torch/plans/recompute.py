@@ -1,6 +1,7 @@
 """Activation checkpointing of a finished model: every layer, every k-th layer, or all but what costs most to compute again."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from functools import cache, partial
 from typing import Any
 
@@ -13,6 +14,7 @@ from shared_specs.config import Checkpointing
 from shared_specs.errors import UnsupportedError, error_text
 from tiled_torch.collectives.conjugates import KeptParts
 from tiled_torch.layers.random import RandomStates, Together, living, replay_contexts
+from tiled_torch.models.block.offload import input_on_host
 from tiled_torch.plans.registry import Plan, plan_of
 
 _PRODUCTS = frozenset({torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._scaled_mm.default})
@@ -31,7 +33,8 @@ def apply_checkpointing(model: nn.Module, checkpointing: Checkpointing, plan: Pl
 
     Args:
         model: of a kind that has a plan. plan: another one.
-        checkpointing: mode "full": every layer keeps its input. "layers": every `every`-th does, the others keep all.
+        checkpointing: mode "full": every layer keeps its input; with `offload` in host memory, from where backward has it
+            fetched one layer ahead. "layers": every `every`-th does, the others keep all.
             "products": a layer keeps its input and the results of its first, third, ... matrix product (those of linear
             layers; what is tiled is not taken apart). "op": those, what attention returns, and what ranks get of a sum that
             is split between them, so that neither is computed again. Attention is every operator with that in its name,
@@ -45,10 +48,40 @@ def apply_checkpointing(model: nn.Module, checkpointing: Checkpointing, plan: Pl
     """
     every = checkpointing.every or 1
     blocks = (plan or plan_of(model, "apply_checkpointing")).blocks_of(model)
+    if any(is_tiled_block(block) for block in blocks):
+        for block in blocks:
+            block._offload = checkpointing.offload  # type: ignore[assignment]
+        return
     context = {"products": every_second_product, "op": most_expensive}.get(checkpointing.mode)
     for block in blocks[every - 1 :: every]:
         block.__class__ = _checkpointed_class(type(block))
         block._checkpoint_contexts = context  # type: ignore[assignment]
+        block._offload = checkpointing.offload  # type: ignore[assignment]
+
+
+def is_tiled_block(block: nn.Module) -> bool:
+    """Return whether a layer is its own checkpoint: `tile_model(scope="block")`."""
+    return hasattr(block, "_block_tiling")
+
+
+def reason_not_offloaded(checkpointing: Checkpointing | None) -> str | None:
+    """Return why the inputs of layers cannot wait in host memory in a mode; None where they can."""
+    if checkpointing is None or checkpointing.mode == "full":
+        return None
+    return f"Of mode {checkpointing.mode!r} more is kept than the layers' inputs; take full."
+
+
+def check_checkpointing(function: str, checkpointing: Checkpointing | None, blocks: Iterable[nn.Module]) -> None:
+    """Check that layers can be recomputed as asked.
+
+    Raises:
+        UnsupportedError: they are their own checkpoints, and another one is asked for than of each of them.
+    """
+    if checkpointing is None or checkpointing.mode == "full" or not any(map(is_tiled_block, blocks)):
+        return
+    rule, got = "full with scope='block'", checkpointing.mode
+    advice = "Such a layer keeps its input alone. Or use scope='mlp'."
+    raise UnsupportedError(error_text(function, "config.checkpointing.mode", rule, got, advice=advice))
 
 
 class Checkpointed:
@@ -56,6 +89,7 @@ class Checkpointed:
 
     _checkpoint_contexts: Callable[[], Any] | None
     _compiled_inside: Callable[..., Any] | None = None  # see `plans/compile.py`
+    _offload: bool = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         forward = self._compiled_inside or super().forward  # type: ignore[misc]
@@ -66,7 +100,9 @@ class Checkpointed:
         if not torch.compiler.is_compiling() and living():
             contexts = partial(replay_contexts, contexts)
         options = {} if contexts is None else {"context_fn": contexts}
-        return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
+        x = args[0] if args else next(iter(kwargs.values()), None)
+        with input_on_host(x) if self._offload else nullcontext():
+            return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
         """As nn.Module's, which leaves out what is compiled: it is this module's, and a copy would compute with its weights."""

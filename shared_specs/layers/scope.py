@@ -1,0 +1,50 @@
+"""How much of a decoder layer runs a shard of tokens at a time, and the options that have no meaning for all of it."""
+
+from shared_specs.config import Tiling
+from shared_specs.errors import UnsupportedError, error_text, fail
+
+SCOPES = ("mlp", "block")
+
+
+def check_scope(function: str, scope: object) -> None:
+    """Check that it is "mlp" (the MLP and the loss) or "block" (also everything else in a layer but attention).
+
+    Raises:
+        SpecError: it is not.
+    """
+    if scope not in SCOPES:
+        fail(function, "scope", "'mlp' or 'block'", repr(scope))
+
+
+def check_block_tiling(function: str, tiling: Tiling, backend: str = "auto") -> None:
+    """Check options for scope="block": a layer that is one function keeps its input alone, and is cut by tokens.
+
+    Raises:
+        UnsupportedError: one has no meaning there.
+    """
+    options = {
+        "keep": (tiling.keep, 0.0),
+        "memory_budget": (tiling.memory_budget, None),
+        "deterministic": (tiling.deterministic, False),
+        "token_axes": (tiling.token_axes, None),
+        "backend": (backend, "auto"),
+    }
+    for name, (value, default) in options.items():
+        if value != default:
+            advice = "Pass num_shards or shard_tokens alone, or scope='mlp'."
+            raise UnsupportedError(error_text(function, name, f"{default} with scope='block'", value, advice=advice))
+
+
+def check_block_ranks(function: str, parallelism: dict[str, bool]) -> None:
+    """Check that the ranks share no sequence and no layer: one function has all heads and all tokens of its sequences.
+
+    Args:
+        parallelism: its name, "tensor" or "context" -> whether it is asked for.
+    Raises:
+        UnsupportedError: one is.
+    """
+    found = [name for name, asked in parallelism.items() if asked]
+    if found:
+        rule, got = "'mlp' with tensor or context parallelism", f"'block' with {' and '.join(found)} parallelism"
+        advice = "Data parallelism of every kind takes scope='block'."
+        raise UnsupportedError(error_text(function, "the model's scope", rule, got, advice=advice))

@@ -1,0 +1,56 @@
+"""A decoder with scope="block" compiled for an H200: its inputs wait in host memory, and the rest does not grow with layers."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from shared_specs.config import Checkpointing, Tiling
+from shared_specs.layers.block_costs import block_row_bytes
+from shared_specs.tolerances import COST_BYTES
+from tests.aot import h200
+from tests.tiny_model import tiny_config
+from tiled_jax.layers import recompute
+from tiled_jax.models import Llama, LlamaConfig, next_token_loss
+from tiled_jax.models.block import attention as block_attention
+
+H = 512
+CONFIG = tiny_config(
+    hidden_size=H,
+    intermediate_size=1792,
+    num_attention_heads=16,
+    num_key_value_heads=4,
+    head_dim=32,
+    vocab_size=256,
+)
+SHORT, LONG = 4096, 8192
+DTYPES: Any = ["bfloat16", "float32"]
+
+
+def temporary_bytes(tokens: int, layers: int, dtype: str) -> tuple[int, int]:
+    """On the device and in host memory, of loss and gradients."""
+    config = LlamaConfig.from_hf(CONFIG | {"num_hidden_layers": layers})
+    options: Any = {"scope": "block", "checkpointing": Checkpointing(offload=True), "tiling": Tiling(shard_tokens=256)}
+    graph, parameters = nnx.split(nnx.eval_shape(lambda: Llama(config, dtype=dtype, **options, rngs=nnx.Rngs(0))))
+    parameters = jax.tree.map(lambda a: h200.shape(a.dtype, *a.shape), parameters)
+    loss = jax.value_and_grad(lambda p, tokens: next_token_loss(nnx.merge(graph, p), tokens))
+    found = h200.compiled(loss, parameters, h200.shape(jnp.int32, 1, tokens + 1)).memory_analysis()
+    return found.temp_size_in_bytes, found.host_temp_size_in_bytes
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bytes_a_token_with_offloaded_inputs(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At two lengths and two depths; in arrays [T, H] of the residual stream, whose dtype is float32."""
+    # The processor that compiles has nowhere to move to, and its device is no GPU.
+    monkeypatch.setattr(recompute, "offload_refused", lambda: None)
+    monkeypatch.setattr(block_attention, "BLOCK_TOKENS", {"cpu": 128, "gpu": 128})
+    found = {(tokens, layers): temporary_bytes(tokens, layers, dtype) for tokens in (SHORT, LONG) for layers in (2, 4)}
+    few, many = ((found[LONG, layers][0] - found[SHORT, layers][0]) / (LONG - SHORT) for layers in (2, 4))
+    itemsize = jnp.dtype(dtype).itemsize
+    predicted = block_row_bytes(hidden=H, heads=16, kv_heads=4, head_dim=32, itemsize=itemsize)
+    print(dtype, found, few / (4 * H), many / (4 * H), predicted / (4 * H))
+    assert found[LONG, 4][1] == 4 * LONG * H * 4  # in host memory
+    assert few == many == pytest.approx(predicted, rel=COST_BYTES)
+    assert few <= 7 * 4 * H

@@ -1,0 +1,264 @@
+"""The Flax decoder with scope="block", all but attention tiled: derivatives, products, bytes and meshes of its layers."""
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from shared_specs import SpecError, Tiling, UnsupportedError
+from shared_specs.config import Checkpointing
+from shared_specs.layers.block_costs import block_row_bytes
+from shared_specs.tolerances import COST_BYTES, DISTRIBUTED_FLOAT64, MODEL_FLOAT32, limit
+from tests.asserting import assert_within
+from tests.core.jax_counting import flop, temp_bytes
+from tests.core.jax_program import counted
+from tests.plans.jax_parallel_models import QUICKLY
+from tests.tiny_model import tiny_config, tiny_weights
+from tiled_jax.mlp.module import TiledMLP
+from tiled_jax.models import Llama, LlamaConfig, from_hf, next_token_loss, to_hf
+from tiled_jax.models.block import attention as block_attention
+from tiled_jax.models.block.function import block_layer
+from tiled_jax.models.llama import DecoderLayer, sequence_angles
+
+CONFIG = LlamaConfig.from_hf(tiny_config(mlp_bias=True, attention_bias=True))
+MERGES = tuple(map(int, jax.__version__.split(".")[:2])) < (0, 11)  # XLA on CPUs drops barriers there
+RULE = "and XLA of jax 0.10 merges what is computed again with the forward"
+
+
+@pytest.fixture(autouse=True)
+def _short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_attention, "BLOCK_TOKENS", {"cpu": 8, "gpu": 8})
+
+
+def layer_of(shard_tokens: int) -> tuple[nnx.GraphDef, nnx.State]:
+    """A layer in float64, no parameter zero."""
+
+    def build() -> DecoderLayer:
+        mlp = TiledMLP(32, 64, bias=True, tiling=Tiling(shard_tokens=shard_tokens), dtype=jnp.float64, rngs=nnx.Rngs(0))
+        return DecoderLayer(CONFIG, mlp=mlp, dtype=jnp.dtype("float64"), rngs=nnx.Rngs(0))
+
+    graph, state = nnx.split(nnx.eval_shape(build))
+    random = np.random.default_rng(0)
+    return graph, jax.tree.map(lambda a: jnp.asarray(0.5 * random.standard_normal(a.shape)), state)
+
+
+def both(graph: nnx.GraphDef, sequences: int, tokens: int) -> list[Callable[..., jax.Array]]:
+    """The layer as it is and a shard at a time: fn(parameters, x)."""
+    positions = jnp.tile(jnp.arange(tokens, dtype=jnp.int32), sequences)
+    return [
+        lambda p, x: nnx.merge(graph, p)(x, sequence_angles(CONFIG, tokens)),
+        lambda p, x: block_layer(nnx.merge(graph, p), x, positions, sequences),
+    ]
+
+
+def quickly(fn: Callable[..., Any], *arguments: Any) -> Any:
+    return jax.jit(fn).lower(*arguments).compile(QUICKLY)(*arguments)
+
+
+def rows(count: int, seed: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal((count, 32)))
+
+
+def y_and_gradients(fn: Any, p: nnx.State, x: jax.Array, dy: jax.Array) -> Any:
+    y, pull = jax.vjp(fn, p, x)
+    return y, pull(dy)
+
+
+def assert_same(found: Any, expected: Any, allowed: float = DISTRIBUTED_FLOAT64) -> None:
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert a.dtype == b.dtype
+        assert_within(np.asarray(a), np.asarray(b), allowed, "block")
+
+
+# Sequences, tokens, tokens of a shard: ragged shards and blocks, shards over the end of a sequence, one shard.
+@pytest.mark.parametrize(
+    ("sequences", "tokens", "shard"), [(2, 21, 16), pytest.param(1, 40, 7, marks=pytest.mark.slow), (1, 5, 64)]
+)
+def test_gradients_of_a_layer(sequences: int, tokens: int, shard: int, float64: None) -> None:
+    graph, p = layer_of(shard)
+    x, dy = rows(sequences * tokens, 1), rows(sequences * tokens, 2)
+    plain, block = (quickly(partial(y_and_gradients, fn), p, x, dy) for fn in both(graph, sequences, tokens))
+    assert_same(block, plain)
+
+
+@pytest.mark.slow
+def test_forward_mode_and_second_order(float64: None) -> None:
+    graph, p = layer_of(7)
+    x, dy = rows(20, 1), rows(20, 2)
+
+    def derivatives(fn: Any) -> Any:
+        def squares(x: jax.Array) -> jax.Array:
+            return jnp.sum(jnp.square(jax.grad(lambda x: jnp.sum(fn(p, x) * dy))(x)))
+
+        return jax.jvp(fn, (p, x), (jax.tree.map(jnp.ones_like, p), dy)), jax.grad(squares)(x)
+
+    plain, block = (quickly(partial(derivatives, fn)) for fn in both(graph, 1, 20))
+    assert_same(block, plain)
+
+
+def loaded(config: dict[str, Any], **options: Any) -> tuple[nnx.GraphDef, nnx.State]:
+    build = lambda: Llama(LlamaConfig.from_hf(config), **options, rngs=nnx.Rngs(0))  # noqa: E731
+    graph, parameters = nnx.split(nnx.eval_shape(build))
+    return graph, from_hf(parameters, tiny_weights(config))
+
+
+@cache
+def loss_and_gradients(**options: Any) -> tuple[float, dict[str, np.ndarray]]:
+    config = tiny_config(model_type="qwen2")
+    graph, parameters = loaded(config, **options)
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, config["vocab_size"], (2, 28)), jnp.int32)
+    loss = jax.value_and_grad(lambda p: next_token_loss(nnx.merge(graph, p), tokens.at[1, 20:].set(-100)))
+    value, gradients = quickly(loss, parameters)
+    return float(value), to_hf(gradients)
+
+
+TILED: dict[str, Any] = {"scope": "block", "tiling": Tiling(shard_tokens=10)}
+
+
+@pytest.mark.parametrize(
+    "checkpointing",
+    [
+        pytest.param(False, id="kept"),
+        pytest.param(True, id="full", marks=pytest.mark.slow),
+        pytest.param(Checkpointing(mode="products"), id="products", marks=pytest.mark.slow),
+    ],
+)
+def test_a_model_equals_the_plain_one(checkpointing: Any) -> None:
+    """Whose rows end in -100."""
+    (expected_loss, expected), (loss, found) = (
+        loss_and_gradients(**o) for o in ({"plain": True}, TILED | {"checkpointing": checkpointing})
+    )
+    assert loss == pytest.approx(expected_loss, rel=MODEL_FLOAT32)
+    for name, gradient in found.items():
+        assert_within(gradient, expected[name], MODEL_FLOAT32, name)
+
+
+def test_a_bfloat16_model_errs_no_more_than_the_plain_one() -> None:
+    _, exact = loss_and_gradients(plain=True)
+    _, plain = loss_and_gradients(plain=True, dtype="bfloat16")
+    _, found = loss_and_gradients(**TILED, dtype="bfloat16")
+    for name, gradient in found.items():
+        size = np.linalg.norm(exact[name])
+        error = float(np.linalg.norm(plain[name] - exact[name]) / size)
+        assert_within(gradient, exact[name], limit(error, "bfloat16"), name)
+
+
+def shapes_of(layers: int, dtype: str = "float32", checkpointing: bool = False) -> Any:
+    """loss and gradients, and the parameters' shapes, of a model with the ratios of Llama-3-8B."""
+    sizes = {"hidden_size": 128, "intermediate_size": 448, "num_attention_heads": 16, "num_key_value_heads": 4}
+    config = LlamaConfig.from_hf(tiny_config(**sizes, head_dim=8, num_hidden_layers=layers, vocab_size=256))
+    options: Any = {"scope": "block", "tiling": Tiling(shard_tokens=32), "checkpointing": checkpointing}
+    graph, parameters = nnx.split(nnx.eval_shape(lambda: Llama(config, dtype=dtype, **options, rngs=nnx.Rngs(0))))
+    return jax.value_and_grad(lambda p, tokens: next_token_loss(nnx.merge(graph, p), tokens)), parameters
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_products_of_a_layer_are_made_once_in_forward_and_once_in_backward(checkpointing: bool) -> None:
+    """And none a third time: four of q, k, v, o, gate and up, one of which forward's, and three of down. To the FLOP.
+
+    The difference of two depths is one layer, which has no part of the loss.
+    """
+    T, H, I, K, block = 64, 128, 448, 32, 8  # noqa: E741
+    tokens = jax.ShapeDtypeStruct((1, T + 1), jnp.int32)
+    one, two = (flop(*shapes_of(layers, checkpointing=checkpointing), tokens) for layers in (1, 2))
+    linears = 4 * (2 * H * H + 2 * H * K) + (4 + 4 + 3) * H * I
+    pairs = (T // block) * (T // block + 1) // 2
+    # q k^T and the product with v twice, and five products in backward, for every pair of blocks.
+    attention = (2 + 2 + 5) * pairs * block * block * H
+    assert two - one == 2 * (T * linears + attention)
+
+
+@pytest.mark.skipif(MERGES, reason="counted in what XLA compiles, " + RULE)
+def test_products_of_the_compiled_program() -> None:
+    T = 64
+    fn, parameters = shapes_of(1)
+    tokens = jax.ShapeDtypeStruct((1, T + 1), jnp.int32)
+    text = jax.jit(fn).lower(parameters, tokens).compile().as_text()
+    assert 2 * counted(text)[2] == flop(fn, parameters, tokens)
+
+
+@pytest.mark.skipif(MERGES, reason="of what XLA compiles, " + RULE)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bytes_a_token(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At two lengths and two depths: the layers' inputs, which may wait in host memory, and at most seven arrays [T, H]."""
+    monkeypatch.setattr(block_attention, "BLOCK_TOKENS", {"cpu": 32})
+    found = {}
+    for layers in (2, 4):
+        sizes = [
+            temp_bytes(*shapes_of(layers, dtype), jax.ShapeDtypeStruct((1, T + 1), jnp.int32)) for T in (1024, 2048)
+        ]
+        found[layers] = (sizes[1] - sizes[0]) / 1024
+    itemsize = jnp.dtype(dtype).itemsize
+    predicted = partial(block_row_bytes, hidden=128, heads=16, kv_heads=4, head_dim=8, itemsize=itemsize)
+    for layers, a_token in found.items():
+        assert a_token == pytest.approx(predicted(kept_layers=layers), rel=COST_BYTES)
+        assert a_token - layers * 128 * 4 <= 7 * 128 * 4
+    assert found[4] - found[2] == pytest.approx(2 * 128 * 4, rel=COST_BYTES)
+
+
+@pytest.mark.ranks
+def test_sequences_over_a_mesh_reduce_every_gradient_once(float64: None) -> None:
+    """A layer whose sequences eight devices share: derivatives as on one, and no collective inside of a loop."""
+    graph, p = layer_of(4)
+    x, dy = rows(8 * 12, 1), rows(8 * 12, 2)
+    _, fn = both(graph, 8, 12)
+    expected = quickly(partial(y_and_gradients, fn), p, x, dy)
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    x, dy = (jax.device_put(a, NamedSharding(mesh, P("data"))) for a in (x, dy))
+    p = jax.device_put(p, NamedSharding(mesh, P()))
+    with jax.set_mesh(mesh):
+        step = jax.jit(partial(y_and_gradients, fn)).lower(p, x, dy).compile()
+        found = step(p, x, dy)
+    outside, inside, _ = counted(step.as_text())
+    assert_same(found, expected)
+    assert not inside
+    assert outside["all-gather"] == 0
+    assert outside["all-reduce"] <= len(jax.tree.leaves(p))
+
+
+@pytest.mark.ranks
+def test_axes_that_are_in_the_types_are_refused(float64: None) -> None:
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+    graph, p = layer_of(4)
+    x = jax.device_put(rows(16, 1), NamedSharding(mesh, P("data")))
+    text = r"^Llama: the axes of the mesh must be of axis type Auto with scope='block', got Explicit\. Call it under parall"
+    with jax.set_mesh(mesh), pytest.raises(UnsupportedError, match=text):
+        jax.eval_shape(both(graph, 8, 2)[1], p, x)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"scope": "layer"}, SpecError, "scope must be 'mlp' or 'block', got 'layer'"),
+        ({"scope": "block", "plain": True}, SpecError, "scope must be 'mlp' with plain=True, got 'block'"),
+        *(
+            (
+                {"scope": "block", "tiling": tiling},
+                UnsupportedError,
+                f"{name} must be {default} with scope='block', got",
+            )
+            for name, default, tiling in (
+                ("keep", "0.0", Tiling(keep=0.5)),
+                ("memory_budget", "None", Tiling(memory_budget=2**30)),
+                ("deterministic", "False", Tiling(deterministic=True)),
+                ("token_axes", "None", Tiling(token_axes="data")),
+            )
+        ),
+    ],
+)
+def test_what_a_block_does_not_have_is_refused(options: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"^Llama: {message}"):
+        Llama(CONFIG, **options, rngs=nnx.Rngs(0))
+
+
+def test_sequences_longer_than_the_window_are_refused_as_without_blocks() -> None:
+    graph, parameters = loaded(tiny_config(model_type="mistral", sliding_window=8), **TILED)
+    with pytest.raises(UnsupportedError, match="must be <= 8, the sliding window"):
+        jax.eval_shape(nnx.merge(graph, parameters), jnp.zeros((1, 10), jnp.int32))

@@ -1,0 +1,287 @@
+"""A decoder layer of which everything but attention runs a shard of tokens at a time, and which keeps its input alone.
+
+Forward: norm, projections and rotary positions of every shard; attention; output projection, residual, norm, MLP and residual
+of every shard. Backward: the first part and attention again; the second part, without the down product, whose gradient of x
+is written over that of the result and that of attention's output over it; attention's backward; the first part's.
+No product is made a third time, also where `jax.checkpoint` replays the layer: nobody uses what that would compute.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from shared_specs.errors import UnsupportedError, error_text
+from shared_specs.layers.scope import check_block_tiling
+from tiled_jax import backends
+from tiled_jax.core.linear_call import Arrays, Saved, barrier, differentiable
+from tiled_jax.core.loops import Body, for_each, gradient_of, vary_over, varying_of
+from tiled_jax.core.own_tokens import Axes, TokenOp, as_typed, on_own_tokens
+from tiled_jax.core.products import wide
+from tiled_jax.mlp.api import check_operands, make_call
+from tiled_jax.mlp.loops import MLPCall
+from tiled_jax.mlp.steps import XLA
+from tiled_jax.models.block import attention as block_attention
+from tiled_jax.models.block.steps import ATTENTION, FREQUENCIES, MLP, QKV, LayerSteps
+from tiled_jax.models.rope import rotary_frequencies
+
+Results = tuple[Arrays, Arrays]  # of rows, and sums over tokens
+_NAME = "Llama"
+_rows, _set_rows = lax.dynamic_slice_in_dim, lax.dynamic_update_slice_in_dim
+
+
+@dataclass(frozen=True)
+class _Block:
+    """All that is static about one layer: what a shard goes through, the MLP's plan and split, and the sequences of a batch."""
+
+    steps: LayerSteps
+    call: MLPCall
+    sequences: int
+
+    @property
+    def block(self) -> int:
+        """Tokens of a block of attention."""
+        heads, tokens = self.steps.config.num_attention_heads, self.call.plan.tokens // self.sequences
+        return block_attention.block_tokens(self.sequences, tokens, heads, backends.device_kind())
+
+    @property
+    def head_dim(self) -> int:
+        return self.steps.config.head_dim
+
+    def heads(self, a: jax.Array, d: int | None = None) -> jax.Array:
+        """[T, heads d] -> [sequences, tokens, heads, d]."""
+        d = d or self.head_dim
+        return a.reshape(self.sequences, -1, a.shape[-1] // d, d)
+
+    def qkv(self, rows: Arrays) -> list[jax.Array]:
+        return [self.heads(rows[name]) for name in QKV]
+
+    def each(self, body: Callable[[Any, int, Any], Any], carry: Any, rows: Arrays, columns: int) -> Any:
+        """The carry after every shard of the tokens that this device has."""
+        plan = self.call.on_device(rows["x"].shape[0], 0, columns).plan
+        types = varying_of([*rows.values(), *jax.tree.leaves(carry)])
+
+        def typed(carry: Any) -> Any:
+            return jax.tree.map(lambda a: vary_over(a, types), carry)
+
+        def run(start: Any, tokens: int, carry: Any) -> Any:
+            return typed(body(start, tokens, carry))
+
+        return for_each(plan, Body(run, lambda ahead, carry: barrier((ahead, carry))), typed(carry))
+
+    def cast(self, w: Arrays) -> Arrays:
+        """The matrices and biases in the dtype of the products, once for all shards."""
+        alone = ("s_", FREQUENCIES)
+        return {name: a if name.startswith(alone) else a.astype(self.steps.dtype) for name, a in w.items()}
+
+    def sum_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return self.steps.mlp.sum_shape(name, shape) if name in MLP else shape
+
+
+def block_layer(layer: Any, x: jax.Array, positions: jax.Array, sequences: int) -> jax.Array:
+    """Return what a `DecoderLayer` makes of x.
+
+    Args:
+        layer: a DecoderLayer whose MLP is a TiledMLP.
+        x: [T, H], the residual stream, T = sequences * tokens. positions: [T] int32.
+    Returns:
+        [T, H], dtype of x.
+    Numerics: as DecoderLayer and `tiled_mlp`; gradients of all parameters are summed over shards in float32 and cast once.
+    Memory: keeps x and the parameters. shared_specs.layers.block_costs.block_row_bytes.
+    Derivatives: of forward and reverse mode, and of each other.
+    """
+    operands = {"x": x, "positions": positions} | _parameters(layer)
+    return _layer(_static(layer, x, operands, sequences), operands)["y"]
+
+
+def _parameters(layer: Any) -> Arrays:
+    """s_* for the scales of norms, w_* and b_* for matrices and biases."""
+    w: dict[str, Any] = {"s_attention": layer.attention_norm.scale, "s_mlp": layer.mlp_norm.scale}
+    for name in "qkvo":
+        linear = getattr(layer.attention, name)
+        w |= {f"w_{name}": linear.kernel} | ({} if linear.bias is None else {f"b_{name}": linear.bias})
+    w |= {name: value for name, value in vars(layer.mlp).items() if isinstance(value, nnx.Param)}
+    return {name: value[...] for name, value in w.items()}
+
+
+def _static(layer: Any, x: jax.Array, operands: Arrays, sequences: int) -> _Block:
+    attention, mlp = layer.attention, layer.mlp
+    dtype = jnp.dtype(mlp.dtype or x.dtype)
+    check_block_tiling(_NAME, mlp.config.tiling, mlp.config.backend)
+    _refuse_explicit_axes(x)
+    biases = {name: operands[f"b_{name}"] for name in ("gate", "up", "down") if f"b_{name}" in operands}
+    given = check_operands(
+        _NAME,
+        x.astype(dtype),
+        operands["w_gate"],
+        operands["w_up"],
+        operands["w_down"],
+        biases,
+        mlp.config.activation,
+        None,
+        0.0,
+        mlp.config.tiling,
+        mlp.config.backend,
+        several=False,
+    )
+    call = make_call(given, mlp.config.backend)
+    return _Block(LayerSteps(attention.config, dtype, call.steps), call, sequences)
+
+
+def _refuse_explicit_axes(x: jax.Array) -> None:
+    """Attention is left to XLA, which does not cut what the types cut."""
+    mesh = jax.typeof(x).sharding.mesh
+    if mesh.explicit_axes:
+        advice = "Call it under parallelize, or inside jax.shard_map."
+        rule = "of axis type Auto with scope='block'"
+        raise UnsupportedError(error_text(_NAME, "the axes of the mesh", rule, "Explicit", advice=advice))
+
+
+class _LayerRules:
+    """x is [T, H], positions [T]; the other operands are parameters, named as `block_layer` names them."""
+
+    @staticmethod
+    def forward(block: _Block, operands: Arrays) -> Arrays:
+        rows, w = _rows_and_weights(operands)
+        q, k, v = block.qkv(_own(block, _before, rows, _of_attention(block, w))[0])
+        a, _ = block_attention.forward(q, k, v, block.block)
+        rows = {"x": rows["x"], "a": a.reshape(rows["x"].shape[0], -1)}
+        return _own(block, _behind, rows, _of_mlp(w))[0]
+
+    @staticmethod
+    def save(block: _Block, operands: Arrays, wanted: tuple[str, ...]) -> tuple[Arrays, Saved]:
+        return _LayerRules.forward(block, operands), Saved(operands)
+
+    @staticmethod
+    def tangents(block: _Block, saved: Saved, t: Arrays, results: tuple[str, ...]) -> Arrays:
+        block = replace(block, steps=replace(block.steps, mlp=XLA))  # kernels have no tangents
+
+        def moved(of: Arrays) -> Arrays:
+            return _LayerRules.forward(block, saved.arrays | of)
+
+        return jax.jvp(moved, ({name: saved.arrays[name] for name in t},), (t,))[1]
+
+    @staticmethod
+    def gradients(block: _Block, saved: Saved, g: Arrays, wanted: tuple[str, ...]) -> Arrays:
+        # Without the barrier XLA takes what forward computed, and keeps it.
+        operands, dy = barrier((saved.arrays, g["y"]))
+        rows, w = _rows_and_weights(operands)
+        x, tokens = rows["x"], rows["x"].shape[0]
+        q, k, v = block.qkv(_own(block, _before, rows, _of_attention(block, w))[0])
+        a, lse = block_attention.forward(q, k, v, block.block)
+        # Attention is done before dy is written over.
+        a, dy = barrier((a, dy))
+        given = {"x": x, "a": a.reshape(tokens, -1), "dy": dy}
+        found, sums = _own(block, partial(_behind_backward, wanted=wanted), given, _of_mlp(w))
+        da, delta = block.heads(found["a"]), block.heads(found["delta"], 1)[..., 0]
+        d = block_attention.backward(q, k, v, lse, delta, da, block.block)
+        given = (
+            rows | {"dx": found["x"]} | {f"d_{name}": value.reshape(tokens, -1) for name, value in d._asdict().items()}
+        )
+        found, more = _own(block, partial(_before_backward, wanted=wanted), given, _of_attention(block, w))
+        found = {name: value for name, value in (found | sums | more).items() if name in wanted}
+        # The types of the operands themselves: the barrier may have joined those of its own.
+        found = {name: gradient_of(saved.arrays[name], value) for name, value in found.items()}
+        return {name: as_typed(saved.arrays[name], value) for name, value in found.items()}
+
+
+def _rows_and_weights(operands: Arrays) -> tuple[Arrays, Arrays]:
+    rows = {name: operands[name] for name in ("x", "positions")}
+    return rows, {name: a for name, a in operands.items() if name not in rows}
+
+
+def _of_attention(block: _Block, w: Arrays) -> Arrays:
+    # An operand, because what a partitioner runs may have no constants.
+    frequencies = jnp.asarray(rotary_frequencies(block.steps.config.rope, block.head_dim))
+    return {name: w[name] for name in ATTENTION if name in w} | {FREQUENCIES: frequencies}
+
+
+def _of_mlp(w: Arrays) -> Arrays:
+    return {name: a for name, a in w.items() if name not in ATTENTION}
+
+
+def _own(block: _Block, run: Callable[..., Results], rows: Arrays, w: Arrays) -> Results:
+    """`run` of the tokens that every device has; parameters are whole."""
+    columns = block.steps.config.intermediate_size
+    op = TokenOp(partial(run, block, columns), column_dim=lambda name: None)
+    return on_own_tokens(block.call.split, op, rows, w)
+
+
+def _empty(rows: Arrays, columns: int, dtype: Any) -> jax.Array:
+    return jnp.zeros((rows["x"].shape[0], columns), dtype)
+
+
+def _before(block: _Block, columns: int, rows: Arrays, w: Arrays, axes: Axes) -> Results:
+    """q, k and v."""
+    cast = block.cast(w)
+
+    def shard(start: Any, tokens: int, carry: Arrays) -> Arrays:
+        x, positions = (_rows(rows[name], start, tokens) for name in ("x", "positions"))
+        found = block.steps.before(x, positions, cast)
+        return {name: _set_rows(carry[name], found[name], start, 0) for name in carry}
+
+    carry = {name: _empty(rows, w[f"w_{name}"].shape[1], block.steps.dtype) for name in QKV}
+    return block.each(shard, carry, rows | w, columns), {}
+
+
+def _behind(block: _Block, columns: int, rows: Arrays, w: Arrays, axes: Axes) -> Results:
+    """The layer's result."""
+    backends.record_run("tiled_mlp", block.steps.mlp.backend)
+    cast = block.cast(w)
+
+    def shard(start: Any, tokens: int, y: jax.Array) -> jax.Array:
+        x, a = (_rows(rows[name], start, tokens) for name in ("x", "a"))
+        return _set_rows(y, block.steps.behind(x, a, cast), start, 0)
+
+    y = jnp.zeros_like(rows["x"])
+    return {"y": block.each(shard, y, rows | w, columns)}, {}
+
+
+def _behind_backward(
+    block: _Block, columns: int, rows: Arrays, w: Arrays, axes: Axes, *, wanted: tuple[str, ...]
+) -> Results:
+    """The gradients of x, written over dy, and of attention's output, over it; of each head the sum of both of these."""
+    cast, x = block.cast(w), rows["x"]
+
+    def shard(start: Any, tokens: int, carry: tuple[Arrays, Arrays]) -> tuple[Arrays, Arrays]:
+        of_rows, sums = carry
+        # The barrier makes them rows of their own: XLA would read them from what is written over, and copy all of that first.
+        a, dy = barrier(tuple(_rows(of_rows[name], start, tokens) for name in ("a", "x")))
+        dx, da, delta, sums = block.steps.behind_gradients(_rows(x, start, tokens), a, dy, cast, sums)
+        found = {"x": dx, "a": da, "delta": delta}
+        return {name: _set_rows(of_rows[name], found[name], start, 0) for name in of_rows}, sums
+
+    delta = _empty(rows, block.steps.config.num_attention_heads, wide(block.steps.dtype))
+    carry = {"x": rows["dy"], "a": rows["a"], "delta": delta}
+    found, sums = block.each(shard, (carry, _sums(block, w, wanted)), rows | w, columns)
+    return found, {name: total if total.shape == w[name].shape else total[0] for name, total in sums.items()}
+
+
+def _before_backward(
+    block: _Block, columns: int, rows: Arrays, w: Arrays, axes: Axes, *, wanted: tuple[str, ...]
+) -> Results:
+    """The gradient of x, added to what there is of it."""
+    cast = block.cast(w)
+
+    def shard(start: Any, tokens: int, carry: tuple[jax.Array, Arrays]) -> tuple[jax.Array, Arrays]:
+        total, sums = carry
+        cut = {name: _rows(a, start, tokens) for name, a in rows.items() if name != "dx"}
+        d = {name: cut[f"d_{name}"] for name in QKV}
+        dx, sums = block.steps.before_gradients(cut["x"], cut["positions"], d, cast, sums)
+        return _set_rows(total, _rows(total, start, tokens) + dx, start, 0), sums
+
+    dx, sums = block.each(shard, (rows["dx"], _sums(block, w, wanted)), rows | w, columns)
+    return {"x": dx}, sums
+
+
+def _sums(block: _Block, w: Arrays, wanted: tuple[str, ...]) -> Arrays:
+    acc = {name: wide(w[name].dtype if name.startswith("s_") else block.steps.dtype) for name in w if name in wanted}
+    return {name: jnp.zeros(block.sum_shape(name, w[name].shape), acc[name]) for name in acc}
+
+
+_layer = differentiable(_LayerRules.forward, _LayerRules)
