@@ -59,6 +59,15 @@ class FinetuneOptions:
     keep: float = _option(0.0, help="fraction of the shards kept for backward instead of recomputed, 0 to 1")
     plain: bool = _option(False, help="no tiling: the model as it is, for comparison")
     checkpointing: bool = _option(False, help="recompute each layer in backward instead of keeping its activations")
+    scope: Literal["mlp", "block"] = _option(
+        "mlp",
+        help="what runs a shard at a time: mlp, the MLPs and the loss; block, everything but attention, and a layer keeps its "
+        "input alone",
+    )
+    offload: bool = _option(
+        False,
+        help="let the inputs of layers wait in host memory until backward, with --checkpointing or --scope block",
+    )
     rope_scale: float | None = _option(
         None,
         fixed=True,
@@ -129,6 +138,17 @@ class FinetuneOptions:
         if self.plain and (given or self.keep):
             name = given[0] if given else "keep"
             raise InputError(f"finetune: --plain does not tile, so {flag(name)} would do nothing. Drop one of the two.")
+
+        if self.offload and not self.checkpointing and self.scope == "mlp":
+            raise InputError("finetune: --offload needs --checkpointing or --scope block, which keep inputs alone.")
+        if self.scope == "mlp":
+            return
+        _require(self.scope == "block", "scope", "be mlp or block", self.scope, "")
+        refused = [flag(name) for name in ("plain", "keep", "memory_budget") if getattr(self, name)]
+        refused += [f"{flag(name)} {getattr(self, name)}" for name in ("cp", "tp") if getattr(self, name) > 1]
+        if refused:
+            hint = "A layer that is one function has all heads and all tokens, and keeps nothing."
+            raise InputError(f"finetune: --scope block excludes {refused[0]}. {hint}")
 
     def _check_ranks(self) -> None:
         parts = self.dp * self.fsdp

@@ -302,9 +302,11 @@ def test_layers_called_past_the_model_are_told() -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize("engine", ["layers", "fsdp", "ddp"])
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_layers_sharded_by_fsdp(pools: dict[int, Ranks], checkpointing: bool) -> None:
+def test_layers_of_sharding_engines(pools: dict[int, Ranks], checkpointing: bool, engine: str) -> None:
     """Each layer a unit: its parameters are gathered for its forward and again for its backward, where all is used."""
-    for found in pools[2].run("tests.models.ranks_torch_block:sharded", checkpointing=checkpointing):
+    options = {"engine": engine, "checkpointing": checkpointing}
+    for found in pools[2].run("tests.models.ranks_torch_block:sharded", **options):
         assert found["paths"] == ["tiled_block"]
         assert found["error"] <= DISTRIBUTED_FLOAT64

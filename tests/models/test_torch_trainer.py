@@ -132,6 +132,19 @@ def test_what_the_trainer_computes_is_the_untiled_models(name: str, tmp_path: Pa
     assert np.array_equal(ours.label_ids, plain.label_ids)
 
 
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
+@pytest.mark.parametrize("name", ["accumulated", "checkpointing", "reentrant"])
+def test_layers_as_one_function_train_as_the_untiled_model(name: str, tmp_path: Path) -> None:
+    """Rows of several lengths, padded, so that attention has a mask."""
+    arguments, others, _ = SETUPS[name]
+    untiled, model = build("llama").float(), tile_model(build("llama").float(), scope="block", num_shards=3)
+    for each in (untiled, model):
+        trainer(each, tmp_path, arguments, others).train()
+    assert {path for name, path in tiling_paths(model).items() if name != "lm_head"} == {"tiled_block"}
+    for ours, plain in zip(model.parameters(), untiled.parameters(), strict=True):
+        assert relative_error(ours.detach().numpy(), plain.detach().numpy()) <= MODEL_FLOAT32
+
+
 @pytest.mark.parametrize("arguments", [{"bf16": True}, {}], ids=["bf16", "float32"])
 def test_an_evaluation_of_the_loss_alone_makes_no_logits(
     arguments: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

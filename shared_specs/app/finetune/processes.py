@@ -147,5 +147,5 @@ def layout(options: FinetuneOptions, *, equal_parts: bool) -> tuple[dict[str, in
         axes = replicas | shards | context | ({"tp": options.tp} if tensor else {})
         replicate, cut = next(iter(replicas), None), next(iter(context), None)
         data = DataParallel(replicate_axis=replicate, context_axis=cut) if shards else None
-    checkpointing = Checkpointing() if options.checkpointing else None
+    checkpointing = Checkpointing(offload=options.offload) if options.checkpointing or options.offload else None
     return axes, ParallelConfig(tensor=tensor, checkpointing=checkpointing, data=data)

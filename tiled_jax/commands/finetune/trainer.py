@@ -17,9 +17,12 @@ from shared_specs.app.finetune.processes import Team
 from shared_specs.app.finetune.stored import Array
 from shared_specs.app.finetune.trainer import ADAMW, TrainerState
 from shared_specs.app.options import FinetuneOptions
+from shared_specs.config import Checkpointing
+from shared_specs.errors import UnsupportedError
 from shared_specs.shards import KERNEL_MULTIPLE
 from tiled_jax import backends
 from tiled_jax.commands.finetune import processes
+from tiled_jax.layers.recompute import offload_refused
 from tiled_jax.loss.api import choose_steps
 from tiled_jax.models import Llama, LlamaConfig, from_hf, next_token_loss, to_hf
 from tiled_jax.models.weights import each_hf
@@ -41,6 +44,9 @@ class JaxTrainer:
     sharded = False
 
     def join(self, options: FinetuneOptions) -> Team:
+        reason = offload_refused() if options.offload else None
+        if reason is not None:
+            raise UnsupportedError(f"finetune: --offload must be left out here. {reason}")
         found = processes.join(options)
         self.sharded = found.count > 1
         return found
@@ -77,7 +83,8 @@ class JaxTrainer:
             llama,
             tiling=options.tiling(),
             plain=options.plain,
-            checkpointing=options.checkpointing,
+            scope=options.scope,
+            checkpointing=Checkpointing(offload=True) if options.offload else options.checkpointing,
             dtype=options.dtype,
         )
         # Shapes only: a random initialisation would be thrown away.

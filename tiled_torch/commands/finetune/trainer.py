@@ -18,6 +18,7 @@ from shared_specs.app.finetune.processes import ALONE, Team
 from shared_specs.app.finetune.stored import Array
 from shared_specs.app.finetune.trainer import ADAMW, TrainerState
 from shared_specs.app.options import FinetuneOptions
+from shared_specs.config import Checkpointing, ParallelConfig
 from shared_specs.errors import UnsupportedError
 from shared_specs.shards import KERNEL_MULTIPLE
 from tiled_torch import backends
@@ -80,6 +81,10 @@ class TorchTrainer:
 
     def _alone(self, config: dict[str, Any], weights: Mapping[str, Array] | None) -> Any:
         model = self._tiled(build_model(config, weights, self._device))
+        if self._options.offload:
+            from tiled_torch.plans.api import parallelize
+
+            return parallelize(model, None, ParallelConfig(checkpointing=Checkpointing(offload=True)))
         if self._options.checkpointing:
             # The second name is the older one within transformers 5, deprecated where the first exists.
             enable = getattr(model, "activation_checkpointing_enable", None)
@@ -105,7 +110,7 @@ class TorchTrainer:
         if self._tiling is not None:
             from tiled_torch.models import tile_model
 
-            tile_model(model, tiling=self._tiling)
+            tile_model(model, scope=self._options.scope, tiling=self._tiling)
         return model
 
     def step(self, tokens: np.ndarray) -> float:
