@@ -145,9 +145,9 @@ class FinetuneOptions:
             return
         _require(self.scope == "block", "scope", "be mlp or block", self.scope, "")
         refused = [flag(name) for name in ("plain", "keep", "memory_budget") if getattr(self, name)]
-        refused += [f"{flag(name)} {getattr(self, name)}" for name in ("cp", "tp") if getattr(self, name) > 1]
+        refused += [f"--tp {self.tp}"] * (self.tp > 1)
         if refused:
-            hint = "A layer that is one function has all heads and all tokens, and keeps nothing."
+            hint = "A layer that is one function has all of its weights, and keeps its input alone."
             raise InputError(f"finetune: --scope block excludes {refused[0]}. {hint}")
 
     def _check_ranks(self) -> None:

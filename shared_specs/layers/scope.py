@@ -35,16 +35,15 @@ def check_block_tiling(function: str, tiling: Tiling, backend: str = "auto") -> 
             raise UnsupportedError(error_text(function, name, f"{default} with scope='block'", value, advice=advice))
 
 
-def check_block_ranks(function: str, parallelism: dict[str, bool]) -> None:
-    """Check that the ranks share no sequence and no layer: one function has all heads and all tokens of its sequences.
+def check_block_ranks(function: str, *, tensor: bool) -> None:
+    """Check that the ranks share no layer: one function has all of its weights.
 
     Args:
-        parallelism: its name, "tensor" or "context" -> whether it is asked for.
+        tensor: whether tensor parallelism is asked for.
     Raises:
-        UnsupportedError: one is.
+        UnsupportedError: it is.
     """
-    found = [name for name, asked in parallelism.items() if asked]
-    if found:
-        rule, got = "'mlp' with tensor or context parallelism", f"'block' with {' and '.join(found)} parallelism"
-        advice = "Data parallelism of every kind takes scope='block'."
+    if tensor:
+        rule, got = "'mlp' with tensor parallelism", "'block' with tensor parallelism"
+        advice = "Data and context parallelism of every kind take scope='block'."
         raise UnsupportedError(error_text(function, "the model's scope", rule, got, advice=advice))

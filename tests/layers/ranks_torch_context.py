@@ -15,7 +15,7 @@ from tests.mlp.ranks_torch_engines import Collectives
 from tests.models.torch_decoders import BATCH, VOCAB, decoder, loss_of, small_config
 from tests.plans.ranks_torch_plans import error_between, full, snapshot
 from tiled_torch.layers.attention import causal_attention
-from tiled_torch.models import tile_model
+from tiled_torch.models import tile_model, tiling_paths
 from tiled_torch.parallel import context_attention, context_slice, parallelize
 
 FULL, EXACT = Checkpointing(), {"reduce_dtype": None}
@@ -25,6 +25,7 @@ HYBRID = DataParallel(replicate_axis="replica", context_axis="cp", **EXACT)
 CONFIGS: dict[str, tuple[dict[str, int], ParallelConfig]] = {
     "cp 2": ({"dp_shard": 1, "cp": 2}, ParallelConfig(data=CONTEXT)),
     "cp 2, full": ({"dp_shard": 1, "cp": 2}, ParallelConfig(data=CONTEXT, checkpointing=FULL)),
+    "cp 2, offload": ({"dp_shard": 1, "cp": 2}, ParallelConfig(data=CONTEXT, checkpointing=Checkpointing(offload=True))),
     "cp 2, products": ({"dp_shard": 1, "cp": 2}, ParallelConfig(data=CONTEXT, checkpointing=Checkpointing(mode="products"))),
     "cp 4": ({"dp_shard": 1, "cp": 4}, ParallelConfig(data=CONTEXT, checkpointing=FULL)),
     "fsdp 2 x cp 2": ({"dp_shard": 2, "cp": 2}, ParallelConfig(data=CONTEXT)),
@@ -93,12 +94,14 @@ def loss_of_logits(model: Any, ids: Tensor, labels: Tensor, mesh: DeviceMesh) ->
     return total * mesh["cp"].size() / (labels[:, 1:] != -100).sum()
 
 
-def errors(name: str, tiled: bool, expected: Any, kind: str, length: int, changes: dict[str, Any]) -> dict[str, Any]:
+def errors(
+    name: str, tiled: bool, expected: Any, kind: str, length: int, changes: dict[str, Any], scope: Any = "mlp"
+) -> dict[str, Any]:
     """Of the loss and of all gradients."""
     axes, config = CONFIGS[name]
     mesh, model = mesh_of(axes), decoder(kind, **changes)
     if tiled:
-        tile_model(model, num_shards=3)
+        tile_model(model, num_shards=3, scope=scope)
     parallelize(model, mesh, config)
     ids, labels = (part[rows_of(mesh)] for part in batch(length))
     loss = model(input_ids=ids, labels=labels).loss if tiled else loss_of_logits(model, ids, labels, mesh)
@@ -106,10 +109,18 @@ def errors(name: str, tiled: bool, expected: Any, kind: str, length: int, change
     mean = loss.detach().clone()
     dist.all_reduce(mean)
     found = {name: full(p.grad) for name, p in model.named_parameters()}
+    paths = tiling_paths(model) if tiled else {}
     return {
         "loss": abs(mean.item() / dist.get_world_size() - expected[0]) / expected[0],
         "gradients": error_between(found, expected[1]),
+        "layers": sorted({path for layer, path in paths.items() if layer.rsplit(".", 1)[-1].isdigit()}),
     }
+
+
+def blocks(rank: int, world: int, names: list[str], kind: str, **changes: Any) -> dict[str, Any]:
+    """`errors` of a model whose layers are one function each."""
+    expected = truth(kind, 12, **changes)
+    return {name: errors(name, True, expected, kind, 12, changes, "block") for name in names}
 
 
 def models(

@@ -29,6 +29,19 @@ def test_llama_beside_other_axes(pools):
     check(pools[4].run(_HERE + "models", names=names, num_key_value_heads=2))
 
 
+@pytest.mark.parametrize("heads", [4, 1])
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen3"])
+def test_layers_as_one_function(pools, kind, heads):
+    """Two key heads for each rank attend in two turns; one for both ranks is repeated. Windows and norms of heads too."""
+    options = {"names": ["cp 2", "cp 2, offload"], "kind": kind, "num_key_value_heads": heads}
+    answers = pools[2].run(_HERE + "blocks", **options | (WINDOWED if kind == "mistral" else {}))
+    for found in answers:
+        assert found["cp 2"]["loss"] <= MODEL_FLOAT32  # transformers' own loss is float32
+        for each in found.values():
+            assert each["layers"] == ["tiled_block"]
+            assert each["gradients"] <= DISTRIBUTED_FLOAT64
+
+
 @pytest.mark.parametrize("kind", ["mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3"])
 def test_families(pools, kind):
     """Windows, caps of scores, norms of heads, biases, tied embeddings; transformers' own masks are the truth."""

@@ -121,6 +121,22 @@ BLOCK: dict[str, Any] = {"scope": "block"}
 LLAMAS |= {
     "block, dp 2": ({"dp_shard": 2}, DDP, None, SECOND, BLOCK | BIASED, AxisType.Auto),
     "block, fsdp 4": ({"dp_shard": 4}, FSDP, None, FULL, BLOCK | BIASED, AxisType.Explicit),
+    "block, context 2": (
+        {"dp_shard": 1, "cp": 2},
+        DataParallel(context_axis="cp", reduce_dtype=None),
+        None,
+        FULL,
+        BLOCK | BIASED,
+        AxisType.Auto,
+    ),
+    "block, fsdp 2 x context 4, repeated key heads": (
+        {"dp_shard": 2, "cp": 4},
+        DataParallel(context_axis="cp", reduce_dtype=None),
+        None,
+        None,
+        BLOCK | {"num_key_value_heads": 2},
+        AxisType.Explicit,
+    ),
     "block, replicas 2 x fsdp 2": ({"replica": 2, "dp_shard": 2}, HYBRID, None, None, BLOCK, AxisType.Auto),
 }
 
@@ -139,7 +155,13 @@ def reference(changes: dict[str, Any], tokens: int) -> Any:
 # What every run checks; the rest combines the same parts in other ways.
 IN_EVERY_RUN = (
     *("one device", "dp 2", "sp 8", "fsdp 2 x tp 2, whole tokens"),
-    *("fsdp 2 x context 2 x tp 2", "fsdp 4, few tokens", "dp 8", "everything", "block, fsdp 4"),
+    *(
+        "fsdp 2 x context 2 x tp 2",
+        "fsdp 4, few tokens",
+        "dp 8",
+        "everything",
+        "block, fsdp 2 x context 4, repeated key heads",
+    ),
     *("fsdp 2, sums in bfloat16", "fsdp 2 x tp 2, biases of q, k and v", "replicas 2 x fsdp 2 x tp 2, float32 sums"),
 )
 

@@ -350,7 +350,7 @@ REFUSALS = {
     ),
     "block, tensor": (
         "UnsupportedError",
-        "the model's scope must be 'mlp' with tensor or context parallelism, got 'block' with",
+        "the model's scope must be 'mlp' with tensor parallelism, got 'block' with tensor parallelism. Data and",
     ),
     "block, products": ("UnsupportedError", "config.checkpointing.mode must be full with scope='block', got products."),
     "again": ("SpecError", "model must be one that has not been parallelized"),

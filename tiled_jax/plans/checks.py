@@ -54,7 +54,7 @@ def check_model(
         UnsupportedError: the model's loss, layers or attention cannot be split this way.
     """
     if isinstance(model, Llama) and model.scope == "block":
-        check_block_ranks(HERE, {"tensor": axes.tensor is not None, "context": axes.context is not None})
+        check_block_ranks(HERE, tensor=axes.tensor is not None)
     if rules is None:
         _check_own_loss(mesh, config)
         return

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 
 from shared_specs.errors import fail
 from shared_specs.mlp import costs as mlp_costs
@@ -52,14 +53,14 @@ def decoder_loss(model: Llama, tokens: jax.Array, mapped: Mapped) -> tuple[jax.A
     shard = _shard_tokens(model, inputs.size, mapped)
     x = embedded(model, inputs.reshape(-1), shard, mapped).astype(model.embed.embedding[...].dtype)
     angles = sequence_angles(model.config, tokens.shape[1] - 1)
-    positions = jnp.tile(jnp.arange(tokens.shape[1] - 1, dtype=jnp.int32), tokens.shape[0])
+    positions = _positions(inputs.shape, mapped)
     graph, parameters = nnx.split(model.layers)
     sequences = tokens.shape[0]
 
     def layer(parameters: nnx.State, x: jax.Array) -> jax.Array:
         one = nnx.merge(graph, parameters)
         if model.scope == "block":
-            return block_layer(one, x, positions, sequences)
+            return block_layer(one, x, positions, sequences, context=mapped.axes.context)
         return _layer(one, x, angles, sequences, shard, mapped)
 
     x = mapped.scan(layer, parameters, x, ("layers",))
@@ -77,6 +78,15 @@ def _own_positions(tokens: jax.Array, mapped: Mapped) -> tuple[jax.Array, jax.Ar
     whole = {"input_ids": inputs, "shift_labels": targets}
     mine = context_slice(whole, axis_name=mapped.axes.context)
     return mine["input_ids"], mine["shift_labels"]
+
+
+def _positions(shape: tuple[int, ...], mapped: Mapped) -> jax.Array:
+    """Return the place in its sequence of each of this device's rows, [sequences * tokens] int32."""
+    sequences, tokens = shape
+    places = jnp.arange(tokens, dtype=jnp.int32)
+    if mapped.axes.context is not None:
+        places = places + jnp.int32(tokens) * lax.axis_index(mapped.axes.context).astype(jnp.int32)
+    return jnp.tile(places, sequences)
 
 
 def _check_rows(rows: int, mapped: Mapped) -> None:

@@ -172,8 +172,7 @@ def _check_blocks(blocks: Sequence[nn.Module], config: ParallelConfig) -> None:
     """Check what cannot be asked of layers that are one function each."""
     if not any(map(is_tiled_block, blocks)):
         return
-    context = config.data is not None and config.data.context_axis is not None
-    check_block_ranks(_NAME, {"tensor": config.tensor is not None, "context": context})
+    check_block_ranks(_NAME, tensor=config.tensor is not None)
     check_checkpointing(_NAME, config.checkpointing, blocks)
     if config.float8:
         advice = "Such a layer is one function, which makes its products itself. Or use scope='mlp'."

@@ -66,7 +66,10 @@ def apply_context(model: Any, mesh: DeviceMesh) -> None:
     def route(q: Tensor, k: Tensor, v: Tensor, attend: Any) -> Tensor:
         return context_attention(q, k, v, attend, group=mesh)
 
-    route_attention(model, [layer.self_attn for layer in model.base_model.layers], route)
+    attentions = [layer.self_attn for layer in model.base_model.layers]
+    route_attention(model, attentions, route)
+    for attention in attentions:
+        attention._context_ranks = mesh.size()
     model.register_forward_pre_hook(_Cut(mesh), with_kwargs=True)
     model.register_forward_hook(_Summed(mesh))
 

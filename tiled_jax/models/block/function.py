@@ -17,8 +17,10 @@ from flax import nnx
 from jax import lax
 
 from shared_specs.errors import UnsupportedError, error_text
+from shared_specs.layers.heads import context_heads
 from shared_specs.layers.scope import check_block_tiling
 from tiled_jax import backends
+from tiled_jax.collectives.conjugates import Axis, mesh_axis, transposed
 from tiled_jax.core.linear_call import Arrays, Saved, barrier, differentiable
 from tiled_jax.core.loops import Body, for_each, gradient_of, vary_over, varying_of
 from tiled_jax.core.own_tokens import Axes, TokenOp, as_typed, on_own_tokens
@@ -42,12 +44,24 @@ class _Block:
     steps: LayerSteps
     call: MLPCall
     sequences: int
+    context: str | None
 
     @property
     def block(self) -> int:
         """Tokens of a block of attention."""
-        heads, tokens = self.steps.config.num_attention_heads, self.call.plan.tokens // self.sequences
+        ranks = 1 if self.context is None else self.axis.size
+        heads, tokens = self.steps.config.num_attention_heads // ranks, self.call.plan.tokens // self.sequences * ranks
         return block_attention.block_tokens(self.sequences, tokens, heads, backends.device_kind())
+
+    @property
+    def axis(self) -> Axis:
+        return mesh_axis(_NAME, self.context)
+
+    @property
+    def copies(self) -> int:
+        """How often a key head is repeated, so that every device of the context has as many."""
+        config = self.steps.config
+        return context_heads(_NAME, config.num_attention_heads, config.num_key_value_heads, self.axis.size).copies
 
     @property
     def head_dim(self) -> int:
@@ -59,7 +73,29 @@ class _Block:
         return a.reshape(self.sequences, -1, a.shape[-1] // d, d)
 
     def qkv(self, rows: Arrays) -> list[jax.Array]:
-        return [self.heads(rows[name]) for name in QKV]
+        """Return q, k and v of all tokens, of the heads with which this device attends."""
+        q, k, v = (self.heads(rows[name]) for name in QKV)
+        if self.context is None:
+            return [q, k, v]
+        k, v = (jnp.repeat(a, self.copies, axis=2) for a in (k, v))
+        return [self.of_heads(a) for a in (q, k, v)]
+
+    def of_heads(self, a: jax.Array) -> jax.Array:
+        """[sequences, this device's tokens, heads, d] -> [sequences, all tokens, heads / R, d]."""
+        return a if self.context is None else transposed(a, self.axis, 2, 1)
+
+    def of_tokens(self, a: jax.Array) -> jax.Array:
+        """The other way."""
+        return a if self.context is None else transposed(a, self.axis, 1, 2)
+
+    def gradients_of_tokens(self, d: block_attention.Gradients) -> Arrays:
+        """Return the gradients of q, k and v of this device's tokens, [T, columns], those of a repeated head added up."""
+        found = {name: self.of_tokens(a) for name, a in d._asdict().items()}
+        if self.context is not None:
+            for name in ("k", "v"):
+                a = found[name]
+                found[name] = jnp.sum(a.reshape(*a.shape[:2], -1, self.copies, a.shape[-1]), axis=3)
+        return {name: a.reshape(-1, a.shape[2] * a.shape[3]) for name, a in found.items()}
 
     def each(self, body: Callable[[Any, int, Any], Any], carry: Any, rows: Arrays, columns: int) -> Any:
         """The carry after every shard of the tokens that this device has."""
@@ -83,12 +119,16 @@ class _Block:
         return self.steps.mlp.sum_shape(name, shape) if name in MLP else shape
 
 
-def block_layer(layer: Any, x: jax.Array, positions: jax.Array, sequences: int) -> jax.Array:
+def block_layer(
+    layer: Any, x: jax.Array, positions: jax.Array, sequences: int, *, context: str | None = None
+) -> jax.Array:
     """Return what a `DecoderLayer` makes of x.
 
     Args:
         layer: a DecoderLayer whose MLP is a TiledMLP.
         x: [T, H], the residual stream, T = sequences * tokens. positions: [T] int32.
+        context: an axis of the surrounding `jax.shard_map` whose devices hold a run of the tokens of every sequence each, and
+            attend with some of the heads; see `layers.context`.
     Returns:
         [T, H], dtype of x.
     Numerics: as DecoderLayer and `tiled_mlp`; gradients of all parameters are summed over shards in float32 and cast once.
@@ -96,7 +136,7 @@ def block_layer(layer: Any, x: jax.Array, positions: jax.Array, sequences: int) 
     Derivatives: of forward and reverse mode, and of each other.
     """
     operands = {"x": x, "positions": positions} | _parameters(layer)
-    return _layer(_static(layer, x, operands, sequences), operands)["y"]
+    return _layer(_static(layer, x, operands, sequences, context), operands)["y"]
 
 
 def _parameters(layer: Any) -> Arrays:
@@ -109,7 +149,7 @@ def _parameters(layer: Any) -> Arrays:
     return {name: value[...] for name, value in w.items()}
 
 
-def _static(layer: Any, x: jax.Array, operands: Arrays, sequences: int) -> _Block:
+def _static(layer: Any, x: jax.Array, operands: Arrays, sequences: int, context: str | None) -> _Block:
     attention, mlp = layer.attention, layer.mlp
     dtype = jnp.dtype(mlp.dtype or x.dtype)
     check_block_tiling(_NAME, mlp.config.tiling, mlp.config.backend)
@@ -130,7 +170,7 @@ def _static(layer: Any, x: jax.Array, operands: Arrays, sequences: int) -> _Bloc
         several=False,
     )
     call = make_call(given, mlp.config.backend)
-    return _Block(LayerSteps(attention.config, dtype, call.steps), call, sequences)
+    return _Block(LayerSteps(attention.config, dtype, call.steps), call, sequences, context)
 
 
 def _refuse_explicit_axes(x: jax.Array) -> None:
@@ -149,7 +189,7 @@ class _LayerRules:
     def forward(block: _Block, operands: Arrays) -> Arrays:
         rows, w = _rows_and_weights(operands)
         q, k, v = block.qkv(_own(block, _before, rows, _of_attention(block, w))[0])
-        a, _ = block_attention.forward(q, k, v, block.block)
+        a = block.of_tokens(block_attention.forward(q, k, v, block.block)[0])
         rows = {"x": rows["x"], "a": a.reshape(rows["x"].shape[0], -1)}
         return _own(block, _behind, rows, _of_mlp(w))[0]
 
@@ -176,13 +216,11 @@ class _LayerRules:
         a, lse = block_attention.forward(q, k, v, block.block)
         # Attention is done before dy is written over.
         a, dy = barrier((a, dy))
-        given = {"x": x, "a": a.reshape(tokens, -1), "dy": dy}
+        given = {"x": x, "a": block.of_tokens(a).reshape(tokens, -1), "dy": dy}
         found, sums = _own(block, partial(_behind_backward, wanted=wanted), given, _of_mlp(w))
-        da, delta = block.heads(found["a"]), block.heads(found["delta"], 1)[..., 0]
-        d = block_attention.backward(q, k, v, lse, delta, da, block.block)
-        given = (
-            rows | {"dx": found["x"]} | {f"d_{name}": value.reshape(tokens, -1) for name, value in d._asdict().items()}
-        )
+        da, delta = block.of_heads(block.heads(found["a"])), block.of_heads(block.heads(found["delta"], 1))[..., 0]
+        d = block.gradients_of_tokens(block_attention.backward(q, k, v, lse, delta, da, block.block))
+        given = rows | {"dx": found["x"]} | {f"d_{name}": value for name, value in d.items()}
         found, more = _own(block, partial(_before_backward, wanted=wanted), given, _of_attention(block, w))
         found = {name: value for name, value in (found | sums | more).items() if name in wanted}
         # The types of the operands themselves: the barrier may have joined those of its own.

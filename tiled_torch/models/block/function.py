@@ -70,8 +70,13 @@ class BlockCall:
     random: replay.GeneratorStates | None
 
     def groups(self) -> int:
-        """Key-value groups that attend one at a time; one with dropout, whose random numbers have the model's order."""
-        return 1 if self.dropout else self.layer.self_attn.config.num_key_value_heads
+        """Key-value groups that attend one at a time; one with dropout, whose random numbers have the model's order.
+
+        Where ranks of a context attend with some of the heads each, as many as leave every one of them a key head.
+        """
+        heads = self.layer.self_attn.config.num_key_value_heads
+        ranks = getattr(self.layer.self_attn, "_context_ranks", 1)
+        return 1 if self.dropout or heads % ranks else heads // ranks
 
     @property
     def dropout(self) -> float:
