@@ -126,18 +126,19 @@ def test_two_ranks_go_on_from_one_and_from_another_layout(inputs, two, tmp_path)
 
 
 def test_context_parallel_ranks_go_on_in_another_layout(inputs, two, tmp_path):
-    """Two ranks with half of every sequence each, then two that split the layers, then one process."""
-    out, plain = tmp_path / "run", tmp_path / "plain"
+    """Two ranks with half of every sequence each, then two that split the layers, then one process; layers as one function."""
+    out, plain, block = tmp_path / "run", tmp_path / "plain", tmp_path / "block"
     shown = run_on(
         two,
         options(inputs, out, cp=2, steps=2, checkpointing=True),
         options(inputs, out, tp=2, steps=3, resume=True),
         options(inputs, plain, cp=2, plain=True, num_shards=None),
+        options(inputs, block, cp=2, scope="block", offload=True),
     )
     assert "dp 1 x fsdp 1 x cp 2 x tp 1, 2 processes" in shown[0]
     assert run_alone(inputs, out, resume=True) == 0
     expected = pytest.approx(losses(inputs / "alone"), rel=DEMO_LOSS_RTOL)
-    for found in (out, plain):
+    for found in (out, plain, block):
         assert losses(found) == expected
         assert_same_model(found, inputs)
     record = step_records(read_log(plain))[-1]
