@@ -51,11 +51,31 @@ class CompiledOnce:
 
 
 @contextmanager
+def barriers_looked_for_once() -> Iterator[None]:
+    """No barrier may be left when the last device of a kernel is through.
+
+    One memory serves the devices of a mesh. Left alone, each looks through it when it is through itself, and finds what
+    the others still use.
+    """
+    clear = gpu_callbacks._clear_shared_memory
+
+    def look_and_clear() -> None:
+        gpu_callbacks._get_shared_memory().assert_no_barriers_allocated()
+        clear()
+
+    with (
+        mock.patch.object(gpu_callbacks, "_assert_no_barriers_allocated", lambda token: token),
+        mock.patch.object(gpu_callbacks, "_clear_shared_memory", look_and_clear),
+    ):
+        yield
+
+
+@contextmanager
 def clean_interpreter() -> Iterator[None]:
     """A failure inside the interpreter leaves state behind that would fail whatever it runs next."""
     gpu_callbacks.reset_gpu_interpret_mode_state()
     try:
-        with mock.patch.object(thread_map, "_run_jaxpr", CompiledOnce().run):
+        with mock.patch.object(thread_map, "_run_jaxpr", CompiledOnce().run), barriers_looked_for_once():
             yield
     finally:
         gpu_callbacks.reset_gpu_interpret_mode_state()
