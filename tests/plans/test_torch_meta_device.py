@@ -1,13 +1,20 @@
-"""`materialize` in one process: given weights, drawn ones, tied ones, buffers, and what it refuses."""
+"""`materialize` in one process: given weights, drawn ones, tied ones, buffers, and what it refuses; simulated ranks."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import transformers
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from shared_specs.config import DataParallel, ParallelConfig
 from shared_specs.errors import SpecError
 from tests.models.torch_decoders import batch, decoder, loss_of
+from tiled_torch import parallelize, tile_model
 from tiled_torch.parallel import materialize
 
 
@@ -82,3 +89,28 @@ def test_refused(build: Any, given: Any, words: str) -> None:
 def test_given_weights_need_no_initialisation() -> None:
     model = materialize(empty(Forgetful), weights={"scale": torch.arange(3.0)})
     assert torch.equal(model.scale, torch.arange(3.0))
+
+
+@pytest.fixture
+def eight_ranks() -> Iterator[DeviceMesh]:
+    """A simulation of them, in which nobody answers."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    yield init_device_mesh("cpu", (8,), mesh_dim_names=("dp_shard",))
+    dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # of fully_shard on fake tensors
+@pytest.mark.parametrize("scope", ["mlp", "block"])
+def test_a_model_of_any_size_over_simulated_ranks(scope: str, eight_ranks: DeviceMesh) -> None:
+    """Llama-3-8B's widths in fake tensors: its step can be measured where neither its weights nor its ranks are."""
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
+    config = transformers.LlamaConfig(**sizes, num_hidden_layers=2, vocab_size=128256)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = tile_model(transformers.LlamaForCausalLM(config).train(), scope=scope)
+        model = parallelize(model, eight_ranks, ParallelConfig(data=DataParallel(param_dtype="bfloat16")))
+        ids = torch.zeros(1, 256, dtype=torch.long)
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    for parameter in model.parameters():
+        assert parameter.grad.to_local().numel() == parameter.numel() / 8

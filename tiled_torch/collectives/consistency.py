@@ -160,13 +160,13 @@ def check_everywhere(function: str, mesh: Any, check: Callable[[], T], said: Cal
 
 
 def _notes(function: str, mesh: Any, mine: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the notes of every rank of a mesh, in rank order; this one's alone where there is no mesh."""
+    """Return the notes of every rank of a mesh, in rank order; this one's alone where there is no mesh, or a simulated one."""
     if not isinstance(mesh, DeviceMesh) or mesh.get_coordinate() is None:
         return [mine]
     notes = [mine | {"rank": dist.get_rank()}]
     for dim in range(mesh.ndim):
         over = rank_group(function, mesh.get_group(dim))
-        if over.several:
+        if over.several and backend_of(over, mesh.device_type) != "fake":
             found: list[Any] = [None] * over.size
             named(over, "all-gather", partial(dist.all_gather_object, found, notes, group=over.group))
             notes = [note for part in found for note in part]
