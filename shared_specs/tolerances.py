@@ -31,6 +31,8 @@ GPU_PEERS = 0.1
 
 # Measured bytes against `costs.py`.
 COST_BYTES = 0.05
+PLAN_SECONDS = 0.25  # its time beside a published one
+PLAN_BYTES = 0.10  # of a whole training step: what `plan` predicts beside what is held
 
 # Loss of one fine-tuning step between any two of plain and tiled, PyTorch and JAX, float32, relative.
 DEMO_LOSS_RTOL = 1e-4

@@ -3,7 +3,7 @@
 import sys
 
 from shared_specs.app.command import main, shared_command
-from shared_specs.app.options import BenchOptions, FinetuneOptions, TuneOptions
+from shared_specs.app.options import BenchOptions, FinetuneOptions, PlanOptions, TuneOptions
 
 
 def _finetune(options: FinetuneOptions) -> int:
@@ -27,9 +27,16 @@ def _tune(options: TuneOptions) -> int:
     return tune(options)
 
 
+def _plan(options: PlanOptions) -> int:
+    from shared_specs.app.plan.show import show_plan
+
+    return show_plan(options, "jax")
+
+
 COMMANDS = (
     shared_command("finetune", "cli,jax", _finetune),
     shared_command("bench", "cli,jax,test,torch", _bench),  # its parity tests drive both halves
+    shared_command("plan", "cli", _plan),
     shared_command("tune", "cli,jax", _tune),
 )
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from shared_specs.app.finetune.processes import USER_ERRORS, SaidElsewhere, let_first_speak
-from shared_specs.app.options import BenchOptions, FinetuneOptions, TuneOptions, flag, parse_size
+from shared_specs.app.options import BenchOptions, FinetuneOptions, PlanOptions, TuneOptions, flag, parse_size
 
 _LONGEST_WORD = 300
 
@@ -38,6 +38,10 @@ class Command:
 SHARED: dict[str, tuple[str, type]] = {
     "finetune": ("Fine-tune a causal language model on a text file at a given context length.", FinetuneOptions),
     "bench": ("Measure one operation against its plain form and against peers, and write a record.", BenchOptions),
+    "plan": (
+        "Say how long a context fits, what to set for it, where its bytes are and how long a step takes.",
+        PlanOptions,
+    ),
     "tune": ("Measure the GPU kernels' block sizes for one model's widths and write them to the table.", TuneOptions),
 }
 
@@ -116,7 +120,7 @@ def _typed_function(command: Command) -> Callable[..., int]:
     def run(**values: Any) -> int:
         for field in fields:
             if field.metadata["size"] and values[field.name] is not None:
-                values[field.name] = parse_size(values[field.name])
+                values[field.name] = parse_size(values[field.name], f"{command.name}: {flag(field.name)}")
         options = command.options(**values)
         options.check()
         return command.run(options)

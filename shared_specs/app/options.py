@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from shared_specs.app.bench.workloads import GPU_SIZES, TOY_SIZES, WORKLOADS, GPUSizes
 from shared_specs.config import Tiling
+from shared_specs.kernels.roofline import GPUS
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
@@ -177,20 +178,18 @@ def fixed_fields(options: FinetuneOptions) -> dict[str, Any]:
     return {f.name: getattr(options, f.name) for f in dataclasses.fields(options) if f.metadata["fixed"]}
 
 
-def parse_size(text: str) -> int:
-    """Return bytes of a size such as `512MiB`, `2GB` or `1048576`.
+def parse_size(text: str, option: str = "finetune: --memory-budget") -> int:
+    """Return bytes of a size such as `512MiB`, `2GB` or `1048576`. option: what it is of, for messages.
 
     Raises:
         InputError: the text is no size.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     if match is None or match[2].lower() not in _UNITS:
-        raise InputError(f"finetune: --memory-budget must be a size, got '{text}'. Write for example 512MiB or 2GB.")
+        raise InputError(f"{option} must be a size, got '{text}'. Write for example 512MiB or 2GB.")
     size = float(match[1]) * _UNITS[match[2].lower()]
     if size == float("inf"):
-        raise InputError(
-            "finetune: --memory-budget must be a size that a machine can have. Write for example 512MiB or 2GB."
-        )
+        raise InputError(f"{option} must be a size that a machine can have. Write for example 512MiB or 2GB.")
     return int(size)
 
 
@@ -297,6 +296,44 @@ class BenchOptions:
 def _check_minutes(command: str, minutes: float | None) -> None:
     if minutes is not None and not 0 < minutes < float("inf"):
         raise InputError(f"{command}: --minutes must be > 0, got {minutes:g}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """Options of `plan`."""
+
+    model: str = _option(
+        "llama-3-8b",
+        metavar="NAME",
+        help="name of a published model, such as llama-3-8b or qwen3-8b, or a config.json, or a folder with one",
+    )
+    tokens: int = _option(131072, help="context length to plan for: tokens in a sequence")
+    gpu: str = _option(
+        "h100", metavar="NAME", help=f"{', '.join(GPUS)}, or the memory of a GPU, such as 80GB: then without times"
+    )
+    host: int | None = _option(
+        None, metavar="SIZE", size=True, help="host memory for each GPU, such as 128GiB; without it as much as it takes"
+    )
+    gpus: int = _option(1, help="how many; parameters, gradients and optimizer state are sharded over all of them")
+    sequences: int = _option(1, help="sequences that a GPU, or the GPUs of a context together, work on at a time")
+    dtype: Literal["bfloat16", "float32"] = _option("bfloat16", help="dtype of the computation; all state is float32")
+    optimizer: Literal["adamw", "sgd"] = _option("adamw", help="adamw keeps two moments of every parameter, sgd none")
+    shard_tokens: int | None = _option(None, help="tokens in a shard; without it what the library chooses")
+    json: bool = _option(False, help="print JSON instead of tables")
+    out: str | None = _option(None, metavar="FOLDER", help="also write plan.json and plan.png there")
+
+    def check(self) -> None:
+        """Raise InputError for the first option that is out of range."""
+        for name in ("tokens", "gpus", "sequences", "shard_tokens"):
+            value = getattr(self, name)
+            if value is not None and not 1 <= value <= _MOST:
+                raise InputError(f"plan: {flag(name)} must be between 1 and {_MOST}, got {value}.")
+        for name, known in (("dtype", ("bfloat16", "float32")), ("optimizer", ("adamw", "sgd"))):
+            if getattr(self, name) not in known:
+                raise InputError(f"plan: --{name} must be {' or '.join(known)}, got {getattr(self, name)}.")
+
+
+_MOST = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,16 +31,27 @@ def eager_block_row_bytes(
 ) -> int:
     """Return the bytes that one more token costs PyTorch's forward and backward, whatever the layers.
 
-    The larger of two moments of a layer's backward, in both of which there are the gradients of its result and of its input
-    (H each), q, k and v, attention's output as its backward wants it and once more, where its gradient is written over it,
-    the log-sum-exp of every head, cosine and sine. Behind attention its input as well; in attention's backward the gradients of
-    one key-value group. The layers' inputs come on top where they do not wait in host memory.
+    The larger of `eager_block_moments`, whose arguments these are.
+    """
+    sizes = {"hidden": hidden, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
+    return max(eager_block_moments(**sizes, itemsize=itemsize, kept_layers=kept_layers))
+
+
+def eager_block_moments(
+    *, hidden: int, heads: int, kv_heads: int, head_dim: int, itemsize: int, kept_layers: int = 0
+) -> tuple[int, int]:
+    """Return the bytes that one more token costs two moments of a layer's backward in PyTorch: attention's, and behind it.
+
+    In both there are the gradients of its result and of its input (H each), q, k and v, attention's output as its backward
+    wants it and once more, where its gradient is written over it, the log-sum-exp of every head, cosine and sine. Behind
+    attention its input as well; in attention's backward the gradients of one key-value group. The layers' inputs come on top
+    where they do not wait in host memory.
 
     Args:
         itemsize: bytes of the dtype of the model. kept_layers: layers whose inputs stay on the device.
     """
     queries, keys = heads * head_dim, kv_heads * head_dim
-    both = 2 * hidden + 3 * queries + 2 * keys
+    both = 2 * hidden + 3 * queries + 2 * keys + 2 * head_dim
     behind = max(kept_layers, 1) * hidden
     attention = kept_layers * hidden + (queries + 2 * keys) // kv_heads
-    return (both + max(behind, attention) + 2 * head_dim) * itemsize + heads * WIDE
+    return (both + attention) * itemsize + heads * WIDE, (both + behind) * itemsize + heads * WIDE

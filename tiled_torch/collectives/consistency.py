@@ -28,7 +28,7 @@ from shared_specs.collectives.agreement import check_alike
 from shared_specs.errors import fail, fail_with
 from tiled_torch.collectives import failures
 from tiled_torch.collectives.failures import named
-from tiled_torch.collectives.groups import RankGroup, backend_of, not_compiled, rank_group
+from tiled_torch.collectives.groups import RankGroup, backend_of, not_compiled, rank_group, simulated
 
 T = TypeVar("T")
 # Renamed in torch 2.12. With async_op it returns the work.
@@ -108,7 +108,7 @@ def _unreadable(over: RankGroup, device: torch.device) -> bool:
     simulation.
     """
     captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    return captured or backend_of(over, device.type) == "fake"
+    return captured or simulated(over, device.type)
 
 
 def _compare(over: RankGroup, name: str, words: failures.Words, device: torch.device, x: Tensor | None = None) -> None:
@@ -166,7 +166,7 @@ def _notes(function: str, mesh: Any, mine: dict[str, Any]) -> list[dict[str, Any
     notes = [mine | {"rank": dist.get_rank()}]
     for dim in range(mesh.ndim):
         over = rank_group(function, mesh.get_group(dim))
-        if over.several and backend_of(over, mesh.device_type) != "fake":
+        if over.several and not simulated(over, mesh.device_type):
             found: list[Any] = [None] * over.size
             named(over, "all-gather", partial(dist.all_gather_object, found, notes, group=over.group))
             notes = [note for part in found for note in part]

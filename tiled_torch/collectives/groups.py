@@ -73,6 +73,11 @@ def backend_of(over: RankGroup, device: str) -> str:
         return "none"
 
 
+def simulated(over: RankGroup, device: str) -> bool:
+    """Return whether the other ranks are a simulation (a fake process group), in which nobody answers."""
+    return backend_of(over, device) == "fake"
+
+
 def not_compiled(function: Callable[P, T]) -> Callable[P, T]:
     """`function`, which torch.compile leaves as it is: a break in the graph, with the same results and gradients."""
 

@@ -1,0 +1,166 @@
+"""`plan` as tables, as JSON and as a picture."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+from shared_specs.app.options import InputError, PlanOptions, parse_size
+from shared_specs.app.plan.decoder import decoder_named
+from shared_specs.app.plan.search import Plan, plan
+from shared_specs.app.plan.step import Parts, Setting
+from shared_specs.app.progress import show_bytes
+from shared_specs.config import Half
+from shared_specs.kernels.roofline import GPUS
+
+_BAR = 40  # columns of the longest bar
+_NOTE = (
+    "From formulas: nothing was run. Communication and copies to the host are in no time; the reserve is for CUDA, the "
+    "communication library and the allocator."
+)
+
+
+def show_plan(options: PlanOptions, half: Half, console: Console | None = None) -> int:
+    """Print the plan that the options ask for and return the exit code: 1 where the context fits with no setting."""
+    found = plan_of(options, half)
+    if options.out is not None:
+        _write(found, Path(options.out))
+    if options.json:
+        print(json.dumps(as_json(found), indent=2))
+    else:
+        _print(found, options, console or Console())
+    return 0 if found.setting is not None else 1
+
+
+def plan_of(options: PlanOptions, half: Half) -> Plan:
+    """Return the plan; InputError where the model or the GPU is unknown."""
+    gpu = GPUS.get(options.gpu.lower())
+    if gpu is None and not options.gpu[:1].isdigit():
+        names = ", ".join(GPUS)
+        raise InputError(f"plan: --gpu must be one of {names}, or a size such as 80GB, got {options.gpu}.")
+    return plan(
+        decoder_named(options.model),
+        options.tokens,
+        memory=int(gpu.memory_bytes) if gpu is not None else parse_size(options.gpu, "plan: --gpu"),
+        host=options.host,
+        gpus=options.gpus,
+        gpu=gpu,
+        half=half,
+        sequences=options.sequences,
+        dtype=options.dtype,
+        optimizer=options.optimizer,
+        shard_tokens=options.shard_tokens,
+    )
+
+
+def as_json(found: Plan) -> dict[str, Any]:
+    """Return the plan as plain values; bytes and seconds are numbers."""
+    return {
+        "model": asdict(found.decoder) | {"parameters": found.decoder.parameters},
+        "tokens": found.tokens,
+        "gpus": found.gpus,
+        "memory_bytes": found.memory,
+        "set": None if found.setting is None else asdict(found.setting),
+        "bytes": None if found.parts is None else _bytes(found.parts),
+        "seconds": found.seconds,
+        "longest": [
+            {"lever": r.lever, "tokens": r.tokens, "set": asdict(r.setting), "bytes": _bytes(r.parts)}
+            for r in found.reach
+        ],
+    }
+
+
+def _bytes(parts: Parts) -> dict[str, int]:
+    return parts.by_name | {"total": parts.total, "host": parts.host}
+
+
+def what_to_set(setting: Setting) -> list[tuple[str, str]]:
+    """Return the calls that make this setting, and what each is set to."""
+    data = setting.gpus // setting.context
+    scope = {"none": "not tiled", "mlp": 'scope="mlp"', "block": 'scope="block"'}[setting.scope]
+    model = "tile_model" if setting.half == "torch" else "models.Llama"
+    shard = "" if setting.shard_tokens is None else f", shard_tokens={setting.shard_tokens}"
+    offload = "offload=True" if setting.offload else "offload=False"
+    lines = [
+        ("mesh", f"{data} x {setting.context}: data and fully sharded x context"),
+        (model, scope + shard),
+        ("Checkpointing", f'mode="full", {offload}'),
+    ]
+    if setting.host_state:
+        lines.append(("DataParallel", "cpu_offload=True"))
+    return lines
+
+
+def _print(found: Plan, options: PlanOptions, console: Console) -> None:
+    head = f"{options.model}, {found.decoder.parameters / 1e9:.2f}e9 parameters, {found.tokens} tokens"
+    console.print(f"{head}, {found.gpus} x {options.gpu} ({show_bytes(found.memory)} each)", highlight=False)
+    if found.setting is None or found.parts is None:
+        console.print("Does not fit with any setting. More GPUs, or fewer tokens: see the longest contexts.")
+    else:
+        table = Table(box=SIMPLE, title="What to set", title_justify="left", show_header=False)
+        for row in what_to_set(found.setting):
+            table.add_row(*row)
+        console.print(table)
+        console.print(_bars(found.parts, found.memory))
+        if found.seconds is not None:
+            sequences = found.setting.sequences * (found.gpus // found.setting.context)
+            rate = sequences * found.tokens / found.seconds
+            console.print(f"A step should take {found.seconds:.3g} s at least: {rate:.0f} tokens/s.", highlight=False)
+    table = Table(box=SIMPLE, title="Longest context, all GPUs in one", title_justify="left")
+    for name in ("with", "tokens", "GPU", "host"):
+        table.add_column(name, justify="left" if name == "with" else "right")
+    for reach in found.reach:
+        row = (f"{reach.tokens}", show_bytes(reach.parts.total), show_bytes(reach.parts.host))
+        table.add_row(reach.lever, *row)
+    console.print(table)
+    console.print(_NOTE)
+
+
+def _bars(parts: Parts, memory: int) -> Table:
+    table = Table(box=SIMPLE, title="Bytes on each GPU at the peak", title_justify="left", show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_column()
+    for name, size in parts.by_name.items():
+        table.add_row(name, show_bytes(size), "#" * round(_BAR * size / memory))
+    table.add_row("total", show_bytes(parts.total), f"{100 * parts.total / memory:.0f} % of {show_bytes(memory)}")
+    if parts.host:
+        table.add_row("host", show_bytes(parts.host), "in host memory, for each GPU")
+    return table
+
+
+def _write(found: Plan, folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "plan.json").write_text(json.dumps(as_json(found), indent=2) + "\n", encoding="utf-8")
+        _draw(found, folder / "plan.png")
+    except OSError as error:
+        raise InputError(f"plan: --out cannot be written to: {error.strerror or error} ({folder}).") from error
+
+
+def _draw(found: Plan, path: Path) -> None:
+    """One bar for each lever at the longest context that it reaches, its parts above one another."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    from shared_specs.app.plots import GIB, save_figure
+
+    figure = Figure(figsize=(9, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    labels = [f"{reach.lever}\n{reach.tokens} tokens" for reach in found.reach]
+    starts = [0.0] * len(labels)
+    for name in found.reach[0].parts.by_name if found.reach else ():
+        sizes = [reach.parts.by_name[name] / GIB for reach in found.reach]
+        axes.barh(labels, sizes, left=starts, label=name)
+        starts = [a + b for a, b in zip(starts, sizes, strict=True)]
+    axes.axvline(found.memory / GIB, color="black", linewidth=1)
+    axes.invert_yaxis()
+    axes.set_xlabel(f"GiB on each of {found.gpus} GPUs at the longest context (formulas)")
+    if found.reach:
+        axes.legend(ncols=3, fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.15))
+    save_figure(figure, path)
