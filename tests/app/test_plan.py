@@ -15,6 +15,7 @@ from shared_specs.app.plan.show import as_json, plan_of, show_plan
 from shared_specs.app.plan.step import RESERVE, Setting, parts_of
 from shared_specs.config import HALVES
 from shared_specs.kernels.roofline import GPUS
+from shared_specs.layers.block_costs import block_row_bytes
 from shared_specs.tolerances import PLAN_SECONDS
 
 # Of the published weight files.
@@ -118,6 +119,17 @@ def test_bytes_of_the_state() -> None:
     host = parts_of(EIGHT, replace(setting, host_state=True))
     assert (host.weights, host.gradients, host.optimizer) == (0, 0, 0)
     assert host.host == adamw.weights + adamw.gradients + adamw.optimizer
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_inputs_of_layers_in_jax_are_those_of_its_formula(dtype: Any) -> None:
+    kept, waiting = (
+        Setting(tokens=2**20, gpus=8, context=8, dtype=dtype, half="jax", offload=o) for o in (False, True)
+    )
+    sizes = {"hidden": EIGHT.hidden, "heads": EIGHT.heads, "kv_heads": EIGHT.kv_heads, "head_dim": EIGHT.head_dim}
+    none, all_of = (block_row_bytes(**sizes, itemsize=kept.itemsize, kept_layers=n) for n in (0, EIGHT.layers))
+    assert parts_of(EIGHT, kept).inputs == (all_of - none) * kept.rows == parts_of(EIGHT, waiting).host
+    assert parts_of(EIGHT, waiting).inputs == 0
 
 
 def test_a_million_tokens_on_eight_gpus() -> None:

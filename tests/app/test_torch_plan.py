@@ -95,12 +95,9 @@ def test_bytes_of_a_step(scope: Any, context: int, dtype: str, vocab: int, simul
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # of fully_shard on fake tensors
-@pytest.mark.parametrize("scope", ["block", "mlp"])
-def test_a_million_tokens(scope: Any, simulated_ranks: None) -> None:
+def test_a_million_tokens(simulated_ranks: None) -> None:
     """Two layers of Qwen3-8B, 1,048,576 tokens over a context of eight."""
     sizes = {"hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32, "num_key_value_heads": 8}
     config = transformers.Qwen3Config(**sizes, head_dim=128, num_hidden_layers=2, vocab_size=151936)
-    setting = Setting(
-        tokens=2**20, gpus=RANKS, context=RANKS, scope=scope, shard_tokens=8192, optimizer="sgd", device="cpu"
-    )
+    setting = Setting(tokens=2**20, gpus=RANKS, context=RANKS, shard_tokens=8192, optimizer="sgd", device="cpu")
     assert_predicted(config, setting)

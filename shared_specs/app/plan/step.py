@@ -9,7 +9,7 @@ from typing import Literal
 
 from shared_specs.app.plan.decoder import Decoder
 from shared_specs.config import Half
-from shared_specs.layers.block_costs import block_row_bytes, eager_block_moments
+from shared_specs.layers.block_costs import WIDE, block_row_bytes, eager_block_moments
 from shared_specs.loss.costs import LossShape, compiled_loss_peak_bytes, loss_peak_bytes
 from shared_specs.mlp.costs import MLPShape, compiled_peak_bytes, peak_bytes
 from shared_specs.shards import ShardPlan, plan_tokens
@@ -59,6 +59,11 @@ class Setting:
         return ITEMSIZE[self.dtype]
 
     @property
+    def stream(self) -> int:
+        """Bytes of a number between layers: in JAX float32 whatever the products are."""
+        return self.itemsize if self.half == "torch" else WIDE
+
+    @property
     def shards(self) -> ShardPlan:
         """How a rank's tokens are cut."""
         if self.scope == "none":
@@ -100,7 +105,7 @@ class Parts:
 
 def parts_of(decoder: Decoder, setting: Setting) -> Parts:
     """Return the bytes of one step, at the higher of its two high points: a layer's backward or the loss."""
-    host = decoder.layers * setting.rows * decoder.hidden * setting.itemsize if setting.offload else 0
+    host = decoder.layers * setting.rows * decoder.hidden * setting.stream if setting.offload else 0
     master = MASTER * decoder.parameters // setting.gpus
     state = {"weights": master, "gradients": master, "optimizer": MOMENTS[setting.optimizer] * master}
     if setting.host_state:
@@ -122,7 +127,7 @@ def _at_layer(decoder: Decoder, setting: Setting) -> dict[str, int]:
     else:  # and the sums that `compiled_peak_bytes` does not count
         gathered = _gathered_by_xla(decoder, setting) + MASTER * (layer - 3 * decoder.hidden * decoder.intermediate)
     kept = 0 if setting.offload else decoder.layers
-    inputs = kept * setting.rows * decoder.hidden * b
+    inputs = kept * setting.rows * decoder.hidden * setting.stream
     rows, shard = _layer_bytes(decoder, setting)
     of_head = b * decoder.hidden * decoder.vocab
     return {"gathered": gathered, "inputs": inputs, "attention": rows, "shard": shard, "loss": of_head}
@@ -136,7 +141,7 @@ def _gathered_by_xla(decoder: Decoder, setting: Setting) -> int:
 
 def _at_loss(decoder: Decoder, setting: Setting) -> dict[str, int]:
     """Where the loss is made, with its gradients: beside it the hidden states, normed, and their gradient."""
-    b, rows = setting.itemsize, setting.rows * decoder.hidden * setting.itemsize
+    b, rows = setting.itemsize, setting.rows * decoder.hidden * setting.stream
     shape = LossShape(tokens=setting.rows, hidden=decoder.hidden, vocab=decoder.vocab, itemsize=b, weight_itemsize=b)
     if setting.scope == "none":  # transformers lets its 16-bit logits go
         loss = 3 * MASTER * setting.rows * decoder.vocab
