@@ -100,6 +100,8 @@ def _print(found: Plan, options: PlanOptions, console: Console) -> None:
     console.print(f"{head}, {found.gpus} x {options.gpu} ({show_bytes(found.memory)} each)", highlight=False)
     if found.setting is None or found.parts is None:
         console.print("Does not fit with any setting. More GPUs, or fewer tokens: see the longest contexts.")
+        if found.gpus > 1 and found.tokens % found.gpus:
+            console.print(f"GPUs share a sequence only in equal parts: a multiple of {found.gpus} tokens may fit.")
     else:
         table = Table(box=SIMPLE, title="What to set", title_justify="left", show_header=False)
         for row in what_to_set(found.setting):
