@@ -166,8 +166,8 @@ def test_what_fits_nowhere_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert show_plan(PlanOptions(model="llama-3-70b", gpu="24GB"), "torch") == 1
     assert "Does not fit with any setting" in capsys.readouterr().out
     assert plan_of(PlanOptions(gpu="80GB"), "torch").seconds is None
-    assert show_plan(PlanOptions(model="qwen3-8b", tokens=2**20 + 1, gpus=8), "torch") == 1
-    assert "only in equal parts" in capsys.readouterr().out
+    assert show_plan(PlanOptions(model="qwen3-8b", tokens=2**22 + 1, gpus=8), "torch") == 1
+    assert "GPUs share a sequence" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
