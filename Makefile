@@ -16,13 +16,14 @@ NEW_JAX_ENV := .venv-new-jax/.installed
 AOT_ENV := .venv-aot/.installed
 FLOAT8_ENV := .venv-float8/.installed
 DEEPSPEED_ENV := .venv-deepspeed/.installed
+TRAINERS_ENV := .venv-trainers/.installed
 AOT_TRITON_ENV := .venv-triton36/.installed
 OLD_TORCH_ENV := .venv-old-torch/.installed
+DOCS_ENV := .venv-docs/.installed
 # The project goes in with the setuptools of the lock, and pip resolves nothing for it.
 INSTALL_PROJECT := -m pip install --quiet --no-deps --no-build-isolation --editable .
-# Without the one test that asks an index, so that this needs no network.
-FAST := tests --ignore=tests/gpu --deselect tests/meta/test_lock.py::test_the_lock_of_this_python_resolves_to_itself
-BY_CAPABILITY := $(addprefix tests/,app bridge collectives core kernels layers linear loss mlp models plans tile)
+FAST := tests --ignore=tests/gpu
+BY_CAPABILITY := $(addprefix tests/,app bridge collectives compat core kernels layers linear loss mlp models plans tile trainers)
 OLD_TORCH := $(BY_CAPABILITY)
 # triton 3.6's interpreter does what NumPy no longer likes.
 OLD_TRITON := -W "ignore:Conversion of an array with ndim:DeprecationWarning"
@@ -33,7 +34,7 @@ export TILED_JAX_CACHE ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/tiled-mlp/jax
 
 # A worker that dies ends the run: pytest-xdist 3.8 waits for ever for the rest of its file where it starts another one.
 SIDE_BY_SIDE = -n $(JOBS) --dist loadfile --max-worker-restart=0
-test test-figures float8 deepspeed aot-triton test-new-jax test-old-torch: export OMP_NUM_THREADS := 1
+test test-figures float8 deepspeed trainers aot-triton test-new-jax test-old-torch: export OMP_NUM_THREADS := 1
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # What `make gpu` runs under: output as it comes, Triton on the device, JAX's memory piece by piece, no host name looked up.
@@ -63,6 +64,11 @@ demo: $(ENV) ## the main job: plain against tiled, PyTorch and JAX, one table an
 .PHONY: demo-long
 demo-long: $(ENV) ## the long-context step in both halves, timed
 	$(BIN)/python -m shared_specs.app.demo --long $(ARGS)
+
+.PHONY: docs
+docs: $(DOCS_ENV) ## the documents as web pages, in out/docs; a warning is an error
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
+	@echo "make docs: the pages are in out/docs"
 
 ##@ Tests
 
@@ -98,6 +104,12 @@ test-new-jax: ## shared_specs and the JAX half on Python 3.12 with the newest su
 	  echo "test-new-jax: skipped: no working Python 3.12 on PATH, in pyenv or in uv"; \
 	fi
 
+.PHONY: lock
+lock: $(ENV) ## whether the locks of both Pythons resolve to themselves, asked of the package index
+	@for python in $(BIN)/python .venv-new-jax/bin/python; do \
+	  [ ! -x $$python ] || TILED_TESTS=spec TILED_REQUIRE= $$python -m pytest -m slow tests/meta/test_lock.py $(ARGS) || exit 1; \
+	done
+
 .PHONY: test-old-torch
 test-old-torch: ## the PyTorch half on Python 3.12 with torch 2.11, triton 3.6, jax 0.11 (where torch comes for CUDA: 4 GB more)
 	@python=$$(.ci/find-python 3.12) || \
@@ -126,6 +138,10 @@ float8: $(FLOAT8_ENV) ## the float8 option of parallelize with torchao itself, i
 .PHONY: deepspeed
 deepspeed: $(DEEPSPEED_ENV) ## ZeRO-1, 2 and 3 with DeepSpeed's own engine on two ranks
 	TILED_ZERO=1 TILED_REQUIRE=torch PYTHONPATH=$(CURDIR)/.venv-deepspeed $(BIN)/python -m pytest tests/zero $(ARGS)
+
+.PHONY: trainers
+trainers: $(TRAINERS_ENV) ## trl's, peft's and Lightning's trainers and grain's batches with tiled models
+	TILED_TRAINERS=1 PYTHONPATH=$(CURDIR)/.venv-trainers $(BIN)/python -m pytest $(SIDE_BY_SIDE) tests/trainers/packages $(ARGS)
 
 ##@ Changing the code
 
@@ -179,9 +195,11 @@ GPU_RUN := timeout --kill-after=10 $(GPU_SECONDS) $(GPU_PYTHON) -m
 GPU_parity = $(GPU_RUN) shared_specs.app.gpu.parity --out $(OUT) $(PYTEST_ARGS)
 GPU_torch = $(GPU_RUN) tiled_torch bench --device gpu --op all --out $(OUT) $(BENCH_ARGS)
 GPU_jax = $(GPU_RUN) tiled_jax bench --device gpu --op all --out $(OUT) $(BENCH_ARGS)
+# The project's own table, to be committed with a record; a user's tune writes the user's.
+GPU_TABLE := shared_specs/kernels/tuned_blocks.json
 # Three minutes and a half each, then 75 s of profiling dgated, where ncu is there.
-GPU_tune = $(GPU_RUN) tiled_torch tune --minutes 3.4 --out $(OUT) $(TUNE_ARGS); first=$$?; \
-  $(GPU_RUN) tiled_jax tune --minutes 3.4 --out $(OUT) $(TUNE_ARGS); second=$$?; \
+GPU_tune = $(GPU_RUN) tiled_torch tune --minutes 3.4 --out $(OUT) --table $(GPU_TABLE) $(TUNE_ARGS); first=$$?; \
+  $(GPU_RUN) tiled_jax tune --minutes 3.4 --out $(OUT) --table $(GPU_TABLE) $(TUNE_ARGS); second=$$?; \
   $(GPU_RUN) shared_specs.app.gpu.profile --out $(OUT); exit $$((first ? first : second))
 
 .PHONY: gpu
@@ -212,7 +230,7 @@ clean: ## remove caches and build outputs, keep the environments
 
 .PHONY: clean-env
 clean-env: ## remove the environments
-	rm -rf .venv .venv-new-jax .venv-aot .venv-deepspeed .venv-float8 .venv-old-torch .venv-triton36
+	rm -rf .venv .venv-new-jax .venv-aot .venv-deepspeed .venv-docs .venv-float8 .venv-old-torch .venv-trainers .venv-triton36
 
 $(ENV): requirements/main.txt requirements/no-deps.txt
 	@python=$$(.ci/find-python 3.11 "$(PYTHON)") || \
@@ -254,8 +272,19 @@ $(DEEPSPEED_ENV): requirements/deepspeed.txt $(ENV)
 	  --target .venv-deepspeed -r requirements/deepspeed.txt
 	@touch $@
 
+$(TRAINERS_ENV): requirements/trainers.txt $(ENV)
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target .venv-trainers -r requirements/trainers.txt
+	@touch $@
+
 $(AOT_TRITON_ENV): requirements/aot-triton.txt $(ENV)
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target .venv-triton36 -r requirements/aot-triton.txt
+	@touch $@
+
+$(DOCS_ENV): requirements/docs.txt
+	@python=$$(.ci/find-python 3.11 "$(PYTHON)") || \
+	  { echo "make docs: PYTHON must be a working Python 3.11, got '$(PYTHON)'" >&2; exit 1; }; \
+	"$$python" -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --quiet --no-deps -r requirements/docs.txt
 	@touch $@
 
 $(OLD_TORCH_ENV): requirements/old-torch.txt requirements/no-deps.txt

@@ -35,3 +35,12 @@ __all__ = [
     "Tiling",
     "UnsupportedError",
 ]
+
+
+def __getattr__(name: str) -> str:
+    """Return the version of the project, looked up when it is asked for."""
+    if name != "__version__":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from shared_specs.version import package_version
+
+    return package_version()

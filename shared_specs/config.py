@@ -98,7 +98,7 @@ class LossOptions:
 
     @property
     def gradients_in_forward(self) -> bool:
-        """Whether one upstream number scales every gradient, so that they can be computed with the loss."""
+        """Return whether one upstream number scales every gradient, so that they can be computed with the loss."""
         return self.reduction != "none" and not set(self.outputs) & set(DIFFERENTIABLE_OUTPUTS)
 
     def gradients_with_loss(self, dtype: str) -> bool:
@@ -134,7 +134,7 @@ class HalfNames:
         return "[in, out]" if self.input_dim_first else "[out, in]"
 
     def weight_shape(self, inputs: int, outputs: int) -> tuple[int, int]:
-        """Shape of a weight from `inputs` to `outputs` features in this half's layout."""
+        """Return the shape of a weight from `inputs` to `outputs` features in this half's layout."""
         return (inputs, outputs) if self.input_dim_first else (outputs, inputs)
 
 
@@ -182,6 +182,9 @@ class ParallelLinearOptions:
 CheckpointingMode = Literal["full", "layers", "products", "op"]
 SELECTIVE_MODES = ("products", "op")  # of CheckpointingMode: those that keep what operators return
 Reshard = Literal["default", "always", "never"]
+LossMean = Literal["ranks", "tokens"]
+ContextKind = Literal["ulysses", "ring", "2d"]
+CONTEXT_KINDS: tuple[str, ...] = get_args(ContextKind)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,24 +243,52 @@ class DataParallel:
         engine: "fsdp" splits parameters, gradients and optimizer state over `shard_axis`; "ddp" replicates them.
         shard_axis: of the mesh; with "ddp" the axis of the replicas.
         replicate_axis: a second axis of replicas of the sharded weights (hybrid sharding), or None.
-        context_axis: an axis of context parallelism, or None: its ranks are given the same batch, hold a run of the tokens of
-            every sequence each, and attend with some of the heads. Weights are sharded over it as well.
+        context_axis: an axis of context parallelism, or None: its ranks are given the same batch and hold a part of the tokens
+            of every sequence each. Weights are sharded over it as well. With context="2d" a pair of axes: of the rings (between
+            nodes), and of the ranks that exchange tokens for heads (inside one).
+        context: how these ranks attend. "ulysses": all tokens with some of the heads each; the ranks divide the query heads.
+            "ring": all heads of their own tokens, while keys and values travel round; the number of heads is no limit. "2d":
+            "ulysses" inside each rank of a ring.
         param_dtype: dtype of the computation, None for that of the parameters. reduce_dtype: of gradient reductions.
         cpu_offload: keep sharded parameters in host memory.
         reshard: free gathered weights after forward: "always", "never", or "default" (all blocks but the last; never
             with `pipeline`).
         pipeline: the model is one stage of a pipeline.
+        loss_mean: what the loss of a step, and its gradients, are the mean of, where data ranks have labels that count (not
+            -100) in unequal numbers. "tokens": of all such labels of all of them, as in one process that has the whole batch,
+            and the loss is that on every rank; for the micro-batches of a step together where `num_items_in_batch` says how
+            many this rank has in all of them (tiled_torch; see `parallelize`), or `ParallelConfig.micro_batches` (tiled_jax).
+            "ranks": of each rank's own mean. None: "ranks" in tiled_torch, as its engines have it, and "tokens" in tiled_jax,
+            which has no other.
     """
 
     engine: Literal["fsdp", "ddp"] = "fsdp"
     shard_axis: str = "dp_shard"
     replicate_axis: str | None = None
-    context_axis: str | None = None
+    context_axis: str | tuple[str, str] | None = None
+    context: ContextKind = "ulysses"
     param_dtype: str | None = None
     reduce_dtype: str | None = "float32"
     cpu_offload: bool = False
     reshard: Reshard = "default"
     pipeline: bool = False
+    loss_mean: LossMean | None = None
+
+    @property
+    def context_axes(self) -> tuple[str, ...]:
+        """Return all axes that cut sequences, in the order of the mesh: none, one, or that of the rings and the one inside."""
+        axis = self.context_axis
+        return axis if isinstance(axis, tuple) else () if axis is None else (axis,)
+
+    @property
+    def ring_axis(self) -> str | None:
+        """Return the axis round which keys and values travel, or None."""
+        return None if self.context == "ulysses" or not self.context_axes else self.context_axes[0]
+
+    @property
+    def heads_axis(self) -> str | None:
+        """Return the axis whose ranks exchange tokens for heads, or None."""
+        return None if self.context == "ring" or not self.context_axes else self.context_axes[-1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,6 +299,8 @@ class ParallelConfig:
         float8: matrix products of the layers in float8, where their sizes are multiples of 16 (tiled_torch with torchao; a
             tiled model not with `tensor`). Scales are torchao's, of whole tensors; in a tiled model of a shard's.
         donate: the train step writes over its input state (tiled_jax).
+        micro_batches: so many equal parts of a batch are computed one after the other, and their gradients added up in float32
+            for one update, >= 1 (tiled_jax; in tiled_torch the loop does it). Ranks meet once, but for gathered parameters.
     """
 
     tensor: TensorParallel | None = None
@@ -276,3 +309,4 @@ class ParallelConfig:
     data: DataParallel | None = None
     float8: bool = False
     donate: bool = True
+    micro_batches: int = 1

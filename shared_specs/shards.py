@@ -39,7 +39,7 @@ class ShardPlan:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest shard; 0 without tokens."""
+        """Return the number of tokens of the longest shard; 0 without tokens."""
         return min(self.tokens, self.shard_tokens)
 
     def kept_shards(self, keep: float) -> int:

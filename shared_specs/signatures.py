@@ -17,6 +17,10 @@ _VOCAB_PARALLEL = (
     keyword("axis_name", REQUIRED, ONLY_JAX),  # a mesh axis of the surrounding shard_map
 )
 
+# Arguments of nnx.Linear and nn.Dense. The defaults of the first two are initialisers, which this file cannot name.
+_INITIALISERS = (keyword("kernel_init", REQUIRED, ONLY_JAX), keyword("bias_init", REQUIRED, ONLY_JAX))
+_OF_FLAX = (keyword("use_bias", None, ONLY_JAX), keyword("precision", None, ONLY_JAX))
+
 _TILED_LINEAR = (
     Argument("in_features"),
     Argument("out_features"),
@@ -31,8 +35,10 @@ _TILED_LINEAR = (
     keyword("device", None, ONLY_TORCH),
     keyword("dtype", None),
     keyword("param_dtype", REQUIRED, ONLY_JAX),
-    keyword("rngs", REQUIRED, ONLY_JAX),
+    keyword("rngs", None, ONLY_JAX),
     keyword("sharding", None, ONLY_JAX),
+    *_INITIALISERS,
+    *_OF_FLAX,
 )
 
 # path inside the package -> arguments in order. "Class" stands for the arguments of its constructor.
@@ -52,6 +58,14 @@ SIGNATURES: dict[str, tuple[Argument, ...]] = {
         keyword("tiling", None),
         keyword("rngs", None, ONLY_JAX),
     ),
+    "tile_model": (
+        Argument("model"),
+        keyword("scope", "mlp"),
+        keyword("strict", False),
+        *TILING,
+    ),
+    "untile_model": (Argument("model"),),
+    "tiling_paths": (Argument("model"),),
     "TiledMLP": (
         Argument("hidden_size"),
         Argument("intermediate_size"),
@@ -63,10 +77,10 @@ SIGNATURES: dict[str, tuple[Argument, ...]] = {
         keyword("device", None, ONLY_TORCH),
         keyword("dtype", None),
         keyword("param_dtype", REQUIRED, ONLY_JAX),  # the default is jax.numpy.float32, which this file cannot name
-        keyword("rngs", REQUIRED, ONLY_JAX),
-        keyword("kernel_init", REQUIRED, ONLY_JAX),
-        keyword("bias_init", REQUIRED, ONLY_JAX),
+        keyword("rngs", None, ONLY_JAX),
+        *_INITIALISERS,
         keyword("sharding", None, ONLY_JAX),
+        *_OF_FLAX,
     ),
     "TiledMLP.from_weights": (
         Argument("w_gate"),
@@ -77,6 +91,14 @@ SIGNATURES: dict[str, tuple[Argument, ...]] = {
         keyword("fused_gate_up", False),
         *TILING,
     ),
+    "TiledMLP.from_linears": (
+        Argument("gate"),
+        Argument("up"),
+        Argument("down"),
+        keyword("activation", "silu"),
+        *TILING,
+    ),
+    "TiledMLP.to_linears": (Argument("self"),),
     "tiled_linear_cross_entropy": (Argument("x"), Argument("weight"), Argument("targets"), *_LOSS),
     "tiled_loss": (
         Argument("fn"),
@@ -94,10 +116,10 @@ SIGNATURES: dict[str, tuple[Argument, ...]] = {
         keyword("device", None, ONLY_TORCH),
         keyword("dtype", None),
         keyword("param_dtype", REQUIRED, ONLY_JAX),  # jax.numpy.float32
-        keyword("rngs", REQUIRED, ONLY_JAX),
-        keyword("kernel_init", REQUIRED, ONLY_JAX),
-        keyword("bias_init", REQUIRED, ONLY_JAX),
+        keyword("rngs", None, ONLY_JAX),
+        *_INITIALISERS,
         keyword("sharding", None, ONLY_JAX),
+        *_OF_FLAX,
     ),
     "TiledLinearCrossEntropy.from_weights": (
         Argument("weight"),
@@ -160,11 +182,14 @@ PUBLIC = (
     "UnsupportedError",
     "parallelize",
     "tile",
+    "tile_model",
     "tiled_linear_cross_entropy",
     "tiled_loss",
     "tiled_mlp",
+    "tiling_paths",
+    "untile_model",
     "usable_backends",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_linear_cross_entropy",
 )
-PUBLIC_ONLY: dict[Half, tuple[str, ...]] = {"torch": ("tile_model", "tiling_paths", "untile_model"), "jax": ("linen",)}
+PUBLIC_ONLY: dict[Half, tuple[str, ...]] = {"torch": ("AutoTiledModelForCausalLM",), "jax": ("linen",)}

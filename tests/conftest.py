@@ -38,6 +38,7 @@ def has(framework: str) -> bool:
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_NUMPY_DTYPE_PROMOTION", "strict")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ["TILED_TUNED_BLOCKS"] = ""  # what somebody measured on this machine decides no test
 # Triton decides when a kernel is defined whether a GPU or its interpreter runs it; torch may import it at any time. Who sets
 # it has decided: `make gpu` says 0.
 if not has_cuda():
@@ -58,9 +59,10 @@ for _flag, _value in XLA_FLAGS.items():
     if _flag not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --{_flag}={_value}".strip()
 
-# What needs packages that .venv does not have: `make aot`, `make float8` and `make deepspeed` name these folders, nothing else
-# collects them.
+# What needs packages that .venv does not have: `make aot`, `make float8`, `make deepspeed` and `make trainers` name these
+# folders, nothing else collects them.
 collect_ignore = [folder for folder in ("aot", "float8", "zero") if not os.environ.get(f"TILED_{folder.upper()}")]
+collect_ignore += [] if os.environ.get("TILED_TRAINERS") else ["trainers/packages"]
 # Minutes of compiling that `make aot-triton` does for both versions of Triton.
 collect_ignore += ["kernels/test_torch_aot.py"] if not os.environ.get("TILED_AOT_TRITON") else []
 # A file says in its name which half it is of; TILED_TESTS names those to collect.
@@ -107,6 +109,10 @@ def _what_earlier_files_left_is_not_searched_for_garbage() -> None:
     gc.freeze()
 
 
+# Tracing makes objects by the million and few that are garbage: the default looks for it after each seven hundred.
+gc.set_threshold(100_000, 50, 100)
+
+
 def pytest_unconfigure() -> None:
     gc.unfreeze()  # so that the interpreter's end frees them
 
@@ -126,10 +132,15 @@ def _nan_in_uninitialised_memory():
     torch.use_deterministic_algorithms(before)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _jax_files_share_what_was_compiled(request: pytest.FixtureRequest) -> None:
+    """Asked for here: a `usefixtures` marker that is added to a test once it is collected changes nothing."""
+    if kind_of(request.path) in ("jax", "both"):
+        request.getfixturevalue("compiled_once_a_session")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """JAX's tests share what was compiled; PyTorch warns of operations on a GPU that the fixture above makes it watch."""
+    """PyTorch warns of operations on a GPU that the fixture above makes it watch."""
     for item in items:
-        if kind_of(item.path) in ("jax", "both"):
-            item.add_marker(pytest.mark.usefixtures("compiled_once_a_session"))
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.filterwarnings("ignore:.*deterministic:UserWarning"))

@@ -57,11 +57,11 @@ def provided(extras: str) -> set[str]:
     return {top for top, owners in tops if found & {canonicalize_name(owner) for owner in owners}}
 
 
-def run_with(extras: str, module: str, *words: str) -> subprocess.CompletedProcess[str]:
-    """`python -m module words...` where only `tiled-mlp[extras]` is installed."""
+def run_with(extras: str, module: str, *words: str, root: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """`python -m module words...` where only `tiled-mlp[extras]` is installed; root: the folder that holds the project."""
     hidden = metadata.packages_distributions().keys() - provided(extras) - {"shared_specs", "tiled_torch", "tiled_jax"}
-    script = _RUN.format(hidden=hidden, root=str(ROOT), module=module)
-    return subprocess.run([sys.executable, "-c", script, *words], cwd=ROOT, text=True, capture_output=True)
+    script = _RUN.format(hidden=hidden, root=str(root), module=module)
+    return subprocess.run([sys.executable, "-c", script, *words], cwd=root, text=True, capture_output=True)
 
 
 def hinted(message: str) -> str:

@@ -8,24 +8,28 @@ An error on any rank fails the call with every rank's traceback. A call that tak
 as a hang, with the stack of each rank. After either, fresh ranks serve the next call, so that one failure stays one.
 Ranks that could not even meet (a stalled machine; nothing of the function has run yet), or whose sockets gloo could not
 connect for a group of their own, are replaced once and asked again.
+
+The ranks are copies of one process that has imported the libraries once (on Linux), so that a rank costs milliseconds and not
+the seconds of its imports. Unlike the processes of a real launch they have one seed for the hashes of strings: an order that
+depends on it is for the tests of the command under torchrun to find.
 """
 
 import faulthandler
 import gc
 import importlib
 import json
+import multiprocessing
 import os
-import queue
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 import traceback
 import warnings
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self
+from unittest import mock
 
 ROOT = Path(__file__).parents[1]
 LOOPBACK = {} if sys.platform != "linux" else {"GLOO_SOCKET_IFNAME": "lo"}  # the host's own name need not resolve
@@ -33,6 +37,12 @@ GLOO_SECONDS = 60  # a rank that waits longer for another one raises
 HANG_SECONDS = 120
 START_SECONDS = 120
 UNCONNECTED = "connectFullMesh failed"  # what gloo says where the sockets of a new group could not be made
+
+CONTEXT: Any = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
+# None of our own, which may be those of another folder there; what is not installed is left out.
+multiprocessing.set_forkserver_preload(
+    ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "transformers.models.llama.modeling_llama"]
+)
 
 
 class RankError(AssertionError):
@@ -107,9 +117,7 @@ class Ranks:
     def end(self) -> None:
         """Ends the workers; a later call starts new ones."""
         for worker in self.workers:
-            worker.process.kill()
-            worker.process.wait()
-            worker.close()
+            worker.end()
         if self.workers:
             self.folder.cleanup()
             del self.store
@@ -118,77 +126,84 @@ class Ranks:
 
 class _Worker:
     def __init__(self, rank: int, world: int, hang_seconds: float, port: int, log: Path) -> None:
-        self.log = log.open("w+")
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.ranks", *map(str, (rank, world, hang_seconds, port))],
-            cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1", **LOOPBACK},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.log,
-            text=True,
-        )
-        self.lines: queue.Queue[str] = queue.Queue()
-        self.reader = threading.Thread(target=self._read, daemon=True)
-        self.reader.start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.lines.put(line)
-        self.lines.put("")  # the process has ended
+        self.log = log
+        self.pipe, theirs = CONTEXT.Pipe()
+        with mock.patch.dict(os.environ, {"OMP_NUM_THREADS": "1", **LOOPBACK}):
+            arguments = (rank, world, hang_seconds, port, str(log), dict(os.environ), theirs)
+            self.process = CONTEXT.Process(target=serve, args=arguments, daemon=True)
+            self.process.start()
+        theirs.close()  # so that the pipe ends with the process
 
     def send(self, message: dict[str, Any]) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(message) + "\n")
-        self.process.stdin.flush()
+        self.pipe.send_bytes(json.dumps(message).encode())
 
     def receive(self, deadline: float) -> dict[str, Any] | None:
         """The next answer; None after the deadline."""
-        try:
-            line = self.lines.get(timeout=max(0.0, deadline - time.monotonic()))
-        except queue.Empty:
+        if not self.pipe.poll(max(0.0, deadline - time.monotonic())):
             return None
-        if not line:
+        try:
+            return json.loads(self.pipe.recv_bytes())
+        except (EOFError, OSError):
             return {"error": f"the process ended.\n{self.stack()}"}
-        return json.loads(line)
 
     def stack(self) -> str:
         """The end of the worker's log, where faulthandler writes the stack of a rank that hangs."""
-        self.log.flush()
-        self.log.seek(0)
-        return self.log.read()[-4000:]
+        return self.log.read_text()[-4000:] if self.log.exists() else ""
 
-    def close(self) -> None:
-        self.reader.join(timeout=5)
-        for stream in (self.process.stdin, self.process.stdout, self.log):
-            if stream is not None:
-                stream.close()
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.process.close()
+        self.pipe.close()
 
 
-def serve(rank: int, world: int, hang_seconds: float, port: int) -> None:
-    """A worker's life: answers calls until its input ends. Its groups meet at the store on `port`."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever a function prints goes to the log
+def serve(
+    rank: int, world: int, hang_seconds: float, port: int, log: str, environment: dict[str, str], pipe: Connection
+) -> None:
+    """A worker's life: answers calls until its pipe ends. Its groups meet at the store on `port`."""
+    os.environ |= environment
+    written = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(written, 1)  # whatever a function prints goes to the log
+    os.dup2(written, 2)
+    faulthandler.enable(file=2)
     import torch
     from torch.distributed import TCPStore
 
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=START_SECONDS))
     warnings.simplefilter("error")
-    print(json.dumps({"error": None, "result": "ready"}), file=answers, flush=True)
-    for line in sys.stdin:
-        message = json.loads(line)
-        faulthandler.dump_traceback_later(hang_seconds * 0.8)
+    _send(pipe, {"error": None, "result": "ready"})
+    while True:
+        try:
+            message = json.loads(pipe.recv_bytes())
+        except EOFError:  # whoever asked is gone
+            return
+        faulthandler.dump_traceback_later(hang_seconds * 0.8, file=2)
         answer = _answer(message, rank, world, store)
         faulthandler.cancel_dump_traceback_later()
-        print(json.dumps(answer), file=answers, flush=True)
+        _send(pipe, answer)
+
+
+def _send(pipe: Connection, answer: dict[str, Any]) -> None:
+    pipe.send_bytes(json.dumps(answer).encode())
+
+
+def _forget_layouts() -> None:
+    """Clear what DTensor remembers of operations: a result on an equal mesh would be on that of groups that are gone."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    torch._C._clear_DTensor_sharding_propagator_cache()
+    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
 
 
 def _answer(message: dict[str, Any], rank: int, world: int, store: Any) -> dict[str, Any]:
     import torch.distributed as dist
 
     gc.freeze()  # what is there already need not be searched for garbage again
+    gc.set_threshold(100_000, 50, 100)  # as in conftest
     met = False
     try:
         group = dist.PrefixStore(f"call{message['call']}", store)
@@ -201,11 +216,9 @@ def _answer(message: dict[str, Any], rank: int, world: int, store: Any) -> dict[
             result = function(rank=rank, world=world, **message["arguments"])
             return {"met": met, "error": None, "result": result}
         finally:
-            dist.destroy_process_group()
+            if dist.is_initialized():  # a function may have ended it
+                dist.destroy_process_group()
+            _forget_layouts()
             gc.collect()  # the group's sockets and threads go with the model that held on to it
     except Exception:
         return {"met": met, "error": traceback.format_exc(), "result": None}
-
-
-if __name__ == "__main__":
-    serve(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4]))

@@ -1,5 +1,6 @@
 """A decoder of a few thousand weights on disk, in either form the commands read, and a text for it."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -157,3 +158,23 @@ def write_text(path: Path, words: int = 2000, seed: int = 0) -> Path:
     stock = ["the", "and", "of", "tiles", "are", "on", "the", "sun", "in", "a", "house", "0", "42"]
     path.write_text(" ".join(random.choice(stock, size=words)), encoding="utf-8")
     return path
+
+
+TEMPLATE = """{%- for message in messages %}<|start|>{{ message['role'] }}
+{{ message['content'] }}<|end|>
+{% endfor %}{% if add_generation_prompt %}<|start|>assistant
+{% endif %}"""
+
+
+def write_chat(folder: Path, conversations: int = 16, seed: int = 0) -> Path:
+    """`model`, which has a chat template, and `chat`: conversations of one and two turns, of several lengths."""
+    write_tiny_folder(folder / "model")
+    (folder / "model" / "chat_template.jinja").write_text(TEMPLATE)
+    random = np.random.default_rng(seed)
+    lines = []
+    for _ in range(conversations):
+        words = [" ".join(random.choice(["the", "sun", "on", "a"], size=random.integers(1, 7))) for _ in range(4)]
+        messages = [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(words)]
+        lines.append(json.dumps({"messages": messages[: random.choice([2, 4])]}))
+    (folder / "chat").write_text("\n".join(lines))
+    return folder

@@ -3,10 +3,13 @@
 Example:
     >>> import jax.numpy as jnp
     >>> from flax import nnx
+    >>> from tiled_jax import TiledMLP
     >>> x, mlp = jnp.ones((2, 5, 8)), TiledMLP(8, 12, num_shards=4, rngs=nnx.Rngs(0))
     >>> mlp(x).shape
     (2, 5, 8)
 """
+
+from typing import TYPE_CHECKING
 
 from shared_specs.config import (
     Checkpointing,
@@ -19,11 +22,16 @@ from shared_specs.config import (
     TensorParallel,
     Tiling,
 )
+from shared_specs.core.lazy import import_lazily
 from shared_specs.errors import SpecError, UnsupportedError
-from tiled_jax.backends import usable_backends
-from tiled_jax.functional import tile, tiled_linear_cross_entropy, tiled_loss, tiled_mlp
-from tiled_jax.modules import TiledLinear, TiledLinearCrossEntropy, TiledLinearReturnBias, TiledMLP, linen
-from tiled_jax.parallel import parallelize, vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
+
+if TYPE_CHECKING:
+    __version__: str
+    from tiled_jax.backends import usable_backends
+    from tiled_jax.functional import tile, tiled_linear_cross_entropy, tiled_loss, tiled_mlp
+    from tiled_jax.models.tiling import tile_model, tiling_paths, untile_model
+    from tiled_jax.modules import TiledLinear, TiledLinearCrossEntropy, TiledLinearReturnBias, TiledMLP, linen
+    from tiled_jax.parallel import parallelize, vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
 
 __all__ = [
     "Checkpointing",
@@ -44,10 +52,22 @@ __all__ = [
     "linen",
     "parallelize",
     "tile",
+    "tile_model",
     "tiled_linear_cross_entropy",
     "tiled_loss",
     "tiled_mlp",
+    "tiling_paths",
+    "untile_model",
     "usable_backends",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_linear_cross_entropy",
 ]
+
+_MODULES = {
+    "backends": ("usable_backends",),
+    "functional": ("tile", "tiled_linear_cross_entropy", "tiled_loss", "tiled_mlp"),
+    "models.tiling": ("tile_model", "tiling_paths", "untile_model"),
+    "modules": ("TiledLinear", "TiledLinearCrossEntropy", "TiledLinearReturnBias", "TiledMLP", "linen"),
+    "parallel": ("parallelize", "vocab_parallel_cross_entropy", "vocab_parallel_linear_cross_entropy"),
+}
+import_lazily(__name__, {name: module for module, names in _MODULES.items() for name in names})

@@ -1,9 +1,22 @@
 """`python -m tiled_jax <command>`; `--help` lists the commands."""
 
 import sys
+from typing import TYPE_CHECKING
 
 from shared_specs.app.command import main, shared_command
-from shared_specs.app.options import BenchOptions, FinetuneOptions, PlanOptions, TuneOptions
+from shared_specs.app.options import (
+    BenchOptions,
+    DoctorOptions,
+    FinetuneOptions,
+    ParityOptions,
+    PlanOptions,
+    TuneOptions,
+    VerifyOptions,
+)
+from shared_specs.app.plan.simulated import Simulator
+
+if TYPE_CHECKING:
+    from shared_specs.app.doctor import Machine
 
 
 def _finetune(options: FinetuneOptions) -> int:
@@ -30,15 +43,56 @@ def _tune(options: TuneOptions) -> int:
 def _plan(options: PlanOptions) -> int:
     from shared_specs.app.plan.show import show_plan
 
-    return show_plan(options, "jax")
+    return show_plan(options, "jax", _simulator)
+
+
+def _simulator() -> Simulator:
+    from tiled_jax.commands.plan.simulate import SIMULATOR
+
+    return SIMULATOR
+
+
+def _doctor(options: DoctorOptions) -> int:
+    from shared_specs.app.doctor import doctor
+    from shared_specs.version import own_version
+
+    def find() -> "Machine":
+        from tiled_jax.commands.doctor import machine
+
+        return machine()
+
+    return doctor(options, "tiled_jax", find, own_version())
+
+
+def _parity(options: ParityOptions) -> int:
+    from shared_specs.app.parity import parity
+    from tiled_jax.commands.parity import JaxRunner
+
+    return parity(options, "tiled_jax", JaxRunner())
+
+
+def _verify(options: VerifyOptions) -> int:
+    from shared_specs.app.verify import verify
+    from tiled_jax.commands.verify import JaxSubject
+
+    return verify(options, "tiled_jax", JaxSubject)
 
 
 COMMANDS = (
     shared_command("finetune", "cli,jax", _finetune),
     shared_command("bench", "cli,jax,test,torch", _bench),  # its parity tests drive both halves
     shared_command("plan", "cli", _plan),
+    shared_command("doctor", "cli", _doctor),
+    shared_command("parity", "cli,jax", _parity),
+    shared_command("verify", "cli,jax", _verify),
     shared_command("tune", "cli,jax", _tune),
 )
 
+
+def run() -> int:
+    """Run the process's own command line: the console script."""
+    return main("tiled_jax", COMMANDS)
+
+
 if __name__ == "__main__":
-    sys.exit(main("tiled_jax", COMMANDS))
+    sys.exit(run())

@@ -2,6 +2,7 @@
 
 Example:
     >>> import torch
+    >>> from tiled_torch import TiledMLP
     >>> x, mlp = torch.randn(2, 5, 8), TiledMLP(8, 12, num_shards=4)
     >>> mlp(x).shape
     torch.Size([2, 5, 8])
@@ -18,27 +19,31 @@ from shared_specs.config import ParallelConfig as ParallelConfig
 from shared_specs.config import ParallelLinearOptions as ParallelLinearOptions
 from shared_specs.config import TensorParallel as TensorParallel
 from shared_specs.config import Tiling as Tiling
+from shared_specs.core.lazy import import_lazily
 from shared_specs.errors import SpecError as SpecError
 from shared_specs.errors import UnsupportedError as UnsupportedError
-from tiled_torch.backends import usable_backends as usable_backends
-from tiled_torch.functional import tile as tile
-from tiled_torch.functional import tiled_linear_cross_entropy as tiled_linear_cross_entropy
-from tiled_torch.functional import tiled_loss as tiled_loss
-from tiled_torch.functional import tiled_mlp as tiled_mlp
-from tiled_torch.modules import TiledLinear as TiledLinear
-from tiled_torch.modules import TiledLinearCrossEntropy as TiledLinearCrossEntropy
-from tiled_torch.modules import TiledLinearReturnBias as TiledLinearReturnBias
-from tiled_torch.modules import TiledMLP as TiledMLP
-from tiled_torch.parallel import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
-from tiled_torch.parallel import vocab_parallel_linear_cross_entropy as vocab_parallel_linear_cross_entropy
 
 if TYPE_CHECKING:
+    __version__: str
+    from tiled_torch.backends import usable_backends as usable_backends
+    from tiled_torch.functional import tile as tile
+    from tiled_torch.functional import tiled_linear_cross_entropy as tiled_linear_cross_entropy
+    from tiled_torch.functional import tiled_loss as tiled_loss
+    from tiled_torch.functional import tiled_mlp as tiled_mlp
+    from tiled_torch.models import AutoTiledModelForCausalLM as AutoTiledModelForCausalLM
     from tiled_torch.models import tile_model as tile_model
     from tiled_torch.models import tiling_paths as tiling_paths
     from tiled_torch.models import untile_model as untile_model
+    from tiled_torch.modules import TiledLinear as TiledLinear
+    from tiled_torch.modules import TiledLinearCrossEntropy as TiledLinearCrossEntropy
+    from tiled_torch.modules import TiledLinearReturnBias as TiledLinearReturnBias
+    from tiled_torch.modules import TiledMLP as TiledMLP
     from tiled_torch.parallel import parallelize as parallelize
+    from tiled_torch.parallel import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
+    from tiled_torch.parallel import vocab_parallel_linear_cross_entropy as vocab_parallel_linear_cross_entropy
 
 __all__ = [
+    "AutoTiledModelForCausalLM",
     "Checkpointing",
     "Compile",
     "DataParallel",
@@ -67,15 +72,11 @@ __all__ = [
     "vocab_parallel_linear_cross_entropy",
 ]
 
-
-def __getattr__(name: str) -> object:
-    """Return a public name on first use where it takes seconds to import (transformers, DTensor and FSDP)."""
-    if name in ("tile_model", "tiling_paths", "untile_model"):
-        from tiled_torch import models
-
-        return getattr(models, name)
-    if name == "parallelize":
-        from tiled_torch import parallel
-
-        return parallel.parallelize
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+_MODULES = {
+    "backends": ("usable_backends",),
+    "functional": ("tile", "tiled_linear_cross_entropy", "tiled_loss", "tiled_mlp"),
+    "models": ("AutoTiledModelForCausalLM", "tile_model", "tiling_paths", "untile_model"),
+    "modules": ("TiledLinear", "TiledLinearCrossEntropy", "TiledLinearReturnBias", "TiledMLP"),
+    "parallel": ("parallelize", "vocab_parallel_cross_entropy", "vocab_parallel_linear_cross_entropy"),
+}
+import_lazily(__name__, {name: module for module, names in _MODULES.items() for name in names})

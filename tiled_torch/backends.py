@@ -61,7 +61,7 @@ def choose(function: str, backend: str, device: torch.device, dtype: torch.dtype
 
 
 def record_run(function: str, backend: str) -> None:
-    """Notes which backend a public function chose, for `last_run`."""
+    """Note which backend a public function chose, for `last_run`."""
     _ran[function] = backend
 
 

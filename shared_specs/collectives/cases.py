@@ -27,7 +27,7 @@ class CollectiveCase:
         return len(set(self.shapes)) == 1 and len(outputs) == 1
 
     def inputs(self) -> Parts:
-        """x of every rank, float64, different on each."""
+        """Return x of every rank, float64, different on each."""
         return [_draw(shape, rank) for rank, shape in enumerate(self.shapes)]
 
     def outputs(self, x: Parts) -> Parts:

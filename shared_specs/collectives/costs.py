@@ -35,7 +35,7 @@ def in_flight_bytes(shape: Gathered, plan: SequencePlan, *, upstream: int = 0) -
 
 
 def eager_in_flight_bytes(shape: Gathered, plan: SequencePlan, *, upstream: int = 0) -> int:
-    """As `in_flight_bytes`, of the eager loop: two gathered shards at a time, of x, or one of x and one of upstream gradients.
+    """Return `in_flight_bytes` of the eager loop: two gathered shards at a time, of x or of x and upstream gradients.
 
     Where more than two ranks add up 16-bit partial sums in float32, they send each other as many of theirs.
     """

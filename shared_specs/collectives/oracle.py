@@ -24,22 +24,22 @@ Sizes = Sequence[int] | None
 
 
 def reduce(parts: Parts) -> Parts:
-    """Every rank gets the sum."""
+    """Return the sum, on every rank."""
     return [sum(parts[1:], parts[0]).copy() for _ in parts]
 
 
 def gather(parts: Parts, dim: int) -> Parts:
-    """Every rank gets all parts side by side along `dim`."""
+    """Return all parts side by side along `dim`, on every rank."""
     return [np.concatenate(parts, axis=dim) for _ in parts]
 
 
 def scatter(parts: Parts, dim: int, sizes: Sizes = None) -> Parts:
-    """Every rank keeps its own stretch of its own array."""
+    """Return every rank's own stretch of its own array."""
     return [_cut(part, len(parts), dim, sizes)[rank] for rank, part in enumerate(parts)]
 
 
 def reduce_scatter(parts: Parts, dim: int, sizes: Sizes = None) -> Parts:
-    """Every rank gets its own stretch of the sum."""
+    """Return every rank's own stretch of the sum."""
     return scatter(reduce(parts), dim, sizes)
 
 

@@ -40,13 +40,13 @@ class VocabUtility:
     def vocab_range_from_per_partition_vocab_size(
         per_partition_vocab_size: int, rank: int, world_size: int
     ) -> tuple[int, int]:
-        """Of ranks that hold `per_partition_vocab_size` entries each. world_size is not needed, and there for its place."""
+        """Return the range of a rank where each holds `per_partition_vocab_size` entries. world_size is not used."""
         del world_size
         return rank * per_partition_vocab_size, (rank + 1) * per_partition_vocab_size
 
     @staticmethod
     def vocab_range_from_global_vocab_size(global_vocab_size: int, rank: int, world_size: int) -> tuple[int, int]:
-        """Of a vocabulary that the ranks share evenly; SpecError where they cannot."""
+        """Return the range of a vocabulary that the ranks share evenly; SpecError where they cannot."""
         return even_range(
             "vocab_range_from_global_vocab_size", "global_vocab_size", global_vocab_size, world_size, rank
         )

@@ -42,7 +42,7 @@ class SequencePlan:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest gathered shard: R t."""
+        """Return the number of tokens of the longest gathered shard: R t."""
         return max((sum(self.sizes(shard)) for shard in range(len(self))), default=0)
 
     def rows(self, shard: int) -> int:
@@ -57,7 +57,7 @@ class SequencePlan:
 
     @property
     def padded(self) -> bool:
-        """Whether ranks hold different numbers of tokens, so that some gathered shard has padding."""
+        """Return whether ranks hold different numbers of tokens, so that some gathered shard has padding."""
         return len(set(self.tokens)) > 1
 
     def kept_shards(self, keep: float) -> int:

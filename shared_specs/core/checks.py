@@ -4,8 +4,10 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import cast
+from dataclasses import dataclass, replace
+from typing import Any, TypeGuard, cast
+
+import numpy as np
 
 from shared_specs.config import HalfNames, Tiling
 from shared_specs.errors import UnsupportedError, error_text, fail, fail_type, show_shape
@@ -24,7 +26,7 @@ class Operand:
 
 
 def is_one_of(value: object, allowed: Sequence[str]) -> bool:
-    """Of strings only: an array is compared element by element."""
+    """Return whether a string is one of the choices; False for all else: an array is compared element by element."""
     return isinstance(value, str) and value in allowed
 
 
@@ -35,8 +37,9 @@ def check_keep(function: str, keep: object) -> None:
         SpecError: keep is outside [0, 1].
         TypeError: keep is no number.
     """
-    if isinstance(keep, bool) or not isinstance(keep, int | float):
+    if isinstance(keep, bool) or not isinstance(keep, int | float | np.integer | np.floating):
         fail_type(function, "keep", "a number", type(keep).__name__)
+    keep = cast(float, keep)
     if not 0.0 <= keep <= 1.0:  # also refuses NaN
         fail(function, "keep", "in [0, 1]", keep, advice="It is the fraction of shards whose gate and up are kept.")
 
@@ -62,6 +65,11 @@ def check_float(function: str, name: str, dtype: str) -> None:
         fail(function, name, "of dtype " + ", ".join(FLOAT_DTYPES), dtype)
 
 
+def is_integer(value: object) -> TypeGuard[int]:
+    """Return whether value is an integer, Python's or one of NumPy's; True and False are none."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
 def check_count(
     function: str, argument: str, count: object, *, x: tuple[int, ...] | None = None, advice: str = ""
 ) -> None:
@@ -75,7 +83,7 @@ def check_count(
     """
     if count is None:
         return
-    if isinstance(count, bool) or not isinstance(count, int):
+    if not is_integer(count):
         fail_type(function, argument, "an integer or None", type(count).__name__)
     if count < 1:
         shapes = f"x is {show_shape(x)}" if x is not None else ""
@@ -123,7 +131,15 @@ def resolve_tiling(
     given = [name for name in ("num_shards", "shard_tokens", "memory_budget") if getattr(tiling, name) is not None]
     if len(given) > 1:
         fail(function, "tiling", "given one of num_shards, shard_tokens, memory_budget", " and ".join(given))
-    return tiling
+    return _of_python_numbers(tiling)
+
+
+def _of_python_numbers(tiling: Tiling) -> Tiling:
+    """Return the tiling with Python's numbers in the place of NumPy's, which are no part of a plan."""
+    names = ("num_shards", "shard_tokens", "memory_budget", "vocab_shards", "keep")
+    numbers: dict[str, object] = {name: getattr(tiling, name) for name in names}
+    found: dict[str, Any] = {name: value.item() for name, value in numbers.items() if isinstance(value, np.number)}
+    return replace(tiling, **found) if found else tiling
 
 
 def check_token_axes(function: str, axes: object, usable: bool) -> None:
@@ -170,13 +186,13 @@ def check_backend(function: str, backend: object, names: HalfNames, reasons: Map
 
 
 def check_deterministic(function: str, tiling: Tiling, refused: str | None) -> None:
-    """UnsupportedError where `tiling.deterministic` is asked for and `refused` says why it cannot be had."""
+    """Raise UnsupportedError where `tiling.deterministic` is asked for and `refused` says why it cannot be had."""
     if tiling.deterministic and refused is not None:
         raise UnsupportedError(error_text(function, "deterministic", "False here", True, advice=refused))
 
 
 def check_deterministic_shards(function: str, plan: ShardPlan) -> None:
-    """UnsupportedError where a loop that computes the shorter last shard first cannot sum over shards in token order."""
+    """Raise UnsupportedError where a loop that computes the shorter last shard first cannot sum over shards in token order."""
     if len(plan) > 1 and plan.tokens % plan.shard_tokens:
         raise UnsupportedError(
             error_text(
@@ -244,7 +260,7 @@ def check_sizes(function: str, sizes: Mapping[str, object]) -> None:
         TypeError: one is no integer.
     """
     for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int):
+        if not is_integer(size):
             fail_type(function, name, "an integer", type(size).__name__ if size is not None else "None")
         check_count(function, name, size)
 

@@ -1,18 +1,24 @@
 """Block sizes of the kernels, by op, architecture and shape: read by Triton and by Pallas alike.
 
 Letters of one product: M rows, N columns, K the summed dim; a kernel's program makes one block of `rows` x `columns` of
-the result, `depth` of K at a time. What was measured on a device is in tuned_blocks.json, which the `tune` commands
-write; a shape that is not there gets the op's default, whose registers and shared memory a test compares with a table.
+the result, `depth` of K at a time. What `tune` measured on a user's device is in `user_table()`, what was measured for all in
+the project's own tuned_blocks.json; the first of them that has a shape says its blocks, and a shape that is in neither gets
+the op's default, whose registers and shared memory a test compares with a table.
 """
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+from shared_specs.errors import SpecError, error_text
+
 TUNED = Path(__file__).with_name("tuned_blocks.json")
+# Names the table of the user; empty: there is none.
+VARIABLE = "TILED_TUNED_BLOCKS"
 
 Kernels = Literal["triton", "pallas"]
 
@@ -264,24 +270,54 @@ def paths_for(kernels: Kernels, architecture: str, dtype: str, shape: tuple[int,
     return found if isinstance(found, Paths) else default
 
 
-def write_tuned(entries: Sequence[Mapping[str, Any]], path: Path = TUNED) -> None:
-    """Puts measured entries into the table; one that is there for the same key is replaced.
+def user_table() -> Path | None:
+    """Return where `tune` writes what it measured, whether it is there or not: TILED_TUNED_BLOCKS, else tuned_blocks.json in
+    the folder tiled-mlp of XDG_CONFIG_HOME (~/.config). None where the variable is empty.
+    """
+    if (named := os.environ.get(VARIABLE)) is not None:
+        return Path(named).expanduser() if named else None
+    return Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "tiled-mlp" / TUNED.name
+
+
+def tables() -> tuple[Path, ...]:
+    """Return the tables that are read: the first of them that has a shape says its blocks."""
+    own = user_table()
+    return (TUNED,) if own is None or not own.is_file() else (own, TUNED)
+
+
+def write_tuned(entries: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Put measured entries into a table, a new one where there is none; one that is there for the same key is replaced.
 
     An entry has kernels, op, architecture, dtype, shape, and `blocks` or (op "paths") `paths`, their fields as they are.
     """
-    known = json.loads(path.read_text())
+    known: list[Mapping[str, Any]] = json.loads(path.read_text()) if path.exists() else []
     keys = ("kernels", "op", "architecture", "dtype", "shape")
     fresh = [tuple(map(str, (entry[key] for key in keys))) for entry in entries]
     kept = [entry for entry in known if tuple(map(str, (entry[key] for key in keys))) not in fresh]
-    path.write_text(json.dumps([*kept, *entries], indent=1) + "\n")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(json.dumps([*kept, *entries], indent=1) + "\n")
+    os.replace(partial, path)  # who reads it meanwhile reads the one or the other
     _tuned.cache_clear()
 
 
 @cache
 def _tuned() -> dict[tuple[str, str, str, str, tuple[int, ...]], Blocks | Paths]:
-    """Return entries of the measured table; a block's kernel and op, or "paths"."""
+    """Return entries of the measured tables; a block's kernel and op, or "paths"."""
     found: dict[tuple[str, str, str, str, tuple[int, ...]], Blocks | Paths] = {}
-    for entry in json.loads(TUNED.read_text()):
-        key = (entry["kernels"], entry["op"], entry["architecture"], entry["dtype"], tuple(entry["shape"]))
-        found[key] = Paths(**entry["paths"]) if entry["op"] == "paths" else Blocks(**entry["blocks"])
+    for path in reversed(tables()):
+        found |= _entries(path)
+    return found
+
+
+def _entries(path: Path) -> dict[tuple[str, str, str, str, tuple[int, ...]], Blocks | Paths]:
+    found: dict[tuple[str, str, str, str, tuple[int, ...]], Blocks | Paths] = {}
+    try:
+        for entry in json.loads(path.read_text()):
+            key = (entry["kernels"], entry["op"], entry["architecture"], entry["dtype"], tuple(entry["shape"]))
+            found[key] = Paths(**entry["paths"]) if entry["op"] == "paths" else Blocks(**entry["blocks"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = f"{path} with {type(error).__name__}: {error}"
+        advice = f"Remove it, or set {VARIABLE} to another one or to nothing."
+        raise SpecError(error_text("blocks", "the table of tune", "as tune wrote it", reason, advice=advice)) from error
     return found

@@ -131,7 +131,7 @@ def _product_seconds(size: tuple[int, int, int], gpu: GPU, itemsize: int) -> flo
 
 
 @dataclass(frozen=True)
-class _Rows:
+class _RowWork:
     """The work of t rows of one MLP, a step each. A gated one has two up-projections."""
 
     shape: MLPShape
@@ -157,7 +157,7 @@ class _Rows:
         return products._replace(launches=1 if path == "dual" else self.ups)
 
     def projections(self) -> Work:
-        """gate and up alone."""
+        """Return gate and up alone."""
         return _repeat(product(self.t, self.shape.intermediate, self.shape.hidden), self.ups)
 
     def down(self) -> Work:
@@ -218,8 +218,8 @@ def mlp_work(
     Raises:
         SpecError: the variant is unknown, or `keep` or `paths` is given to one that has none.
     """
-    rows = {t: _Rows(shape, t) for t in {stop - start for start, stop in plan.spans}}
-    whole = _Rows(shape, shape.tokens)
+    rows = {t: _RowWork(shape, t) for t in {stop - start for start, stop in plan.spans}}
+    whole = _RowWork(shape, shape.tokens)
     if variant not in ("tiled", "products") and (keep or paths is not None):
         fail("mlp_work", "keep and paths", "left out for a variant that has none", (keep, paths))
     paths = paths or Paths(up="vendor", down="vendor")
@@ -307,7 +307,7 @@ def shard_work(question: str, shape: MLPShape, *, fused: bool) -> Work:
     Raises:
         SpecError: the question is unknown.
     """
-    rows, path = _Rows(shape, shape.tokens), "dgated" if fused else "vendor"
+    rows, path = _RowWork(shape, shape.tokens), "dgated" if fused else "vendor"
     weight = product(shape.intermediate, shape.hidden, shape.tokens)
     answers: dict[str, Callable[[], Work]] = {
         "up": lambda: rows.up("dual" if fused else "vendor"),

@@ -3,11 +3,21 @@
 Letters: T tokens, H hidden, A and K the columns of all query heads and of all key heads.
 """
 
+from typing import Any
+
 WIDE = 4  # bytes of the float32 residual stream, and of sums
 
 
 def block_row_bytes(
-    *, hidden: int, heads: int, kv_heads: int, head_dim: int, itemsize: int, kept_layers: int = 0, stream: int = WIDE
+    *,
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    itemsize: int,
+    kept_layers: int = 0,
+    stream: int = WIDE,
+    tensor: int = 1,
 ) -> int:
     """Return the temporary bytes that one more token costs the compiled (XLA) forward and backward, whatever the layers.
 
@@ -19,26 +29,32 @@ def block_row_bytes(
     Args:
         itemsize: bytes of the dtype of the products. kept_layers: layers whose inputs stay on the device.
         stream: bytes of the dtype of the residual stream.
+        tensor: devices that split the weights, and with sequence parallelism the tokens between the split layers.
     """
-    queries, keys, wide = heads * head_dim, kv_heads * head_dim, max(WIDE, itemsize)
-    rows = (2 + kept_layers) * hidden * stream
-    attention = (2 * queries + 2 * keys) * itemsize + 2 * keys * wide + 2 * heads * wide
+    queries, keys, wide = heads * head_dim // tensor, kv_heads * head_dim // tensor, max(WIDE, itemsize)
+    rows = (2 + kept_layers) * (hidden // tensor) * stream
+    attention = (2 * queries + 2 * keys) * itemsize + 2 * keys * wide + 2 * (heads // tensor) * wide
     return rows + attention + 3 * 4
 
 
-def eager_block_row_bytes(
-    *, hidden: int, heads: int, kv_heads: int, head_dim: int, itemsize: int, kept_layers: int = 0
-) -> int:
+def eager_block_row_bytes(**sizes: Any) -> int:
     """Return the bytes that one more token costs PyTorch's forward and backward, whatever the layers.
 
     The larger of `eager_block_moments`, whose arguments these are.
     """
-    sizes = {"hidden": hidden, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
-    return max(eager_block_moments(**sizes, itemsize=itemsize, kept_layers=kept_layers))
+    return max(eager_block_moments(**sizes))
 
 
 def eager_block_moments(
-    *, hidden: int, heads: int, kv_heads: int, head_dim: int, itemsize: int, kept_layers: int = 0
+    *,
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    itemsize: int,
+    kept_layers: int = 0,
+    tensor: int = 1,
+    sequence_parallel: bool = True,
 ) -> tuple[int, int]:
     """Return the bytes that one more token costs two moments of a layer's backward in PyTorch: attention's, and behind it.
 
@@ -49,9 +65,12 @@ def eager_block_moments(
 
     Args:
         itemsize: bytes of the dtype of the model. kept_layers: layers whose inputs stay on the device.
+        tensor, sequence_parallel: ranks that split the weights, and whether they split the tokens between the split layers.
     """
-    queries, keys = heads * head_dim, kv_heads * head_dim
-    both = 2 * hidden + 3 * queries + 2 * keys + 2 * head_dim
-    behind = max(kept_layers, 1) * hidden
-    attention = kept_layers * hidden + (queries + 2 * keys) // kv_heads
-    return (both + attention) * itemsize + heads * WIDE, (both + behind) * itemsize + heads * WIDE
+    queries, keys = heads * head_dim // tensor, kv_heads * head_dim // tensor
+    own = hidden // tensor if sequence_parallel else hidden
+    both = 2 * own + 3 * queries + 2 * keys + 2 * head_dim
+    behind = max(kept_layers, 1) * own
+    attention = kept_layers * own + (queries + 2 * keys) * tensor // kv_heads
+    lse = heads // tensor * WIDE
+    return (both + attention) * itemsize + lse, (both + behind) * itemsize + lse

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from shared_specs.collectives.partitions import even_range
-from shared_specs.errors import fail
+from shared_specs.errors import fail, show_shape
 
 
 @dataclass(frozen=True)
@@ -35,3 +35,39 @@ def context_heads(function: str, heads: int, kv_heads: int, ranks: int) -> Conte
         fail(function, "the number of key heads", f"a divisor of the {heads} query heads", kv_heads)
     repeated = math.lcm(kv_heads, ranks)
     return ContextHeads(heads // ranks, repeated // ranks, repeated // kv_heads)
+
+
+def check_scores(function: str, window: int | None, softcap: float | None) -> None:
+    """Check how many keys a query sees, and the cap of scores.
+
+    Raises:
+        SpecError: no key, or a cap that is not positive.
+    """
+    if window is not None and window < 1:
+        fail(function, "window", ">= 1 or None", window)
+    if softcap is not None and not softcap > 0:
+        fail(function, "softcap", "> 0 or None", softcap)
+
+
+def check_attention_shapes(
+    function: str, layout: tuple[str, str, str, str], q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]
+) -> None:
+    """Check that q, k and v are heads of the same tokens, query heads a multiple of key heads.
+
+    Args:
+        layout: names of the four dims: "B", "tokens", "heads" and "d", in the order that the function takes.
+
+    Raises:
+        SpecError: they are not.
+    """
+    given = {"q": q, "k": k, "v": v}
+    for name, shape in given.items():
+        if len(shape) != 4:
+            fail(function, name, f"of shape [{', '.join(layout)}]", show_shape(shape))
+    shapes = ", ".join(f"{name} is {show_shape(shape)}" for name, shape in given.items())
+    batch, tokens, heads, width = map(layout.index, ("B", "tokens", "heads", "d"))
+    if k[heads] != v[heads] or not k[heads] or q[heads] % k[heads]:
+        rule = "heads whose number divides the query heads, as many for both"
+        fail(function, "k, v", rule, f"{k[heads]} and {v[heads]}", shapes=shapes)
+    if any(q[dim] != k[dim] or k[dim] != v[dim] for dim in (batch, tokens)) or q[width] != k[width]:
+        fail(function, "q, k, v", "of the same sequences and tokens, q and k of the same d", "others", shapes=shapes)

@@ -35,15 +35,15 @@ def check_block_tiling(function: str, tiling: Tiling, backend: str = "auto") -> 
             raise UnsupportedError(error_text(function, name, f"{default} with scope='block'", value, advice=advice))
 
 
-def check_block_ranks(function: str, *, tensor: bool) -> None:
-    """Check that the ranks share no layer: one function has all of its weights.
+def check_block_ranks(function: str, *, split_by_compiler: bool) -> None:
+    """Check that no compiler has to split the layers: each is one function, which splits itself.
 
     Args:
-        tensor: whether tensor parallelism is asked for.
+        split_by_compiler: whether tensor parallelism is left to it, with a loss that is written for one device.
     Raises:
         UnsupportedError: it is.
     """
-    if tensor:
-        rule, got = "'mlp' with tensor parallelism", "'block' with tensor parallelism"
-        advice = "Data and context parallelism of every kind take scope='block'."
+    if split_by_compiler:
+        rule, got = "'mlp' with tensor parallelism and loss_fn", "'block'"
+        advice = "Leave loss_fn out: the model's own loss splits such layers itself."
         raise UnsupportedError(error_text(function, "the model's scope", rule, got, advice=advice))

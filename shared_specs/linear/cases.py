@@ -94,7 +94,7 @@ LINEAR_CASES = _linear_cases()
 
 
 def make_linear_inputs(case: LinearCase) -> dict[str, Array]:
-    """x [*dims, in], weight [in, out], bias [out] where there is one, dy [*dims, out], in the case's dtype."""
+    """Return x [*dims, in], weight [in, out], bias [out] where there is one, dy [*dims, out], in the case's dtype."""
     rng = np.random.default_rng(case.seed)
     arrays = {
         "x": case.scale * rng.standard_normal((*case.dims, case.in_features)),

@@ -20,7 +20,7 @@ def check_tiled_linear(
     checks.check_flags(function, **flags)
     sizes: list[tuple[int, ...]] = []
     for kind, features, splits in (("in", in_features, in_splits), ("out", out_features, out_splits)):
-        if isinstance(splits, bool) or not isinstance(splits, int):
+        if not checks.is_integer(splits):
             fail_type(function, f"{kind}_splits", "an integer", type(splits).__name__)
         if not 1 <= splits <= features:
             shapes = f"{kind}_features is {features}"

@@ -177,7 +177,7 @@ LOSS_CASES = _loss_cases()
 
 
 def make_loss_inputs(case: LossCase) -> dict[str, Array]:
-    """x [*dims, H], weight [H, V], bias [V], targets [*dims] (int64), class_weight [V] and upstream gradients.
+    """Return x [*dims, H], weight [H, V], bias [V], targets [*dims] (int64), class_weight [V] and upstream gradients.
 
     `d<name>` is the upstream gradient of a result, in the dtype results have: float32, float64 for float64.
     """

@@ -48,7 +48,7 @@ class LossShape:
 
     @property
     def cast_bytes(self) -> int:
-        """Of the weight in the compute dtype, where it is stored in another one (autocast)."""
+        """Return the bytes of the weight in the compute dtype, where it is stored in another one (autocast)."""
         return self.vocab * self.hidden * self.itemsize if self.weight_itemsize != self.itemsize else 0
 
 

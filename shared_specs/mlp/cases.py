@@ -119,7 +119,7 @@ MLP_CASES = _mlp_cases()
 
 
 def make_inputs(case: MLPCase) -> dict[str, Array]:
-    """x [*dims, H], dy [*dims, H_out], w_gate and w_up [H, I], w_down [I, H_out], b_* ; weights are [in, out].
+    """Return x [*dims, H], dy [*dims, H_out], w_gate and w_up [H, I], w_down [I, H_out], b_* ; weights are [in, out].
 
     An expanded layout repeats one row along the last leading dim, so that a zero stride can hold the same values.
     """

@@ -113,7 +113,7 @@ def agreed_hidden(sizes: Mapping[str, int]) -> int | None:
 
 
 def _check_width(function: str, x: Operand, weights: Mapping[str, Operand], names: HalfNames) -> None:
-    """SpecError about x, which goes with the other dim of w_up, where two of the weights agree about another H.
+    """Raise SpecError about x, which goes with the other dim of w_up, where two of the weights agree about another H.
 
     Weights that are all transposed agree as well: those whose H would be more than their I, as in few models, are blamed.
     """
@@ -184,7 +184,7 @@ def module_shapes(
     """Return name and shape of every parameter of a module, weights first; SpecError, TypeError for what is no size or flag."""
     checks.check_sizes(function, {"hidden_size": hidden_size, "intermediate_size": intermediate_size})
     checks.check_flags(function, gated=gated, bias=bias, fused_gate_up=fused_gate_up)
-    H, I = hidden_size, intermediate_size  # noqa: E741
+    H, I = int(hidden_size), int(intermediate_size)  # noqa: E741
     ups = {"gate_up": (H, 2 * I)} if fused_gate_up else {"gate": (H, I), "up": (H, I)} if gated else {"up": (H, I)}
     features = {**ups, "down": (I, H)}
     shapes: dict[str, tuple[int, ...]] = {f"w_{name}": names.weight_shape(*sizes) for name, sizes in features.items()}

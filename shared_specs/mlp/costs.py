@@ -13,7 +13,7 @@ from typing import Literal
 from shared_specs.core.budget import shard_tokens_within
 from shared_specs.shards import ShardPlan, plan_tokens
 
-Checkpointing = Literal["none", "non-reentrant", "reentrant"]
+CheckpointKind = Literal["none", "non-reentrant", "reentrant"]
 
 
 # Elements that one elementwise step works on at a time in the eager backend: small enough to stay in a core's cache on
@@ -41,7 +41,7 @@ class MLPShape:
 
     @property
     def cast_bytes(self) -> int:
-        """Of the weights in the compute dtype, where they are stored in another one (autocast)."""
+        """Return the bytes of the weights in the compute dtype, where they are stored in another one (autocast)."""
         return self.weight_elements * self.itemsize if self.weight_itemsize != self.itemsize else 0
 
 
@@ -50,7 +50,7 @@ def thi(shape: MLPShape) -> int:
     return 2 * shape.tokens * shape.hidden * shape.intermediate
 
 
-def mlp_flop(shape: MLPShape, plan: ShardPlan, *, keep: float = 0.0, checkpointing: Checkpointing = "none") -> int:
+def mlp_flop(shape: MLPShape, plan: ShardPlan, *, keep: float = 0.0, checkpointing: CheckpointKind = "none") -> int:
     """Return FLOP of the products of one forward and backward, H_out = H.
 
     Gated: 22 - 4f THI; 22 for every keep under non-reentrant checkpointing, whose replay stops before the MLP (it
@@ -68,7 +68,7 @@ def mlp_flop(shape: MLPShape, plan: ShardPlan, *, keep: float = 0.0, checkpointi
     return int((forward + replay + recompute + backward) * thi(shape))
 
 
-def plain_flop(shape: MLPShape, *, checkpointing: Checkpointing = "none") -> int:
+def plain_flop(shape: MLPShape, *, checkpointing: CheckpointKind = "none") -> int:
     """Return FLOP of the untiled MLP: 18 THI gated, 22 and 24 under checkpointing (12, 14 and 16 without a gate)."""
     up_products = 2 if shape.gated else 1
     replay = {"none": 0, "non-reentrant": up_products, "reentrant": up_products + 1}[checkpointing]

@@ -33,8 +33,9 @@ def _steps(
             "tensor parallelism",
             [_axis(tensor.axis, axes), *_options(tensor, "sequence_parallel", "loss_parallel", asynchronous=False)],
         )
-    if data is not None and data.context_axis is not None and axes[data.context_axis] > 1:
-        yield "context parallelism", [_axis(data.context_axis, axes)]
+    if data is not None and any(axes[axis] > 1 for axis in data.context_axes):
+        kind = [] if data.context == "ulysses" else [data.context]
+        yield "context parallelism", [" x ".join(_axis(axis, axes) for axis in data.context_axes), *kind]
     if checkpointing is not None:
         yield "checkpointing", _options(checkpointing, "mode", every=None, offload=False)
     if config.compile is not None:
@@ -42,12 +43,17 @@ def _steps(
     if data is not None:
         over = [] if data.replicate_axis is None else [_axis(data.replicate_axis, axes)]
         over += [_axis(data.shard_axis, axes)]
-        over += [] if data.context_axis is None else [_axis(data.context_axis, axes)]
+        over += [_axis(axis, axes) for axis in data.context_axes]
         sharded = ("param_dtype", "reduce_dtype", "reshard") if data.engine == "fsdp" else ("reduce_dtype",)
         yield (
             "data parallelism",
-            [f"{data.engine} over {' x '.join(over)}", *_options(data, *sharded, cpu_offload=False, pipeline=False)],
+            [
+                f"{data.engine} over {' x '.join(over)}",
+                *_options(data, *sharded, cpu_offload=False, pipeline=False, loss_mean=None),
+            ],
         )
+    if config.micro_batches > 1:
+        yield "gradient accumulation", [f"{config.micro_batches} micro-batches"]
 
 
 def _axis(name: str, axes: Mapping[str, int]) -> str:

@@ -6,18 +6,21 @@ from math import prod
 from typing import Any, Never, get_args, get_type_hints
 
 from shared_specs.config import (
+    CONTEXT_KINDS,
     HALVES,
     Checkpointing,
     CheckpointingMode,
     Compile,
     DataParallel,
     Half,
+    LossMean,
     ParallelConfig,
     Reshard,
     TensorParallel,
 )
 from shared_specs.core.checks import FLOAT_DTYPES, check_count
 from shared_specs.errors import UnsupportedError, error_text, fail, fail_type, show_shape
+from shared_specs.layers.ring import ring_multiple
 
 # Fields that one half has and the other refuses unless left at their defaults.
 ONE_HALF: dict[str, Half] = {
@@ -26,6 +29,7 @@ ONE_HALF: dict[str, Half] = {
     "float8": "torch",
     "donate": "jax",
     "data.pipeline": "torch",
+    "micro_batches": "jax",
 }
 
 
@@ -52,6 +56,8 @@ def check_parallel_config(
     _check_data(function, config, axes)
     _check_compile(function, config)
     _check_mesh(function, config, axes)
+    check_count(function, "config.micro_batches", config.micro_batches)
+    _check_loss_mean(function, config.data, half)
     for path, reason in (unsupported or {}).items():
         value, default = _value(config, path)
         if reason is not None and value != default:
@@ -91,7 +97,7 @@ def check_context_heads(function: str, heads: int, ranks: Mapping[str, int]) -> 
     """Check that tensor and context parallelism together divide the query heads; key heads are repeated where needed.
 
     Args:
-        ranks: by name of the mesh axes that divide the heads, their ranks.
+        ranks: by name of the mesh axes that divide the heads, their ranks; a ring, which does not, counts as one.
 
     Raises:
         SpecError: they do not.
@@ -99,23 +105,52 @@ def check_context_heads(function: str, heads: int, ranks: Mapping[str, int]) -> 
     together = prod(ranks.values())
     if heads % together:
         advice = "Each attends with heads of its own. Take a mesh that divides them."
-        rule = f"a multiple of the {together} ranks of the mesh axes {', '.join(ranks)}"
+        axes = ", ".join(axis for axis, size in ranks.items() if size > 1)
+        rule = f"a multiple of the {together} ranks of the mesh axes {axes}"
         fail(function, "num_attention_heads", rule, heads, advice=advice)
 
 
-def check_context_tokens(function: str, argument: str, tokens: int, ranks: int, shape: tuple[int, ...]) -> None:
+def check_context_tokens(
+    function: str,
+    argument: str,
+    tokens: int,
+    ranks: int,
+    shape: tuple[int, ...],
+    *,
+    order: str = "tokens",
+    inside: int = 1,
+) -> None:
     """Check that every rank of a context-parallel group gets the same number of tokens of a sequence.
 
+    Args:
+        ranks: in all. order: in which tokens are dealt out. inside: with "zigzag" how many ranks share a place in the ring.
+
     Raises:
-        SpecError: `tokens` is no multiple of the ranks.
+        SpecError: `tokens` is no multiple of the ranks, or, dealt "zigzag", of the parts that are dealt out.
     """
-    if tokens % ranks:
-        rule = f"of a multiple of {ranks} tokens, for the ranks that each hold a run of them"
+    parts = ranks if order == "tokens" else ring_multiple(ranks // inside, inside)
+    if tokens % parts:
+        held = "the ranks that each hold a run" if order == "tokens" else f"{ranks} ranks that hold two runs in a ring"
+        rule = f"of a multiple of {parts} tokens, for {held} of them"
         advice = "Pad the sequences, with labels that are ignored."
         fail(function, argument, rule, tokens, shapes=f"{argument} is {show_shape(shape)}", advice=advice)
 
 
-def refuse_context(function: str, computes: str, axis: str) -> Never:
+def check_ring(function: str, dropout: float) -> None:
+    """Check that nothing is drawn at random of the scores that travel round a ring.
+
+    Args:
+        dropout: of attention's weights.
+
+    Raises:
+        UnsupportedError: something is.
+    """
+    if dropout:
+        advice = 'Set it to 0, or take context="ulysses".'
+        raise UnsupportedError(error_text(function, "attention_dropout", "0 with rings", dropout, advice=advice))
+
+
+def refuse_context(function: str, computes: str, axis: str | tuple[str, ...]) -> Never:
     """Refuse context parallelism for a model that does not say how its tokens are split.
 
     `computes`: the part of the model that needs whole sequences, as the message names it.
@@ -128,14 +163,40 @@ def refuse_context(function: str, computes: str, axis: str) -> Never:
     raise UnsupportedError(error_text(function, "config.data.context_axis", rule, repr(axis), advice=advice))
 
 
+def refuse_fused(function: str, model: str, projections: str) -> Never:
+    """Refuse tensor parallelism for a model whose projections are fused, as its parameters' names say.
+
+    Raises:
+        UnsupportedError: always.
+    """
+    got = f"TensorParallel for {model}"
+    advice = f"Its {projections} are fused: a rank's part would be of other heads. Shard it with config.data."
+    raise UnsupportedError(
+        error_text(function, "config.tensor", "None where projections are fused", got, advice=advice)
+    )
+
+
+def refuse_context_kind(function: str, computes: str, kind: str, kinds: Iterable[str]) -> Never:
+    """Refuse a kind of context parallelism that a model has no way for.
+
+    Raises:
+        UnsupportedError: always.
+    """
+    rule = f"one of {', '.join(kinds)} for {computes}"
+    raise UnsupportedError(error_text(function, "config.data.context", rule, repr(kind)))
+
+
 def mesh_axes(config: ParallelConfig) -> dict[str, str]:
     """Field that names an axis -> the axis, of everything the configuration asks for."""
     found = {} if config.tensor is None else {"config.tensor.axis": config.tensor.axis}
     if config.data is not None:
-        for name in ("replicate_axis", "shard_axis", "context_axis"):
+        for name in ("replicate_axis", "shard_axis"):
             axis = getattr(config.data, name)
             if axis is not None:
                 found[f"config.data.{name}"] = axis
+        several = len(config.data.context_axes) > 1
+        for place, axis in enumerate(config.data.context_axes):
+            found["config.data.context_axis" + f"[{place}]" * several] = axis
     return found
 
 
@@ -145,7 +206,7 @@ def check_axis_order(function: str, data: DataParallel | None, axes: Iterable[st
     Raises:
         SpecError: it has them in another order.
     """
-    given = () if data is None else (data.replicate_axis, data.shard_axis, data.context_axis)
+    given = () if data is None else (data.replicate_axis, data.shard_axis, *data.context_axes)
     wanted = [axis for axis in given if axis is not None]
     found = [axis for axis in axes if axis in wanted]
     if found != wanted:
@@ -229,6 +290,7 @@ def _check_data(function: str, config: ParallelConfig, axes: Mapping[str, int]) 
             _check_one_of(function, f"config.data.{name}", getattr(data, name), FLOAT_DTYPES)
     if data.engine == "ddp":
         _check_ddp(function, data, axes)
+    _check_context(function, data)
     if data.context_axis is not None and data.pipeline:
         advice = "A stage of a pipeline is not given the tokens that are to be split."
         fail(function, "config.data.pipeline", "False with config.data.context_axis", True, advice=advice)
@@ -240,9 +302,37 @@ def _check_data(function: str, config: ParallelConfig, axes: Mapping[str, int]) 
         taken[axis] = name
 
 
+def _check_loss_mean(function: str, data: DataParallel | None, half: Half) -> None:
+    if data is None or data.loss_mean is None:
+        return
+    _check_one_of(function, "config.data.loss_mean", data.loss_mean, get_args(LossMean))
+    if half == "jax" and data.loss_mean == "ranks":
+        advice = "The loss of a step is one sum over one count, of all devices."
+        fail(function, "config.data.loss_mean", "None or 'tokens' in tiled_jax", repr(data.loss_mean), advice=advice)
+    if data.loss_mean == "tokens" and data.pipeline:
+        advice = "A stage of a pipeline is not given the labels."
+        fail(function, "config.data.pipeline", "False with config.data.loss_mean='tokens'", True, advice=advice)
+
+
+def _check_context(function: str, data: DataParallel) -> None:
+    _check_one_of(function, "config.data.context", data.context, CONTEXT_KINDS)
+    axis: object = data.context_axis
+    name = "config.data.context_axis"
+    several: tuple[Any, ...] = axis if isinstance(axis, tuple) else ()
+    pair = len(several) == 2 and all(isinstance(each, str) for each in several)
+    if not (axis is None or isinstance(axis, str) or pair):
+        fail_type(function, name, "a string, a pair of strings or None", repr(axis))
+    if axis is None and data.context != "ulysses":
+        advice = "Name the axis whose ranks share a sequence."
+        fail(function, name, f'given with config.data.context="{data.context}"', None, advice=advice)
+    if axis is not None and pair != (data.context == "2d"):
+        rule = "a pair of axes, that of the rings first," if data.context == "2d" else "one axis"
+        fail(function, name, f'{rule} with config.data.context="{data.context}"', repr(axis))
+
+
 def _check_ddp(function: str, data: DataParallel, axes: Mapping[str, int]) -> None:
     """DDP replicates the weights over one axis; what belongs to sharded weights has no meaning there."""
-    for name in ("replicate_axis", "context_axis", "param_dtype", "cpu_offload", "reshard", "pipeline"):
+    for name in ("replicate_axis", "context_axis", "context", "param_dtype", "cpu_offload", "reshard", "pipeline"):
         value, default = getattr(data, name), getattr(DataParallel(), name)
         if value != default:
             fail(function, f"config.data.{name}", f'left at {default!r} with engine="ddp"', repr(value))

@@ -9,21 +9,8 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
-# NVIDIA's data sheet and CUDA's table of compute capability 9.0; in the compiler's own text form.
-TARGET = """gpu_device_info {
-  threads_per_block_limit: 1024  threads_per_warp: 32  threads_per_core_limit: 2048
-  shared_memory_per_block: 49152  shared_memory_per_block_optin: 232448  shared_memory_per_core: 233472
-  registers_per_core_limit: 65536  registers_per_block_limit: 65536
-  core_count: 132  fpus_per_core: 128  clock_rate_ghz: 1.98
-  block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
-  memory_bandwidth: 4800000000000  l2_cache_size: 52428800  device_memory_size: 150000000000
-  cuda_compute_capability { major: 9 }
-}
-runtime_version { major: 13 minor: 0 patch: 0 }
-dnn_version_info { major: 9 minor: 12 }
-platform_name: "CUDA"
-device_description_str: "NVIDIA H200"
-"""
+from tiled_jax.commands.plan.device import TARGET as TARGET
+
 SHARED_LIMIT = 232_448
 
 

@@ -12,9 +12,8 @@ from shared_specs.layers.block_costs import block_row_bytes
 from shared_specs.tolerances import COST_BYTES
 from tests.aot import h200
 from tests.tiny_model import tiny_config
-from tiled_jax.layers import recompute
+from tiled_jax.layers import attention_blocks, recompute
 from tiled_jax.models import Llama, LlamaConfig, next_token_loss
-from tiled_jax.models.block import attention as block_attention
 
 H = 512
 CONFIG = tiny_config(
@@ -45,7 +44,7 @@ def test_bytes_a_token_with_offloaded_inputs(dtype: str, monkeypatch: pytest.Mon
     """At two lengths and two depths; in arrays [T, H] of the residual stream, whose dtype is float32."""
     # The processor that compiles has nowhere to move to, and its device is no GPU.
     monkeypatch.setattr(recompute, "offload_refused", lambda: None)
-    monkeypatch.setattr(block_attention, "BLOCK_TOKENS", {"cpu": 128, "gpu": 128})
+    monkeypatch.setattr(attention_blocks, "BLOCK_TOKENS", {"cpu": 128, "gpu": 128})
     found = {(tokens, layers): temporary_bytes(tokens, layers, dtype) for tokens in (SHORT, LONG) for layers in (2, 4)}
     few, many = ((found[LONG, layers][0] - found[SHORT, layers][0]) / (LONG - SHORT) for layers in (2, 4))
     itemsize = jnp.dtype(dtype).itemsize

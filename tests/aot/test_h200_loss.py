@@ -19,7 +19,7 @@ from tests.aot import h200, ptx
 from tests.aot.conftest import DUMP
 from tiled_jax import tiled_linear_cross_entropy
 from tiled_jax.loss.kernels import cross_entropy
-from tiled_jax.loss.kernels.cross_entropy import Columns, RowSlopes
+from tiled_jax.loss.kernels.cross_entropy import Columns, RowCoefficients
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 T, SHARD, H, V = 16384, 2048, 4096, 128256  # Llama-3-8B
@@ -30,8 +30,8 @@ TABLE = json.loads(Path(__file__).with_name("h200_loss_kernels.json").read_text(
 PLAIN = LossOptions()
 EVERYTHING = LossOptions(label_smoothing=0.1, logit_softcap=30.0, logit_scale=0.5, outputs=("entropy",))
 numbers, indices = h200.shape(F32, SHARD), h200.shape(jnp.int32, SHARD)
-plain = Columns(indices), RowSlopes(numbers, numbers)
-full = Columns(indices, indices, h200.shape(F32, V)), RowSlopes(*[numbers] * 6)
+plain = Columns(indices), RowCoefficients(numbers, numbers)
+full = Columns(indices, indices, h200.shape(F32, V)), RowCoefficients(*[numbers] * 6)
 
 
 def logits(dtype: Any) -> jax.ShapeDtypeStruct:
@@ -50,7 +50,7 @@ KERNELS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "gradient": (partial(cross_entropy.gradient, options=PLAIN), (logits(BF16), *plain, numbers, numbers)),
     "everything, both": (
         partial(cross_entropy.statistics_and_gradient, options=EVERYTHING),
-        (logits(BF16), full[0], full[1]._replace(entropy_slope=None, entropy=None)),
+        (logits(BF16), full[0], full[1]._replace(d=None, entropy=None)),
     ),
     "everything, statistics": (partial(cross_entropy.statistics, options=EVERYTHING), (logits(BF16), full[0])),
     "everything, gradient": (

@@ -12,9 +12,11 @@ import torch.distributed as dist
 from rich.console import Console
 from torch.distributed.tensor import DTensor
 
+from shared_specs.app.finetune import loop
 from shared_specs.app.finetune.loop import finetune
 from shared_specs.app.finetune.processes import USER_ERRORS
 from shared_specs.app.options import FinetuneOptions
+from tests.fake_trainer import empty_picture
 from tests.loading import memory_of_loading
 from tiled_torch.commands.finetune.trainer import TorchTrainer
 
@@ -24,20 +26,18 @@ def runs(rank: int, world: int, options: list[dict[str, Any]]) -> list[dict[str,
     store, init = dist.distributed_c10d._get_default_store(), dist.init_process_group
     dist.destroy_process_group()  # the one of this call: the command makes its own
     found = []
-    try:
-        for number, given in enumerate(options):
-            met = {"store": dist.PrefixStore(f"run{number}", store), "rank": rank, "world_size": world}
-            with mock.patch.object(dist, "init_process_group", partial(init, **met)), warnings.catch_warnings():
-                warnings.simplefilter("default")  # as the command has them
-                found.append(_run(FinetuneOptions(**given), world))
-    finally:
-        init("gloo", store=dist.PrefixStore("after", store), rank=rank, world_size=world)
+    for number, given in enumerate(options):
+        met = {"store": dist.PrefixStore(f"run{number}", store), "rank": rank, "world_size": world}
+        with mock.patch.object(dist, "init_process_group", partial(init, **met)), warnings.catch_warnings():
+            warnings.simplefilter("default")  # as the command has them
+            found.append(_run(FinetuneOptions(**given), world))
     return found
 
 
 def _run(options: FinetuneOptions, world: int) -> dict[str, Any]:
     shown = io.StringIO()
-    with mock.patch.dict("os.environ", {"WORLD_SIZE": str(world)}):
+    pictures = mock.patch.object(loop, "plot_runs", empty_picture)
+    with pictures, mock.patch.dict("os.environ", {"WORLD_SIZE": str(world)}):
         try:
             code = finetune(TorchTrainer(), options, Console(file=shown, width=200))
         except USER_ERRORS as error:

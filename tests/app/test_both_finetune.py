@@ -1,11 +1,10 @@
 """The command of one half against that of the other: same windows, same losses, and one resumes what the other began."""
 
 import io
+import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -21,7 +20,8 @@ from shared_specs.app.models.weights import read_model
 from shared_specs.app.options import FinetuneOptions, InputError
 from shared_specs.errors import SpecError, UnsupportedError
 from shared_specs.tolerances import DEMO_LOSS_RTOL
-from tests.core.jax_compiling import compiled_once
+from tests.core.jax_compiling import compiled_plainly, kept
+from tests.launched import command
 from tests.tiny_model import write_text, write_tiny_folder
 from tiled_jax import __main__ as jax_main
 from tiled_jax.commands.finetune.trainer import JaxTrainer
@@ -33,8 +33,8 @@ TILED = {"num_shards": 5, "keep": 0.5}
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _same_programs_are_compiled_once(tmp_path_factory):
-    with compiled_once(tmp_path_factory.mktemp("compiled")):
+def _programs_are_not_optimized():
+    with compiled_plainly():
         yield
 
 
@@ -143,15 +143,15 @@ def interrupted(half, inputs, out, number, **words):
     """The exit code of the command in a process of its own, after a signal at its third step or soon after it."""
     given = {"model": inputs / "model", "text": inputs / "text", "lr": 1e-3, "out": out, "device": "cpu"} | words
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
-    command = [sys.executable, "-m", half, "finetune", *arguments]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    process = command(half, "finetune", *arguments, environment=kept())
     deadline = time.monotonic() + 120
     while not (out / LOG_NAME).exists() or len(losses(out)) < 3:
-        assert process.poll() is None
+        assert process.is_alive()
         assert time.monotonic() < deadline
         time.sleep(0.005)
-    process.send_signal(number)
-    return process.wait(60)
+    os.kill(process.pid, number)
+    process.join(60)
+    return process.exitcode
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])

@@ -1,4 +1,4 @@
-"""The commands of both halves on Mistral and Qwen2: same losses, each continues what the other began, transformers loads it."""
+"""The commands of both halves on families beside Llama: same losses, each resumes the other, transformers loads it."""
 
 import numpy as np
 import pytest
@@ -8,13 +8,15 @@ from shared_specs.app.finetune.loop import MODEL_NAME
 from shared_specs.app.models.decoders import DECODERS
 from shared_specs.app.models.weights import read_model
 from shared_specs.tolerances import DEMO_LOSS_RTOL
-from tests.app.test_both_finetune import _same_programs_are_compiled_once, run  # noqa: F401  (a fixture)
+from tests.app.test_both_finetune import _programs_are_not_optimized, run  # noqa: F401  (a fixture)
 from tests.asserting import assert_within
 from tests.tiny_model import MISTRAL, QWEN2, write_text, write_tiny_folder
 from tiled_jax.commands.finetune.trainer import JaxTrainer
 from tiled_torch.commands.finetune.trainer import TorchTrainer
 
-KINDS = {"mistral": MISTRAL, "qwen2": QWEN2}
+# Of Gemma 3 a window shorter than the context, and both types of layer.
+GEMMA3 = {"model_type": "gemma3_text", "sliding_window": 16, "sliding_window_pattern": 2}
+KINDS = {"mistral": MISTRAL, "qwen2": QWEN2, "gemma3_text": GEMMA3}
 
 
 @pytest.fixture(scope="module")

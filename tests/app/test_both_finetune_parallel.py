@@ -3,7 +3,7 @@
 import pytest
 
 from shared_specs.tolerances import DEMO_LOSS_RTOL
-from tests.app.test_both_finetune import _same_programs_are_compiled_once, inputs, run  # noqa: F401  (fixtures)
+from tests.app.test_both_finetune import _programs_are_not_optimized, inputs, run  # noqa: F401  (fixtures)
 from tiled_jax.commands.finetune.trainer import JaxTrainer
 from tiled_torch.commands.finetune.trainer import TorchTrainer
 

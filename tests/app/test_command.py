@@ -83,7 +83,6 @@ def test_help_names_every_option(capsys, monkeypatch):
         ("--plain --keep 0.5", "--plain does not tile, so --keep would do nothing"),
         ("--offload", "--offload needs --checkpointing or --scope block"),
         ("--scope block --keep 0.5", "--scope block excludes --keep"),
-        ("--scope block --tp 2", "--scope block excludes --tp 2"),
         ("--scope layer", "--scope must be one of mlp, block, got layer"),
         ("--memory-budget 3potatoes", "--memory-budget must be a size, got '3potatoes'"),
         ("--memory-budget 0.1", "--memory-budget must be >= 1"),
@@ -92,6 +91,13 @@ def test_help_names_every_option(capsys, monkeypatch):
         ("--tp 0", "--tp must be >= 1"),
         ("--cp 0", "--cp must be >= 1"),
         ("--cp 3", "finetune: --tokens must be a multiple of 3, got 1024. Every one of the 3 ranks of --cp takes"),
+        (
+            "--cp 3 --context ring",
+            "--tokens must be a multiple of 6, got 1024. Every one of the 3 ranks of a ring takes two",
+        ),
+        ("--context ring", "--context ring needs --cp of more than one rank, which share a sequence."),
+        ("--context 2d", "--context 2d needs --cp of more than one rank, which share a sequence."),
+        ("--context 3d", "--context must be one of ulysses, ring, 2d, got 3d"),
         ("--group-timeout 0", "--group-timeout must be >= 1"),
         ("--group-timeout 1000000000000", "--group-timeout must be <= 31536000, a year, got 1000000000000"),
         (f"--memory-budget {'9' * 400}GB", "--memory-budget must be a size that a machine can have. Write for"),
@@ -112,6 +118,37 @@ def test_refused_in_one_line(arguments, words, capsys):
     assert (code, seen, shown.out) == (2, [], "")
     assert shown.err.count("\n") == 1
     assert words in shown.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--schedule cosinus", "finetune: --schedule must be one of constant, linear, cosine, got cosinus."),
+        ("--warmup -1", "finetune: --warmup must be >= 0, got -1."),
+        ("--warmup 11", "finetune: --warmup must be <= --steps 10, got 11."),
+        ("--weight-decay nan", "finetune: --weight-decay must be between 0 and 1, got nan."),
+        ("--clip 0", "finetune: --clip must be > 0, got 0.0."),
+        ("--clip inf", "finetune: --clip must be > 0, got inf."),
+        ("--eval-fraction 1", "finetune: --eval-fraction must be >= 0 and below 1, got 1.0."),
+        ("--eval-fraction nan", "finetune: --eval-fraction must be >= 0 and below 1, got nan."),
+        ("--eval-every 0 --eval-fraction 0.1", "finetune: --eval-every must be >= 1, got 0."),
+        ("--eval-every 3", "finetune: --eval-every needs --eval-fraction, which holds something out."),
+    ],
+)
+def test_what_an_optimizer_cannot_mean_is_refused(arguments, words, capsys):
+    assert run(*arguments.split()) == (2, [])
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err.count("\n")) == ("", 1)
+    assert words in shown.err
+
+
+def test_exit_codes_are_told_by_help(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    command = Command(name="finetune", help="Help.", options=FinetuneOptions, extras="cli", run=lambda options: 0)
+    assert main("package", [command], ["--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "Exit codes: 0, done; 1, done, and something is not" in " ".join(" ".join(lines).split())
+    assert max(map(len, lines)) <= 60
 
 
 def test_unknown_command_is_refused(capsys):

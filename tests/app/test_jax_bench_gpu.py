@@ -318,8 +318,9 @@ def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
     if jax.default_backend() == "gpu":
         pytest.skip("there is a GPU here")
     facts = {"toy": False}
-    assert refusal({"op": "tune", "facts": facts}) == f"tune: {NO_GPU}."
-    with pytest.raises(InputError, match=f"^bench: {NO_GPU}.$"):
+    assert refusal({"op": "tune", "facts": facts}) == f"tune: {NO_GPU['tune']}."
+    with pytest.raises(InputError, match=f"^bench: {NO_GPU['bench']}.$"):
         bench(BenchOptions(op="kernels", device="gpu", out=str(tmp_path)))
+    assert not [*tmp_path.iterdir()], "an archive of nothing was kept"
     with pytest.raises(InputError, match=r"^tune: --dtype must be bfloat16 or float16"):
         tune(TuneOptions(dtype="float32"))

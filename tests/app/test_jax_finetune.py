@@ -17,24 +17,26 @@ from flax import nnx
 from rich.console import Console
 
 from shared_specs.app.command import main
+from shared_specs.app.data.batches import Batch
 from shared_specs.app.finetune.checkpoint import load_checkpoint, save_sharded_checkpoint
 from shared_specs.app.finetune.log import read_log, step_records
 from shared_specs.app.finetune.loop import MODEL_NAME, finetune
 from shared_specs.app.finetune.processes import ALONE, OutputError
 from shared_specs.app.finetune.trainer import ADAMW
 from shared_specs.app.models.weights import read_model
-from shared_specs.app.options import FinetuneOptions, InputError
+from shared_specs.app.options import FinetuneOptions
 from shared_specs.config import Tiling
 from shared_specs.errors import UnsupportedError
 from shared_specs.tolerances import DEMO_LOSS_RTOL, MODEL_FLOAT32
 from tests.asserting import assert_within
-from tests.core.jax_compiling import compiled_once
+from tests.core.jax_compiling import compiled_plainly
 from tests.installed import run_with
 from tests.models.test_jax_llama import loaded as load_model
 from tests.synced import Renames, assert_synced_before_the_name, longest_file
-from tests.tiny_model import MISTRAL, tiny_config, tiny_weights, write_text, write_tiny_folder, write_tiny_gguf
+from tests.tiny_model import tiny_config, tiny_weights, write_text, write_tiny_folder, write_tiny_gguf
 from tiled_jax import backends
 from tiled_jax.__main__ import COMMANDS
+from tiled_jax.commands.finetune import trainer as finetune_trainer
 from tiled_jax.commands.finetune.trainer import JaxTrainer
 from tiled_jax.models import next_token_loss, to_hf
 
@@ -86,14 +88,14 @@ def options(inputs: Path, tmp_path: Path) -> Any:
 def run(options: FinetuneOptions) -> list[float]:
     trainer = JaxTrainer()
     assert finetune(trainer, options, Console(file=io.StringIO())) == 0
-    assert trainer._update._cache_size() == 1, "one program for all steps"
+    if options.grad_accumulation == 1:
+        assert trainer._update._cache_size() == 1, "one program for all steps"
     return [record["loss"] for record in step_records(read_log(Path(options.out)))]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _same_programs_are_compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Every trainer has a step of its own, and most of them are alike."""
-    with compiled_once(tmp_path_factory.mktemp("compiled")):
+def _programs_are_not_optimized() -> Iterator[None]:
+    with compiled_plainly():
         yield
 
 
@@ -122,13 +124,27 @@ def loaded(options: FinetuneOptions, **config: Any) -> JaxTrainer:
     return trainer
 
 
+@pytest.mark.parametrize("scope", ["mlp", "block"])
+def test_layers_of_a_long_step_are_told_of(options: Any, monkeypatch: pytest.MonkeyPatch, scope: str) -> None:
+    """Each layer's forward, and its backward; of a short step, whose program would stay out of the cache, nothing."""
+    told: list[tuple[str, int]] = []
+    for least in (2 * 48 + 1, 2 * 48):
+        monkeypatch.setattr(finetune_trainer, "LONG_STEP_TOKENS", least)
+        trainer = loaded(options(scope=scope, num_shards=2), num_hidden_layers=3)
+        trainer.watch(lambda phase, layers: told.append((phase, layers)))
+        assert not told
+        trainer.step(Batch.of_windows(windows()))
+        jax.effects_barrier()
+    assert sorted(told) == [("backward", 3)] * 3 + [("forward", 3)] * 3
+
+
 def test_step_is_adamw_on_the_mean_cross_entropy(options: Any) -> None:
     """Against the update written out by hand."""
     trainer = loaded(options(plain=True))
     graph, parameters = load_model(tiny_config(), plain=True)
     tokens = jnp.asarray(windows())
     loss, gradients = jax.value_and_grad(lambda p: next_token_loss(nnx.merge(graph, p), tokens))(parameters)
-    assert trainer.step(windows()) == pytest.approx(float(loss), rel=MODEL_FLOAT32)
+    assert trainer.step(Batch.of_windows(windows())) == pytest.approx(float(loss), rel=MODEL_FLOAT32)
     state, before = trainer.state(), tiny_weights(tiny_config())
     assert state.optimizer["step"] == 1
     for name, gradient in to_hf(gradients).items():
@@ -143,11 +159,11 @@ def test_step_is_adamw_on_the_mean_cross_entropy(options: Any) -> None:
 def test_state_goes_round(options: Any) -> None:
     first = loaded(options(plain=True))
     for seed in range(2):
-        first.step(windows(seed))
+        first.step(Batch.of_windows(windows(seed)))
     second = loaded(options(plain=True))
     second.load_state(first.state())
     for seed in range(2, 4):
-        assert first.step(windows(seed)) == second.step(windows(seed))
+        assert first.step(Batch.of_windows(windows(seed))) == second.step(Batch.of_windows(windows(seed)))
     for name, array in first.state().optimizer.items():
         np.testing.assert_array_equal(array, second.state().optimizer[name], err_msg=name)
 
@@ -155,12 +171,12 @@ def test_state_goes_round(options: Any) -> None:
 def test_state_is_a_copy(options: Any) -> None:
     """The next step updates the parameters in the very memory they have, which a state must not see or hinder."""
     trainer = loaded(options(plain=True))
-    trainer.step(windows(0))
+    trainer.step(Batch.of_windows(windows(0)))
     state = trainer.state()
     kept = {name: array.copy() for name, array in state.weights.items()}
     donated = jax.tree.leaves((trainer._parameters, trainer._optimizer))
     where = {leaf.unsafe_buffer_pointer() for leaf in donated if leaf.ndim > 1}
-    trainer.step(windows(1))
+    trainer.step(Batch.of_windows(windows(1)))
     for name, array in state.weights.items():
         np.testing.assert_array_equal(array, kept[name], err_msg=name)
     assert all(leaf.is_deleted() for leaf in donated)
@@ -226,7 +242,7 @@ def test_resumed_run_has_the_losses_of_the_uninterrupted_one(options: Any, tiled
 def shards_of(options: Any) -> Any:
     """What saves the shards of a trainer that has taken a step into a checkpoint, as the loop does."""
     trainer = loaded(options(plain=True))
-    trainer.step(windows())
+    trainer.step(Batch.of_windows(windows()))
     return partial(
         save_sharded_checkpoint,
         team=ALONE,
@@ -258,11 +274,18 @@ def test_a_full_disk_loses_no_shards(options: Any, tmp_path: Path, capfd: pytest
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_a_context_longer_than_the_window_is_refused(options: Any, tmp_path: Path) -> None:
-    folder = write_tiny_folder(tmp_path / "mistral", **MISTRAL)
-    with pytest.raises(InputError, match=r"^finetune: --tokens must be <= 48, the sliding window .*, got 49\."):
-        run(options(model=str(folder), tokens=49))
-    assert not (tmp_path / "run").exists()
+def test_experts_train_the_same_in_shards_and_micro_batches(options: Any, tmp_path: Path) -> None:
+    """A context longer than the window; micro-batches go by a loss that any family has."""
+    kind = {"model_type": "mixtral", "num_local_experts": 3, "sliding_window": 16}
+    folder = write_tiny_folder(tmp_path / "mixtral", **kind)
+    shared = {"model": str(folder), "steps": 2}
+    plain = run(options(**shared, plain=True, out=str(tmp_path / "plain")))
+    tiled = run(options(**shared, num_shards=3, batch=1, grad_accumulation=2, out=str(tmp_path / "tiled")))
+    assert tiled == pytest.approx(plain, rel=DEMO_LOSS_RTOL)
+    expected, found = (read_model(tmp_path / name / "model").tensors for name in ("plain", "tiled"))
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        assert_within(found[name], weight, DEMO_LOSS_RTOL, name)
 
 
 def test_device_that_is_not_here_is_refused(options: Any, tmp_path: Path) -> None:
@@ -293,7 +316,7 @@ def test_the_command_runs_where_torch_cannot_be_imported(inputs: Path, tmp_path:
 
 
 def test_a_missing_package_is_one_line_that_names_what_is_enough() -> None:
-    done = run_with("jax", "tiled_jax", "--help")
+    done = run_with("jax", "tiled_jax", "finetune")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
     assert done.stderr == (
         "tiled_jax: the package typer is not installed. Install it with pip install 'tiled-mlp[cli,jax]'.\n"

@@ -19,13 +19,13 @@ from rich.console import Console
 from shared_specs.app.finetune.log import read_log, step_records
 from shared_specs.app.finetune.loop import MODEL_NAME, finetune
 from shared_specs.app.models.weights import read_model
-from shared_specs.app.options import FinetuneOptions, InputError
-from shared_specs.errors import SpecError
+from shared_specs.app.options import FinetuneOptions, InputError, flag
+from shared_specs.errors import SpecError, UnsupportedError
 from shared_specs.tolerances import DEMO_LOSS_RTOL
 from tests.asserting import assert_within
-from tests.core.jax_compiling import compiled_once
+from tests.core.jax_compiling import compiled_plainly, xla_flags_with
 from tests.loading import assert_no_whole_model, write_big
-from tests.tiny_model import write_text, write_tiny_folder
+from tests.tiny_model import write_chat, write_text, write_tiny_folder
 from tiled_jax.commands.finetune.trainer import JaxTrainer
 
 pytestmark = pytest.mark.ranks
@@ -34,8 +34,8 @@ STEPS = 3
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _same_programs_are_compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with compiled_once(tmp_path_factory.mktemp("compiled")):
+def _programs_are_not_optimized() -> Iterator[None]:
+    with compiled_plainly():
         yield
 
 
@@ -94,6 +94,9 @@ def assert_same_run(out: Path, alone: Path) -> None:
         pytest.param({"cp": 4, "checkpointing": True}, marks=pytest.mark.slow),
         pytest.param({"dp": 2, "cp": 2, "plain": True, "num_shards": None}, marks=pytest.mark.slow),
         {"dp": 2, "fsdp": 2, "tp": 2},
+        {"cp": 4, "tp": 2, "context": "2d"},
+        {"fsdp": 2, "tp": 2, "scope": "block"},
+        pytest.param({"cp": 2, "tp": 2, "scope": "block"}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -102,6 +105,47 @@ def test_same_losses_and_weights_on_many_devices(
 ) -> None:
     run(inputs, tmp_path / "run", **ranks)
     assert_same_run(tmp_path / "run", alone)
+
+
+def test_a_step_of_a_qwen3_by_blocks(tmp_path: Path) -> None:
+    """Whose heads are normed: as with its MLPs alone in shards, on one device and on four."""
+    write_tiny_folder(tmp_path / "model", model_type="qwen3")
+    write_text(tmp_path / "text")
+    run(tmp_path, tmp_path / "mlp", steps=1)
+    runs: dict[str, dict[str, int]] = {"block": {}, "split": {"fsdp": 2, "cp": 2}}
+    for name, ranks in runs.items():
+        run(tmp_path, tmp_path / name, steps=1, scope="block", **ranks)
+        assert_same_run(tmp_path / name, tmp_path / "mlp")
+    before, after = (read_model(tmp_path / place).tensors for place in ("model", f"block/{MODEL_NAME}"))
+    trained = [name for name in before if "q_norm" in name or "k_norm" in name]
+    assert len(trained) == 4
+    assert not any(np.array_equal(before[name], after[name]) for name in trained)
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks"), [("gemma2", {"fsdp": 2, "cp": 2, "tp": 2}), ("phi3", {"fsdp": 2, "cp": 2, "context": "ring"})]
+)
+def test_a_step_by_blocks_of_layers_with_windows_that_cut(kind: str, ranks: dict[str, Any], tmp_path: Path) -> None:
+    """On devices that share a sequence, as one device computes it without tiling; fused projections have no --tp."""
+    write_tiny_folder(tmp_path / "model", model_type=kind, sliding_window=16)
+    write_text(tmp_path / "text")
+    run(tmp_path, tmp_path / "alone", steps=1, plain=True, num_shards=None)
+    run(tmp_path, tmp_path / "run", steps=1, scope="block", **ranks)
+    assert_same_run(tmp_path / "run", tmp_path / "alone")
+    if kind == "phi3":
+        with pytest.raises(
+            UnsupportedError, match=r"^parallelize: config\.tensor must be None where projections are fused"
+        ):
+            run(tmp_path, tmp_path / "split", steps=1, tp=2)
+
+
+def test_packed_conversations_in_micro_batches(tmp_path: Path) -> None:
+    """Of what the assistant says each device has as much as there is: the mean is over all of it, as on one."""
+    folder = write_chat(tmp_path / "inputs")
+    shared = {"text": None, "chat": str(folder / "chat"), "tokens": 64, "batch": 4, "pack": True}
+    run(folder, tmp_path / "alone", **shared)
+    run(folder, tmp_path / "run", **shared | {"batch": 2}, grad_accumulation=2, fsdp=2, cp=2)
+    assert_same_run(tmp_path / "run", tmp_path / "alone")
 
 
 def test_a_run_continues_on_other_devices(inputs: Path, alone: Path, tmp_path: Path) -> None:
@@ -155,7 +199,7 @@ def started(words: list[str], devices: int) -> list[str]:
     processes = []
     for rank in range(2):
         environment = os.environ | {
-            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+            **xla_flags_with(xla_force_host_platform_device_count=devices),
             "JAX_COORDINATOR_ADDRESS": address,
             "JAX_NUM_PROCESSES": "2",
             "JAX_PROCESS_ID": str(rank),
@@ -193,11 +237,18 @@ def test_no_process_holds_the_whole_model_while_it_loads(inputs: Path, tmp_path:
     ],
     ids=str,
 )
-def test_two_processes_and_their_checkpoint(inputs: Path, alone: Path, tmp_path: Path, axes: dict[str, int]) -> None:
-    """Two processes of two devices begin, write shards, and one process of other devices continues."""
-    words = [word for name, count in axes.items() for word in (f"--{name}", str(count))]
+def test_two_processes_and_their_checkpoint(inputs: Path, tmp_path: Path, axes: dict[str, int]) -> None:
+    """Two processes of two devices begin, write shards, and one process of other devices continues: its warm-up too."""
+    training = {"warmup": 2, "clip": 0.5, "weight_decay": 0.5, "eval_fraction": 0.2}
+    alone = tmp_path / "alone"
+    run(inputs, alone, **training)
+    words = [word for name, value in (axes | training).items() for word in (flag(name), str(value))]
     in_processes(inputs, tmp_path / "run", "--steps", "2", *words)
     (step,) = (tmp_path / "run" / "checkpoints").iterdir()
     assert not (step / "model.safetensors").exists(), "the state is in shards"
-    run(inputs, tmp_path / "run", resume=True, tp=2)
+    run(inputs, tmp_path / "run", resume=True, tp=2, **training)
     assert_same_run(tmp_path / "run", alone)
+    found, expected = (step_records(read_log(out), "eval") for out in (tmp_path / "run", alone))
+    held_out = [{record["step"]: record["loss"] for record in records} for records in (found, expected)]
+    assert held_out[0].pop(2) < held_out[0][0], "the end of what two processes did"
+    assert held_out[0] == pytest.approx(held_out[1], rel=DEMO_LOSS_RTOL)

@@ -1,52 +1,90 @@
 """`plan` beside what XLA says of the JAX half's own step, compiled for one device and for eight."""
 
+from dataclasses import replace
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import pytest
-from flax import nnx
 
-from shared_specs.app.models.model_config import complete_config
-from shared_specs.app.plan.decoder import decoder_of
+from shared_specs.app.plan.decoder import Decoder
+from shared_specs.app.plan.simulated import Simulated, beside_simulation
 from shared_specs.app.plan.step import RESERVE, Setting, parts_of
 from shared_specs.tolerances import PLAN_BYTES
-from tests.plans.jax_parallel_models import mesh_of
-from tiled_jax import DataParallel, ParallelConfig, Tiling
-from tiled_jax.models import Llama, LlamaConfig
-from tiled_jax.parallel import parallelize
+from tiled_jax.commands.plan.simulate import SIMULATOR, simulate
 
 pytestmark = pytest.mark.ranks
 
-SIZES = {"hidden_size": 512, "intermediate_size": 1792, "num_attention_heads": 8, "num_key_value_heads": 4}
+SMALL = Decoder(hidden=512, intermediate=1792, layers=3, heads=8, kv_heads=4, head_dim=64, vocab=256)
 
 
-def held(config: dict[str, Any], setting: Setting) -> int:
-    """Bytes of one device at the peak of a step, the optimizer's aside."""
-    tiling = Tiling(shard_tokens=setting.shard_tokens)
-    sizes = LlamaConfig.from_hf(config)
-    model = nnx.eval_shape(lambda: Llama(sizes, scope="block", tiling=tiling, rngs=nnx.Rngs(0)))
-    replicas = setting.gpus // setting.context
-    mesh = mesh_of(dp_shard=replicas, **{"cp": setting.context} if setting.context > 1 else {})
-    data = DataParallel(context_axis="cp" if setting.context > 1 else None)
-    plan = parallelize(model, mesh, ParallelConfig(data=data))
-    batch = jax.ShapeDtypeStruct((replicas, setting.tokens + 1), jnp.int32)
-    found = plan.gradients.lower(plan.shapes.parameters, batch).compile().memory_analysis()
-    return found.temp_size_in_bytes + found.argument_size_in_bytes + found.output_size_in_bytes
+def assert_predicted(decoder: Decoder, **given: Any) -> tuple[Setting, Simulated]:
+    """The bytes of a step in float32 on this processor, and return what was simulated."""
+    setting = Setting(**{"shard_tokens": 1024} | given, dtype="float32", optimizer="sgd", device="cpu", half="jax")
+    found, parts = simulate(decoder, setting), parts_of(decoder, setting)
+    predicted = parts.total - RESERVE
+    print(f"{predicted / found.device:.3f}", given, found, parts.by_name)
+    assert predicted == pytest.approx(found.device, rel=PLAN_BYTES)
+    return setting, found
 
 
 @pytest.mark.parametrize("vocab", [256, 32000], ids=["layers", "head"])
 @pytest.mark.parametrize(("gpus", "context"), [(1, 1), (8, 1), (8, 4)])
 def test_bytes_of_a_step(gpus: int, context: int, vocab: int) -> None:
-    config = complete_config(
-        {"model_type": "llama", "num_hidden_layers": 3, "vocab_size": vocab, **SIZES}, "the test's"
-    )
-    setting = Setting(
-        tokens=4096 * context, gpus=gpus, context=context, dtype="float32", shard_tokens=1024, optimizer="sgd",
-        device="cpu", half="jax",
-    )  # fmt: skip
-    found = held(config, setting)
-    parts = parts_of(decoder_of(config, "the test's"), setting)
-    predicted = parts.total - RESERVE
-    print(f"{predicted / found:.3f}", found, parts.by_name)
-    assert predicted == pytest.approx(found, rel=PLAN_BYTES)
+    assert_predicted(replace(SMALL, vocab=vocab), tokens=4096 * context, gpus=gpus, context=context)
+
+
+# Ranks and how they attend; key heads. Some are repeated, in a place or in a context that exchanges heads alone.
+CONTEXTS: list[tuple[dict[str, Any], int]] = [
+    ({"context": 2, "context_kind": "ring"}, 4),
+    ({"context": 8, "context_kind": "2d", "inside": 2}, 1),
+    ({"context": 8, "context_kind": "ring"}, 8),
+    ({"context": 8, "context_kind": "2d", "inside": 4}, 2),
+    ({"context": 4, "context_kind": "ring"}, 8),
+    ({"context": 8}, 1),
+]
+
+
+@pytest.mark.parametrize(
+    "of", [CONTEXTS[:2], pytest.param(CONTEXTS[2:], marks=pytest.mark.slow)], ids=["some", "others"]
+)
+def test_bytes_of_rings_and_of_repeated_key_heads(of: list[tuple[dict[str, Any], int]]) -> None:
+    """Keys and values go round, of groups too, and beside them sums of their gradients. Slow: a compilation each."""
+    for context, kv_heads in of:
+        decoder, tokens = replace(SMALL, kv_heads=kv_heads), 4096 * context["context"]
+        setting, found = assert_predicted(decoder, **context, tokens=tokens, gpus=8)
+        assert ("collective-permute" in found.collectives) == (setting.ring > 1)
+        # Two exchange rows of the table, and their gradients.
+        assert (found.collectives["all-to-all"] > 2) == (setting.exchanging > 1)
+
+
+# Ranks that split layers and how those of a context attend beside them; entries of the vocabulary.
+SPLIT: list[tuple[dict[str, Any], int]] = [
+    ({"tensor": 2, "context": 2, "tokens": 32768}, 256),
+    ({"tensor": 4, "tokens": 8192}, 32000),
+    ({"tensor": 2, "tokens": 4096}, 32000),
+    ({"tensor": 4, "tokens": 32768}, 256),
+    ({"tensor": 2, "context": 4, "context_kind": "ring", "tokens": 32768}, 256),
+    ({"tensor": 2, "context": 4, "context_kind": "2d", "inside": 2, "tokens": 32768}, 256),
+]
+
+
+@pytest.mark.parametrize("of", [SPLIT[:2], pytest.param(SPLIT[2:], marks=pytest.mark.slow)], ids=["some", "others"])
+def test_bytes_where_layers_are_split(of: list[tuple[dict[str, Any], int]]) -> None:
+    """Two gathered shards are there at a time, and of the vocabulary a part. Slow: a compilation each."""
+    for split, vocab in of:
+        shard = 1024 // split["tensor"]
+        setting, found = assert_predicted(replace(SMALL, vocab=vocab), **split, gpus=8, shard_tokens=shard)
+        assert ("collective-permute" in found.collectives) == (setting.ring > 1)
+
+
+def test_a_program_for_this_processor_stands_in_for_a_gpus() -> None:
+    """In float32, its layers' inputs where they are; the head is not gathered for so few tokens."""
+    setting = Setting(tokens=16384, gpus=8, context=8, offload=True, half="jax")
+    beside = beside_simulation(replace(SMALL, vocab=32000), setting, SIMULATOR)
+    assert (beside["set"]["device"], beside["set"]["dtype"], beside["set"]["offload"]) == ("cpu", "float32", False)
+    assert beside["predicted_bytes"] == pytest.approx(beside["simulated_bytes"], rel=PLAN_BYTES)
+    assert set(beside["collectives"]) >= {"all-gather", "all-to-all", "reduce-scatter"}
+
+
+def test_norms_of_heads_cost_no_token_more() -> None:
+    """A Qwen3's: q and k are made again a shard at a time, and not kept."""
+    assert_predicted(replace(SMALL, kind="qwen3"), tokens=4096)

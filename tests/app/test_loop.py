@@ -14,6 +14,8 @@ import pytest
 from rich.console import Console
 from safetensors.numpy import load_file
 
+from shared_specs.app.command import main
+from shared_specs.app.data.batches import IGNORED
 from shared_specs.app.finetune.checkpoint import load_checkpoint
 from shared_specs.app.finetune.log import LOG_NAME, read_log, step_records
 from shared_specs.app.finetune.loop import MODEL_NAME, PLOT_NAME, finetune
@@ -22,7 +24,7 @@ from shared_specs.app.memory import machine_bytes
 from shared_specs.app.models.weights import read_model
 from shared_specs.app.options import FinetuneOptions, InputError
 from shared_specs.tolerances import FLOOR
-from tests.fake_trainer import FakeTrainer
+from tests.fake_trainer import COMMAND, FakeTrainer
 from tests.tiny_model import write_inputs
 
 ROOT = Path(__file__).parents[2]
@@ -337,8 +339,8 @@ def test_damaged_log_is_refused(options, tmp_path, content, words):
 
 
 def command(options):
-    """The command line that says these options."""
-    words = [sys.executable, "-m", "tests.fake_trainer", "finetune"]
+    """The command's words that say these options."""
+    words = ["finetune"]
     for name in ("model", "text", "tokens", "steps", "batch", "lr", "memory_budget", "rope_scale", "out", "save_every"):
         if getattr(options, name) is not None:
             words += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
@@ -349,7 +351,9 @@ def start(options, step_seconds=0.1):
     """A process that has finished at least three steps."""
     environment = os.environ | {"FAKE_STEP_SECONDS": str(step_seconds)}
     with Path(options.out).with_name("stderr").open("w") as stderr:
-        process = subprocess.Popen(command(options), cwd=ROOT, env=environment, stderr=stderr)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.fake_trainer", *command(options)], cwd=ROOT, env=environment, stderr=stderr
+        )
     deadline = time.monotonic() + 60
     log = Path(options.out) / LOG_NAME
     while not log.exists() or len(losses(options.out)) < 3:
@@ -430,11 +434,12 @@ def test_killed_while_saving_leaves_the_checkpoint_before(options, tmp_path, mon
     ],
     ids=["text", "out", "budget", "scale"],
 )
-def test_bad_input_on_the_command_line(options, tmp_path, changes, words):
-    result = subprocess.run(command(options(**changes)), cwd=ROOT, text=True, capture_output=True)
-    assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr.startswith(words)
-    assert result.stderr.count("\n") == 1
+def test_bad_input_on_the_command_line(options, tmp_path, capsys, changes, words):
+    assert main("fake", [COMMAND], command(options(**changes))) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith(words)
+    assert shown.err.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
 
 
@@ -446,3 +451,42 @@ def test_records_are_strict_json(options, tmp_path):
 
     for line in (tmp_path / "run" / LOG_NAME).read_text().splitlines():
         json.loads(line, parse_constant=refuse)
+
+
+def test_what_is_held_out_is_never_trained_on_and_told_once_each(options):
+    """Of a text, its last part, every token but the first predicted once, whatever the batch."""
+    from shared_specs.app.finetune.run_inputs import prepare
+
+    whole = prepare(options()).data
+    for batch in (2, 3):
+        job = prepare(options(eval_fraction=0.3, batch=batch))
+        held, trained = job.held_out, job.data
+        told = [pair for each in held.batches(batch) for pair in zip(each.input_ids, each.shift_labels, strict=True)]
+        labels = np.concatenate([row[row != IGNORED] for _, row in told])
+        tail = whole.ids[len(trained.ids) :]
+        np.testing.assert_array_equal(labels, tail[1:])
+        np.testing.assert_array_equal(np.concatenate([ids[row != IGNORED] for ids, row in told]), tail[:-1])
+        assert len(tail) == round(0.3 * len(whole.ids))
+        np.testing.assert_array_equal(trained.ids, whole.ids[: len(trained.ids)])
+        assert job.digest == prepare(options()).digest, "another text is another one, wherever it differs"
+
+
+def test_packed_rows_are_held_out_by_the_seed(options):
+    from shared_specs.app.finetune.run_inputs import prepare
+
+    def rows(job):
+        return {row.tobytes() for batch in job.held_out.batches(2) for row in batch.input_ids if row.any()}
+
+    first, again, other = (prepare(options(pack=True, eval_fraction=0.3, seed=seed)) for seed in (0, 0, 1))
+    assert rows(first) == rows(again) != rows(other)
+    trained = {row.tobytes() for step in range(len(first.data.rows)) for row in first.data.at(step, 2).input_ids}
+    assert trained.isdisjoint(rows(first))
+    assert len(first.data.rows) + first.held_out.rows == len(prepare(options(pack=True)).data.rows)
+
+
+def test_an_infinite_gradient_ends_the_run_before_it_is_saved(options, tmp_path):
+    """The loss of its step is a number still; weights that have none would be saved."""
+    code, shown = run(options(save_every=1), gradient_norm=float("inf"))
+    assert code == 1
+    assert "the gradient norm of step 1 is inf: training diverged" in shown
+    assert load_checkpoint(tmp_path / "run") is None

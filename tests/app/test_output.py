@@ -56,10 +56,10 @@ class Calls(FakeTrainer):
     def __init__(self, at, call):
         self.at, self.call = at, call
 
-    def step(self, tokens):
+    def step(self, batch):
         if self.steps + 1 == self.at:
             self.call()
-        return super().step(tokens)
+        return super().step(batch)
 
 
 class Unloaded(FakeTrainer):
@@ -138,7 +138,7 @@ def test_a_folder_that_only_looks_writable_is_refused_before_the_model(options, 
 
 
 def test_an_absurd_batch_is_refused_before_it_is_cut(options, tmp_path, monkeypatch):
-    monkeypatch.setattr("shared_specs.app.finetune.text.Windows.batch", lambda *_: pytest.fail("windows are cut"))
+    monkeypatch.setattr("shared_specs.app.data.text.Windows.batch", lambda *_: pytest.fail("windows are cut"))
     with pytest.raises(InputError, match=r"^finetune: --batch must be <= \d+, the sequences .*, got 10000000000\.$"):
         run(options(batch=10**10), Unloaded())
     assert list(tmp_path.iterdir()) == []

@@ -1,22 +1,32 @@
 """`plan`: sizes of published models, what fits and what no longer does, times beside published ones, the command."""
 
 import json
+import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from shared_specs.app.bench.records import read_records
+from shared_specs.app.bench.tables import RECORDS
 from shared_specs.app.command import main, shared_command
-from shared_specs.app.options import InputError, PlanOptions
+from shared_specs.app.finetune.context import context_axes
+from shared_specs.app.options import FinetuneOptions, InputError, PlanOptions
 from shared_specs.app.plan.decoder import MODELS, decoder_named, decoder_of
-from shared_specs.app.plan.search import contexts, plan, step_flop, step_seconds
-from shared_specs.app.plan.show import as_json, plan_of, show_plan
+from shared_specs.app.plan.published import PUBLISHED, Published
+from shared_specs.app.plan.record import KIND
+from shared_specs.app.plan.search import contexts, parts_of_sequence, plan, step_flop, step_seconds
+from shared_specs.app.plan.show import as_json, plan_of, show_plan, what_to_set
+from shared_specs.app.plan.simulated import Simulated, Simulator, predicted_device, simulated_step
 from shared_specs.app.plan.step import RESERVE, Setting, parts_of
 from shared_specs.config import HALVES
 from shared_specs.kernels.roofline import GPUS
 from shared_specs.layers.block_costs import block_row_bytes
-from shared_specs.tolerances import PLAN_SECONDS
+from shared_specs.layers.ring import ring_multiple
+from shared_specs.tolerances import PLAN_BYTES, PLAN_PUBLISHED
 
 # Of the published weight files.
 PARAMETERS = {
@@ -40,12 +50,27 @@ PARAMETERS = {
     "qwen3-8b": 8_190_735_360,
     "qwen3-14b": 14_768_307_200,
     "qwen3-32b": 32_762_123_264,
+    "gemma-3-1b": 999_885_952,
+    "phi-4": 14_659_507_200,
+    "smollm3-3b": 3_075_098_624,
     "smollm2-135m": 134_515_008,
     "smollm2-360m": 361_821_120,
     "smollm2-1.7b": 1_711_376_384,
 }
+ROOT = Path(__file__).parents[2]
 EIGHT = decoder_named("qwen3-8b")
 H100 = GPUS["h100"]
+
+
+SIZES = {
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+}
 
 
 def test_parameters_of_published_models() -> None:
@@ -53,26 +78,61 @@ def test_parameters_of_published_models() -> None:
 
 
 def test_a_config_says_the_sizes(tmp_path: Path) -> None:
-    config = {
-        "model_type": "qwen3",
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 151936,
-    }
+    config = SIZES | {"model_type": "qwen3"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert decoder_named(str(tmp_path)) == decoder_named(str(tmp_path / "config.json")) == EIGHT
     assert decoder_of(config | {"model_type": "llama", "num_key_value_heads": None}, "").kv_heads == 32
 
 
+def test_a_config_says_windows_and_biases() -> None:
+    """Of Gemma 3 five layers of six have one, and what it does not say is that family's; SmolLM3 has them where it says so."""
+    gemma = {name: SIZES[name] for name in SIZES if name not in ("num_key_value_heads", "head_dim")}
+    found = decoder_of(gemma | {"model_type": "gemma3_text", "sliding_window": 512}, "it")
+    assert (found.window, found.windowed, found.kv_heads, found.head_dim, found.tied) == (512, 30, 4, 256, True)
+    every, cut = 1024**2 // 2, 512 * 1024 - 512**2 // 2
+    assert (found.pairs(512), found.pairs(1024)) == (36 * 512**2 // 2, 6 * every + 30 * cut)
+    smol = SIZES | {"model_type": "smollm3", "sliding_window": 64}
+    assert decoder_of(smol, "it").window is None
+    assert decoder_of(smol | {"use_sliding_window": True}, "it").windowed == 9
+    plain, biased = (
+        decoder_of(SIZES | {"model_type": "llama"} | more, "it") for more in ({}, {"attention_bias": True})
+    )
+    assert biased.layer_parameters - plain.layer_parameters == 2 * 4096 + 2 * 1024
+
+
+def test_families_of_which_one_scope_has_formulas() -> None:
+    """Everything but attention tiled, on the ranks that can share their sequences; and in JAX, or on several GPUs, refused."""
+    names = {"gemma-3-1b": 4, "phi-4": 1}
+    for name, most in names.items():
+        found = plan(decoder_named(name), 2**14, memory=int(H100.memory_bytes), gpus=8)
+        assert found.setting is not None
+        assert found.setting.scope == "block"
+        assert {reach.setting.scope for reach in found.reach} == {"block"}
+        rings = contexts(decoder_named(name), Setting(tokens=1, gpus=8))
+        assert max(shared.context for shared in rings if shared.context_kind == "ulysses") == most
+    given = PlanOptions(model="smollm3-3b", tokens=2**14)
+    for gpus in (1, 8):
+        found = plan_of(replace(given, gpus=gpus), "torch").setting
+        assert found is not None
+        assert found.gpus == gpus
+    with pytest.raises(InputError, match="plan: --model must be of llama, mistral, qwen2, qwen3 in JAX, got smollm3"):
+        plan_of(given, "jax")
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"model_type": "gpt2"}, "must have a model_type of llama, mistral, qwen2, qwen3, got gpt2"),
-        ([], "must have a model_type of llama, mistral, qwen2, qwen3, got list"),
+        (
+            {"model_type": "gpt2"},
+            "must have a model_type of llama, mistral, qwen2, qwen3, gemma2, gemma3_text, phi3, smoll",
+        ),
+        ([], "must have a model_type of llama, mistral, qwen2, qwen3, gemma2, gemma3_text, phi3, smollm3, got list"),
+        ({"model_type": "mixtral"}, "phi3, smollm3, got mixtral"),
+        (SIZES | {"model_type": "gemma2"}, "must have no attn_logit_softcapping, got 50.0. Of it there is no formula."),
+        (
+            SIZES | {"model_type": "gemma3_text", "layer_types": ["sliding_attention"]},
+            "its windows cannot be read: list ind",
+        ),
         ({"model_type": "llama", "hidden_size": 8}, "must have whole numbers >= 1 for intermediate_size"),
     ],
 )
@@ -81,8 +141,7 @@ def test_other_configs_are_refused(config: Any, message: str) -> None:
         decoder_of(config, "it")
 
 
-@pytest.mark.parametrize("half", HALVES)
-@pytest.mark.parametrize("gpus", [1, 8])
+@pytest.mark.parametrize(("half", "gpus"), [("torch", 1), ("torch", 8), ("jax", 8)])
 def test_the_longest_context_is_the_longest(half: Any, gpus: int) -> None:
     """It fits, 1024 tokens a GPU more do not, and every lever reaches further than the one before."""
     found = plan(EIGHT, 4096, memory=int(H100.memory_bytes), gpus=gpus, half=half)
@@ -101,8 +160,8 @@ def test_the_first_setting_that_fits() -> None:
     assert (short.context, short.scope, short.offload, short.host_state) == (1, "none", False, False)
     assert long is not None
     assert (long.scope, long.offload, long.host_state) == ("block", True, False)
-    fewer = [ranks for ranks in contexts(EIGHT, 8) if ranks < long.context]
-    assert all(parts_of(EIGHT, replace(long, context=ranks)).total > H100.memory_bytes for ranks in fewer)
+    fewer = [shared for shared in contexts(EIGHT, long) if shared.context < long.context]
+    assert all(parts_of(EIGHT, shared).total > H100.memory_bytes for shared in fewer)
     assert plan(EIGHT, 2**20, memory=8 * 2**30).setting is None
     scarce = plan(EIGHT, 2**20, memory=int(H100.memory_bytes), host=40 * 2**30, gpus=8).setting
     assert scarce is not None
@@ -110,15 +169,146 @@ def test_the_first_setting_that_fits() -> None:
     assert scarce.context > long.context
 
 
+MEMORY = {"torch": 26 * 2**30, "jax": 30 * 2**30}  # in which a million tokens of eight ranks fit, and no half of them
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_rings_beyond_the_heads(half: Any) -> None:
+    """Ranks that divide the heads exchange tokens for them, others are a ring, of lengths that can be cut so."""
+    three = replace(EIGHT, heads=3, kv_heads=3)
+    found = contexts(three, Setting(tokens=1, gpus=6, half=half))
+    kinds = [(shared.context, shared.context_kind, shared.ring) for shared in found]
+    assert kinds == [(1, "ulysses", 1), (2, "ring", 2), (3, "ulysses", 1), (6, "2d", 2)]
+    few = replace(EIGHT, heads=1, kv_heads=1)
+    found, other = (plan(few, tokens, memory=MEMORY[half], gpus=8, half=half) for tokens in (2**20, 2**20 + 8))
+    assert found.setting is not None
+    assert found.setting.context == 8
+    assert ("DataParallel", 'context="ring"') in what_to_set(found.setting)
+    if half == "torch":  # fewer ranks, with their state on the host
+        assert other.setting is not None
+        assert other.setting.context < 8
+    else:
+        assert other.setting is None
+    assert all(reach.setting.context_kind == "ring" and reach.tokens % 16 == 0 for reach in found.reach)
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_rings_of_groups(half: Any) -> None:
+    """More ranks than heads: as many as divide them in each place of a ring, as `finetune --context 2d` makes them."""
+    few = replace(EIGHT, heads=4, kv_heads=2)
+    fitting = plan(few, 2**20, memory=MEMORY[half], gpus=8, half=half, tp=1)
+    assert fitting.setting is not None
+    assert len(fitting.reach) == {"torch": 4, "jax": 2}[half]
+    assert all((reach.setting.context_kind, reach.setting.inside) == ("2d", 4) for reach in fitting.reach)
+    for shared in contexts(few, Setting(tokens=2**20, gpus=24, half=half)):
+        if shared.context > 1:
+            kind = shared.context_kind
+            run = FinetuneOptions(tokens=shared.tokens, cp=shared.context, context=kind)
+            expected = [shared.context] if kind != "2d" else [shared.ring, shared.inside]
+            assert list(context_axes(run, few.heads).values()) == expected
+            if kind == "2d":
+                lines = dict(what_to_set(shared))
+                assert lines["DataParallel"] == 'context="2d"'
+                assert lines["mesh"].startswith(f"{24 // shared.context} x {shared.ring} x {shared.inside} x 1:")
+                assert parts_of_sequence(shared) == ring_multiple(shared.ring, shared.inside)
+    assert {shared.ring for shared in contexts(few, Setting(tokens=1, gpus=24)) if shared.context_kind == "2d"} == {
+        3,
+        2,
+        6,
+    }
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_layers_are_split_where_nothing_else_fits(half: Any) -> None:
+    """72 billion parameters on sixteen GPUs: a gathered layer, with its sums and gradients, is too much for one of them."""
+    large, memory = decoder_named("qwen2.5-72b"), int(H100.memory_bytes)
+    found, whole, two = (plan(large, 2**17, memory=memory, gpus=16, tp=tp, half=half).setting for tp in (None, 1, 2))
+    assert found is not None
+    assert (found.tensor, found.scope, found.host_state) == (8, "block", False)
+    assert found.data * found.context * found.tensor == 16
+    for setting in (whole, two):
+        assert setting is None or setting.host_state
+    lines = dict(what_to_set(found))
+    assert lines["mesh"] == f"{found.data} x {found.context} x 8: data and fully sharded x context x tensor"
+    assert lines["TensorParallel"] == "sequence_parallel=True, loss_parallel=True"
+    for tokens in (8192, 2**20):
+        short = plan(EIGHT, tokens, memory=memory, gpus=8).setting
+        assert short is not None
+        assert short.tensor == 1
+    assert [setting.context for setting in contexts(EIGHT, Setting(tokens=1, gpus=16, tensor=4))] == [1, 2, 4]
+
+
+def test_bytes_where_layers_are_split() -> None:
+    """State, layers' inputs and whole weights are a part of what they are alone; kinds of ranks go by the heads of one."""
+    alone = Setting(tokens=2**17, gpus=8, offload=True)
+    one, two, eight = (parts_of(EIGHT, replace(alone, tensor=ranks)) for ranks in (1, 2, 8))
+    norms = 36 * (2 * 4096 + 2 * 128) + 4096  # whole on every rank
+    assert (two.optimizer, eight.optimizer) == (one.optimizer + norms, one.optimizer + 7 * norms)
+    assert (two.host * 2, eight.host * 8) == (one.host, one.host)
+    assert one.gathered / 2 < two.gathered < one.gathered / 1.9
+    assert two.attention < one.attention
+    # In a layer, behind attention: of the split embedding's gradient no rank has all tokens, which would be more.
+    assert eight.attention == 2**17 * 7184 < 2**17 * 4096 * 2
+    assert eight.total < two.total < one.total
+    few = contexts(replace(EIGHT, heads=4, kv_heads=2), Setting(tokens=1, gpus=16, tensor=2))
+    assert [(s.context_kind, s.ring) for s in few] == [("ulysses", 1), ("ulysses", 1), ("2d", 2), ("2d", 4)]
+
+
+@pytest.mark.parametrize(
+    ("given", "half", "message"),
+    [
+        ({"tp": 2}, "torch", "plan: --tp must be 1 on one GPU, got 2."),
+        ({"tp": 3, "gpus": 8}, "torch", "plan: --tp must divide the 8 GPUs, got 3."),
+        ({"tp": 16, "gpus": 16}, "torch", "plan: --tp must divide the model's 32 heads, 8 key-value heads and 14336"),
+        ({"tp": 2, "gpus": 8, "model": "phi-4"}, "torch", "plan: --tp must be 1 for phi3, got 2. Its projections are"),
+        ({"tp": 3, "gpus": 8}, "jax", "plan: --tp must divide the 8 GPUs, got 3."),
+    ],
+)
+def test_layers_that_cannot_be_split(given: dict[str, Any], half: Any, message: str) -> None:
+    with pytest.raises(InputError, match=re.escape(message)):
+        plan_of(PlanOptions(**given), half)
+    found = plan_of(replace(PlanOptions(**given), tp=1, tokens=4096), half).setting
+    assert found is not None
+    assert found.tensor == 1
+
+
+def test_what_jax_does_not_shard_is_not_planned() -> None:
+    """Of PyTorch's parts of a parameter one may be smaller."""
+    with pytest.raises(
+        InputError, match=r"^plan: --gpus must divide the model's 4096 hidden features in JAX, got 6\. "
+    ):
+        plan_of(PlanOptions(gpus=6), "jax")
+    assert plan_of(PlanOptions(gpus=6), "torch").setting is not None
+    with pytest.raises(
+        InputError,
+        match=r"^plan: --tp must leave of 27 GPUs as many as divide the model's 576 hidden .* in JAX, got 1\. ",
+    ):
+        plan_of(PlanOptions(model="smollm2-135m", gpus=27, tp=1), "jax")
+    for half, ranks in (("torch", 1), ("jax", 3)):
+        found = plan_of(PlanOptions(model="smollm2-135m", tokens=3 * 2**15, gpus=27), half).setting
+        assert found is not None
+        assert found.tensor == ranks
+
+
+def test_ranks_of_a_layer_in_jax_have_as_many_tokens_each() -> None:
+    """Those of PyTorch may have one fewer. Several sequences count together."""
+    odd = Setting(tokens=8, gpus=8, context=2, tensor=4, half="jax")
+    assert [parts_of_sequence(replace(odd, sequences=each)) for each in (1, 2, 4)] == [8, 4, 2]
+    assert parts_of_sequence(replace(odd, half="torch")) == 2
+    for half, fits in (("torch", True), ("jax", False)):
+        found = plan(EIGHT, 2**12 + 2, memory=MEMORY["torch"], gpus=8, half=half, tp=8).setting
+        assert (found is not None) == fits
+
+
 def test_bytes_of_the_state() -> None:
     """16 bytes of every parameter with AdamW, 8 with SGD, over all GPUs; on the host instead where that is asked for."""
-    setting = Setting(tokens=2**20, gpus=8, context=8)
+    setting = Setting(tokens=2**20, gpus=8, context=8, offload=True)
     adamw, sgd = (parts_of(EIGHT, replace(setting, optimizer=name)) for name in ("adamw", "sgd"))  # type: ignore[arg-type]
     assert adamw.weights + adamw.gradients + adamw.optimizer == pytest.approx(2 * EIGHT.parameters, abs=8)
     assert adamw.total - sgd.total == adamw.optimizer == 2 * adamw.weights
     host = parts_of(EIGHT, replace(setting, host_state=True))
     assert (host.weights, host.gradients, host.optimizer) == (0, 0, 0)
-    assert host.host == adamw.weights + adamw.gradients + adamw.optimizer
+    assert host.host - adamw.host == adamw.weights + adamw.gradients + adamw.optimizer
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -141,10 +331,58 @@ def test_a_million_tokens_on_eight_gpus() -> None:
 def test_time_beside_a_published_one() -> None:
     """TRL's documentation (2026-09): a step of Qwen3-8B with 1,048,576 tokens on eight H100s takes 373 to 380 s."""
     setting = Setting(tokens=2**20, gpus=8, context=8, offload=True)
-    assert step_seconds(EIGHT, setting, H100) == pytest.approx(376, rel=PLAN_SECONDS)
+    assert step_seconds(EIGHT, setting, H100) == pytest.approx(376, rel=PLAN_PUBLISHED)
     products, attention = step_flop(EIGHT, setting)
     short, of_short = step_flop(EIGHT, replace(setting, tokens=2**19))
     assert (products, attention) == (2 * short, 4 * of_short)
+
+
+@pytest.mark.parametrize("figure", PUBLISHED, ids=lambda figure: f"{figure.source.split(',')[0]}-{figure.what[:30]}")
+def test_published_figures(figure: Published) -> None:
+    """Of others, in their setup: bytes, times, longest contexts, use of the GPUs."""
+    assert figure.planned() == pytest.approx(figure.figure, rel=PLAN_PUBLISHED)
+
+
+RECORDED = [r | {"half": a["half"]} for a in read_records(RECORDS) if a["kind"] == KIND for r in a["results"]]
+
+
+@pytest.mark.parametrize("run", RECORDED, ids=lambda r: f"{r['half']}-{r['model']}-{r['tokens']}-{r['gpus']}")
+def test_formulas_beside_recorded_simulations(run: dict[str, Any]) -> None:
+    """At real size, of whole steps: those of today beside what was held when they were run."""
+    setting = Setting(**run["set"])
+    assert predicted_device(MODELS[run["model"]], setting) == pytest.approx(run["simulated_bytes"], rel=PLAN_BYTES)
+    assert parts_of(MODELS[run["model"]], setting).host == pytest.approx(run["simulated_host_bytes"], rel=PLAN_BYTES)
+
+
+def test_a_million_tokens_were_simulated_in_less_than_34_gib() -> None:
+    (run,) = (
+        r for r in RECORDED if (r["half"], r["model"], r["tokens"], r["gpus"]) == ("tiled_torch", "qwen3-8b", 2**20, 8)
+    )
+    assert run["set"]["optimizer"] == "adamw"
+    assert run["simulated_bytes"] <= 34 * 2**30
+
+
+def test_what_cannot_be_simulated_is_told() -> None:
+    with pytest.raises(InputError, match="plan: --simulate must be left out here"):
+        show_plan(PlanOptions(simulate=True), "torch")
+
+
+def test_two_depths_give_any() -> None:
+    """Each part of a step by its own line: with depth the peak moves from the loss to the first layer's backward."""
+
+    def simulate(decoder: Any, setting: Setting) -> Simulated:
+        run.append(decoder.layers)
+        moments = {"loss": {"logits": 1000}, "layer": {"weights": 100 * decoder.layers, "rows": 7}}
+        return Simulated(moments=moments, host=10 * decoder.layers, collectives={"gathers": 2 * decoder.layers})
+
+    run: list[int] = []
+    setting = Setting(tokens=8, gpus=8, optimizer="sgd")
+    found = simulated_step(EIGHT, setting, Simulator(simulate))
+    assert run == [3, 4]
+    assert (found.device, found.peak, found.host, found.collectives) == (3607, "layer", 360, {"gathers": 72})
+    with_state = simulated_step(EIGHT, replace(setting, optimizer="adamw"), Simulator(simulate, whole=True))
+    assert run == [3, 4, 36]
+    assert with_state.device == found.device + EIGHT.parameters  # eight bytes of each, over eight GPUs
 
 
 @pytest.mark.parametrize("half", HALVES)
@@ -166,7 +404,7 @@ def test_what_fits_nowhere_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert show_plan(PlanOptions(model="llama-3-70b", gpu="24GB"), "torch") == 1
     assert "Does not fit with any setting" in capsys.readouterr().out
     assert plan_of(PlanOptions(gpu="80GB"), "torch").seconds is None
-    assert show_plan(PlanOptions(model="qwen3-8b", tokens=2**22 + 1, gpus=8), "torch") == 1
+    assert show_plan(PlanOptions(model="qwen3-8b", tokens=2**22 + 1, gpus=8, tp=1), "torch") == 1
     assert "GPUs share a sequence" in capsys.readouterr().out
 
 
@@ -178,6 +416,7 @@ def test_what_fits_nowhere_is_told(capsys: pytest.CaptureFixture[str]) -> None:
         (["--gpu", "80 apples"], "plan: --gpu must be a size, got '80 apples'."),
         (["--host", "a lot"], "plan: --host must be a size, got 'a lot'."),
         (["--tokens", "0"], "plan: --tokens must be between 1 and 1073741824, got 0."),
+        (["--tp", "0"], "plan: --tp must be between 1 and 1073741824, got 0."),
         (["--gpus", "many"], "plan: --gpus must be a whole number, got many."),
         (["--dtype", "int4"], "plan: --dtype must be one of bfloat16, float32, got int4."),
         (["--out", "/dev/null/x"], "plan: --out cannot be written to"),
@@ -189,3 +428,20 @@ def test_wrong_input_is_one_line(words: list[str], message: str, capsys: pytest.
     error = capsys.readouterr().err
     assert error.startswith(message)
     assert error.count("\n") == 1
+
+
+def test_who_plans_needs_no_framework() -> None:
+    """Of both commands and of the third way, in one process that then knows all that was imported."""
+    script = """
+import runpy, sys
+for words in (["tiled_torch", "plan"], ["tiled_jax", "plan"], ["shared_specs.app.plan", "jax"]):
+    sys.argv = [*words, "--json", "--gpus", "8"]
+    try:
+        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+    except SystemExit as ended:
+        assert ended.code == 0, ended
+print(*{"torch", "jax", "flax", "transformers", "matplotlib"} & set(sys.modules), file=sys.stderr)
+"""
+    run = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stderr.strip()) == (0, "")
+    assert run.stdout.count('"longest"') == 3

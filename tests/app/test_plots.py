@@ -3,13 +3,15 @@
 import io
 import itertools
 
+import numpy as np
 import pytest
 from rich.console import Console
 
 from shared_specs.app.finetune.log import read_log, step_records
 from shared_specs.app.finetune.loop import PLOT_NAME, finetune
 from shared_specs.app.options import FinetuneOptions
-from shared_specs.app.plots import GIB, plot_runs
+from shared_specs.app.plots import plot_runs
+from shared_specs.app.progress import GIB
 from tests.fake_trainer import FakeTrainer
 from tests.pictures import assert_shows, curves, saved_figures
 from tests.tiny_model import write_inputs
@@ -49,6 +51,37 @@ def test_one_step_and_many(tmp_path, monkeypatch, steps):
     numbers = [3 / (1 + n) for n in range(steps)], [GIB * (1 + n / 50) for n in range(steps)]
     plot_runs({"tiled": records(*numbers)}, tmp_path / "picture.png")
     assert_shows(tmp_path / "picture.png", figures[0])
+
+
+def noisy(steps, seed=0):
+    """Losses that fall and vary, in 1024ths, whose sums are exact; peaks that are higher at some steps."""
+    numbers, random = np.arange(1, steps + 1), np.random.default_rng(seed)
+    losses = 2 + 2 * np.exp(-numbers / 80) + random.normal(0, 0.15, steps)
+    return records((np.round(losses * 1024) / 1024).tolist(), [GIB * (2 + (n % 50 == 0)) for n in numbers.tolist()])
+
+
+def test_of_a_thousand_steps_the_mean_is_the_curve(tmp_path, monkeypatch):
+    figures, rows = saved_figures(monkeypatch), noisy(1000)
+    held_out = [{"step": step, "loss": 3.5 - step / 1000} for step in range(50, 1001, 50)]
+    plot_runs({"tiled": rows}, tmp_path / "picture.png", {"held out": held_out})
+    loss = figures[0].axes[0]
+    found = curves(loss)
+    assert list(found) == ["tiled", "tiled, mean of 20 steps", "held out"]
+    assert found["tiled"] == [(row["step"], row["loss"]) for row in rows]
+    losses = [row["loss"] for row in rows]
+    for step, mean in found["tiled, mean of 20 steps"]:
+        assert mean == np.mean(losses[max(0, int(step) - 20) : int(step)])
+    assert_shows(tmp_path / "picture.png", figures[0])
+
+
+def test_two_runs_of_a_thousand_steps_are_told_apart(tmp_path, monkeypatch):
+    """The band of either is behind both means, which are seen."""
+    figures, runs = saved_figures(monkeypatch), {"first": noisy(1000), "second": noisy(1000, seed=1)}
+    runs["second"] = [
+        row | {"loss": row["loss"] - 0.15, "peak_bytes": row["peak_bytes"] + GIB // 8} for row in runs["second"]
+    ]
+    plot_runs(runs, tmp_path / "picture.png")
+    assert_shows(tmp_path / "picture.png", figures[0], covered=["first", "second"])
 
 
 def test_memory_that_hardly_changes_is_seen(tmp_path, monkeypatch):

@@ -49,6 +49,29 @@ def test_a_table_for_each_set_of_versions_of_jax():
     assert table("mlp-jax-new", records[0]) == ["No record yet."]
 
 
+def test_simulations():
+    """The newest of each; longer contexts behind shorter ones, with what the formulas say today."""
+    sizes = {"model": "qwen3-8b", "gpus": 8, "set": {"gpus": 8, "context": 8, "offload": True}}
+    results = [
+        sizes | {"tokens": tokens, "simulated_bytes": gib * 2**30, "simulated_host_bytes": 2**30}
+        | {"set": sizes["set"] | {"tokens": tokens}}
+        for tokens, gib in ((2**20, 32), (2**17, 20))
+    ]  # fmt: skip
+    older = BASE | {"kind": "plan", "half": "tiled_torch", "results": [results[0] | {"simulated_bytes": 2**30}]}
+    lines = table("plan", older, BASE | {"kind": "plan", "half": "tiled_torch", "results": results})
+    assert [line.split("|")[3].strip() for line in lines[2:4]] == ["131072", "1048576"]
+    assert lines[3] == "| tiled_torch | qwen3-8b | 1048576 | 8 | 32.5 | 32.0 | 1.0 | 1.015 |"
+    assert table("plan") == ["No record yet."]
+
+
+def test_published():
+    lines = table("published")
+    assert lines[3].startswith(
+        "| TRL, Training beyond 1M tokens, 2026-09 | the same, inputs on the host, loss in chunks | 56.2 GB |"
+    )
+    assert lines[-1].endswith("| not comparable |  | no figure is given |")
+
+
 def test_a_mesh():
     result = {"variant": "tiled", "workload": "w", "ratio_to_plain": 0.784, "temp_bytes": 3 * 2**19}
     results = [result | {"collectives": {"all-gather": 3, "all-reduce": 1}}]
@@ -92,3 +115,59 @@ def test_a_number_that_differs_is_noticed():
     assert render(written, [record]) == written
     tampered = written.replace("0.91", "0.71")
     assert render(tampered, [record]) == written != tampered
+
+
+def test_a_whole_model():
+    result = {"variant": "tiled", "loss_error": 4.6e-7, "worst_gradient_error": 3.14e-5, "worst_gradient": "norm"}
+    torch, jax = (BASE | {"kind": "model", "half": half, "results": [result]} for half in ("tiled_torch", "tiled_jax"))
+    of_torch, of_jax = (f"| {name}, tiled | 4.6e-07 | 3.1e-05 |" for name in ("PyTorch", "JAX"))
+    assert table("model", torch)[2:4] == [of_torch, ""]
+    both = table("model", torch, jax)
+    assert both[2:5] == [of_torch, of_jax, ""]
+    assert len(both) == 7, "a line of versions for each record"
+    assert table("model") == ["No record yet."]
+
+
+def test_alternatives():
+    """Measured at the first workload; an error that nobody measured is an empty cell, and so is a peer that did not run."""
+    shared = {"workload": "w", "peak_bytes": 2**21, "ratio_to_plain": 1.0}
+    mlp = [
+        {"variant": "plain", **shared},
+        {"variant": "tiled", **shared, "ratio_to_plain": 0.994},
+        {"variant": "tiled", **shared, "workload": "v", "peak_bytes": 2**30},
+        {"variant": "liger", **shared, "peak_bytes": 2**20, "ratio_to_plain": 1.26},
+    ]
+    accuracy = [
+        {"variant": "plain", "shards": 8, "worst_weight_error": 0.0033},
+        {"variant": "tiled", "shards": 8, "worst_weight_error": 0.003},
+        {"variant": "liger", "shards": 8, "left_out": "no such device"},
+    ]
+    records = [
+        BASE | {"kind": kind, "half": "tiled_torch", "results": results}
+        for kind, results in (("mlp", mlp), ("accuracy", accuracy))
+    ]
+    lines = table("alternatives", *records)
+    assert lines[0] == "|  | plain | checkpoint | Liger | DeepSpeed | **this** |"
+    assert lines[2:5] == [
+        "| peak MiB (a) | 2 |  | 1 |  | 2 |",
+        "| time / plain (a) | 1.00 |  | 1.26 |  | 0.99 |",
+        "| worst weight-gradient error, bfloat16 (b) | 0.33% |  |  |  | 0.30% |",
+    ]
+    assert lines[-2] == "(a) w, float32, on a CPU, `keep=0`. (b) 8 shards, against float64."
+    assert table("alternatives", records[0]) == ["No record yet."]
+
+
+def test_simulations_of_both_halves_have_a_line_of_versions_each():
+    """That of the newest record of a half, whichever half is newer."""
+    setting = {"tokens": 4096, "gpus": 8, "context": 8}
+    result = {"model": "llama-3-8b", "tokens": 4096, "gpus": 8, "simulated_bytes": 2**34, "simulated_host_bytes": 0}
+    of = {"kind": "plan", "hardware": HARDWARE}
+    records = [
+        of | {"half": half, "date": date, "versions": {name: "1"}, "results": [result | {"set": setting | {"half": half[6:]}}]}
+        for half, name, date in (
+            ("tiled_torch", "old", "2026-01-01"), ("tiled_torch", "torch", "2026-01-02"), ("tiled_jax", "jax", "2026-01-03"),
+        )
+    ]  # fmt: skip
+    lines = table("plan", *records)
+    assert [line.split(" | ")[0] for line in lines[2:4]] == ["| tiled_jax", "| tiled_torch"]
+    assert [line.split("; ")[1] for line in lines[5:]] == ["jax 1.", "torch 1."]

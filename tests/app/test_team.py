@@ -4,6 +4,7 @@ import errno
 import io
 import json
 import os
+import re
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -13,15 +14,16 @@ from rich.console import Console
 
 from shared_specs.app.finetune import processes as team
 from shared_specs.app.finetune.checkpoint import load_checkpoint, save_sharded_checkpoint
+from shared_specs.app.finetune.context import check_context
 from shared_specs.app.finetune.loop import finetune
 from shared_specs.app.finetune.processes import (
     OutputError,
     SaidElsewhere,
-    agreed,
     check_layout,
     end_alone,
     layout,
     let_first_speak,
+    succeed_everywhere,
 )
 from shared_specs.app.options import FinetuneOptions, InputError
 from shared_specs.config import Checkpointing, DataParallel, ParallelConfig, TensorParallel
@@ -72,7 +74,7 @@ def fails_on(ranks):
                 raise InputError(f"finetune: bad on {team.rank}.")
             return team.rank
 
-        return agreed(team, step)
+        return succeed_everywhere(team, step)
 
     return together(work, 3)
 
@@ -218,31 +220,70 @@ def test_layout():
         check_layout(FinetuneOptions(dp=2, batch=2), 4, "processes", "More.")
 
 
+HEADS = 8
+MEAN = {"loss_mean": "tokens"}
+
+
 @pytest.mark.parametrize(
     ("ranks", "axes", "data"),
     [
-        ({"dp": 2}, {"dp_shard": 2}, DataParallel(engine="ddp")),
-        ({"fsdp": 4}, {"dp_shard": 4}, DataParallel()),
+        ({"dp": 2}, {"dp_shard": 2}, DataParallel(engine="ddp", **MEAN)),
+        ({"fsdp": 4}, {"dp_shard": 4}, DataParallel(**MEAN)),
         ({"tp": 2}, {"tp": 2}, None),
-        ({"cp": 2}, {"dp_shard": 1, "cp": 2}, DataParallel(context_axis="cp")),
-        ({"dp": 2, "tp": 2}, {"dp_replicate": 2, "dp_shard": 1, "tp": 2}, DataParallel(replicate_axis="dp_replicate")),
+        ({"cp": 2}, {"dp_shard": 1, "cp": 2}, DataParallel(context_axis="cp", **MEAN)),
+        (
+            {"cp": 2, "context": "ring"},
+            {"dp_shard": 1, "cp": 2},
+            DataParallel(context_axis="cp", context="ring", **MEAN),
+        ),
+        (
+            {"cp": 12, "tp": 2, "context": "2d", "tokens": 48},  # four heads a rank of tp: groups of four
+            {"dp_shard": 1, "ring": 3, "cp": 4, "tp": 2},
+            DataParallel(context_axis=("ring", "cp"), context="2d", **MEAN),
+        ),
+        (
+            {"dp": 2, "tp": 2},
+            {"dp_replicate": 2, "dp_shard": 1, "tp": 2},
+            DataParallel(replicate_axis="dp_replicate", **MEAN),
+        ),
         (
             {"dp": 2, "fsdp": 2, "cp": 2, "tp": 2},
             {"dp_replicate": 2, "dp_shard": 2, "cp": 2, "tp": 2},
-            DataParallel(replicate_axis="dp_replicate", context_axis="cp"),
+            DataParallel(replicate_axis="dp_replicate", **MEAN, context_axis="cp"),
         ),
     ],
 )
 def test_axes_and_what_is_done_along_them(ranks, axes, data):
-    options = FinetuneOptions(**ranks, batch=4, tokens=32, checkpointing=True)
-    found, config = layout(options, equal_parts=True)
+    options = FinetuneOptions(**{"batch": 4, "tokens": 32, "checkpointing": True} | ranks)
+    found, config = layout(options, HEADS, compiled=True)
     assert list(found.items()) == list(axes.items())
     tensor = TensorParallel() if "tp" in ranks else None
     assert config == ParallelConfig(tensor=tensor, data=data, checkpointing=Checkpointing())
-    assert layout(replace(options, checkpointing=False), equal_parts=True)[1].checkpointing is None
+    assert layout(replace(options, checkpointing=False), HEADS, compiled=True)[1].checkpointing is None
+    parts = [
+        layout(replace(options, grad_accumulation=3), HEADS, compiled=each)[1].micro_batches for each in (True, False)
+    ]
+    assert parts == [3, 1]
 
 
-@pytest.mark.parametrize(("equal_parts", "tokens", "split"), [(True, 9, False), (True, 10, True), (False, 9, True)])
-def test_tokens_that_ranks_do_not_divide_stay_whole_where_parts_are_equal(equal_parts, tokens, split):
-    _, config = layout(FinetuneOptions(tp=2, batch=1, tokens=tokens), equal_parts=equal_parts)
+@pytest.mark.parametrize(("compiled", "tokens", "split"), [(True, 9, False), (True, 10, True), (False, 9, True)])
+def test_tokens_that_ranks_do_not_divide_stay_whole_where_parts_are_equal(compiled, tokens, split):
+    _, config = layout(FinetuneOptions(tp=2, batch=1, tokens=tokens), HEADS, compiled=compiled)
     assert config.tensor == TensorParallel(sequence_parallel=split)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "heads", "text"),
+    [
+        ({"cp": 4}, 8, "--context must be ulysses with this model and these ranks, got 2d. The 4 ranks of --cp divide the 8 h"),
+        ({"cp": 4, "tp": 3}, 9, "got 2d. The 4 ranks of --cp and the 3 heads of a rank of --tp have no divisor in common."),
+        ({"cp": 4, "tp": 1}, 9, "--context must be ring with this model and these ranks, got 2d. The 4 ranks of --cp and the"),
+        ({"cp": 6}, 9, "--tokens must be a multiple of 12, got 30. The 2 places of a ring take two runs of as many tokens, wh"),
+    ],
+)  # fmt: skip
+def test_rings_of_groups_that_would_be_one_or_the_other(ranks, heads, text):
+    options = FinetuneOptions(**ranks, context="2d", tokens=30 if ranks["cp"] == 6 else 24)
+    options.check()
+    with pytest.raises(InputError, match=re.escape(text)):
+        check_context({"num_attention_heads": heads}, options)
+    check_context({"num_attention_heads": heads}, replace(options, context="ring"))

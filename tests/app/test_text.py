@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from shared_specs.app.finetune.text import Windows, make_windows, read_text
+from shared_specs.app.data.text import Windows, make_windows, read_text
 from shared_specs.app.options import InputError
 from tests.tiny_model import tiny_tokenizer, write_text
 

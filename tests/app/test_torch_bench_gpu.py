@@ -258,8 +258,8 @@ def test_candidates_run_with_their_own_blocks(monkeypatch: pytest.MonkeyPatch) -
 def test_tune_writes_what_the_kernels_then_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = tmp_path / "blocks.json"
     table.write_text("[]")
-    options = TuneOptions(toy=True, out=str(tmp_path / "out"), minutes=8.0)
-    assert tune(options, table) == 0
+    options = TuneOptions(toy=True, out=str(tmp_path / "out"), minutes=8.0, table=str(table))
+    assert tune(options) == 0
     assert json.loads(table.read_text()) == []  # a toy leaves it as it is
     (archive,) = (tmp_path / "out").iterdir()
     with tarfile.open(archive) as tar:
@@ -269,7 +269,7 @@ def test_tune_writes_what_the_kernels_then_use(tmp_path: Path, monkeypatch: pyte
     assert {entry["op"] for entry in entries} == {
         "glu_up", "glu_up_aux", "glu_elementwise", "dgated", "dx", "linear", "weight_gradient", "cross_entropy", "paths",
     }  # fmt: skip
-    monkeypatch.setattr(blocks, "TUNED", table)
+    monkeypatch.setenv("TILED_TUNED_BLOCKS", str(table))
     blocks._tuned.cache_clear()
     for entry in entries:
         key = ("triton", entry["architecture"], "float32", tuple(entry["shape"]))
@@ -300,12 +300,15 @@ def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
         pytest.skip("there is a GPU here")
     with pytest.raises(InputError, match="--device gpu needs a GPU that PyTorch sees, and there is none"):
         bench(BenchOptions(op="kernels", device="gpu", out=str(tmp_path)))
+    with pytest.raises(InputError, match=r"^tune: it needs a GPU that PyTorch sees, and there is none"):
+        tune(TuneOptions(out=str(tmp_path), table=str(tmp_path / "table.json")))
+    assert not [*tmp_path.iterdir()], "an archive of nothing was kept"
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"op": "kernels"}, "bench: --op must be one of mlp, loss, accuracy, mesh on a cpu, got kernels."),
+        ({"op": "kernels"}, "bench: --op must be one of mlp, loss, accuracy, mesh, model on a cpu, got kernels."),
         ({"op": "mlp", "device": "gpu", "workload": "1b-4k"}, "bench: --workload must be left out with --device gpu"),
         ({"op": "mlp", "device": "gpu", "minutes": 0.0}, "bench: --minutes must be > 0, got 0."),
         ({"op": "mlp", "minutes": 3.0}, "bench: --minutes must be left out on a cpu"),

@@ -14,6 +14,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shared_specs.app.command import main
+from shared_specs.app.data.batches import Batch
 from shared_specs.app.finetune.checkpoint import load_checkpoint, save_sharded_checkpoint
 from shared_specs.app.finetune.log import read_log, step_records
 from shared_specs.app.finetune.loop import MODEL_NAME, finetune
@@ -92,7 +93,7 @@ def test_step_is_adamw_on_the_mean_cross_entropy(options):
     logits = model(input_ids=tokens[:, :-1]).logits
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
     expected.backward()
-    assert trainer.step(windows()) == pytest.approx(expected.item(), rel=MODEL_FLOAT32)
+    assert trainer.step(Batch.of_windows(windows())) == pytest.approx(expected.item(), rel=MODEL_FLOAT32)
     state = trainer.state()
     assert state.optimizer["step"] == 1
     for name, weight in model.named_parameters():
@@ -114,11 +115,11 @@ def relative(found, wanted):
 def test_state_goes_round(options):
     first = loaded(options(plain=True))
     for seed in range(2):
-        first.step(windows(seed))
+        first.step(Batch.of_windows(windows(seed)))
     second = loaded(options(plain=True))
     second.load_state(first.state())
     for seed in range(2, 4):
-        assert first.step(windows(seed)) == second.step(windows(seed))
+        assert first.step(Batch.of_windows(windows(seed))) == second.step(Batch.of_windows(windows(seed)))
     for name, array in first.state().optimizer.items():
         np.testing.assert_array_equal(array, second.state().optimizer[name], err_msg=name)
 
@@ -156,6 +157,19 @@ def test_checkpointing_recomputes_layers(options):
         return total
 
     assert held(checkpointing=True) < 0.5 * held()
+
+
+@pytest.mark.parametrize(
+    "changes", [{"plain": True}, {"checkpointing": True}, {"scope": "block"}], ids=["plain", "checkpointed", "block"]
+)
+def test_layers_are_told_of(options, changes):
+    """Each layer's forward, and the backward of all but the first."""
+    told = []
+    trainer = loaded(options(**changes), num_hidden_layers=3)
+    trainer.watch(lambda phase, layers: told.append((phase, layers)))
+    trainer.step(Batch.of_windows(windows()))
+    assert told == [("forward", 3)] * 3 + [("backward", 3)] * 2
+    assert trainer._model.model.layers[0].mlp._forward_hooks == {}  # hooks there would end the tiled form
 
 
 @pytest.mark.parametrize("layers", [1, 3])
@@ -223,7 +237,7 @@ def test_resumed_run_has_the_losses_of_the_uninterrupted_one(options, tmp_path):
 def shards_of(options):
     """What saves the shards of a trainer that has taken a step into a checkpoint, as the loop does."""
     trainer = loaded(options(plain=True))
-    trainer.step(windows())
+    trainer.step(Batch.of_windows(windows()))
     return partial(
         save_sharded_checkpoint,
         team=ALONE,
@@ -306,21 +320,16 @@ def words(options):
     return ["finetune", "--num-shards", "3", *(w for name in names for w in (f"--{name}", str(getattr(options, name))))]
 
 
-@pytest.mark.parametrize(
-    ("extras", "words"),
-    [("torch", ["--help"]), ("cli,torch", ["finetune"])],
-    ids=["help without cli", "finetune without hf"],
-)
-def test_a_missing_package_is_one_line_that_names_what_is_enough(extras, words):
-    done = run_with(extras, "tiled_torch", *words)
+def test_a_missing_package_is_one_line_that_names_what_is_enough():
+    done = run_with("torch", "tiled_torch", "finetune")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
     assert re.match(r"tiled_torch: the package \w+ is not installed\. Install it with pip install '", done.stderr)
-    assert hinted(done.stderr) == "cli,hf,torch"
+    assert hinted(done.stderr) == "cli,torch"
 
 
 def test_the_extras_that_a_message_names_are_enough_for_the_command(options, capsys):
     given = words(options(steps=2))
-    done = run_with("cli,hf,torch", "tiled_torch", *given)
+    done = run_with("cli,torch", "tiled_torch", *given)
     assert (done.returncode, done.stderr) == (0, "")
     assert "step 2/2  loss " in done.stdout
     assert main("tiled_torch", COMMANDS, given) == 2

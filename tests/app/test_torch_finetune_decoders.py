@@ -1,4 +1,4 @@
-"""The PyTorch command on Mistral and Qwen2: transformers' own classes, their defaults, saved as what they are."""
+"""The PyTorch command on families beside Llama: transformers' own classes, their defaults, saved as what they are."""
 
 import io
 import json
@@ -11,37 +11,50 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from shared_specs.app.finetune.loop import MODEL_NAME, finetune
 from shared_specs.app.finetune.plain_memory import plain_step
-from shared_specs.app.models.decoders import DECODERS
+from shared_specs.app.models.decoders import DECODERS, layer_windows, layers_turned
 from shared_specs.app.models.model_config import complete_config
 from shared_specs.app.models.weights import read_model
-from shared_specs.app.options import FinetuneOptions, InputError
+from shared_specs.app.options import FinetuneOptions
+from shared_specs.errors import UnsupportedError
 from tests.app.test_torch_finetune import compare_with_transformers, loaded, windows
 from tests.tiny_model import MISTRAL, QWEN2, write_inputs, write_tiny_folder, write_tiny_gguf
 from tiled_torch.commands.finetune.trainer import TorchTrainer
 
 REQUIRED = {"vocab_size": 272, "hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 30}
 YARN = {"rope_type": "yarn", "factor": 4.0}
+SILENT = Console(file=io.StringIO())
+
+
+GIVEN = [
+    {},
+    {"sliding_window": None},
+    {"use_sliding_window": True, "max_window_layers": 29},
+    {"rope_scaling": YARN, "original_max_position_embeddings": 512, "rope_theta": 5e5},
+]
 
 
 @pytest.mark.parametrize("model_type", DECODERS)
-@pytest.mark.parametrize(
-    "given",
-    [
-        {},
-        {"sliding_window": None},
-        {"use_sliding_window": True, "max_window_layers": 29},
-        {"rope_scaling": YARN, "original_max_position_embeddings": 512, "rope_theta": 5e5},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("given", GIVEN, ids=str)
 def test_missing_terms_are_those_of_transformers(model_type, given):
+    if model_type == "phi3" and "rope_scaling" in given:  # which takes yarn for its own kind of scaling
+        scaling = {"type": "yarn", "short_factor": [1.0, 2.0], "long_factor": [3.0, 4.0]}
+        given = given | {"rope_scaling": scaling}
     raw = REQUIRED | {"num_attention_heads": 32} | given
     ours = complete_config({"model_type": model_type} | raw, "here")
     theirs = AutoConfig.for_model(model_type, **raw)
     theirs.standardize_rope_params()  # as its model does
-    for name in (*raw, *DECODERS[model_type].defaults, "rope_parameters"):
-        if name not in ("rope_scaling", "rope_theta"):
+    for name in (*raw, *DECODERS[model_type].defaults):
+        if name not in ("rope_scaling", "rope_theta", "no_rope_layer_interval"):
             assert ours[name] == getattr(theirs, name), name
+    turned, windows = layers_turned(ours), layer_windows(ours)
+    assert turned == tuple(map(bool, getattr(theirs, "no_rope_layers", [1] * 30)))
+    if hasattr(theirs, "layer_types"):
+        used = [kind == "sliding_attention" and theirs.sliding_window is not None for kind in theirs.layer_types]
+        assert [window is not None for window in windows] == used
+    expected = theirs.rope_parameters
+    if model_type == "phi3":
+        expected = {name: value for name, value in expected.items() if name not in ("partial_rotary_factor", "type")}
+    assert ours["rope_parameters"] == expected
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +74,7 @@ def options(inputs, out, model, **changes):
 def test_the_saved_folder_is_one_of_its_own_kind(inputs, tmp_path, model):
     """After a context as long as Mistral's window."""
     out, trainer = tmp_path / "run", TorchTrainer()
-    finetune(trainer, options(inputs, out, model), Console(file=io.StringIO()))
+    finetune(trainer, options(inputs, out, model), SILENT)
     saved, report = AutoModelForCausalLM.from_pretrained(out / MODEL_NAME, output_loading_info=True)
     assert not any(report.values())
     assert type(saved).__name__ == DECODERS[model].causal_lm
@@ -73,10 +86,10 @@ def test_the_saved_folder_is_one_of_its_own_kind(inputs, tmp_path, model):
         torch.testing.assert_close(saved(ids).logits, trainer._model(ids).logits, rtol=0, atol=0)
 
 
-def test_a_context_longer_than_the_window_is_refused(inputs, tmp_path):
-    with pytest.raises(InputError, match=r"^finetune: --tokens must be <= 48, the sliding window .*, got 49\."):
-        finetune(TorchTrainer(), options(inputs, tmp_path / "run", "mistral", tokens=49), Console(file=io.StringIO()))
-    assert not (tmp_path / "run").exists()
+def test_experts_that_transformers_stores_together_are_refused(inputs, tmp_path):
+    write_tiny_folder(tmp_path / "mixtral", model_type="mixtral")
+    with pytest.raises(UnsupportedError, match=r"^finetune: --model must be a decoder without experts .*, got mixtral"):
+        finetune(TorchTrainer(), options(tmp_path, tmp_path / "run", "mixtral", text=str(inputs / "text")), SILENT)
 
 
 @pytest.mark.parametrize("kind", [MISTRAL, QWEN2], ids=["mistral", "qwen2"])

@@ -1,103 +1,212 @@
 """`plan` beside the PyTorch half's own step over simulated ranks: what it predicts and what is held."""
 
-from collections.abc import Iterator
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
-import transformers
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import init_device_mesh
-from transformers.models.llama import modeling_llama
-from transformers.models.qwen3 import modeling_qwen3
 
-from shared_specs.app.plan.decoder import decoder_of
+from shared_specs.app.plan.decoder import MODELS, Decoder
+from shared_specs.app.plan.record import recorded_setting
 from shared_specs.app.plan.step import RESERVE, Setting, parts_of
 from shared_specs.tolerances import PLAN_BYTES
-from tests.core.torch_counting import HeldBytes
-from tiled_torch import Checkpointing, DataParallel, ParallelConfig, Tiling, parallelize, tile_model
 
+pytest.importorskip("torch")
+pytestmark = pytest.mark.timeout(1200)  # of the steps that are simulated for all tests together
+ROOT = Path(__file__).parents[2]
 RANKS = 8
 
-
-@pytest.fixture
-def simulated_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    # transformers takes fake tensors for tracing and makes a whole [S, S] mask that it makes for nobody else.
-    for module in (modeling_llama, modeling_qwen3):
-        monkeypatch.setattr(module, "create_causal_mask", lambda **_: None)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
-    yield
-    dist.destroy_process_group()
-
-
-def held(config: Any, setting: Setting) -> int:
-    """Bytes at the peak of a step of rank 0, the optimizer's aside."""
-    sizes = {"dp_shard": RANKS // setting.context} | ({"cp": setting.context} if setting.context > 1 else {})
-    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    data = DataParallel(
-        param_dtype=None if setting.dtype == "float32" else setting.dtype,
-        context_axis="cp" if setting.context > 1 else None,
-    )
-    if setting.context > 1:  # not under fake tensors, which have no coordinates
-        mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32)
-        if setting.scope != "none":
-            tile_model(model, scope=setting.scope, tiling=Tiling(shard_tokens=setting.shard_tokens))
-        model = parallelize(model.train(), mesh, ParallelConfig(checkpointing=Checkpointing(), data=data))
-        ids = torch.zeros(setting.sequences, setting.tokens, dtype=torch.long)  # whole on every rank of a context
-        with HeldBytes(p.to_local() for p in model.parameters()) as step:
-            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    return step.peak
+# In a process of its own: what simulates brings a kind of device that stays.
+SIMULATING = """
+import json, sys
+from shared_specs.app.plan.decoder import Decoder
+from shared_specs.app.plan.simulated import simulated_step
+from shared_specs.app.plan.step import Setting
+from tiled_torch.commands.plan.simulate import SIMULATOR
+for decoder, setting in json.load(sys.stdin):
+    found = simulated_step(Decoder(**decoder), Setting(**setting), SIMULATOR)
+    print(json.dumps({"device": found.device, "host": found.host, "collectives": found.collectives}), flush=True)
+"""
 
 
-def assert_predicted(config: Any, setting: Setting) -> None:
-    found = held(config, setting)
-    parts = parts_of(decoder_of(config.to_dict(), "the test's"), setting)
+def simulated(cases: list[tuple[Decoder, Setting]]) -> list[dict[str, Any]]:
+    """What is held in every case, in order."""
+    given = json.dumps([(asdict(decoder), asdict(setting)) for decoder, setting in cases])
+    run = subprocess.run(
+        [sys.executable, "-c", SIMULATING], input=given, cwd=ROOT, capture_output=True, text=True, check=False,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    return [json.loads(line) for line in run.stdout.splitlines()]
+
+
+def assert_predicted(decoder: Decoder, setting: Setting, found: dict[str, Any]) -> None:
+    parts = parts_of(decoder, setting)
     predicted = parts.total - RESERVE
-    print(f"{predicted / found:.3f}", found, parts.by_name)
-    assert predicted == pytest.approx(found, rel=PLAN_BYTES)
+    print(f"{predicted / found['device']:.3f}", found, parts.by_name)
+    assert predicted == pytest.approx(found["device"], rel=PLAN_BYTES)
 
 
 LAYERS, HEAD = 256, 32000  # entries of the vocabulary with which a layer or the loss is the peak
+SMALL = Decoder(hidden=512, intermediate=1792, layers=3, heads=8, kv_heads=4, head_dim=64, vocab=LAYERS)
+# Ranks that split every layer: shards as long as the others' together.
+TWO, FOUR = ({"tensor": ranks, "shard_tokens": 1024 // ranks} for ranks in (2, 4))
+# scope, context, dtype, vocabulary, device; on a GPU with inputs, or all state, on the host
+CASES: list[tuple[Any, ...]] = [
+    ("block", 2, "float32", LAYERS, {"device": "cpu"}),
+    ("block", 4, "bfloat16", LAYERS, {"device": "cpu"}),
+    ("mlp", 1, "float32", LAYERS, {"device": "cpu"}),
+    ("mlp", 4, "bfloat16", HEAD, {"device": "cpu"}),
+    ("none", 1, "bfloat16", LAYERS, {"device": "cpu"}),
+    ("none", 1, "bfloat16", HEAD, {"device": "cpu"}),
+    ("block", 8, "bfloat16", HEAD, {}),
+    ("block", 1, "float32", LAYERS, {"offload": True, "host_state": True, "optimizer": "adamw"}),
+    ("mlp", 2, "bfloat16", LAYERS, {"offload": True}),
+    ("block", 4, "float32", LAYERS, {"context_kind": "ring", "device": "cpu"}),
+    ("mlp", 4, "bfloat16", LAYERS, {"context_kind": "ring"}),
+    ("block", 8, "bfloat16", LAYERS, {"context_kind": "2d", "inside": 2}),
+    ("mlp", 4, "float32", LAYERS, {"context_kind": "2d", "inside": 2, "device": "cpu"}),
+    ("block", 1, "float32", LAYERS, TWO | {"device": "cpu"}),
+    ("block", 2, "bfloat16", HEAD, TWO),
+]
+# Of other families: what is beside, or fused, and their windows. The scope that is planned, and untiled norms of heads.
+FAMILIES: list[tuple[dict[str, Any], tuple[Any, ...]]] = [
+    ({"kind": "qwen3"}, ("mlp", 4, "float32", LAYERS, {"device": "cpu"})),
+    ({"kind": "qwen3"}, ("mlp", 1, "bfloat16", LAYERS, {})),
+    ({"kind": "phi3"}, ("block", 1, "bfloat16", LAYERS, {})),
+    ({"kind": "smollm3"}, ("block", 4, "bfloat16", LAYERS, {"context_kind": "ring"})),
+    ({"kind": "smollm3"}, ("block", 4, "float32", LAYERS, {"device": "cpu"})),
+    ({"kind": "gemma3_text", "tied": True, "window": 512, "windowed": 3}, ("block", 1, "bfloat16", LAYERS, {})),
+    (
+        {"kind": "gemma3_text", "tied": True, "window": 512, "windowed": 3},
+        ("block", 4, "float32", LAYERS, {"device": "cpu"}),
+    ),
+    (
+        {"kind": "gemma3_text", "tied": True, "window": 512, "windowed": 3},
+        ("block", 4, "bfloat16", LAYERS, {"context_kind": "ring"}),
+    ),
+    ({"kind": "qwen3", "tied": True, "attention_bias": True}, ("block", 2, "float32", LAYERS, TWO | {"device": "cpu"})),
+    # Many tokens, of which a split embedding has a shard's gradient at a time.
+    (
+        {"kv_heads": 8},
+        ("block", 1, "bfloat16", LAYERS, {"tensor": 8, "shard_tokens": 128, "tokens": 2**16, "offload": True}),
+    ),
+]
+MORE: list[tuple[Any, ...]] = [
+    ("block", 1, "bfloat16", LAYERS, {"device": "cpu"}),
+    ("block", 1, "float32", HEAD, {"device": "cpu"}),
+    ("block", 8, "bfloat16", HEAD, {"device": "cpu"}),
+    ("mlp", 1, "bfloat16", LAYERS, {"device": "cpu"}),
+    ("mlp", 4, "float32", LAYERS, {"device": "cpu"}),
+    ("none", 1, "float32", LAYERS, {"device": "cpu"}),
+    ("block", 4, "bfloat16", LAYERS, {"offload": True}),
+    ("none", 1, "bfloat16", HEAD, {}),
+    ("block", 2, "float32", LAYERS, {"context_kind": "ring", "device": "cpu"}),
+    ("mlp", 2, "bfloat16", LAYERS, {"context_kind": "ring", "offload": True}),
+    ("mlp", 8, "float32", LAYERS, {"context_kind": "ring"}),
+    ("block", 4, "float32", LAYERS, {"context_kind": "2d", "inside": 2, "device": "cpu"}),
+    ("block", 8, "float32", LAYERS, {"context_kind": "2d", "inside": 4}),
+    ("block", 8, "bfloat16", LAYERS, {"context_kind": "2d", "inside": 4, "device": "cpu"}),
+    ("block", 8, "bfloat16", LAYERS, {"context_kind": "2d", "inside": 2, "offload": True}),
+    ("mlp", 8, "float32", LAYERS, {"context_kind": "2d", "inside": 4}),
+    ("mlp", 8, "bfloat16", LAYERS, {"context_kind": "2d", "inside": 2}),
+    ("block", 4, "bfloat16", LAYERS, TWO | {"context_kind": "2d", "inside": 2, "offload": True}),
+    ("block", 1, "bfloat16", LAYERS, FOUR),
+    ("block", 2, "float32", HEAD, FOUR | {"device": "cpu"}),
+    ("block", 1, "bfloat16", HEAD, FOUR | {"device": "cpu"}),
+    ("block", 4, "float32", LAYERS, TWO | {"context_kind": "ring", "device": "cpu"}),
+    ("block", 2, "bfloat16", LAYERS, TWO | {"context_kind": "ring"}),
+    ("block", 1, "bfloat16", LAYERS, TWO | {"offload": True, "host_state": True}),
+]
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # of fully_shard on fake tensors
+def cases(of: list[tuple[Any, ...]]) -> list[tuple[Decoder, Setting]]:
+    return [
+        (
+            replace(SMALL, vocab=vocab),
+            Setting(
+                **{"optimizer": "sgd", "shard_tokens": 1024, "tokens": 4096 * context} | more, gpus=RANKS, context=context,
+                scope=scope, dtype=dtype, kernels=False,
+            ),
+        )
+        for scope, context, dtype, vocab, more in of
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def small() -> list[dict[str, Any]]:
+    return simulated(cases(CASES))
+
+
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_bytes_of_a_step(number: int, small: list[dict[str, Any]]) -> None:
+    decoder, setting = cases(CASES)[number]
+    assert_predicted(decoder, setting, small[number])
+    assert small[number]["host"] == pytest.approx(parts_of(decoder, setting).host, rel=PLAN_BYTES)
+
+
 @pytest.mark.parametrize(
-    ("scope", "context", "dtype", "vocab"),
-    [
-        ("block", 1, "bfloat16", LAYERS),
-        ("block", 1, "float32", HEAD),
-        ("block", 2, "float32", LAYERS),
-        ("block", 4, "bfloat16", LAYERS),
-        ("block", 8, "bfloat16", HEAD),
-        ("mlp", 1, "bfloat16", LAYERS),
-        ("mlp", 1, "float32", LAYERS),
-        ("mlp", 4, "bfloat16", HEAD),
-        ("mlp", 4, "float32", LAYERS),
-        ("none", 1, "bfloat16", LAYERS),
-        ("none", 1, "float32", LAYERS),
-        ("none", 1, "bfloat16", HEAD),
-    ],
+    "of", [FAMILIES[::2], pytest.param(FAMILIES[1::2], marks=pytest.mark.slow)], ids=["some", "others"]
 )
-def test_bytes_of_a_step(scope: Any, context: int, dtype: str, vocab: int, simulated_ranks: None) -> None:
-    sizes = {"hidden_size": 512, "intermediate_size": 1792, "num_attention_heads": 8, "num_key_value_heads": 4}
-    config = transformers.LlamaConfig(**sizes, num_hidden_layers=3, vocab_size=vocab)
-    setting = Setting(
-        tokens=4096 * context, gpus=RANKS, context=context, scope=scope, dtype=dtype, shard_tokens=1024, optimizer="sgd",
-        device="cpu",
-    )  # fmt: skip
-    assert_predicted(config, setting)
+def test_bytes_of_other_families(of: list[tuple[dict[str, Any], tuple[Any, ...]]]) -> None:
+    given = [(replace(decoder, **changes), setting) for changes, case in of for decoder, setting in cases([case])]
+    for (decoder, setting), found in zip(given, simulated(given), strict=True):
+        print(decoder.kind, setting.scope)
+        assert_predicted(decoder, setting, found)
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # of fully_shard on fake tensors
-def test_a_million_tokens(simulated_ranks: None) -> None:
-    """Two layers of Qwen3-8B, 1,048,576 tokens over a context of eight."""
-    sizes = {"hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32, "num_key_value_heads": 8}
-    config = transformers.Qwen3Config(**sizes, head_dim=128, num_hidden_layers=2, vocab_size=151936)
-    setting = Setting(tokens=2**20, gpus=RANKS, context=RANKS, shard_tokens=8192, optimizer="sgd", device="cpu")
-    assert_predicted(config, setting)
+@pytest.mark.parametrize("kv_heads", [2, 8])
+def test_bytes_of_rings_with_few_and_many_key_heads(kv_heads: int) -> None:
+    """Of which some are repeated for the ranks in a place, or every rank has several, as many as query heads."""
+    groups = {"context_kind": "2d", "inside": 4}
+    of: list[tuple[Any, ...]] = [
+        ("mlp", 8, "bfloat16", LAYERS, groups),
+        ("block", 8, "bfloat16", LAYERS, groups),
+        ("block", 8, "float32", LAYERS, groups | {"device": "cpu"}),
+        ("mlp", 2, "bfloat16", LAYERS, {"context_kind": "ring"}),
+        ("block", 4, "bfloat16", LAYERS, {"context_kind": "ring"}),
+    ]
+    given = [(replace(decoder, kv_heads=kv_heads), setting) for decoder, setting in cases(of)]
+    for (decoder, setting), found in zip(given, simulated(given), strict=True):
+        assert_predicted(decoder, setting, found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(4))
+def test_bytes_of_more_steps(part: int) -> None:
+    given = cases(MORE[part::4])
+    for (decoder, setting), found in zip(given, simulated(given), strict=True):
+        assert_predicted(decoder, setting, found)
+
+
+def test_the_command_prints_both(tmp_path: Path) -> None:
+    """Of a model that is deeper than those that are run."""
+    config = {
+        "model_type": "qwen3", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 6,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    words = ["--model", str(tmp_path), "--tokens", "4096", "--gpus", "2", "--simulate", "--out", str(tmp_path / "out")]
+    run = subprocess.run(
+        [sys.executable, "-m", "tiled_torch", "plan", *words], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    assert "Simulated: torch, bfloat16, on a gpu" in run.stdout
+    beside = json.loads((tmp_path / "out" / "plan.json").read_text())["simulated"]
+    assert beside["predicted_bytes"] == pytest.approx(beside["simulated_bytes"], rel=PLAN_BYTES)
+    assert beside["collectives"]["allgather_base"] == 14  # of six layers and the ends, in forward and in backward
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "tokens", "gpus"), [("qwen3-8b", 2**20, 8), ("llama-3-8b", 2**19, 1)])
+def test_real_size(model: str, tokens: int, gpus: int) -> None:
+    """Whole, with AdamW in float32: on eight GPUs in at most 34 GiB of each, or on one of 80 GB with its state on the host."""
+    decoder, setting = MODELS[model], replace(recorded_setting(tokens, gpus), kernels=False)
+    (found,) = simulated([(decoder, setting)])
+    assert_predicted(decoder, setting, found)
+    assert found["device"] <= (34 * 2**30 if gpus == 8 else 80e9 - RESERVE)

@@ -2,11 +2,11 @@
 
 import sys
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from shared_specs.app.command import Command, main
+from shared_specs.app.data.batches import Batch
 from shared_specs.app.finetune.loop import finetune
 from shared_specs.app.options import FinetuneOptions
 from tiled_torch.commands.finetune.trainer import TorchTrainer
@@ -17,12 +17,12 @@ class Failing(TorchTrainer):
 
     steps = 0
 
-    def step(self, tokens: np.ndarray) -> float:
+    def step(self, batch: Batch) -> float:
         self.steps += 1
         if self.steps == 2 and self._team.rank == 1:
             dist.all_reduce(torch.ones(3), async_op=True)
             raise KeyError("the fault of process 1 alone")
-        return super().step(tokens)
+        return super().step(batch)
 
 
 if __name__ == "__main__":

@@ -89,7 +89,7 @@ def sums_of_16_bits(rank: int, world: int, dtype: str, few: int) -> dict[str, An
     parts = whole.to(kind)
     exact = parts.double().sum(0).to(kind)
     x = parts[rank].clone()
-    with mock.patch.object(transport, "FEW", few):
+    with mock.patch.object(transport, "SMALL_ELEMENTS", few):
         with Collectives() as reduced:
             y = parallel.reduce_from_tensor_parallel_region(x)
         with Collectives() as scattered:

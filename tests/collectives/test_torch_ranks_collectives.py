@@ -237,7 +237,7 @@ def test_who_waited_in_vain_says_where(monkeypatch, call, at_once, few):
     monkeypatch.setattr(torch.distributed, "get_process_group_ranks", lambda _: [1, 5, 8])
     for comparison in ("same_collective", "same_exchange"):
         monkeypatch.setattr(transport, comparison, lambda *_: None)
-    monkeypatch.setattr(transport, "FEW", few)
+    monkeypatch.setattr(transport, "SMALL_ELEMENTS", few)
     expected = (
         f"^the_call: {name} failed on rank 1 of 3. Every rank of the group .ranks 1, 5, 8 of all. has .*Timed out.$"
     )
@@ -252,7 +252,7 @@ def test_a_backend_that_lost_a_rank_is_still_told_as_such():
     with pytest.raises(
         torch.distributed.DistBackendError, match=r"^f: all-gather failed on rank 0 of 2. .* was aborted$"
     ):
-        failures.named(RankGroup("f", None, 0, 2), "all-gather", lose)
+        failures.run_collective(RankGroup("f", None, 0, 2), "all-gather", lose)
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)

@@ -5,14 +5,18 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager, suppress
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import jax
 import pytest
+from jax._src import compiler
 from jax.experimental.compilation_cache import compilation_cache
 
 ROOT = Path(__file__).parents[2]
@@ -24,20 +28,39 @@ _KEEP_ALL = {
     "jax_persistent_cache_min_entry_size_bytes": -1,
     "jax_persistent_cache_enable_xla_caches": "none",
 }
+# A thunk's communicator is a resource that orders a device's collectives. XLA's CPU compiler gives all thunks of a program one;
+# a program read from a cache has one for each (thunk_proto_serdes.cc, CreateResourceFromProto), so that its devices begin with
+# different collectives and wait for each other for ever: one program of `parallelize` did in 10 runs of 16.
+_COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "reduce-scatter", "collective-permute")
 
 
 @pytest.fixture(scope="session")
 def compiled_once_a_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """By this process: the cache is no place for two to write to at once. Every test of JAX uses it (tests/conftest.py).
+    """By this process: the cache is no place for two to write to at once. All files of JAX's tests use it (tests/conftest.py).
 
-    TILED_JAX_CACHE names a folder of what earlier runs compiled: it is linked in before and added to afterwards.
+    TILED_JAX_CACHE names a folder of what earlier runs compiled: it is linked in before and added to afterwards. A program of
+    several collectives is compiled anew each time.
     """
     folder, shared = tmp_path_factory.mktemp("compiled"), _shared_folder()
     known = _linked(shared, folder) if shared else set()
-    with _configured(_KEEP_ALL | {"jax_compilation_cache_dir": str(folder)}):
+    with (
+        _configured(_KEEP_ALL | {"jax_compilation_cache_dir": str(folder)}),
+        patch.object(compiler, "_cache_write", partial(_write_unless_collectives, compiler._cache_write)),
+    ):
         yield
     if shared:
         _linked(folder, shared, without=known)
+
+
+def _write_unless_collectives(
+    write: Callable[..., None], key: str, seconds: float, name: str, backend: Any, executable: Any, *callbacks: Any
+) -> None:
+    """JAX's `_cache_write` (with callbacks before 0.11) but for programs whose collectives would lose their order."""
+    if len(executable.local_devices()) > 1:
+        text = "\n".join(module.to_string() for module in executable.hlo_modules())
+        if sum(text.count(f" {name}{suffix}(") for name in _COLLECTIVES for suffix in ("", "-start")) > 1:
+            return
+    write(key, seconds, name, backend, executable, *callbacks)
 
 
 def _shared_folder() -> Path | None:
@@ -45,7 +68,8 @@ def _shared_folder() -> Path | None:
     if not os.environ.get("TILED_JAX_CACHE"):
         return None
     processor = Path("/proc/cpuinfo").read_text().split("\n\n")[0] if os.path.exists("/proc/cpuinfo") else ""
-    what = "\n".join(line for line in processor.splitlines() if line.startswith(("model name", "flags")))
+    # The last word leaves behind what was kept before programs of several collectives were left out.
+    what = "\n".join(line for line in processor.splitlines() if line.startswith(("model name", "flags"))) + "ordered"
     folder = Path(os.environ["TILED_JAX_CACHE"]) / sha256(what.encode()).hexdigest()[:12]
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.glob("*-cache"):
@@ -80,10 +104,23 @@ def assert_passes_optimized(test: str) -> None:
 
 
 @contextmanager
-def compiled_once(folder: Path) -> Iterator[None]:
-    """Programs are kept in an empty folder, and not optimized, where all others are too: for tests that train whole models."""
-    with _configured(_KEEP_ALL | {"jax_compilation_cache_dir": str(folder), "jax_disable_most_optimizations": True}):
+def compiled_plainly() -> Iterator[None]:
+    """Programs are not optimized, where all others are too, and kept as all others: for tests that train whole models."""
+    with _configured({"jax_disable_most_optimizations": True}):
         yield
+
+
+def kept() -> dict[str, str]:
+    """The environment of one process on one device that is waited for: its programs are kept where this one's are."""
+    folder = jax.config.values["jax_compilation_cache_dir"]
+    assert folder is not None, "compiled_once_a_session is not in use"
+    return {name.upper(): str(value) for name, value in (_KEEP_ALL | {"jax_compilation_cache_dir": folder}).items()}
+
+
+def xla_flags_with(**flags: object) -> dict[str, str]:
+    """The environment of a process with this one's XLA flags but for those given."""
+    words = [word for word in os.environ["XLA_FLAGS"].split() if word[2:].partition("=")[0] not in flags]
+    return {"XLA_FLAGS": " ".join([*words, *(f"--{name}={value}" for name, value in flags.items())])}
 
 
 @contextmanager

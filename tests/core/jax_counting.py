@@ -64,3 +64,21 @@ def kept_bytes(fn: Callable[..., Any], *arguments: Any) -> int:
     _, pull = jax.vjp(fn, *arguments)
     given = {id(leaf) for leaf in jax.tree.leaves(arguments)}
     return sum(leaf.nbytes for leaf in jax.tree.leaves(pull) if id(leaf) not in given)
+
+
+def sent_bytes(fn: Callable[..., Any], *arguments: Any) -> int:
+    """Bytes that one device sends to another by `ppermute`, a loop's body as often as it runs. Nothing is compiled."""
+
+    def of(jaxpr: Any) -> int:
+        return sum(of_equation(equation) for equation in jaxpr.eqns)
+
+    def of_equation(equation: Any) -> int:
+        name, params = equation.primitive.name, equation.params
+        if name == "ppermute":
+            return sum(v.aval.size * v.aval.dtype.itemsize for v in equation.outvars)
+        inner = sum(of(jaxpr) for value in params.values() for jaxpr in jaxprs_in(value))
+        if name in ("while", "cond") and inner:
+            raise ValueError(f"{name}: how often it runs cannot be read from the program")
+        return inner * (params["length"] if name == "scan" else 1)
+
+    return of(jax.jit(fn).trace(*arguments).jaxpr.jaxpr)

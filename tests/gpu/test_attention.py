@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from shared_specs.tolerances import limit
+from shared_specs.tolerances import between, limit
 from tests.layers.test_torch_attention import drawn, written_out
-from tiled_torch.layers.attention import causal_attention
+from tiled_torch.layers.attention import Scores, causal_attention, fuses, part_backward, part_forward
 
 pytestmark = pytest.mark.gpu
 
@@ -41,3 +41,21 @@ def test_grouped_heads_write_no_scores_out(dtype: torch.dtype, options: dict[str
     before = torch.cuda.memory_allocated()
     causal_attention(q, k, v, **options).sum().backward()
     assert torch.cuda.max_memory_allocated() - before < 4096**2 * dtype.itemsize * 2
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_parts_of_keys_through_flash_attention(kv_heads: int, causal: bool) -> None:
+    """What a ring merges: the kernel's results and gradients against the formula's, where a query saw more keys than these."""
+    q, k, v, dy = (torch.randn(2, h, 64, 16, device="cuda", dtype=torch.bfloat16) for h in (4, kv_heads, kv_heads, 4))
+    how = Scores(0.3)
+    assert fuses(q, k, v, how)
+    parts = [part_forward(q, k, v, how, causal=causal, seen=None, fused=fused) for fused in (True, False)]
+    y, lse = (x.clone() for x in parts[1])
+    y, lse = (y * 0.5).to(q.dtype), lse + 0.7
+    gradients = [
+        part_backward(q, k, v, y, lse, dy, how, causal=causal, seen=None, fused=fused) for fused in (True, False)
+    ]
+    for ours, plain in zip((*parts[0], *gradients[0]), (*parts[1], *gradients[1]), strict=True):
+        assert ours.shape == plain.shape
+        assert (ours.double() - plain.double()).norm() <= between("bfloat16") * plain.double().norm()

@@ -104,3 +104,21 @@ def test_recomputation():
             found.append(torch.autograd.grad(y.sum(), (x, weight)))
     for other in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+def test_megatrons_tracker_has_the_numbers_of_its_seeds():
+    from tiled_torch.compat.megatron.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+
+    before = torch.get_rng_state()
+    model_parallel_cuda_manual_seed(7, tp_rank=3, etp_rank=0, force_reset_rng=True)
+    tracker = get_cuda_rng_tracker()
+    assert draw() == numbers(7)[0]
+    held = tracker.get_states()
+    with tracker.fork():
+        assert draw() == numbers(7 + 2718 + 3)[0]
+        with tracker.fork("data-parallel-rng"), tracker.fork():
+            assert draw() == numbers(7 + 2718 + 3, 2)[1]
+    tracker.set_states(held)
+    with tracker.fork():
+        assert draw() == numbers(7 + 2718 + 3)[0]
+    assert torch.equal(torch.get_rng_state(), before)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from shared_specs.errors import SpecError
 from shared_specs.kernels import blocks
 from shared_specs.kernels.blocks import (
     CANDIDATES,
@@ -34,7 +35,7 @@ EVERY = [
 
 @pytest.fixture
 def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    path = tmp_path / "tuned.json"
+    path = tmp_path / "tuned_blocks.json"
     path.write_text("[]")
     monkeypatch.setattr(blocks, "TUNED", path)
     blocks._tuned.cache_clear()
@@ -91,6 +92,53 @@ def test_what_was_measured_holds_for_its_own_shape_only(table):
     assert blocks.paths_for("triton", "sm_90", "bfloat16", (14336, 8192)) == UNMEASURED
     assert blocks.paths_for("triton", "sm_90", "float32", (14336, 4096)) == FLOAT32
     assert blocks.paths_for("pallas", "sm_90", "bfloat16", (14336, 4096)) == PALLAS_UNMEASURED
+
+
+def entry(rows: int, **changes) -> dict:
+    key = {"kernels": "triton", "op": "dgated", "architecture": "sm_90", "dtype": "bfloat16", "shape": [64, 32]}
+    return key | changes | {"blocks": asdict(Blocks(rows=rows, columns=64, depth=32))}
+
+
+def rows_of(shape: tuple[int, int] = (64, 32)) -> int:
+    blocks._tuned.cache_clear()
+    return blocks.blocks_for("triton", "dgated", "sm_90", "bfloat16", shape).rows
+
+
+def test_the_users_table_comes_before_the_projects_and_this_before_the_defaults(table, tmp_path, monkeypatch):
+    blocks.write_tuned([entry(32), entry(32, shape=[8, 8])], table)
+    monkeypatch.delenv("TILED_TUNED_BLOCKS")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    own = tmp_path / "config" / "tiled-mlp" / "tuned_blocks.json"
+    assert blocks.user_table() == own
+    assert (blocks.tables(), rows_of()) == ((table,), 32)
+    blocks.write_tuned([entry(256)], own)
+    assert json.loads(table.read_text()) == [entry(32), entry(32, shape=[8, 8])], "the package's stays as it is"
+    assert blocks.tables() == (own, table)
+    assert [rows_of(shape) for shape in ((64, 32), (8, 8), (4, 4))] == [
+        256,
+        32,
+        DEFAULTS["triton"]["sm_90"]["dgated"].rows,
+    ]
+    other = tmp_path / "other.json"
+    monkeypatch.setenv("TILED_TUNED_BLOCKS", str(other))
+    assert (blocks.tables(), rows_of()) == ((table,), 32), "which is not there yet"
+    blocks.write_tuned([entry(16)], other)
+    assert rows_of() == 16
+    monkeypatch.setenv("TILED_TUNED_BLOCKS", "")
+    assert (blocks.user_table(), rows_of()) == (None, 32)
+    monkeypatch.delenv("TILED_TUNED_BLOCKS")
+    monkeypatch.delenv("XDG_CONFIG_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert blocks.user_table() == tmp_path / ".config" / "tiled-mlp" / "tuned_blocks.json"
+
+
+@pytest.mark.parametrize("text", ["[{]", '[{"kernels": "triton"}]', '[{"blocks": 3}]', "3"])
+def test_a_damaged_table_is_named(table, tmp_path, monkeypatch, text):
+    own = tmp_path / "own.json"
+    own.write_text(text)
+    monkeypatch.setenv("TILED_TUNED_BLOCKS", str(own))
+    with pytest.raises(SpecError, match=r"^blocks: the table of tune must be as tune wrote it, got .*own\.json with "):
+        rows_of()
 
 
 def test_only_a_record_chooses_what_may_lose():

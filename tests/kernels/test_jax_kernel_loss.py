@@ -125,9 +125,9 @@ def test_parts_of_the_vocabulary(dtype: str) -> None:
     found = loss_math.merge(rules, *statistics)
     values = loss_math.values(rules, labels, found, total)
     g = {name: jnp.asarray(d, jnp.float32) for name, d in upstream.items()}
-    slope = loss_math.slopes(rules, labels, values["lse"], total, g)
+    k = loss_math.coefficients(rules, labels, values["lse"], total, g)
     d = [
-        jax.block_until_ready(STEPS.gradient(rules, a, part, labels, found, slope, values["entropy"]))[:, :local]
+        jax.block_until_ready(STEPS.gradient(rules, a, part, labels, found, k, values["entropy"]))[:, :local]
         for a, part in zip(of, parts, strict=True)
     ]
     dlogits = jnp.concatenate(d, axis=1)
@@ -136,9 +136,9 @@ def test_parts_of_the_vocabulary(dtype: str) -> None:
     assert_true(got, exact, plain, dtype)
 
 
-def row_operands(rows: int) -> tuple[kernel.Columns, kernel.RowSlopes]:
+def row_operands(rows: int) -> tuple[kernel.Columns, kernel.RowCoefficients]:
     ones = jnp.ones(rows, jnp.float32)
-    return kernel.Columns(jnp.arange(rows, dtype=jnp.int32) * 127 % 128), kernel.RowSlopes(ones, ones)
+    return kernel.Columns(jnp.arange(rows, dtype=jnp.int32) * 127 % 128), kernel.RowCoefficients(ones, ones)
 
 
 def test_equal_and_extreme_logits() -> None:
@@ -147,7 +147,7 @@ def test_equal_and_extreme_logits() -> None:
     logits[1, :128] = -1e4
     options = {"blocks": Blocks(rows=1, columns=128), "options": LossOptions(), "interpret": interpreter()}
     found, dlogits = kernel.statistics_and_gradient(jnp.asarray(logits), *row_operands(2), **options)
-    lse = found.best + jnp.log(found.total)
+    lse = found.top + jnp.log(found.total)
     np.testing.assert_array_equal(np.asarray(lse), log_sum_exp(logits.astype(np.float64)).astype(np.float32))
     assert np.isfinite(np.asarray(dlogits)).all()
 
@@ -156,14 +156,14 @@ def test_equal_and_extreme_logits() -> None:
 def test_vmap(weighted: bool) -> None:
     """The rows of all examples in one launch; class weights that differ between examples in one launch each."""
     options = LossOptions(label_smoothing=0.1)
-    columns, slopes = row_operands(2)
+    columns, k = row_operands(2)
     rng = np.random.default_rng(0)
     logits = jnp.asarray(rng.standard_normal((3, 2, 128)), jnp.float32)
     weights = jnp.asarray(rng.uniform(0.5, 2, (3, 128)), jnp.float32)
 
     def run(logits: jax.Array, weight: jax.Array) -> Any:
         given = columns._replace(weight=weight if weighted else None)
-        of = slopes._replace(share=slopes.hit / 128)
+        of = k._replace(c=k.b / 128)
         return kernel.statistics_and_gradient(logits, given, of, options=options, interpret=interpreter())
 
     examples = [jax.block_until_ready(run(*pair)) for pair in zip(logits, weights, strict=True)]

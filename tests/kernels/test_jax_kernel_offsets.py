@@ -34,7 +34,7 @@ def shape(*dims: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
 
 x, w_up, w_down, pre = shape(T, H), shape(H, I), shape(I, H), shape(T, I)
 index, number, logits = shape(T, dtype=jnp.int32), shape(T, dtype=jnp.float32), shape(T, V)
-columns, slopes = cross_entropy.Columns(index), cross_entropy.RowSlopes(number, number)
+columns, k = cross_entropy.Columns(index), cross_entropy.RowCoefficients(number, number)
 silu: dict[str, Any] = {"activation": "silu"}
 KERNELS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "glu": (partial(glu, **silu), (pre, pre)),
@@ -48,8 +48,8 @@ KERNELS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "dx": (dx, (pre, pre, w_up, w_up)),
     "weight_gradient": (weight_gradient, (shape(H, I, dtype=jnp.float32), x, pre)),
     "statistics": (partial(cross_entropy.statistics, options=LossOptions()), (logits, columns)),
-    "gradient": (partial(cross_entropy.gradient, options=LossOptions()), (logits, columns, slopes, number, number)),
-    "both": (partial(cross_entropy.statistics_and_gradient, options=LossOptions()), (logits, columns, slopes)),
+    "gradient": (partial(cross_entropy.gradient, options=LossOptions()), (logits, columns, k, number, number)),
+    "both": (partial(cross_entropy.statistics_and_gradient, options=LossOptions()), (logits, columns, k)),
 }
 
 

@@ -275,8 +275,9 @@ def test_rows_past_two_to_the_31_elements(monkeypatch: pytest.MonkeyPatch) -> No
         linear.dx(gate[:, :3], up[:, :3], w, w, dy)
         weight_gradient.weight_gradient(w, gate[:, :3], dy, True)
         dgated.dgated(up[:, :3], w, gate, dy, gate, dy, h, "silu")
-        labels = loss_math.labels_of(torch.arange(3), 24, None, -100, torch.float32)
-        KernelLossSteps().fused_gradient_(up, labels, loss_math.Columns(0, 24), LossOptions(), 24)
+        rules = loss_math.Rules(LossOptions(), 24)
+        labels = loss_math.make_labels(rules, torch.arange(3), None, torch.float32)
+        KernelLossSteps().statistics_and_gradient_(rules, up, loss_math.Part(0, 24), labels)
         return [dy, gate, up, w, h]
 
     assert all(torch.equal(a, b) for a, b in zip(run(*far), run(*near), strict=True))
@@ -365,14 +366,15 @@ def test_logits_that_are_nan_or_infinite_give_what_eager_steps_give(options: Los
     logits[torch.arange(6), torch.tensor([3, 40, 70, 5, 6, 7])] = SPECIAL
     logits[4] = -torch.inf
     logits[5, 1:] = -torch.inf
-    labels = loss_math.labels_of(torch.arange(6) * 13 % 75, 75, None, -100, torch.float32)
+    rules = loss_math.Rules(options, 75)
+    labels = loss_math.make_labels(rules, torch.arange(6) * 13 % 75, None, torch.float32)
     rows = []
     for steps, values in (
         (KernelLossSteps(), logits),
         (loss_steps.EAGER, logits.double()),
         (loss_steps.EAGER, logits.clone()),
     ):
-        found = steps.fused_gradient_(values, labels, loss_math.Columns(0, 75), options, 75)
-        rows.append((values, loss_math.token_losses(found, labels, options, 75)))
+        found = steps.statistics_and_gradient_(rules, values, loss_math.Part(0, 75), labels)
+        rows.append((values, loss_math.token_losses(rules, labels, found)))
     for results in zip(*rows, strict=True):
         assert_same_specials(*results)

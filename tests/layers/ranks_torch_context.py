@@ -11,14 +11,19 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import LlamaForSequenceClassification
 
 from shared_specs.config import Checkpointing, Compile, DataParallel, ParallelConfig, TensorParallel
+from tests.core.torch_counting import LiveBytes
 from tests.mlp.ranks_torch_engines import Collectives
 from tests.models.torch_decoders import BATCH, VOCAB, decoder, loss_of, small_config
 from tests.plans.ranks_torch_plans import error_between, full, snapshot
 from tiled_torch.layers.attention import causal_attention
 from tiled_torch.models import tile_model, tiling_paths
-from tiled_torch.parallel import context_attention, context_slice, parallelize
+from tiled_torch.parallel import context_attention, context_slice, parallelize, ring_attention
 
 FULL, EXACT = Checkpointing(), {"reduce_dtype": None}
+RING, TWO_D = (
+    DataParallel(context_axis="cp", context="ring", **EXACT),
+    DataParallel(context_axis=("ring", "cp"), context="2d", **EXACT),
+)
 CONTEXT = DataParallel(context_axis="cp", **EXACT)
 HYBRID = DataParallel(replicate_axis="replica", context_axis="cp", **EXACT)
 # name -> (ranks by axis, configuration)
@@ -31,6 +36,15 @@ CONFIGS: dict[str, tuple[dict[str, int], ParallelConfig]] = {
     "fsdp 2 x cp 2": ({"dp_shard": 2, "cp": 2}, ParallelConfig(data=CONTEXT)),
     "fsdp 2 x cp 2, full": ({"dp_shard": 2, "cp": 2}, ParallelConfig(data=CONTEXT, checkpointing=FULL)),
     "replicas 2 x cp 2": ({"replica": 2, "dp_shard": 1, "cp": 2}, ParallelConfig(data=HYBRID)),
+    "ring 2": ({"dp_shard": 1, "cp": 2}, ParallelConfig(data=RING)),
+    "ring 2, full": ({"dp_shard": 1, "cp": 2}, ParallelConfig(data=RING, checkpointing=FULL)),
+    "ring 2, op": ({"dp_shard": 1, "cp": 2}, ParallelConfig(data=RING, checkpointing=Checkpointing(mode="op"))),
+    "ring 4": ({"dp_shard": 1, "cp": 4}, ParallelConfig(data=RING, checkpointing=FULL)),
+    "ring 8": ({"dp_shard": 1, "cp": 8}, ParallelConfig(data=RING, checkpointing=FULL)),
+    "ring 4 x cp 2": ({"dp_shard": 1, "ring": 4, "cp": 2}, ParallelConfig(data=TWO_D, checkpointing=FULL)),
+    "ring 2 x cp 2": ({"dp_shard": 1, "ring": 2, "cp": 2}, ParallelConfig(data=TWO_D, checkpointing=FULL)),
+    "fsdp 2 x ring 2": ({"dp_shard": 2, "cp": 2}, ParallelConfig(data=RING, checkpointing=FULL)),
+    "ring 2 x tp 2": ({"dp_shard": 1, "cp": 2, "tp": 2}, ParallelConfig(data=RING, tensor=TensorParallel())),
     "cp 2 x sp 2": (
         {"dp_shard": 1, "cp": 2, "tp": 2},
         ParallelConfig(data=CONTEXT, tensor=TensorParallel(), checkpointing=FULL),
@@ -54,8 +68,9 @@ def mesh_of(axes: dict[str, int]) -> DeviceMesh:
             each: init_device_mesh("cpu", tuple(n for _, n in each), mesh_dim_names=tuple(a for a, _ in each))
             for each in fitting
         }
-        for mesh in _MESHES[group].values():
-            mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
+        for each, mesh in _MESHES[group].items():
+            sharding = [name for name, _ in each if name in ("dp_shard", "ring", "cp")]
+            mesh[tuple(sharding)]._flatten("_".join(sharding))
     return _MESHES[group][tuple(axes.items())]
 
 
@@ -76,26 +91,55 @@ def rows_of(mesh: DeviceMesh) -> slice:
     return slice(part * BATCH // parts, (part + 1) * BATCH // parts)
 
 
-def truth(kind: str, length: int, prepare: Any = None, **changes: Any) -> tuple[float, dict[str, Tensor]]:
-    """Of one process, in float64, through transformers' own attention and masks."""
+def packed_positions(length: int) -> Tensor:
+    """Of two to four documents in every sequence of the batch, in each others; one has a single token."""
+    cuts = ([5], [1, 7], [4, 6, 11], [9, 10])
+    starts = torch.zeros(BATCH, length, dtype=torch.int64)
+    for row, places in zip(starts, cuts, strict=True):
+        for place in places:
+            row[place:] = place
+    return torch.arange(length) - starts
+
+
+def truth(
+    kind: str, length: int, prepare: Any = None, positions: Tensor | None = None, **changes: Any
+) -> tuple[float, dict[str, Tensor]]:
+    """Of one process, in float64, through transformers' own attention and masks; at seams labels are masked by hand."""
     model = decoder(kind, **changes)
     if prepare is not None:
         prepare(model)
-    loss = loss_of(model, *batch(length), inside=False)
+    ids, labels = batch(length)
+    if positions is not None:
+        labels = labels.masked_fill(positions == 0, -100)
+    logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+    loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
     loss.backward()
     return loss.item(), {name: p.grad for name, p in model.named_parameters()}
 
 
-def loss_of_logits(model: Any, ids: Tensor, labels: Tensor, mesh: DeviceMesh) -> Tensor:
+def loss_of_logits(model: Any, given: dict[str, Any], labels: Tensor, mesh: DeviceMesh, data: DataParallel) -> Tensor:
     """The loss in float64, as a user computes it; transformers' own is float32."""
-    logits = model(input_ids=ids).logits
-    mine = context_slice({"labels": labels, "shift_labels": None}, group=mesh["cp"])["shift_labels"]
+    logits = model(**given).logits
+    axes = [mesh[axis] for axis in data.context_axes]
+    whole = given | {"labels": labels, "shift_labels": None}
+    order = "tokens" if data.context == "ulysses" else "zigzag"
+    mine = context_slice(whole, order=order, group=axes[0] if len(axes) == 1 else tuple(axes))["shift_labels"]  # type: ignore[arg-type]
     total = F.cross_entropy(logits.flatten(0, 1), mine.flatten(), reduction="sum")
-    return total * mesh["cp"].size() / (labels[:, 1:] != -100).sum()
+    valid = (mine != -100).sum()
+    for axis in axes:
+        dist.all_reduce(valid, group=axis.get_group())
+    return total * torch.tensor([axis.size() for axis in axes]).prod() / valid
 
 
 def errors(
-    name: str, tiled: bool, expected: Any, kind: str, length: int, changes: dict[str, Any], scope: Any = "mlp"
+    name: str,
+    tiled: bool,
+    expected: Any,
+    kind: str,
+    length: int,
+    changes: dict[str, Any],
+    scope: Any = "mlp",
+    positions: Tensor | None = None,
 ) -> dict[str, Any]:
     """Of the loss and of all gradients."""
     axes, config = CONFIGS[name]
@@ -104,7 +148,8 @@ def errors(
         tile_model(model, num_shards=3, scope=scope)
     parallelize(model, mesh, config)
     ids, labels = (part[rows_of(mesh)] for part in batch(length))
-    loss = model(input_ids=ids, labels=labels).loss if tiled else loss_of_logits(model, ids, labels, mesh)
+    given = {"input_ids": ids} | ({} if positions is None else {"position_ids": positions[rows_of(mesh)]})
+    loss = model(**given, labels=labels).loss if tiled else loss_of_logits(model, given, labels, mesh, config.data)  # type: ignore[arg-type]
     loss.backward()
     mean = loss.detach().clone()
     dist.all_reduce(mean)
@@ -121,6 +166,18 @@ def blocks(rank: int, world: int, names: list[str], kind: str, **changes: Any) -
     """`errors` of a model whose layers are one function each."""
     expected = truth(kind, 12, **changes)
     return {name: errors(name, True, expected, kind, 12, changes, "block") for name in names}
+
+
+def packed(
+    rank: int, world: int, names: list[str], kind: str = "llama", scopes: Any = (None, "mlp", "block"), **changes: Any
+) -> dict[str, Any]:
+    """`errors` with documents in every sequence, untiled and tiled in both scopes."""
+    positions, found = packed_positions(16), {}
+    expected = truth(kind, 16, positions=positions, **changes)
+    for name in names:
+        for scope in scopes:
+            found[f"{name}, {scope}"] = errors(name, scope is not None, expected, kind, 16, changes, scope, positions)
+    return found
 
 
 def models(
@@ -177,8 +234,8 @@ def loss_of_the_model(rank: int, world: int) -> dict[str, Any]:
     }
 
 
-def compiled(rank: int, world: int) -> dict[str, Any]:
-    """Blocks compiled through AOT autograd; the exchange is a break in their graphs."""
+def compiled(rank: int, world: int, name: str) -> dict[str, Any]:
+    """Blocks compiled through AOT autograd; exchanges and rings are breaks in their graphs."""
     import warnings
     from dataclasses import replace
 
@@ -187,7 +244,7 @@ def compiled(rank: int, world: int) -> dict[str, Any]:
     warnings.simplefilter("ignore")  # the compiler's own
     try:
         torch.compiler.reset()
-        axes, config = CONFIGS["cp 2, full"]
+        axes, config = CONFIGS[name]
         CONFIGS["compiled"] = axes, replace(config, compile=Compile())
         return errors("compiled", True, truth("llama", 12), "llama", 12, {})
     finally:
@@ -203,7 +260,8 @@ def mixed_precision(rank: int, world: int) -> dict[str, float]:
     config = ParallelConfig(data=DataParallel(context_axis="cp", param_dtype="bfloat16"))
     mesh = mesh_of({"dp_shard": 1, "cp": world})
     model = parallelize(decoder().float(), mesh, config)
-    loss_of_logits(model, *batch(12), mesh).backward()
+    ids, labels = batch(12)
+    loss_of_logits(model, {"input_ids": ids}, labels, mesh, config.data).backward()  # type: ignore[arg-type]
     found = {name: full(p.grad).double() for name, p in model.named_parameters()}
     plain = {name: p.grad.double() for name, p in baseline.named_parameters()}
     return {"error": error_between(found, expected), "baseline": error_between(plain, expected)}
@@ -243,6 +301,16 @@ def memory(rank: int, world: int, length: int) -> dict[str, Any]:
     }
 
 
+def memory_of_rings(rank: int, world: int, length: int) -> list[Any]:
+    """Elements of the largest float tensor with all tokens of a packed sequence; bytes of any, and of a rank's mask."""
+    model = tile_model(decoder(num_attention_heads=2, num_key_value_heads=2, head_dim=8), num_shards=3)
+    parallelize(model, mesh_of({"dp_shard": 1, "cp": world}), ParallelConfig(data=RING, checkpointing=FULL))
+    ids, positions = batch(length)[0][:1], (torch.arange(length) % (length // 3))[None]
+    with LargestTensor(length) as meter, LiveBytes() as live:
+        model(input_ids=ids, position_ids=positions, labels=ids).loss.backward()
+    return [meter.largest, live.largest, length // world * length]
+
+
 def functions(rank: int, world: int) -> dict[str, Any]:
     """`context_attention` of many shapes against attention on one process, and what `context_slice` gives."""
     found: dict[str, Any] = {"attention": {}, "slice": {}}
@@ -275,6 +343,8 @@ REFUSED: dict[str, Any] = {
     "attention": ({"attn_implementation": "flex_attention"}, CONTEXT),
     "rope": ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, CONTEXT),
     "no context": ({"own": True}, CONTEXT),
+    "dropout": ({"attention_dropout": 0.1}, RING),
+    "classifier in a ring": ({"head": "SequenceClassification"}, RING),
     "classifier": ({"head": "SequenceClassification"}, CONTEXT),
 }
 
@@ -303,7 +373,7 @@ def refusals(rank: int, world: int) -> dict[str, Any]:
     hidden = torch.ones_like(ids)
     hidden[0, 0] = 0
     calls: dict[str, dict[str, Any]] = {
-        "positions": {"input_ids": ids, "position_ids": torch.arange(12)[None]},
+        "positions": {"input_ids": ids, "position_ids": torch.arange(12)},
         "mask": {"input_ids": ids, "attention_mask": hidden},
         "mask of scores": {"input_ids": ids, "attention_mask": torch.zeros(4, 1, 12, 12, dtype=torch.float64)},
         "weights": {"input_ids": ids, "output_attentions": True},
@@ -323,6 +393,15 @@ def refusals(rank: int, world: int) -> dict[str, Any]:
         model(ids, torch.ones_like(ids), labels=labels)
     found["collectives"] = [dict(counted.counts), bool(called.counts)]
     x = torch.ones(1, 3, 4, 5)
+    y = torch.ones(1, 2, 3, 4)
+    found["odd tokens"] = _error(lambda: ring_attention(y, y, y))
+    found["no keys"] = _error(lambda: ring_attention(x, x, x, window=0))
+    found["no cap"] = _error(lambda: ring_attention(x, x, x, softcap=0.0))
+    other = torch.ones(1, 2, 4 + 2 * rank, 4)
+    found["other tokens"] = _error(lambda: ring_attention(other, other, other))
+    found["documents"] = _error(lambda: ring_attention(x, x, x, documents=torch.zeros(1, 4, dtype=torch.int64)))
+    found["order"] = _error(lambda: context_slice({"labels": ids}, order="zag"))  # type: ignore[arg-type]
+    found["runs"] = _error(lambda: context_slice({"labels": ids[:, :10]}, order="zigzag"))
     found["odd heads"] = _error(lambda: context_attention(x, x, x))
     found["shapes"] = _error(lambda: context_attention(x, x[:, :, :2], x))
     found["key heads"] = _error(lambda: context_attention(x, x[:, :2], x[:, :2]))

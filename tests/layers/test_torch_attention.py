@@ -4,19 +4,25 @@ import pytest
 import torch
 from torch import Tensor
 
+from shared_specs.errors import SpecError
 from shared_specs.tolerances import DISTRIBUTED_FLOAT64, limit
 from tests.core.torch_counting import LiveBytes, saved_bytes
 from tiled_torch.layers.attention import causal_attention
 
 
-def written_out(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: float | None) -> Tensor:
+def written_out(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: float | None, documents: Tensor | None = None
+) -> Tensor:
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     scores = q @ k.mT * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     places = torch.arange(q.shape[2])
     behind = places[:, None] - places
-    return torch.softmax(scores.masked_fill((behind < 0) | (behind >= window), float("-inf")), -1) @ v
+    hidden = (behind < 0) | (behind >= window)
+    if documents is not None:
+        hidden = hidden | (documents[:, None, :, None] != documents[:, None, None, :])
+    return torch.softmax(scores.masked_fill(hidden, float("-inf")), -1) @ v
 
 
 def drawn(kv_heads: int = 2, dim: int = 5, tokens: int = 23, dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -41,6 +47,52 @@ def test_equals_scores_written_out(kv_heads: int, dim: int, window: int | None, 
         assert (ours - theirs).norm() <= DISTRIBUTED_FLOAT64 * max(theirs.norm(), 1)
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (4, None), (4, 0.7)])
+def test_documents(window: int | None, softcap: float | None, rows: int) -> None:
+    """Of one token and of more than a block, the same in both sequences or others; q and its gradient in one piece."""
+    *arrays, dy = drawn()
+    sizes = [[6, 1, 13, 3], [20, 3]][:rows]
+    documents = torch.stack([torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in sizes])
+    for x in arrays:
+        x.requires_grad_()
+    y = causal_attention(*arrays, scale=0.3, window=window, softcap=softcap, documents=documents, block_tokens=10)
+    expected = written_out(*arrays, 0.3, window or 23, softcap, documents)
+    found = [y, *torch.autograd.grad(y, arrays, dy)]
+    for ours, theirs in zip(found, [expected, *torch.autograd.grad(expected, arrays, dy)], strict=True):
+        assert (ours - theirs).norm() <= DISTRIBUTED_FLOAT64 * theirs.norm()
+
+
+def test_numbers_of_documents_that_changed_are_read_again() -> None:
+    *arrays, _ = drawn()
+    documents = torch.zeros(1, 23, dtype=torch.int32)
+    first = causal_attention(*arrays, documents=documents)
+    documents[:, 9:] = 1
+    second = causal_attention(*arrays, documents=documents)
+    apart = (second - first).abs().amax((0, 1, 3)) > DISTRIBUTED_FLOAT64 * first.norm()
+    assert apart.tolist() == [False] * 9 + [True] * 14
+
+
+def test_a_window_without_keys_is_refused() -> None:
+    *arrays, _ = drawn()
+    for given, message in (
+        ({"window": 0}, "window must be >= 1 or None, got 0"),
+        ({"softcap": 0.0}, "softcap must be > 0"),
+    ):
+        with pytest.raises(SpecError, match="^causal_attention: " + message):
+            causal_attention(*arrays, **given)
+
+
+def test_documents_that_cannot_be() -> None:
+    *arrays, _ = drawn()
+    with pytest.raises(
+        SpecError, match=r"^causal_attention: documents must be of shape \[2, 23\] or \[1, 23\], got \[2, 5\]"
+    ):
+        causal_attention(*arrays, documents=torch.zeros(2, 5, dtype=torch.int64))
+    with pytest.raises(TypeError, match=r"^causal_attention: documents must be of integers, got float32"):
+        causal_attention(*arrays, documents=torch.zeros(2, 23))
+
+
 @pytest.mark.parametrize("softcap", [None, 0.7])
 def test_scale_and_bfloat16(softcap: float | None) -> None:
     """By default d^-0.5; in bfloat16 within what scores written out in it err by."""
@@ -53,7 +105,12 @@ def test_scale_and_bfloat16(softcap: float | None) -> None:
     assert error(y) <= limit(error(written_out(*rounded, 5**-0.5, 4, softcap)), "bfloat16")
 
 
-@pytest.mark.parametrize("options", [{}, {"window": 8}, {"softcap": 3.0}, {"window": 8, "softcap": 3.0}], ids=str)
+HALVES = torch.arange(512)[None] // 300
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 8}, {"softcap": 3.0}, {"window": 8, "softcap": 3.0}, {"documents": HALVES}], ids=str
+)
 def test_scores_of_all_tokens_exist_nowhere(options: dict[str, float]) -> None:
     """512 tokens: their scores, or a mask of them, would be 512 x 512 elements at least."""
     q, k, v = (torch.randn(1, 1, 512, 4, requires_grad=True) for _ in range(3))

@@ -298,7 +298,7 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "view": (
         lambda: CheckpointWithoutOutput().checkpoint(lambda x: x.view(-1), batch()),
         SpecError,
-        "CheckpointWithoutOutput.checkpoint: the output must be memory of its own, got a view of an argument.",
+        "CheckpointWithoutOutput.checkpoint: the output shares the memory of an argument. Return a copy of it.",
     ),
     "offloading": (
         lambda: offloaded(torch.autograd.graph.save_on_cpu()),
@@ -325,7 +325,8 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "hook without gradient": (
         lambda: discard(torch.sin, torch.ones(3)),
         SpecError,
-        f"{_DISCARD}: hook_tensor must be computed from the output with gradients, got one without.",
+        f"{_DISCARD}: hook_tensor needs no gradient, while the output does. "
+        "Compute it from the output, with gradients enabled.",
     ),
 }
 

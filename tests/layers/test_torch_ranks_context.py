@@ -3,6 +3,7 @@
 import pytest
 
 from shared_specs.tolerances import DISTRIBUTED_FLOAT64, MODEL_FLOAT32, limit
+from tests.ranks import Ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -20,6 +21,49 @@ def check(answers):
 def test_llama_on_two_ranks(pools):
     """Most labels of the first rank's tokens are ignored."""
     check(pools[2].run(_HERE + "models", names=["cp 2", "cp 2, full", "cp 2, products"]))
+
+
+def test_rings(pools):
+    """More ranks than heads in each group of them; layers as one function attend one key head at a time."""
+    sizes = {"length": 16, "num_key_value_heads": 2}
+    check(pools[2].run(_HERE + "models", names=["ring 2", "ring 2, full", "ring 2, op"], **sizes))
+    check(pools[4].run(_HERE + "models", names=["ring 2 x cp 2"], **sizes))
+    for found in pools[2].run(_HERE + "blocks", names=["ring 2"], kind="llama", num_key_value_heads=2):
+        assert found["ring 2"]["layers"] == ["tiled_block"]
+        assert found["ring 2"]["gradients"] <= DISTRIBUTED_FLOAT64
+
+
+@pytest.mark.slow
+def test_rings_beside_other_axes(pools):
+    names = ["ring 4", "fsdp 2 x ring 2", "ring 2 x tp 2"]
+    check(pools[4].run(_HERE + "models", names=names, length=16, num_key_value_heads=2))
+
+
+def check_packed(answers):
+    for found in answers:
+        for name, errors in found.items():
+            assert errors["loss"] <= (MODEL_FLOAT32 if name.endswith("block") else DISTRIBUTED_FLOAT64), name
+            assert errors["gradients"] <= DISTRIBUTED_FLOAT64, name
+
+
+def test_packed_documents(pools):
+    """Positions restart, attention stays within documents, the last token of one predicts nothing."""
+    check_packed(pools[2].run(_HERE + "packed", names=["cp 2, full", "ring 2, full"]))
+    check_packed(pools[4].run(_HERE + "packed", names=["ring 2 x cp 2"], num_key_value_heads=2))
+
+
+@pytest.mark.slow
+def test_packed_documents_of_windows(pools):
+    names = ["cp 2, full", "ring 2"]
+    check_packed(pools[2].run(_HERE + "packed", names=names, kind="mistral", **WINDOWED))
+    check_packed(pools[2].run(_HERE + "packed", names=names, kind="gemma3", scopes=[None, "mlp"], **WINDOWED))
+
+
+@pytest.mark.slow
+def test_rings_of_eight_ranks():
+    with Ranks(8) as eight:
+        check(eight.run(_HERE + "models", names=["ring 8", "ring 4 x cp 2"], length=16, num_key_value_heads=2))
+        check_packed(eight.run(_HERE + "packed", names=["ring 8"]))
 
 
 @pytest.mark.slow
@@ -42,11 +86,24 @@ def test_layers_as_one_function(pools, kind, heads):
             assert each["gradients"] <= DISTRIBUTED_FLOAT64
 
 
-@pytest.mark.parametrize("kind", ["mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3"])
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "heads"), [("llama", 4), ("qwen3", 2)])
+def test_layers_as_one_function_beside_tensor_parallelism(pools, kind, heads):
+    """Two key heads are one for each rank of the tensor axis, which the ranks of the context repeat."""
+    names = ["cp 2 x sp 2", "cp 2 x tp 2"]
+    for found in pools[4].run(_HERE + "blocks", names=names, kind=kind, num_key_value_heads=heads):
+        for each in found.values():
+            assert each["layers"] == ["tiled_block"]
+            assert max(each["loss"], each["gradients"]) <= DISTRIBUTED_FLOAT64
+
+
+@pytest.mark.parametrize("kind", ["mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "smollm3"])
 def test_families(pools, kind):
     """Windows, caps of scores, norms of heads, biases, tied embeddings; transformers' own masks are the truth."""
-    changes = WINDOWED if kind in ("mistral", "gemma2", "gemma3") else {}
-    if kind in ("gemma2", "gemma3"):
+    changes = WINDOWED if kind in ("mistral", "gemma2", "gemma3", "smollm3") else {}
+    if kind == "smollm3":
+        changes = changes | {"no_rope_layers": [1, 0, 1], "use_sliding_window": True}
+    if kind in ("gemma2", "gemma3", "smollm3"):
         changes = changes | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
     check(pools[2].run(_HERE + "models", names=["cp 2, full"], kind=kind, **changes))
 
@@ -76,8 +133,16 @@ def test_no_rank_holds_a_whole_sequence(pools):
         assert found["largest"] == found["heads"] < found["hidden"], found
 
 
+def test_rings_write_out_nothing_of_all_tokens(pools):
+    """Neither keys nor scores of a packed sequence, nor a mask of its tokens for a rank's own."""
+    for largest, live, mask in pools[4].run(_HERE + "memory_of_rings", length=480):
+        assert largest == 0
+        assert live < mask
+
+
 def test_compiled_blocks(pools):
-    check([{"compiled": found} for found in pools[2].run(_HERE + "compiled")])
+    for name in ("cp 2, full", "ring 2, full"):
+        check([{name: found} for found in pools[2].run(_HERE + "compiled", name=name)])
 
 
 def test_mixed_precision(pools):
@@ -93,9 +158,18 @@ REFUSALS = {
     "rope": ("UnsupportedError", "parallelize: rope_type must be one that does not depend on the length of the sequence"),
     "no context": ("UnsupportedError", "parallelize: config.data.context_axis must be None for a model that does not say"),
     "classifier": ("UnsupportedError", "parallelize: config.data.context_axis must be None for a model that does not say"),
+    "dropout": ("UnsupportedError", "parallelize: attention_dropout must be 0 with rings, got 0.1. Set it to 0, or"),
+    "classifier in a ring": ("UnsupportedError", "parallelize: config.data.context_axis must be None for a model that does"),
+    "odd tokens": ("SpecError", "ring_attention: q must be of an even number of tokens, for the two runs that a rank"),
+    "no keys": ("SpecError", "ring_attention: window must be >= 1 or None, got 0"),
+    "no cap": ("SpecError", "ring_attention: softcap must be > 0 or None, got 0.0"),
+    "other tokens": ("SpecError", "ring_attention: q, k, v must be the same on all 2 ranks, got 'float32 [1, 2, 4, 4],"),
+    "documents": ("SpecError", "ring_attention: documents must be of shape [1, 8] or [1, 8], got [1, 4]. Every rank is"),
+    "order": ("SpecError", "context_slice: order must be one of tokens, zigzag, got 'zag'"),
+    "runs": ("SpecError", "context_slice: batch['labels'] must be of a multiple of 4 tokens, for 2 ranks that hold two runs"),
     "batches": ("SpecError", "forward with context parallelism: the batch must be the same on every rank of the axis, got"),
     "tokens": ("SpecError", "context_slice: batch['input_ids'] must be of a multiple of 2 tokens"),
-    "positions": ("SpecError", "forward with context parallelism: position_ids must be left out, got Tensor"),
+    "positions": ("SpecError", "forward with context parallelism: position_ids must be [B or 1, tokens], of whole"),
     "mask": ("SpecError", "forward with context parallelism: attention_mask must be left out, or all ones"),
     "mask of scores": ("SpecError", "forward with context parallelism: attention_mask must be left out, or all ones"),
     "mask, by place": ("SpecError", "forward with context parallelism: attention_mask must be left out, or all ones"),

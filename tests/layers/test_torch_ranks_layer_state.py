@@ -175,8 +175,8 @@ REFUSED = {
     "torch.float16 tensor [2, 4] with options.gradient_accumulation_fusion, got NoneType.",
     "dtype of main_grad": "SpecError: column_parallel_linear: weight.main_grad must be a torch.float32 or torch.bfloat16 or "
     "torch.float16 tensor [2, 4] with options.gradient_accumulation_fusion, got torch.float64 [2, 4].",
-    "leaf": "SpecError: column_parallel_linear: weight must be a leaf with options.defer_weight_grad, got a result. ",
-    "frozen": "SpecError: linear_with_frozen_weight: weight must be one that needs no gradient, got one that does. ",
+    "leaf": "SpecError: column_parallel_linear: weight is a result, and options.defer_weight_grad takes a leaf. ",
+    "frozen": "SpecError: linear_with_frozen_weight: weight needs a gradient. ",
     "frozen option": "SpecError: linear_with_frozen_weight: options.defer_weight_grad must be False, got True. A frozen ",
     "split": "SpecError: ColumnParallelLinear: out_features must be a multiple of the 2 ranks it is split over, got 3.",
     "fused split": "SpecError: ColumnParallelLinear: out_features must be a multiple of the 2 ranks it is split over times ",

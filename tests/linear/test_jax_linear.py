@@ -145,13 +145,13 @@ def test_second_derivatives(same: Any) -> None:
     x, params = drawn(5, IN), dense()
     module = TiledLinear.from_linear(as_linear(params), in_splits=3, out_splits=4)
 
-    def twice(fn: Any) -> Any:
+    def twice(fn: Any, x: jax.Array) -> Any:
         def slope(x: jax.Array) -> jax.Array:
             return jax.grad(lambda x: jnp.sum(jnp.sin(fn(x))))(x)
 
         return jax.grad(lambda x: jnp.sum(jnp.square(slope(x))))(x)
 
-    same(twice(module), twice(lambda x: plain(x, params)))
+    same(*jax.jit(lambda x: (twice(module, x), twice(lambda x: plain(x, params), x)))(x))
 
 
 def test_in_a_scan_over_layers_under_a_checkpoint(same: Any) -> None:

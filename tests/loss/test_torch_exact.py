@@ -106,7 +106,7 @@ PEAKS = [
     for dtype in (torch.float32, torch.bfloat16)
     for vocab_shards in (1, 4)
     for loss in (MEAN, NONE, LossOptions(outputs=("entropy",), logit_softcap=20.0))
-    for T in (512, 2048)
+    for T in (512, 1024)
 ]
 
 

@@ -3,6 +3,8 @@
 What runs on the ranks is in ranks_loss.py and ranks_loss_engines.py; every error is relative to one process.
 """
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -10,6 +12,8 @@ import torch
 
 from shared_specs import UnsupportedError
 from shared_specs.tolerances import COST_BYTES, DISTRIBUTED_FLOAT64, limit
+from tests.core.ranks_torch_each import run_each
+from tests.matrix import pairwise
 from tests.ranks import Ranks
 from tiled_torch.parallel import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
 
@@ -19,17 +23,18 @@ WORLDS = (2, 4)
 OUTPUTS = ("log_probs", "lse", "entropy", "accuracy")
 
 
-def run(pools: dict[int, Ranks], world: int, function: str, **arguments: Any) -> list[Any]:
-    return pools[world].run(f"tests.loss.ranks_torch_loss:{function}", **arguments)
+def run(pools: dict[int, Ranks], world: int, function: str, *cases: dict[str, Any]) -> list[list[Any]]:
+    """For every case what the ranks return."""
+    return run_each(pools[world], f"tests.loss.ranks_torch_loss:{function}", cases)
 
 
-def assert_close(answers: list[Any], gradients: int) -> None:
+def assert_close(answers: list[Any], gradients: int, what: object) -> None:
     """Every error within the limit, of as many gradients as there should be; none in the padding, none on frozen leaves."""
     for rank, answer in enumerate(answers):
         errors = answer["errors"]
-        assert sum(name.startswith("d") for name in errors) == gradients
-        assert max(errors.values()) <= DISTRIBUTED_FLOAT64, f"rank {rank}: {errors}"
-        assert answer["padding"] == 0.0
+        assert sum(name.startswith("d") for name in errors) == gradients, what
+        assert max(errors.values()) <= DISTRIBUTED_FLOAT64, f"{what}, rank {rank}: {errors}"
+        assert answer["padding"] == 0.0, what
 
 
 HEADS: dict[str, dict[str, Any]] = {
@@ -52,6 +57,7 @@ HEADS: dict[str, dict[str, Any]] = {
     },
     "accuracy": {"outputs": ("accuracy",)},
     "vocab_shards": {"vocab_shards": 3},
+    "vocab_shards none": {"vocab_shards": 3, "reduction": "none"},
     "vocab_shards outputs": {"vocab_shards": 3, "outputs": OUTPUTS, "label_smoothing": 0.2},
     "padded": {"partition": "padded"},
     "main_grad": {"main_grad": True},
@@ -76,136 +82,151 @@ HEADS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", HEADS)
+# Where four ranks are more than two: parts of other sizes, parts without an entry, sums of more than two.
+FOUR = ["mean", "none", "everything", "vocab_shards outputs", "padded", "dtensor none", "main_grad, padded"]
+FOUR += [name for name in HEADS if name.startswith("fewer entries")]
+
+
+@pytest.fixture(scope="module")
+def heads(pools: dict[int, Ranks]) -> Callable[[int], dict[str, list[Any]]]:
+    """The ranks' answers for every head that a number of ranks tries."""
+
+    @cache
+    def of(world: int) -> dict[str, list[Any]]:
+        names = FOUR if world == 4 else list(HEADS)
+        return dict(zip(names, run(pools, world, "head", *(HEADS[name] for name in names)), strict=True))
+
+    return of
+
+
 @pytest.mark.parametrize("world", WORLDS)
-def test_head(pools, world, name):
-    answers = run(pools, world, "head", **HEADS[name])
-    assert_close(answers, 2 if HEADS[name].get("bias") is False else 3)
-    assert all(answer["flags"] for answer in answers)
+def test_head(heads, world):
+    for name, answers in heads(world).items():
+        assert_close(answers, 2 if HEADS[name].get("bias") is False else 3, name)
+        assert all(answer["flags"] for answer in answers), name
 
 
-@pytest.mark.parametrize("frozen", [("x",), ("weight",), ("weight", "bias"), ("x", "weight")], ids=" ".join)
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_head_with_frozen_operands(pools, reduction, frozen):
-    answers = run(pools, 2, "head", reduction=reduction, frozen=frozen)
-    assert_close(answers, 3 - len(frozen))
-    assert all(answer["untouched"] for answer in answers)
-    assert all(answer["collectives"] == 2 * 8 + ("x" not in frozen) for answer in answers)
+def test_head_with_frozen_operands(pools):
+    frozen = (("x",), ("weight",), ("weight", "bias"), ("x", "weight"))
+    cases = [{"frozen": names, "reduction": reduction} for names in frozen for reduction in ("mean", "none")]
+    for case, answers in zip(cases, run(pools, 2, "head", *cases), strict=True):
+        assert_close(answers, 3 - len(case["frozen"]), case)
+        assert all(answer["untouched"] for answer in answers)
+        assert all(answer["collectives"] == 2 * 8 + ("x" not in case["frozen"]) for answer in answers), case
 
 
-@pytest.mark.parametrize("vocab_shards", [None, 3])
-@pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("world", WORLDS)
-def test_two_collectives_per_shard_and_one_shard_of_logits(pools, world, reduction, vocab_shards):
+def test_two_collectives_per_shard_and_one_shard_of_logits(heads, world):
     """And one collective for dx. No tensor holds more than [t, V / R] elements; logits of all tokens would be 8 times that."""
-    for answer in run(pools, world, "head", reduction=reduction, vocab_shards=vocab_shards):
-        assert answer["collectives"] == 2 * 8 + 1
-        width = -(-answer["entries"] // (vocab_shards or 1))
-        assert answer["largest"] == max(64 // 8 * width, answer["entries"] * 4, 64 * 4)
+    for name in ("mean", "none", *(("vocab_shards", "vocab_shards none") if world == 2 else ())):
+        for answer in heads(world)[name]:
+            assert answer["collectives"] == 2 * 8 + 1, name
+            width = -(-answer["entries"] // HEADS[name].get("vocab_shards", 1))
+            assert answer["largest"] == max(64 // 8 * width, answer["entries"] * 4, 64 * 4), name
 
 
-@pytest.mark.parametrize("partition", ["range", "dtensor", "padded"])
-def test_a_memory_budget_gives_every_rank_the_same_plan(pools, partition):
+def test_a_memory_budget_gives_every_rank_the_same_plan(pools):
     """Although one rank holds an entry less, which alone would fit one token more."""
     budget = 2 * 8 * 10 * 21  # logits and their copies: 9 tokens with 22 entries, 10 with 21, 11 with 19
-    answers = run(pools, 4, "head", vocab=85, partition=partition, num_shards=None, memory_budget=budget)
-    assert_close(answers, 3)
-    assert {answer["collectives"] for answer in answers} == {2 * 8 + 1}
+    options = {"vocab": 85, "num_shards": None, "memory_budget": budget}
+    cases = [options | {"partition": partition} for partition in ("range", "dtensor", "padded")]
+    for case, answers in zip(cases, run(pools, 4, "head", *cases), strict=True):
+        assert_close(answers, 3, case)
+        assert {answer["collectives"] for answer in answers} == {2 * 8 + 1}, case
 
 
-def test_a_second_backward_asks_again(pools):
+def test_a_second_backward_asks_again(heads):
     """What was computed with the loss is used up by the first backward."""
-    for answer in run(pools, 2, "head", twice=True):
+    for answer in heads(2)["twice"]:
         assert answer["collectives"] == 2 * (2 * 8 + 1)
 
 
-@pytest.mark.parametrize("group", ["subset", "mesh dim"])
 @pytest.mark.parametrize("function", ["head", "logits"])
-def test_a_group_that_is_not_the_world(pools, function, group):
+def test_a_group_that_is_not_the_world(pools, function):
     """The ranks outside are not waited for, and two groups do not disturb each other."""
-    answers = run(pools, 4, function, group=group)
-    inside = [answer for answer in answers if answer is not None]
-    assert len(inside) == (2 if group == "subset" else 4)
-    assert_close(inside, 3 if function == "head" else 1)
+    for answers, inside in zip(
+        run(pools, 4, function, {"group": "subset"}, {"group": "mesh dim"}), (2, 4), strict=True
+    ):
+        found = [answer for answer in answers if answer is not None]
+        assert len(found) == inside
+        assert_close(found, 3 if function == "head" else 1, inside)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("vocab_shards", [1, 4])
-@pytest.mark.parametrize(("dtype", "autocast"), [("float32", False), ("bfloat16", False), ("float32", True)])
-def test_peak_bytes(pools, dtype, autocast, vocab_shards, reduction):
+def test_peak_bytes(pools):
     """As `costs.loss_peak_bytes` says: copies of rows for statistics, and the head in another dtype, included."""
-    options = {"dtype": dtype, "autocast": autocast, "vocab_shards": vocab_shards, "reduction": reduction}
-    for answer in run(pools, 2, "peaks", **options):
-        assert abs(answer["peak"] - answer["formula"]) <= COST_BYTES * answer["formula"], answer
-        assert answer["other pass"] <= (1 + COST_BYTES) * answer["formula"]
+    kinds = [("float32", False), ("bfloat16", False), ("float32", True)]
+    cases = pairwise({"kind": kinds, "vocab_shards": (1, 4), "reduction": ("mean", "none")}, lambda row: True)
+    cases = [dict(zip(("dtype", "autocast"), case.pop("kind"), strict=True)) | case for case in cases]
+    for case, answers in zip(cases, run(pools, 2, "peaks", *cases), strict=True):
+        for answer in answers:
+            assert abs(answer["peak"] - answer["formula"]) <= COST_BYTES * answer["formula"], (case, answer)
+            assert answer["other pass"] <= (1 + COST_BYTES) * answer["formula"], (case, answer)
 
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_every_rank_holds_the_same_results(pools, world):
-    assert run(pools, world, "same_everywhere") == [0.0] * world
+    assert run(pools, world, "same_everywhere", {}) == [[0.0] * world]
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("world", WORLDS)
-def test_bfloat16_head(pools, world, reduction):
-    for answer in run(pools, world, "bfloat16_head", reduction=reduction):
-        assert set(answer) == {"dx", "dweight", "dbias"}
-        for name, errors in answer.items():
-            assert errors["ours"] <= limit(errors["untiled"], "bfloat16"), name
+def test_bfloat16_head(pools, world):
+    for answers in run(pools, world, "bfloat16_head", {"reduction": "mean"}, {"reduction": "none"}):
+        for answer in answers:
+            assert set(answer) == {"dx", "dweight", "dbias"}
+            for name, errors in answer.items():
+                assert errors["ours"] <= limit(errors["untiled"], "bfloat16"), name
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["vocabulary", "sequence"])
 def test_the_error_of_a_float16_head_does_not_depend_on_scales(pools, sequence_parallel):
     """Gradients of the logits were stored times the class weights and z_loss: zeros at 1e-9, infinities at 1e5."""
-
-    def errors(**options: Any) -> list[dict[str, float]]:
-        function = "tests.loss.ranks_torch_float16:head"
-        return pools[2].run(function, sequence_parallel=sequence_parallel, **options)
-
-    usual = errors(class_scale=1.0)
-    for odd in ({"class_scale": 1e-9}, {"class_scale": 1e5}, {"z_loss": 1e4}):
-        for ours, theirs in zip(errors(**odd), usual, strict=True):
+    scales: list[dict[str, Any]] = [{"class_scale": scale} for scale in (1.0, 1e-9, 1e5)] + [{"z_loss": 1e4}]
+    cases = [{"sequence_parallel": sequence_parallel, **scale} for scale in scales]
+    usual, *others = run_each(pools[2], "tests.loss.ranks_torch_float16:head", cases)
+    for odd, answers in zip(scales[1:], others, strict=True):
+        for ours, theirs in zip(answers, usual, strict=True):
             for name, error in ours.items():
                 assert error <= limit(theirs[name], "float16"), (odd, name)
 
 
-@pytest.mark.parametrize(
-    ("partition", "vocab", "label_smoothing"),
-    [
-        ("range", 23, 0.0),
-        ("range", 23, 0.2),
-        ("padded", 23, 0.2),
-        ("equal", 24, 0.2),
-        ("dtensor", 23, 0.2),
-        ("range", 3, 0.2),
-        ("padded", 5, 0.2),
-        ("range", 1, 0.0),  # no gradient at all; with smoothing what is left are roundings
-    ],
-)
+LOGITS = [
+    ("range", 23, 0.2),
+    ("padded", 23, 0.2),
+    ("dtensor", 23, 0.2),
+    ("range", 3, 0.2),
+    ("padded", 5, 0.2),
+    ("range", 23, 0.0),
+    ("equal", 24, 0.2),
+    ("range", 1, 0.0),  # no gradient at all; with smoothing what is left are roundings
+]
+
+
 @pytest.mark.parametrize("world", WORLDS)
-def test_given_logits(pools, world, partition, vocab, label_smoothing):
-    answers = run(pools, world, "logits", vocab=vocab, partition=partition, label_smoothing=label_smoothing)
-    assert_close(answers, 1)
-    for answer in answers:
-        assert answer["unchanged"]
-        assert answer["collectives"] == [2, 0]
-        assert answer["dtypes"] == ["torch.float64", "torch.float64"]
+def test_given_logits(pools, world):
+    chosen = LOGITS if world == 2 else LOGITS[:5]
+    cases = [dict(zip(("partition", "vocab", "label_smoothing"), case, strict=True)) for case in chosen]
+    for case, answers in zip(cases, run(pools, world, "logits", *cases), strict=True):
+        assert_close(answers, 1, case)
+        for answer in answers:
+            assert answer["unchanged"], case
+            assert answer["collectives"] == [2, 0], case
+            assert answer["dtypes"] == ["torch.float64", "torch.float64"], case
 
 
 def test_smoothing_by_megatrons_formula(pools):
     """0.1 of its label_smoothing, which it spreads over the V - 1 wrong entries, is 0.1 V / (V - 1) of ours."""
-    for errors in run(pools, 2, "smoothed_as_megatron"):
+    for errors in run(pools, 2, "smoothed_as_megatron", {})[0]:
         assert max(errors) <= DISTRIBUTED_FLOAT64
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("label_smoothing", [0.0, 0.2])
-def test_given_logits_in_other_dtypes(pools, label_smoothing, dtype):
+def test_given_logits_in_other_dtypes(pools):
     """Losses in float32, gradients in the logits' dtype, each as exact as torch's own."""
-    for answer in run(pools, 2, "logits", label_smoothing=label_smoothing, dtype=dtype):
-        assert answer["dtypes"] == ["torch.float32", f"torch.{dtype}"]
-        for name, error in answer["errors"].items():
-            assert error <= limit(answer["baseline"][name], dtype), name
+    cases = [{"dtype": dtype, "label_smoothing": s} for dtype in ("float32", "bfloat16", "float16") for s in (0.0, 0.2)]
+    for case, answers in zip(cases, run(pools, 2, "logits", *cases), strict=True):
+        for answer in answers:
+            assert answer["dtypes"] == ["torch.float32", f"torch.{case['dtype']}"]
+            for name, error in answer["errors"].items():
+                assert error <= limit(answer["baseline"][name], case["dtype"]), (case, name)
 
 
 REFUSED = {
@@ -225,11 +246,11 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_every_rank_refuses(pools, what):
+def test_every_rank_refuses(pools):
     """On all ranks, so that none waits for another."""
-    for message in run(pools, 2, "refused", what=what):
-        assert message.startswith(REFUSED[what])
+    found = run(pools, 2, "refused", *({"what": what} for what in REFUSED))
+    for (what, text), messages in zip(REFUSED.items(), found, strict=True):
+        assert all(message.startswith(text) for message in messages), (what, messages)
 
 
 def test_without_a_process_group():
@@ -245,16 +266,16 @@ def test_without_a_process_group():
     assert str(caught.value) == f"vocab_parallel_cross_entropy: {message}"
 
 
-@pytest.mark.parametrize("case", ["plain", "all ignored", "one token", "no tokens"])
-@pytest.mark.parametrize("kind", ["loss", "outputs", "tiled_loss"])
-@pytest.mark.parametrize("wrapped", ["ddp", "fsdp2 head", "fsdp2 root"])
-def test_data_parallel(pools, wrapped, kind, case):
+def test_data_parallel(pools):
     """Other counts of valid tokens on every rank: num_valid = count of all / ranks makes the mean one over all tokens."""
-    function = "tests.loss.ranks_torch_engines:engine"
-    for answer in pools[2].run(function, wrapped=wrapped, kind=kind, case=case):
-        assert answer["error"] <= DISTRIBUTED_FLOAT64
-        assert answer["fired"]
-        assert answer["spread"] == 0.0
+    axes = {"case": ("plain", "all ignored", "one token", "no tokens"), "kind": ("loss", "outputs", "tiled_loss")}
+    cases = pairwise(axes | {"wrapped": ("ddp", "fsdp2 head", "fsdp2 root")}, lambda row: True)
+    found = run_each(pools[2], "tests.loss.ranks_torch_engines:engine", cases)
+    for case, answers in zip(cases, found, strict=True):
+        for answer in answers:
+            assert answer["error"] <= DISTRIBUTED_FLOAT64, case
+            assert answer["fired"], case
+            assert answer["spread"] == 0.0, case
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -262,5 +283,5 @@ def test_unequal_partitions_without_vocab_size_are_refused_on_every_rank(pools, 
     sizes = ", ".join(["7", *["5"] * (world - 1)])
     rule = f"the number of entries, without vocab_size, must be the same on all {world} ranks, got {sizes}."
     names = ("vocab_parallel_linear_cross_entropy", "vocab_parallel_cross_entropy")
-    for answer in pools[world].run("tests.loss.ranks_torch_loss:unequal"):
+    for answer in run(pools, world, "unequal", {})[0]:
         assert answer["errors"] == [f"{name}: {rule}" for name in names]

@@ -3,11 +3,14 @@
 What runs on the ranks is in ranks_sequence_loss.py.
 """
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
 
 from shared_specs.tolerances import COST_BYTES, DISTRIBUTED_FLOAT64, limit
+from tests.core.ranks_torch_each import run_each
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.ranks
@@ -17,15 +20,16 @@ HIDDEN = 4
 OUTPUTS = ("log_probs", "lse", "entropy", "accuracy")
 
 
-def run(pools: dict[int, Ranks], world: int, function: str, **arguments: Any) -> list[Any]:
-    return pools[world].run(f"tests.loss.ranks_torch_sequence_loss:{function}", **arguments)
+def run(pools: dict[int, Ranks], world: int, function: str, *cases: dict[str, Any]) -> list[list[Any]]:
+    """For every case what the ranks return."""
+    return run_each(pools[world], f"tests.loss.ranks_torch_sequence_loss:{function}", cases)
 
 
-def assert_close(answers: list[Any], gradients: int) -> None:
+def assert_close(answers: list[Any], gradients: int, what: object) -> None:
     for rank, answer in enumerate(answers):
         errors = answer["errors"]
-        assert sum(name.startswith("d") for name in errors) == gradients
-        assert max(errors.values()) <= DISTRIBUTED_FLOAT64, f"rank {rank}: {errors}"
+        assert sum(name.startswith("d") for name in errors) == gradients, what
+        assert max(errors.values()) <= DISTRIBUTED_FLOAT64, f"{what}, rank {rank}: {errors}"
 
 
 HEADS: dict[str, dict[str, Any]] = {
@@ -47,6 +51,7 @@ HEADS: dict[str, dict[str, Any]] = {
         "logit_softcap": 3.0,
     },
     "vocab_shards": {"vocab_shards": 3},
+    "vocab_shards none": {"vocab_shards": 3, "reduction": "none"},
     "vocab_shards outputs": {"vocab_shards": 3, "outputs": OUTPUTS, "label_smoothing": 0.2},
     "fewer entries than ranks": {"vocab": 3, "label_smoothing": 0.2},
     "dtensor": {"layout": "dtensor"},
@@ -67,69 +72,89 @@ HEADS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", HEADS)
+# Where four ranks are more than two: parts of other sizes, parts without an entry, sums of more than two.
+FOUR = (
+    "mean",
+    "none",
+    "everything",
+    "vocab_shards outputs",
+    "fewer entries than ranks",
+    "dtensor",
+    "ragged",
+    "automatic",
+)
+
+
+@pytest.fixture(scope="module")
+def heads(pools: dict[int, Ranks]) -> Callable[[int], dict[str, list[Any]]]:
+    """The ranks' answers for every head that a number of ranks tries."""
+
+    @cache
+    def of(world: int) -> dict[str, list[Any]]:
+        names = FOUR if world == 4 else tuple(HEADS)
+        return dict(zip(names, run(pools, world, "head", *(HEADS[name] for name in names)), strict=True))
+
+    return of
+
+
 @pytest.mark.parametrize("world", WORLDS)
-def test_head(pools, world, name):
+def test_head(heads, world):
     """Results, dx of the rank's tokens, dweight and dbias of its entries."""
-    answers = run(pools, world, "head", **HEADS[name])
-    assert_close(answers, 2 if HEADS[name].get("bias") is False else 3)
+    for name, answers in heads(world).items():
+        assert_close(answers, 2 if HEADS[name].get("bias") is False else 3, name)
 
 
 SIZES = {2: [(9, 4), (8, 0), (0, 8), (1, 0)], 4: [(5, 5, 4, 4), (9, 0, 3, 1), (0, 0, 0, 5)]}
 
 
-@pytest.mark.parametrize("options", [{}, {"outputs": OUTPUTS, "reduction": "none"}], ids=["mean", "outputs"])
-@pytest.mark.parametrize(("world", "sizes"), [(world, sizes) for world in WORLDS for sizes in SIZES[world]], ids=str)
-def test_ranks_with_different_numbers_of_tokens(pools, world, sizes, options):
+@pytest.mark.parametrize("world", WORLDS)
+def test_ranks_with_different_numbers_of_tokens(pools, world):
     """One with none included."""
-    answers = run(pools, world, "head", sizes=sizes, num_shards=3, **options)
-    assert_close(answers, 3)
-    assert len({str(answer["collectives"]) for answer in answers}) == 1
+    options: list[dict[str, Any]] = [{}, {"outputs": OUTPUTS, "reduction": "none"}]
+    cases = [{"sizes": sizes, "num_shards": 3, **given} for sizes in SIZES[world] for given in options]
+    for case, answers in zip(cases, run(pools, world, "head", *cases), strict=True):
+        assert_close(answers, 3, case)
+        assert len({str(answer["collectives"]) for answer in answers}) == 1, case
 
 
-@pytest.mark.parametrize("group", ["mesh", "mesh dim", "subset"])
-def test_other_groups(pools, group):
-    answers = [answer for answer in run(pools, 4, "head", group=group) if answer is not None]
-    assert len(answers) == (2 if group == "subset" else 4)
-    assert_close(answers, 3)
+def test_other_groups(pools):
+    cases = [{"group": group} for group in ("mesh", "mesh dim", "subset")]
+    for found, inside in zip(run(pools, 4, "head", *cases), (4, 4, 2), strict=True):
+        answers = [answer for answer in found if answer is not None]
+        assert len(answers) == inside
+        assert_close(answers, 3, inside)
 
 
-@pytest.mark.parametrize("frozen", [("x",), ("weight",), ("weight", "bias"), ("x", "weight", "bias")], ids=" ".join)
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_frozen_operands(pools, reduction, frozen):
-    answers = run(pools, 2, "head", frozen=frozen, reduction=reduction)
-    assert_close(answers, 3 - len(frozen))
-    for answer in answers:
-        assert ("_reduce_scatter_base_" in answer["collectives"]) == ("x" not in frozen)
+def test_frozen_operands(pools):
+    frozen = (("x",), ("weight",), ("weight", "bias"), ("x", "weight", "bias"))
+    cases = [{"frozen": names, "reduction": reduction} for names in frozen for reduction in ("mean", "none")]
+    for case, answers in zip(cases, run(pools, 2, "head", *cases), strict=True):
+        assert_close(answers, 3 - len(case["frozen"]), case)
+        for answer in answers:
+            assert ("_reduce_scatter_base_" in answer["collectives"]) == ("x" not in case["frozen"]), case
 
 
-@pytest.mark.parametrize("vocab_shards", [None, 3])
 @pytest.mark.parametrize("world", WORLDS)
-def test_collectives(pools, world, vocab_shards):
+def test_collectives(heads, world):
     """Per shard: one gather of x, two reductions of numbers per token, one scatter of dx. Once: the targets."""
-    for answer in run(pools, world, "head", vocab_shards=vocab_shards):
-        assert answer["collectives"] == {
-            "_allgather_base_": 4 + 1,
-            "allreduce_": 2 * 4,
-            "_reduce_scatter_base_": 4,
-        }
-    for answer in run(pools, world, "head", vocab_shards=vocab_shards, reduction="none"):
-        backward = 4 + 2  # x again; targets; lse with the upstream gradients
-        assert answer["collectives"] == {
-            "_allgather_base_": 4 + 1 + backward,
-            "allreduce_": 2 * 4,
-            "_reduce_scatter_base_": 4,
-        }
+    backward = 4 + 2  # of losses per token: x again; targets; lse with the upstream gradients
+    for name in ("mean", "none", *(("vocab_shards", "vocab_shards none") if world == 2 else ())):
+        for answer in heads(world)[name]:
+            assert answer["collectives"] == {
+                "_allgather_base_": 4 + 1 + (backward if "none" in name else 0),
+                "allreduce_": 2 * 4,
+                "_reduce_scatter_base_": 4,
+            }, name
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_two_gathered_shards_at_a_time(pools, world):
+def test_two_gathered_shards_at_a_time(pools, heads, world):
     """2 R t H elements; none is left over, and nothing has the size of [T, H] or of all logits of a rank's entries."""
-    for answer in run(pools, world, "head"):
+    for answer in heads(world)["mean"]:
         pieces, elements, left = answer["gathered"]
         assert (pieces, elements, left) == (2, 2 * 16 * HIDDEN, 0)
         assert answer["largest"] == max(16 * answer["entries"], answer["entries"] * HIDDEN)
-    for answer in run(pools, world, "head", vocab=17, tokens=128):
+    for answer in run(pools, world, "head", {"vocab": 17, "tokens": 128})[0]:
         assert answer["gathered"] == [2, 2 * 32 * HIDDEN, 0]
         assert answer["largest"] < 128 * HIDDEN
 
@@ -142,7 +167,7 @@ def test_the_next_shard_is_gathered_and_the_one_before_is_scattered_under_produc
     """
     shards = [[[1, 1, 0], [1, 1, 1]], [[2, 1, 1], [2, 1, 0], [2, 1, 1]], [[3, 0, 1], [3, 0, 0], [3, 0, 1]]]
     both = [numbers for shard in shards for numbers in shard]
-    for answer in run(pools, 2, "under_way"):
+    for answer in run(pools, 2, "under_way", {})[0]:
         assert answer == {
             "mean": both,
             "mean backward": [],
@@ -153,41 +178,37 @@ def test_the_next_shard_is_gathered_and_the_one_before_is_scattered_under_produc
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_peak_bytes(pools, world):
-    for answer in run(pools, world, "peaks"):
+    for answer in run(pools, world, "peaks", {})[0]:
         assert abs(answer["peak"] - answer["formula"]) <= COST_BYTES * answer["formula"], answer
         assert answer["gathered"] == [2, 2 * world * 32 * 64]
 
 
-def test_flop(pools):
+def test_flop(heads):
     """6 THV / R, as of whole tokens."""
-    for answer in run(pools, 2, "head", tokens=64):
+    for answer in heads(2)["mean"]:
         assert answer["flop"] == 6 * 64 * HIDDEN * answer["entries"]
 
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_every_rank_holds_the_same_scalars(pools, world):
-    first, *others = run(pools, world, "same_everywhere")
+    first, *others = run(pools, world, "same_everywhere", {})[0]
     assert others == [first] * (world - 1)
 
 
-BFLOAT16: dict[str, tuple[int, dict[str, Any]]] = {
-    "2": (2, {}),
-    "4": (4, {}),
-    "2, none": (2, {"reduction": "none"}),
-    "4, none": (4, {"reduction": "none"}),
-    "2, uneven": (2, {"sizes": (21, 43)}),
-    "4, uneven": (4, {"sizes": (9, 0, 13, 42)}),
-    "subset": (4, {"group": "subset"}),
+BFLOAT16: dict[int, list[dict[str, Any]]] = {
+    2: [{}, {"reduction": "none"}, {"sizes": (21, 43)}],
+    4: [{}, {"reduction": "none"}, {"sizes": (9, 0, 13, 42)}, {"group": "subset"}],
 }
 
 
-@pytest.mark.parametrize(("world", "options"), BFLOAT16.values(), ids=BFLOAT16)
-def test_bfloat16(pools, world, options):
-    answers = [found for found in run(pools, world, "bfloat16_head", **options) if found is not None]
-    assert len(answers) == (2 if "group" in options else world)
-    for answer in answers:
-        for name, (ours, theirs) in answer.items():
-            assert ours <= limit(theirs, "bfloat16"), name
+@pytest.mark.parametrize("world", WORLDS)
+def test_bfloat16(pools, world):
+    for case, found in zip(BFLOAT16[world], run(pools, world, "bfloat16_head", *BFLOAT16[world]), strict=True):
+        answers = [answer for answer in found if answer is not None]
+        assert len(answers) == (2 if "group" in case else world)
+        for answer in answers:
+            for name, (ours, theirs) in answer.items():
+                assert ours <= limit(theirs, "bfloat16"), (case, name)
 
 
 NAME = "vocab_parallel_linear_cross_entropy"
@@ -201,8 +222,8 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_every_rank_refuses(pools, what):
+def test_every_rank_refuses(pools):
     """On all ranks, so that none waits for another; a wrong target of one rank as well."""
-    for message in run(pools, 2, "refused", what=what):
-        assert message.startswith(REFUSED[what])
+    found = run(pools, 2, "refused", *({"what": what} for what in REFUSED))
+    for (what, text), messages in zip(REFUSED.items(), found, strict=True):
+        assert all(message.startswith(text) for message in messages), (what, messages)

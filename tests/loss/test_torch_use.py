@@ -64,10 +64,10 @@ def test_a_missing_target_where_it_cannot_be_read(
     assert dbias.isnan().all()
 
 
-def test_labels_of_stays_inside_the_vocabulary() -> None:
+def test_labels_stay_inside_the_vocabulary() -> None:
     targets = torch.tensor([0, 39, 40, -1, -100, 2**40])
-    labels = loss_math.labels_of(targets, 40, torch.full((40,), 2.0), -100, torch.float32)
-    assert labels.index.tolist() == [0, 39, 0, 0, 0, 0]
+    labels = loss_math.make_labels(loss_math.Rules(LossOptions(), 40), targets, torch.full((40,), 2.0), torch.float32)
+    assert labels.target.tolist() == [0, 39, 0, 0, 0, 0]
     assert labels.counted.isnan().tolist() == [False, False, True, True, False, True]
     assert labels.counted[[0, 1, 4]].tolist() == [1.0, 1.0, 0.0]
     assert labels.weight[[0, 1, 4]].tolist() == [2.0, 2.0, 0.0]
@@ -105,7 +105,7 @@ def test_an_argument_that_would_lose_its_gradient_is_refused() -> None:
     for name, value in (("class_weight", torch.ones(40)), ("num_valid", torch.tensor(8.0))):
         loss = LossOptions(**{name: value.requires_grad_()})
         message = (
-            f"^tiled_linear_cross_entropy: loss.{name} must be free of requires_grad, got a tensor that requires grad"
+            f"^tiled_linear_cross_entropy: loss.{name} requires a gradient, which a loss does not compute. Detach it.$"
         )
         with pytest.raises(SpecError, match=message):
             tiled_linear_cross_entropy(x, weight, targets, loss=loss)

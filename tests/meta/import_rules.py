@@ -2,7 +2,7 @@
 
 `shared_specs` needs numpy and ml_dtypes only, and `app` is its one room with more. The halves never see each other.
 Inside a half a capability is a room, and imports go one way:
-core <- collectives <- tile <- mlp, loss, linear <- layers <- models, bridge <- plans <- commands.
+core <- collectives <- tile <- mlp, loss, linear <- layers <- models, bridge <- plans, compat <- commands.
 """
 
 import ast
@@ -42,6 +42,7 @@ LEVELS = {
     "models": 6,
     "bridge": 6,
     "plans": 7,  # above models: a plan is applied to a finished model
+    "compat": 7,
     "functional": 8,  # from here on nothing but public names, collected
     "modules": 8,
     "parallel": 8,
@@ -57,8 +58,19 @@ EVERYWHERE = {
 }
 
 IN_ROOM = {
-    ("shared_specs", "app"): {"gguf", "safetensors", "tokenizers", "rich", "typer", "matplotlib", "psutil"},
+    ("shared_specs", "app"): {
+        "gguf",
+        "safetensors",
+        "tokenizers",
+        "jinja2",
+        "rich",
+        "typer",
+        "matplotlib",
+        "packaging",
+        "psutil",
+    },
     ("tiled_torch", "models"): {"transformers"},
+    ("tiled_torch", "compat"): {"trl"},
     ("tiled_torch", "plans"): {"torchao"},
     ("tiled_torch", "commands"): {"transformers", "liger_kernel", "quack", "deepspeed"},
     ("tiled_jax", "plans"): {"optax", "orbax"},

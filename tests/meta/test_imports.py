@@ -23,8 +23,8 @@ FORBIDDEN = [
     ("shared_specs/mlp/oracle.py", "from shared_specs.loss import costs"),
     ("shared_specs/core/checks.py", "from shared_specs.mlp.costs import MLPShape"),
     ("shared_specs/config.py", "from shared_specs.core.rounding import DTYPES"),
-    ("shared_specs/app/finetune/text.py", "import torch"),
-    ("shared_specs/app/finetune/text.py", "import transformers"),
+    ("shared_specs/app/data/text.py", "import torch"),
+    ("shared_specs/app/data/text.py", "import transformers"),
     ("shared_specs/app/demo/run.py", "from tiled_torch import tiled_mlp"),
     ("shared_specs/shards.py", "import importlib\nimportlib.import_module('torch')"),
     ("tiled_torch/mlp/api.py", "from tiled_jax import tiled_mlp"),
@@ -54,7 +54,7 @@ FORBIDDEN = [
 
 ALLOWED = [
     ("shared_specs/shards.py", "import math\nimport numpy as np\nimport ml_dtypes\nfrom shared_specs import errors"),
-    ("shared_specs/app/finetune/text.py", "import rich\nimport typer\nfrom shared_specs.app import log"),
+    ("shared_specs/app/data/text.py", "import rich\nimport typer\nfrom shared_specs.app import log"),
     (
         "tiled_torch/mlp/module.py",
         "import torch\nfrom tiled_torch.mlp import api\nfrom shared_specs import costs",

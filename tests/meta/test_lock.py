@@ -64,6 +64,7 @@ def test_every_line_is_one_exact_pin(lock):
     assert len(names) == len(set(names)) > 0
 
 
+@pytest.mark.slow  # make lock asks the index for both Pythons
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(sys.version_info[:2] not in LOCK_FOR, reason="there is no lock for this Python")
 def test_the_lock_of_this_python_resolves_to_itself(tmp_path):
@@ -100,6 +101,7 @@ def wanted(*extras: str) -> list[Requirement]:
         (["main.txt", "no-deps.txt"], ["torch", "jax", "hf", "cli", "demo", "test"]),
         (["main.txt", "bench.txt"], ["bench"]),
         (["new-jax.txt"], ["jax", "cli"]),
+        (["main.txt", "docs.txt"], ["docs"]),
     ],
 )
 def test_the_locks_hold_what_the_extras_ask_for(locks, extras):
@@ -124,7 +126,7 @@ def test_the_supported_sets_are_the_locked_ones():
     assert {name: str(third[name]) for name in ("torch", "triton", "jax", "flax")}.items() <= SUPPORTED[1].items()
 
 
-def test_all_names_every_other_extra_but_the_demos():
+def test_all_names_every_other_extra_that_a_user_has_use_for():
     extras = PROJECT["optional-dependencies"]
     (everything,) = (Requirement(text) for text in extras["all"])
-    assert everything.extras == extras.keys() - {"all", "demo"}  # which has to compile what nobody here calls
+    assert everything.extras == extras.keys() - {"all", "demo", "docs"}  # demo has to compile what nobody here calls

@@ -13,7 +13,7 @@ import pytest
 from tests.meta.repository_rules import docstring_fault, text_faults, tolerance_faults, wording_faults
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("shared_specs", "tiled_torch", "tiled_jax", "tests", "benchmarks", "requirements", ".ci")
+FOLDERS = ("shared_specs", "tiled_torch", "tiled_jax", "tests", "benchmarks", "docs", "examples", "requirements", ".ci")
 GENERATED = {"__pycache__", ".pytest_cache", ".hypothesis", ".git"}  # .git: of a worktree, a file
 BINARY = {".png", ".safetensors", ".gguf", ".npz"}
 # The license is quoted, not written here; the rules have to name what they forbid in their own specimens.
@@ -153,7 +153,20 @@ def test_what_the_makefile_and_ci_start_is_executable(path):
 
 def test_ci_runs_the_whole_suite_and_needs_both_frameworks():
     steps = re.findall(r"^step (\S+)$", read(".ci/run"), re.MULTILINE)
-    assert steps == ["lint", "types", "test", "test-figures", "float8", "deepspeed", "aot-triton", "test-new-jax"]
+    steps_wanted = [
+        "lint",
+        "types",
+        "docs",
+        "test",
+        "test-figures",
+        "float8",
+        "deepspeed",
+        "trainers",
+        "aot-triton",
+        "test-new-jax",
+        "lock",
+    ]
+    assert steps == steps_wanted
     assert "TILED_REQUIRE=torch,jax" in read(".ci/run")
 
 

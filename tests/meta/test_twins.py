@@ -1,5 +1,6 @@
 """A capability is a folder of one name with files of the same names in both halves, but for what only one framework has."""
 
+import ast
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -25,17 +26,18 @@ ONLY_TORCH = {
         "collectives/transport.py collectives/same_batch.py"
     ),
     "parameters that every rank makes and saves its part of": (
-        "collectives/initialise.py collectives/split_module.py layers/state.py linear/state.py"
+        "collectives/initialise.py collectives/split_module.py layers/parameters/state.py linear/state.py"
     ),
-    "norms of gradients, which JAX's global arrays need not": ("layers/grad_norm.py"),
+    "norms of gradients, which JAX's global arrays need not": ("layers/parameters/grad_norm.py"),
     "symmetric memory": "layers/inference_symmetric.py",
     "an autograd function beside its call": "layers/linear_autodiff.py",
     "the module of a call over ranks": "mlp/ranks_module.py",
     "tokens that ranks hold parts of; JAX: collectives/gathered_tokens.py": "loss/split_tokens.py",
-    "DTensor": "plans/decoder_context.py plans/tensor.py plans/tensor_styles.py",
+    "DTensor": "plans/tensor.py plans/tensor_styles.py",
     "models on the meta device, and the plan of a model that its modules say": "plans/meta_device.py plans/modules.py",
     "torchao": "plans/float8.py",
     "checkpointing of a finished model": "plans/recompute.py",
+    "layers that are called one by one; a compiled program tells of them from inside": "commands/finetune/watched_layers.py",
     "XLA says itself what a program needs": "commands/bench/live_bytes.py",
 }
 ONLY_JAX = {
@@ -48,12 +50,18 @@ ONLY_JAX = {
         "linear/linen.py linear/params.py loss/linen.py loss/params.py mlp/linen.py mlp/params.py "
         "tile/linen_modules.py tile/module_state.py"
     ),
+    "attention over a pair of blocks, written out: PyTorch has kernels": "layers/attention_blocks.py layers/ring_steps.py",
     "meshes": "collectives/mesh.py collectives/padding.py tile/closures.py tile/split.py",
     "forward mode": "mlp/shard_tangents.py",
+    "activations are functions, which PyTorch's models hold as modules of known classes": "core/activation_functions.py",
+    "layers of Flax that a module calls, LoRA around one; peft's are found where they stand, by `tile_model`": (
+        "mlp/projections.py"
+    ),
     "one program for many devices": "commands/bench/mesh.py",
     "Triton's launch wrappers take block sizes from a table": "commands/gpu/candidates.py",
     "plans of a function of arrays: PyTorch's are of modules": (
-        "plans/any_model.py plans/checks.py plans/decoder_ends.py plans/decoder_tokens.py plans/variables.py"
+        "plans/accumulation.py plans/any_model.py plans/checks.py plans/decoder_ends.py plans/decoder_layers.py "
+        "plans/decoder_tokens.py plans/variables.py"
     ),
 }
 
@@ -92,3 +100,28 @@ def test_no_folder_holds_more_than_a_reader_keeps_in_mind():
         for folder in folders
     }
     assert {folder: count for folder, count in counts.items() if count > 12} == {}
+
+
+def members(path: str, kind: type[ast.AST]) -> dict[str, list[str]]:
+    """Return the fields (ast.AnnAssign) or methods (ast.FunctionDef) of each class of a file, in order."""
+    classes = (node for node in ast.parse((ROOT / path).read_text()).body if isinstance(node, ast.ClassDef))
+    return {
+        node.name: [getattr(a, "name", None) or a.target.id for a in node.body if isinstance(a, kind)]  # type: ignore[attr-defined]
+        for node in classes
+    }
+
+
+def test_the_loss_is_written_in_one_vocabulary() -> None:
+    """Classes, fields and steps are called what shared_specs/README.md calls them, in both halves."""
+    fields = [members(f"{package}/loss/math.py", ast.AnnAssign) for package in ("tiled_torch", "tiled_jax")]
+    assert [sorted(found) for found in fields] == [["Coefficients", "Labels", "Part", "Rules", "Statistics"]] * 2
+    said = (ROOT / "shared_specs/README.md").read_text()
+    for name, count in (("Labels", 3), ("Statistics", 5), ("Coefficients", 4)):
+        first = [found[name][:count] for found in fields]
+        assert first[0] == first[1], name
+        assert f"`{name}({', '.join(first[0])})`" in said
+    steps = [
+        members(f"{package}/loss/steps.py", ast.FunctionDef)["LossSteps"] for package in ("tiled_torch", "tiled_jax")
+    ]
+    in_place, functional = ([name.rstrip("_") for name in names] for names in steps)
+    assert set(in_place) <= set(functional)

@@ -1,6 +1,5 @@
 """What the ranks run: one function per engine, returning errors and counts as JSON. See tests/ranks.py."""
 
-import os
 import time
 from collections import Counter
 from contextlib import nullcontext
@@ -238,17 +237,3 @@ def refused(engine: str, rank: int, world: int) -> str:
     except UnsupportedError as error:
         return str(error)
     return "accepted"
-
-
-def fail(where: int | None, rank: int, world: int) -> int:
-    if rank == where:
-        raise ValueError("only here")
-    return rank
-
-
-def hang(rank: int, world: int) -> None:
-    time.sleep(1000)
-
-
-def leave(rank: int, world: int) -> None:
-    os._exit(3)

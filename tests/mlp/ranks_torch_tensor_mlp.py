@@ -27,7 +27,7 @@ from tests.core.torch_counting import FACTORS, GemmFlop, LiveBytes
 from tests.loss.ranks_torch_loss import distance, draw, group_of
 from tests.mlp.ranks_torch_engines import Collectives, full
 from tiled_torch import tiled_mlp
-from tiled_torch.collectives.failures import named
+from tiled_torch.collectives.failures import run_collective
 from tiled_torch.collectives.gathered_tokens import GatheredRows
 from tiled_torch.collectives.groups import rank_group
 from tiled_torch.collectives.transport import Pending
@@ -75,7 +75,7 @@ class LiveGathered(TorchDispatchMode):
 def _wait_until_released(pending: Pending) -> Tensor:
     sent, name = pending.keep, pending.name
     if pending.work is not None:
-        named(pending.over, name, pending.work.wait)
+        run_collective(pending.over, name, pending.work.wait)
     users = 0 if sent is None else sent._use_count()
     pending.work = pending.keep = None
     found = pending.finish()

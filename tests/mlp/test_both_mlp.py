@@ -1,4 +1,4 @@
-"""Every case, in every half and backend: y, dx and each weight gradient against the float64 oracle."""
+"""Every case, and every two options together, in every half: y, dx and each weight gradient against the float64 oracle."""
 
 from collections import Counter
 
@@ -7,13 +7,15 @@ import pytest
 from shared_specs.mlp.cases import MLP_CASES, MLPCase
 from tests.adapters import ADAPTERS
 from tests.asserting import assert_case
+from tests.matrix import MATRIX
 
 RUNS = [(half, backend) for half in ("torch", "jax") for backend in ADAPTERS[half].backends]
+CASES = [*MLP_CASES, *MATRIX]
 executed: Counter[tuple[str, str]] = Counter()
 
 
 @pytest.mark.parametrize(("half", "backend"), RUNS)
-@pytest.mark.parametrize("case", MLP_CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_case(case: MLPCase, half: str, backend: str) -> None:
     results = ADAPTERS[half].run(case, backend)
     executed[half, backend] += 1

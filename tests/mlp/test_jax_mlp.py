@@ -17,16 +17,15 @@ from shared_specs.mlp.cases import MLP_CASES, MLPCase
 from shared_specs.tolerances import BF16_256_SHARDS, DISTRIBUTED_FLOAT64
 from tests.adapters import ADAPTERS
 from tests.asserting import assert_case
+from tests.matrix import MATRIX
 from tests.mlp.jax_untiled import mlp, operands, y_and_gradients
 from tiled_jax import SpecError, UnsupportedError, backends, tiled_mlp
 
-# test_both_mlp.py runs every case in both halves; where torch is missing it is left out, so the JAX half runs here.
-CASES = MLP_CASES if importlib.util.find_spec("torch") is None else MLP_CASES[:4]
+if importlib.util.find_spec("torch") is None:  # else test_both_mlp.py runs every case in both halves
 
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_case(case: MLPCase) -> None:
-    assert_case(case, ADAPTERS["jax"].run(case))
+    @pytest.mark.parametrize("case", [*MLP_CASES, *MATRIX], ids=lambda case: case.id)
+    def test_case(case: MLPCase) -> None:
+        assert_case(case, ADAPTERS["jax"].run(case))
 
 
 @pytest.mark.parametrize(("tokens", "keep"), [(16, 0.0), (23, 0.5)])
@@ -39,14 +38,6 @@ def test_second_order(tokens: int, keep: float, same: Any) -> None:
         return jax.jit(jax.grad(lambda *a: sum(jnp.sum(g * g) for g in first(*a)), argnums=(0, 1, 2, 3)))
 
     same(slope(tiled)(*arguments), slope(mlp)(*arguments))
-
-
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_the_activation_is_that_of_jax(activation: str, same: Any) -> None:
-    arguments = operands(33)
-    tiled = partial(tiled_mlp, num_shards=4, activation=activation)
-    plain = partial(mlp, activation=activation)
-    same(jax.jit(y_and_gradients(tiled))(*arguments), jax.jit(y_and_gradients(plain))(*arguments))
 
 
 @pytest.mark.parametrize(
@@ -84,18 +75,6 @@ def test_without_jit_and_with_donated_arguments(same: Any) -> None:
     same(jax.jit(tiled, donate_argnums=(0, 1, 2, 3))(*operands(33)), expected)
 
 
-@pytest.mark.parametrize("frozen", [("x",), ("w_gate", "w_down"), ("x", "w_up")])
-def test_a_frozen_operand_changes_no_other_gradient(frozen: tuple[str, ...], same: Any) -> None:
-    arguments: dict[str, Any] = dict(zip(("x", "w_gate", "w_up", "w_down"), operands(33), strict=True))
-    fixed = {name: arguments[name] for name in frozen}
-    free = {name: value for name, value in arguments.items() if name not in frozen}
-
-    def gradients(fn: Any) -> Any:
-        return jax.jit(jax.grad(lambda free: jnp.sum(jnp.sin(fn(**free, **fixed)))))(free)
-
-    same(gradients(partial(tiled_mlp, num_shards=4, keep=0.3)), gradients(mlp))
-
-
 def test_gradients_of_other_operands_first_change_nothing(same: Any) -> None:
     """JAX keeps what a rule saves by program; a checkpoint once got the structure of another gradient's trace."""
     arguments, tiled = operands(33), partial(tiled_mlp, num_shards=4, keep=0.5)
@@ -126,9 +105,11 @@ def test_nan_and_infinity_stay_in_their_token(value: float) -> None:
     np.testing.assert_array_equal(np.delete(y, 4, axis=0), np.delete(clean, 4, axis=0))
 
 
-@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
-@pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+SPECIALS = [(activation, gated, "float64") for activation in ACTIVATIONS for gated in (True, False)]
+SPECIALS += [("silu", True, "bfloat16"), ("relu_squared", True, "bfloat16"), ("gelu", False, "bfloat16")]
+
+
+@pytest.mark.parametrize(("activation", "gated", "dtype"), SPECIALS)
 def test_nan_and_infinity_are_those_of_the_plain_mlp(activation: str, gated: bool, dtype: str, x64: None) -> None:
     """In y and every gradient where the plain MLP has them, and nowhere else; every other value is the plain one's."""
     x, *weights = operands(12, dtype=dtype)

@@ -228,35 +228,6 @@ def test_streams_of_another_kind_are_refused(name: str, rngs: Any) -> None:
         MODULES_WITH_STREAMS[name](rngs)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "text"),
-    [
-        ({"keep": 0.25}, TypeError, "missing 1 required keyword-only argument: 'rngs'"),
-        (
-            {"rngs": nnx.Rngs(0), "activation": nnx.silu},
-            SpecError,
-            "TiledMLP: activation must be one of .* Give its name",
-        ),
-        (
-            {"rngs": nnx.Rngs(0), "num_shards": np.int64(3)},
-            TypeError,
-            "num_shards must be an integer or None, got int64",
-        ),
-    ],
-    ids=["no streams", "a function", "a NumPy integer"],
-)
-def test_what_flax_users_try_is_refused_in_words(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
-    with pytest.raises(error, match=text):
-        TiledMLP(8, 12, **arguments)(jnp.ones((5, 8)))
-
-
-def test_one_token_and_vmap_over_tokens() -> None:
-    module, x = TiledMLP(8, 12, rngs=nnx.Rngs(0)), jnp.linspace(-1, 1, 24).reshape(3, 8)
-    expected = np.asarray(module(x))
-    assert_within(np.asarray(jnp.stack([module(row) for row in x])), expected, MODEL_FLOAT32, "rows one by one")
-    assert_within(np.asarray(jax.vmap(module)(x)), expected, MODEL_FLOAT32, "vmap")
-
-
 def test_a_product_is_few_calls_below_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
     """What somebody who steps through a call with a debugger walks: functions of this package, one under the other."""
     stacks, dot_general, package = [], lax.dot_general, str(Path(tiled_jax.__file__).parent)

@@ -72,19 +72,19 @@ def assert_equal(actual: dict[str, Any], expected: dict[str, Any]) -> None:
         assert_within(np.asarray(actual[name]), np.asarray(value), DISTRIBUTED_FLOAT64, name)
 
 
-# devices of tp, of data, check_vma, ring, keep, kind of mesh axes
+# devices of tp, of data, sequence_parallel, check_vma, ring, keep, kind of mesh axes
 SPLITS = [
-    (1, 1, True, False, 0.5, AxisType.Auto),
-    (2, 2, True, False, 0.0, AxisType.Explicit),
-    (2, 1, False, True, 0.5, AxisType.Auto),
-    (4, 2, True, True, 0.5, AxisType.Auto),
-    (4, 2, False, False, 0.0, AxisType.Explicit),
-    (8, 1, True, False, 1.0, AxisType.Explicit),
+    (1, 1, True, True, False, 0.5, AxisType.Auto),
+    (2, 2, False, True, False, 0.0, AxisType.Explicit),
+    (2, 1, True, False, True, 0.5, AxisType.Auto),
+    (4, 2, True, True, True, 0.5, AxisType.Auto),
+    (4, 2, False, False, False, 0.5, AxisType.Auto),
+    (4, 2, True, False, False, 0.0, AxisType.Explicit),
+    (8, 1, False, True, False, 1.0, AxisType.Explicit),
 ]
 
 
-@pytest.mark.parametrize(("ranks", "data", "check_vma", "ring", "keep", "kind"), SPLITS, ids=str)
-@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize(("ranks", "data", "sequence_parallel", "check_vma", "ring", "keep", "kind"), SPLITS, ids=str)
 def test_one_device_and_many_agree(
     sequence_parallel: bool,
     ranks: int,

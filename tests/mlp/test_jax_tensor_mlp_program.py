@@ -1,5 +1,6 @@
 """What the programs of the tensor-parallel MLP hold and send: gathered shards, temporary bytes, rings where they are taken."""
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -113,3 +114,34 @@ def test_programs_with_and_without_rings(backend: str, ring: bool, monkeypatch: 
     counts = [text.count(f"stablehlo.{name}") for name in ("collective_permute", "dot_general")]
     assert counts == ([2 * 3, 2 * (2 + 4)] if ring else [0, 2 * 3])
     assert ("stablehlo.reduce_scatter" in text) != ring
+
+
+def test_the_first_turn_of_a_loop_waits_for_the_shard_before() -> None:
+    """Else XLA, which cuts it off where a loop has collectives, may run both at once, with the buffers of both."""
+    mesh = mesh_of(4)
+    run, arguments = program(mesh, 1024, 64, gradients=True)
+    loops = [
+        (jaxpr, equation)
+        for jaxpr in jaxprs_of(jax.make_jaxpr(run)(*arguments).jaxpr)
+        for equation in jaxpr.eqns
+        if equation.primitive.name in ("while", "scan")
+    ]
+    assert len(loops) == 2  # of forward and of backward
+    for jaxpr, loop in loops:
+        barriers = (
+            each for each in jaxpr.eqns if "optimization_barrier" in str(each)
+        )  # alone, or in the call of a rule
+        waited = {id(out) for each in barriers if each is not loop for out in each.outvars}
+        carried = [a for a in loop.invars if id(a) in waited]
+        assert any(a.aval.shape == (4 * 64, 64) for a in carried), "the gathered shard is there at once"
+
+
+def jaxprs_of(jaxpr: Any) -> Iterator[Any]:
+    """A program and all that are called inside, loops' bodies too."""
+    yield jaxpr
+    for equation in jaxpr.eqns:
+        for inner in jax.tree.leaves(
+            list(equation.params.values()), is_leaf=lambda a: hasattr(a, "eqns") or hasattr(a, "jaxpr")
+        ):
+            if hasattr(inner, "jaxpr") or hasattr(inner, "eqns"):
+                yield from jaxprs_of(getattr(inner, "jaxpr", inner))

@@ -166,7 +166,7 @@ def test_tangents_of_class_weights_are_refused() -> None:
             [classes],
         )
     assert str(caught.value) == (
-        "tiled_linear_cross_entropy: loss.class_weight must be free of tangents, got a dual tensor."
+        "tiled_linear_cross_entropy: loss.class_weight has a tangent, which a loss does not carry. Detach it."
     )
 
 

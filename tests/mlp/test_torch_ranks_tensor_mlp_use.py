@@ -11,6 +11,7 @@ import torch.distributed.checkpoint as dcp
 
 from shared_specs import UnsupportedError
 from shared_specs.tolerances import DISTRIBUTED_FLOAT64
+from tests.core.ranks_torch_each import run_each
 from tests.mlp.test_torch_ranks_tensor_mlp import FEATURES, HIDDEN, WORLDS, assert_close
 from tests.ranks import Ranks
 from tiled_torch import TiledMLP
@@ -19,40 +20,43 @@ from tiled_torch.parallel import TensorParallelTiledMLP, tensor_parallel_mlp
 pytestmark = pytest.mark.ranks
 
 
-def run(pools: dict[int, Ranks], world: int, function: str, **arguments: Any) -> list[Any]:
-    return pools[world].run(f"tests.mlp.ranks_torch_tensor_mlp_use:{function}", **arguments)
+def run(pools: dict[int, Ranks], world: int, function: str, *cases: dict[str, Any]) -> list[list[Any]]:
+    """For every case what the ranks return."""
+    return run_each(pools[world], f"tests.mlp.ranks_torch_tensor_mlp_use:{function}", cases)
 
 
-@pytest.mark.parametrize(
-    ("kind", "bias", "sequence_parallel"),
-    [("gated", True, True), ("gated", False, False), ("plain", True, False), ("fused", True, True)],
-)
 @pytest.mark.parametrize("world", WORLDS)
-def test_module(pools, world, kind, bias, sequence_parallel):
-    options = {"gated": kind != "plain", "fused": kind == "fused"}
-    answers = run(pools, world, "module", bias=bias, sequence_parallel=sequence_parallel, **options)
-    assert_close(answers, 1 + (3 if kind == "gated" else 2) * (1 + bias))
-    for answer in answers:
-        assert answer["same"]
-        assert answer["dims"]["w_gate_up" if kind == "fused" else "w_up"] == 0
-        assert answer["dims"]["w_down"] == 1
-        assert answer["dims"].get("b_down", -1) == -1
-        assert f"of {FEATURES}" in answer["repr"]
+def test_module(pools, world):
+    kinds = [("gated", True, True), ("gated", False, False), ("plain", True, False), ("fused", True, True)]
+    cases = [
+        {"gated": kind != "plain", "fused": kind == "fused", "bias": bias, "sequence_parallel": sequence_parallel}
+        for kind, bias, sequence_parallel in kinds
+    ]
+    for (kind, bias, _), answers in zip(kinds, run(pools, world, "module", *cases), strict=True):
+        assert_close(answers, 1 + (3 if kind == "gated" else 2) * (1 + bias), kind)
+        for answer in answers:
+            assert answer["same"], kind
+            assert answer["dims"]["w_gate_up" if kind == "fused" else "w_up"] == 0, kind
+            assert answer["dims"]["w_down"] == 1, kind
+            assert answer["dims"].get("b_down", -1) == -1, kind
+            assert f"of {FEATURES}" in answer["repr"], kind
 
 
-@pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_main_grad_of_the_modules_parameters(pools, sequence_parallel, fused):
+def test_main_grad_of_the_modules_parameters(pools):
     """Gate and up in one parameter too: its halves go to the halves of its main_grad, once."""
-    options = {"gated": True, "bias": True, "fused": fused, "main_grad": True}
-    for answer in run(pools, 2, "module", sequence_parallel=sequence_parallel, **options):
-        assert max(answer["errors"].values()) <= DISTRIBUTED_FLOAT64, answer["errors"]
-        assert answer["same"]
+    options = {"gated": True, "bias": True, "main_grad": True}
+    ways = [(sequence_parallel, fused) for sequence_parallel in (True, False) for fused in (True, False)]
+    cases = [options | dict(zip(("sequence_parallel", "fused"), way, strict=True)) for way in ways]
+    for case, answers in zip(cases, run(pools, 2, "module", *cases), strict=True):
+        for answer in answers:
+            assert max(answer["errors"].values()) <= DISTRIBUTED_FLOAT64, (case, answer["errors"])
+            assert answer["same"], case
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("kind", ["gated", "plain", "fused"])
-@pytest.mark.parametrize(("saved", "loaded"), [(2, 4), (4, 2)])
+@pytest.mark.parametrize(
+    ("saved", "loaded", "kind"), [(2, 4, "gated"), (2, 4, "fused"), (4, 2, "plain"), (4, 2, "fused")]
+)
 def test_checkpoints_load_at_another_number_of_ranks(pools, tmp_path, saved, loaded, kind):
     """And into and from a plain `TiledMLP` in one process, whose names and shapes they have."""
     torch.manual_seed(3)
@@ -60,36 +64,36 @@ def test_checkpoints_load_at_another_number_of_ranks(pools, tmp_path, saved, loa
     shape = {"gated": options["gated"], "bias": options["bias"], "fused_gate_up": options["fused"]}
     plain = torch.nn.ModuleDict({"mlp": TiledMLP(HIDDEN, FEATURES, dtype=torch.float64, **shape)})
     expected = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
-    for state in run(pools, saved, "save", folder=str(tmp_path / "ranks"), **options):
+    for state in run(pools, saved, "save", {"folder": str(tmp_path / "ranks"), **options})[0]:
         assert {name: shapes[0] for name, shapes in state.items()} == {n: list(t.shape) for n, t in expected.items()}
         assert state["mlp.w_gate_up" if kind == "fused" else "mlp.w_up"][1] == [FEATURES // saved, HIDDEN]
         assert state["mlp.w_down"][1] == [HIDDEN, FEATURES // saved]
-    assert run(pools, loaded, "load", folder=str(tmp_path / "ranks"), **options) == [[True, True]] * loaded
+    assert run(pools, loaded, "load", {"folder": str(tmp_path / "ranks"), **options})[0] == [[True, True]] * loaded
     with torch.no_grad():
         for parameter in plain.parameters():
             parameter.zero_()
     dcp.load(plain.state_dict(), checkpoint_id=tmp_path / "ranks")
     assert all(torch.equal(tensor, expected[name]) for name, tensor in plain.state_dict().items())
     dcp.save(expected, checkpoint_id=tmp_path / "plain")
-    assert run(pools, loaded, "load", folder=str(tmp_path / "plain"), **options) == [[True, True]] * loaded
+    assert run(pools, loaded, "load", {"folder": str(tmp_path / "plain"), **options})[0] == [[True, True]] * loaded
 
 
 def test_copies_keep_their_group_and_their_slices(pools):
     """deepcopy, conversions and to_empty make other parameters, which engines still have to know as parts."""
-    for found in run(pools, 2, "copies"):
+    for found in run(pools, 2, "copies", {})[0]:
         assert all(found.values()), found
 
 
-@pytest.mark.parametrize("sequence_parallel", [True, False])
-@pytest.mark.parametrize("kind", ["dtensor", "module"])
-def test_beside_fsdp2_on_another_mesh_dim(pools, kind, sequence_parallel):
-    for errors in run(pools, 4, "data_and_tensor", kind=kind, sequence_parallel=sequence_parallel):
-        assert len(errors) == 7
-        assert max(errors.values()) <= DISTRIBUTED_FLOAT64, errors
+def test_beside_fsdp2_on_another_mesh_dim(pools):
+    cases = [{"kind": kind, "sequence_parallel": s} for kind in ("dtensor", "module") for s in (True, False)]
+    for case, answers in zip(cases, run(pools, 4, "data_and_tensor", *cases), strict=True):
+        for errors in answers:
+            assert len(errors) == 7
+            assert max(errors.values()) <= DISTRIBUTED_FLOAT64, (case, errors)
 
 
 def test_inside_torch_compile(pools):
-    assert run(pools, 2, "compiled") == [{"same": True}] * 2
+    assert run(pools, 2, "compiled", {}) == [[{"same": True}] * 2]
 
 
 NAME = "tensor_parallel_mlp"
@@ -117,17 +121,17 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_every_rank_refuses(pools, what):
+def test_every_rank_refuses(pools):
     """On all ranks, so that none waits for another."""
-    for message in run(pools, 2, "refused", what=what):
-        assert message.startswith(REFUSED[what])
+    found = run(pools, 2, "refused", *({"what": what} for what in REFUSED))
+    for (what, text), messages in zip(REFUSED.items(), found, strict=True):
+        assert all(message.startswith(text) for message in messages), (what, messages)
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_a_rank_that_never_comes(pools, sequence_parallel):
     """The others wait for the group's timeout, and say who they are and what they waited for."""
-    first, second = run(pools, 2, "absent", sequence_parallel=sequence_parallel)
+    first, second = run(pools, 2, "absent", {"sequence_parallel": sequence_parallel})[0]
     collective = "all-gather" if sequence_parallel else "all-reduce"
     assert first.startswith(
         f"{NAME}: {collective} failed on rank 0 of 2. Every rank of the group (ranks 0, 1 of all) has to make this call"

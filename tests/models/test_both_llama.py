@@ -9,6 +9,7 @@ import pytest
 import torch
 from flax import nnx
 
+from shared_specs.app.data.batches import Batch
 from shared_specs.app.finetune.trainer import Trainer, TrainerState
 from shared_specs.app.models.model_config import scale_positions
 from shared_specs.app.options import FinetuneOptions
@@ -63,6 +64,10 @@ ROPES = {
 
 def windows(seed: int = 0, shape: tuple[int, int] = (2, 71)) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 272, size=shape, dtype=np.int32)
+
+
+def step_of(seed: int) -> Batch:
+    return Batch.of_windows(windows(seed))
 
 
 def transformers_results(config: dict[str, Any], weights: dict[str, np.ndarray]) -> tuple[np.ndarray, dict[str, Any]]:
@@ -141,7 +146,7 @@ def trainers(**changes: Any) -> list[Trainer]:
 def test_same_losses_and_state_in_both_halves(changes: dict[str, Any]) -> None:
     theirs, ours = trainers(**changes)
     for seed in range(3):
-        assert ours.step(windows(seed)) == pytest.approx(theirs.step(windows(seed)), rel=DEMO_LOSS_RTOL / 10)
+        assert ours.step(step_of(seed)) == pytest.approx(theirs.step(step_of(seed)), rel=DEMO_LOSS_RTOL / 10)
     assert_same_state(ours.state(), theirs.state())
 
 
@@ -162,7 +167,7 @@ def test_one_half_continues_from_the_checkpoint_of_the_other(first: int) -> None
     pair = trainers(num_shards=3)
     before, after = pair[first], pair[1 - first]
     for seed in range(2):
-        before.step(windows(seed))
+        before.step(step_of(seed))
     after.load_state(before.state())
     for seed in range(2, 4):
-        assert after.step(windows(seed)) == pytest.approx(before.step(windows(seed)), rel=DEMO_LOSS_RTOL / 10)
+        assert after.step(step_of(seed)) == pytest.approx(before.step(step_of(seed)), rel=DEMO_LOSS_RTOL / 10)

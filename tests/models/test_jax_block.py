@@ -1,6 +1,7 @@
 """The Flax decoder with scope="block", all but attention tiled: derivatives, products, bytes and meshes of its layers."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -13,36 +14,49 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shared_specs import SpecError, Tiling, UnsupportedError
-from shared_specs.config import Checkpointing
+from shared_specs.config import Checkpointing, ParallelConfig, TensorParallel
 from shared_specs.layers.block_costs import block_row_bytes
 from shared_specs.tolerances import COST_BYTES, DISTRIBUTED_FLOAT64, MODEL_FLOAT32, limit
 from tests.asserting import assert_within
 from tests.core.jax_counting import flop, temp_bytes
 from tests.core.jax_program import counted
-from tests.plans.jax_parallel_models import QUICKLY
+from tests.plans.jax_parallel_models import QUICKLY, mesh_of
 from tests.tiny_model import tiny_config, tiny_weights
+from tiled_jax.layers import attention_blocks
 from tiled_jax.mlp.module import TiledMLP
+from tiled_jax.mlp.steps import XLA
 from tiled_jax.models import Llama, LlamaConfig, from_hf, next_token_loss, to_hf
-from tiled_jax.models.block import attention as block_attention
 from tiled_jax.models.block.function import block_layer
-from tiled_jax.models.llama import DecoderLayer, sequence_angles
+from tiled_jax.models.block.steps import LayerSteps
+from tiled_jax.models.layer import DecoderLayer
+from tiled_jax.models.rope import rotary_angles, turning
+from tiled_jax.parallel import parallelize
 
 CONFIG = LlamaConfig.from_hf(tiny_config(mlp_bias=True, attention_bias=True))
+NORMED = replace(CONFIG, head_norms=True)  # as in Qwen3
+# As in Gemma 2 and 3 together.
+GEMMA = replace(NORMED, branch_norms=True, norm_offset=1.0, attention_scale=0.5, attention_softcap=2.0)
 MERGES = tuple(map(int, jax.__version__.split(".")[:2])) < (0, 11)  # XLA on CPUs drops barriers there
+RATIOS: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 448,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+}
 RULE = "and XLA of jax 0.10 merges what is computed again with the forward"
 
 
 @pytest.fixture(autouse=True)
 def _short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_attention, "BLOCK_TOKENS", {"cpu": 8, "gpu": 8})
+    monkeypatch.setattr(attention_blocks, "BLOCK_TOKENS", {"cpu": 8, "gpu": 8})
 
 
-def layer_of(shard_tokens: int) -> tuple[nnx.GraphDef, nnx.State]:
+def layer_of(shard_tokens: int, config: LlamaConfig = CONFIG) -> tuple[nnx.GraphDef, nnx.State]:
     """A layer in float64, no parameter zero."""
 
     def build() -> DecoderLayer:
         mlp = TiledMLP(32, 64, bias=True, tiling=Tiling(shard_tokens=shard_tokens), dtype=jnp.float64, rngs=nnx.Rngs(0))
-        return DecoderLayer(CONFIG, mlp=mlp, dtype=jnp.dtype("float64"), rngs=nnx.Rngs(0))
+        return DecoderLayer(config, mlp=mlp, dtype=jnp.dtype("float64"), rngs=nnx.Rngs(0))
 
     graph, state = nnx.split(nnx.eval_shape(build))
     random = np.random.default_rng(0)
@@ -53,7 +67,7 @@ def both(graph: nnx.GraphDef, sequences: int, tokens: int) -> list[Callable[...,
     """The layer as it is and a shard at a time: fn(parameters, x)."""
     positions = jnp.tile(jnp.arange(tokens, dtype=jnp.int32), sequences)
     return [
-        lambda p, x: nnx.merge(graph, p)(x, sequence_angles(CONFIG, tokens)),
+        lambda p, x: nnx.merge(graph, p)(x, rotary_angles(CONFIG.rope, CONFIG.head_dim, tokens)),
         lambda p, x: block_layer(nnx.merge(graph, p), x, positions, sequences),
     ]
 
@@ -88,9 +102,36 @@ def test_gradients_of_a_layer(sequences: int, tokens: int, shard: int, float64: 
     assert_same(block, plain)
 
 
+@pytest.mark.parametrize("config", [NORMED, GEMMA], ids=["norms of heads", "of branches, caps"])
+def test_gradients_of_a_layer_with_more_norms(config: LlamaConfig, float64: None) -> None:
+    graph, p = layer_of(16, config)
+    x, dy = rows(2 * 21, 1), rows(2 * 21, 2)
+    plain, block = (quickly(partial(y_and_gradients, fn), p, x, dy) for fn in both(graph, 2, 21))
+    assert_same(block, plain)
+
+
+def test_scales_of_norms_are_not_rounded_for_each_shard() -> None:
+    """A shard's part of their gradients is float32, whatever the scales are."""
+    config, random = NORMED, np.random.default_rng(0)
+    steps = LayerSteps(config, jnp.dtype("bfloat16"), XLA)
+    shapes = {"s_attention": 32, "s_mlp": 32, "s_q": 8, "s_k": 8, "w_q": (32, 32), "w_k": (32, 16), "w_v": (32, 16)}
+    shapes |= {"w_o": (32, 32), "w_gate": (32, 64), "w_up": (32, 64), "w_down": (64, 32)}
+    w = {name: jnp.asarray(0.5 * random.standard_normal(shape), jnp.bfloat16) for name, shape in shapes.items()}
+    w["turns"] = turning(config.rope, config.head_dim, jnp.arange(5))
+    sums = {name: jnp.zeros(shapes[name], jnp.float32) for name in shapes if name.startswith("s_")}
+    x, a = (jnp.asarray(random.standard_normal((5, 32)), dtype) for dtype in (jnp.float32, jnp.bfloat16))
+    d = {name: jnp.asarray(random.standard_normal((5, w[f"w_{name}"].shape[1]))) for name in "qkv"}
+    _, found = steps.before_gradients(x, jnp.arange(5), d, w, sums)
+    found |= steps.behind_gradients(x, a, x, w, {"s_mlp": sums["s_mlp"]})[3]
+    for name, total in found.items():
+        assert total.dtype == jnp.float32
+        assert not np.array_equal(total, total.astype(jnp.bfloat16).astype(jnp.float32)), name
+
+
 @pytest.mark.slow
-def test_forward_mode_and_second_order(float64: None) -> None:
-    graph, p = layer_of(7)
+@pytest.mark.parametrize("config", [CONFIG, NORMED, GEMMA], ids=["llama", "norms of heads", "of branches, caps"])
+def test_forward_mode_and_second_order(config: LlamaConfig, float64: None) -> None:
+    graph, p = layer_of(7, config)
     x, dy = rows(20, 1), rows(20, 2)
 
     def derivatives(fn: Any) -> Any:
@@ -150,25 +191,32 @@ def test_a_bfloat16_model_errs_no_more_than_the_plain_one() -> None:
         assert_within(gradient, exact[name], limit(error, "bfloat16"), name)
 
 
-def shapes_of(layers: int, dtype: str = "float32", checkpointing: bool = False) -> Any:
+def shapes_of(layers: int, dtype: str = "float32", checkpointing: bool = False, kind: str = "llama") -> Any:
     """loss and gradients, and the parameters' shapes, of a model with the ratios of Llama-3-8B."""
-    sizes = {"hidden_size": 128, "intermediate_size": 448, "num_attention_heads": 16, "num_key_value_heads": 4}
-    config = LlamaConfig.from_hf(tiny_config(**sizes, head_dim=8, num_hidden_layers=layers, vocab_size=256))
+    config = LlamaConfig.from_hf(
+        tiny_config(**RATIOS, model_type=kind, head_dim=8, num_hidden_layers=layers, vocab_size=256)
+    )
     options: Any = {"scope": "block", "tiling": Tiling(shard_tokens=32), "checkpointing": checkpointing}
     graph, parameters = nnx.split(nnx.eval_shape(lambda: Llama(config, dtype=dtype, **options, rngs=nnx.Rngs(0))))
     return jax.value_and_grad(lambda p, tokens: next_token_loss(nnx.merge(graph, p), tokens)), parameters
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_products_of_a_layer_are_made_once_in_forward_and_once_in_backward(checkpointing: bool) -> None:
+@pytest.mark.parametrize(
+    ("kind", "checkpointing"),
+    [("llama", False), ("llama", True), ("qwen3", True), ("phi3", False), ("gemma2", False)],
+)
+def test_products_of_a_layer_are_made_once_in_forward_and_once_in_backward(kind: str, checkpointing: bool) -> None:
     """And none a third time: four of q, k, v, o, gate and up, one of which forward's, and three of down. To the FLOP.
+
+    Where heads are normed q and k alone are made again for their norms' gradients, where branches are the product of down.
 
     The difference of two depths is one layer, which has no part of the loss.
     """
     T, H, I, K, block = 64, 128, 448, 32, 8  # noqa: E741
     tokens = jax.ShapeDtypeStruct((1, T + 1), jnp.int32)
-    one, two = (flop(*shapes_of(layers, checkpointing=checkpointing), tokens) for layers in (1, 2))
+    one, two = (flop(*shapes_of(layers, checkpointing=checkpointing, kind=kind), tokens) for layers in (1, 2))
     linears = 4 * (2 * H * H + 2 * H * K) + (4 + 4 + 3) * H * I
+    linears += (H * H + H * K) * (kind == "qwen3") + H * I * (kind == "gemma2")
     pairs = (T // block) * (T // block + 1) // 2
     # q k^T and the product with v twice, and five products in backward, for every pair of blocks.
     attention = (2 + 2 + 5) * pairs * block * block * H
@@ -188,7 +236,7 @@ def test_products_of_the_compiled_program() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_bytes_a_token(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """At two lengths and two depths: the layers' inputs, which may wait in host memory, and at most seven arrays [T, H]."""
-    monkeypatch.setattr(block_attention, "BLOCK_TOKENS", {"cpu": 32})
+    monkeypatch.setattr(attention_blocks, "BLOCK_TOKENS", {"cpu": 32})
     found = {}
     for layers in (2, 4):
         sizes = [
@@ -201,6 +249,17 @@ def test_bytes_a_token(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert a_token == pytest.approx(predicted(kept_layers=layers), rel=COST_BYTES)
         assert a_token - layers * 128 * 4 <= 7 * 128 * 4
     assert found[4] - found[2] == pytest.approx(2 * 128 * 4, rel=COST_BYTES)
+
+
+def test_projections_that_are_one_parameter_are_kept_as_one() -> None:
+    """Without recomputation: of no layer a copy of its weights waits for backward."""
+    found = {}
+    for kind in ("llama", "phi3"):
+        sizes = [
+            temp_bytes(*shapes_of(layers, kind=kind), jax.ShapeDtypeStruct((1, 9), jnp.int32)) for layers in (2, 4)
+        ]
+        found[kind] = sizes[1] - sizes[0]
+    assert found["phi3"] - found["llama"] < 2 * 4 * 3 * 128 * 448 // 10, found
 
 
 @pytest.mark.ranks
@@ -221,6 +280,80 @@ def test_sequences_over_a_mesh_reduce_every_gradient_once(float64: None) -> None
     assert not inside
     assert outside["all-gather"] == 0
     assert outside["all-reduce"] <= len(jax.tree.leaves(p))
+
+
+def over_columns(sequence_parallel: bool, config: LlamaConfig = CONFIG) -> list[Any]:
+    """Of the layer as it is, a shard at a time, and over two devices that split its weights y and gradients; its operands."""
+    sequences, tokens, shard = 2, 24, 8
+    graph, p = layer_of(shard, config)
+    positions = jnp.tile(jnp.arange(tokens, dtype=jnp.int32), sequences)
+    options: Any = {"tensor": "tp", "sequence_parallel": sequence_parallel}
+    columns, rows_of_weights = {"q", "k", "v", "w_gate", "w_up", "b_gate", "b_up"}, {"o", "w_down"}
+
+    def spec(path: Any, leaf: nnx.Variable) -> P:
+        names = {*map(str, path)}
+        if "bias" in names and "o" in names:
+            return P()
+        ndim = leaf.get_value().ndim
+        return P(*[None] * (ndim - 1), "tp") if names & columns else P("tp", None) if names & rows_of_weights else P()
+
+    specs = nnx.map_state(spec, p)
+    of_rows = P("tp", None) if sequence_parallel else P()
+    mesh = jax.make_mesh((2,), ("tp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    split = jax.shard_map(
+        lambda p, x: block_layer(nnx.merge(graph, p), x, positions, sequences, **options),
+        mesh=mesh,
+        in_specs=(specs, of_rows),
+        out_specs=of_rows,
+    )
+    operands = p, rows(sequences * tokens, 1), rows(sequences * tokens, 2)
+    return [*(partial(y_and_gradients, fn) for fn in (*both(graph, sequences, tokens), split)), operands]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("sequence_parallel", "config"),
+    [
+        (True, CONFIG),
+        (False, CONFIG),
+        pytest.param(True, NORMED, marks=pytest.mark.slow),
+        (True, GEMMA),
+        (False, GEMMA),
+    ],
+)
+def test_a_layer_whose_weights_are_split(sequence_parallel: bool, config: LlamaConfig, float64: None) -> None:
+    """Derivatives as on one device. In each of the loops over shards rows enter products and sums are handed back: of q, k and
+    v, of attention's output, of gate and up, of down's; in backward again but for down's, for which a norm alone asks,
+    and the gradients of each."""
+    plain, whole, split, operands = over_columns(sequence_parallel, config)
+    step = jax.jit(split).lower(*operands).compile(QUICKLY)
+    _, inside, _ = counted(step.as_text())
+    again = config.branch_norms  # all-reduces of down's are else one, behind the loops
+    expected = (
+        {"all-gather": 2 + 5, "reduce-scatter": 2 + 3 + again} if sequence_parallel else {"all-reduce": 3 + 2 * again}
+    )
+    assert dict(inside) == expected
+    assert_same(step(*operands), quickly(plain, *operands))
+    # As many products as on one device, of half of the columns each.
+    assert 2 * flop(split, *operands) == flop(whole, *operands)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.figures
+@pytest.mark.skipif(MERGES, reason="of what XLA compiles, " + RULE)
+def test_bytes_a_token_of_split_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two lengths, of a device that has half of the columns and of the rows."""
+    monkeypatch.setattr(attention_blocks, "BLOCK_TOKENS", {"cpu": 32})
+    config = LlamaConfig.from_hf(tiny_config(**RATIOS, head_dim=8, num_hidden_layers=2, vocab_size=256))
+    options: Any = {"scope": "block", "tiling": Tiling(shard_tokens=32)}
+    model = nnx.eval_shape(lambda: Llama(config, **options, rngs=nnx.Rngs(0)))
+    plan = parallelize(model, mesh_of(tp=2), ParallelConfig(tensor=TensorParallel()))
+    batches = (jax.ShapeDtypeStruct((1, T + 1), jnp.int32) for T in (1024, 2048))
+    programs = [plan.gradients.lower(plan.shapes.parameters, batch).compile() for batch in batches]
+    short, long = (program.memory_analysis().temp_size_in_bytes for program in programs)
+    sizes = {"hidden": 128, "heads": 16, "kv_heads": 4, "head_dim": 8, "itemsize": 4}
+    assert (long - short) / 1024 == pytest.approx(block_row_bytes(**sizes, kept_layers=2, tensor=2), rel=COST_BYTES)
 
 
 @pytest.mark.ranks
@@ -256,9 +389,3 @@ def test_axes_that_are_in_the_types_are_refused(float64: None) -> None:
 def test_what_a_block_does_not_have_is_refused(options: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=f"^Llama: {message}"):
         Llama(CONFIG, **options, rngs=nnx.Rngs(0))
-
-
-def test_sequences_longer_than_the_window_are_refused_as_without_blocks() -> None:
-    graph, parameters = loaded(tiny_config(model_type="mistral", sliding_window=8), **TILED)
-    with pytest.raises(UnsupportedError, match="must be <= 8, the sliding window"):
-        jax.eval_shape(nnx.merge(graph, parameters), jnp.zeros((1, 10), jnp.int32))

@@ -12,11 +12,11 @@ from shared_specs import SpecError, Tiling, UnsupportedError
 from shared_specs.tolerances import FLOOR, MODEL_FLOAT32
 from tests.asserting import assert_within
 from tests.core.jax_counting import temp_bytes
-from tests.tiny_model import MISTRAL, tiny_config, tiny_weights
+from tests.tiny_model import tiny_config, tiny_weights
 from tiled_jax import TiledMLP
 from tiled_jax.layers import attention
 from tiled_jax.models import Llama, LlamaConfig, causal_attention, from_hf, next_token_loss, to_hf
-from tiled_jax.models.llama import Attention
+from tiled_jax.models.layer import Attention
 from tiled_jax.models.mlp import PlainMLP
 from tiled_jax.models.rope import rotary_angles
 
@@ -32,12 +32,26 @@ SMOLLM2 = tiny_config(
 GIB = 2**30
 
 
-def whole_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+def whole_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    mask: jax.Array | None = None,
+    window: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+) -> jax.Array:
     """All scores at once, every key head repeated: what the blocks have to equal."""
-    group = q.shape[2] // k.shape[2]
+    group, tokens = q.shape[2] // k.shape[2], q.shape[1]
     k, v = (jnp.repeat(a, group, axis=2) for a in (k, v))
-    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / q.shape[-1] ** 0.5
-    seen = jnp.tril(jnp.ones((q.shape[1], q.shape[1]), bool))
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * (scale or q.shape[-1] ** -0.5)
+    scores = scores if softcap is None else softcap * jnp.tanh(scores / softcap)
+    seen = jnp.tril(jnp.ones((tokens, tokens), bool))
+    if window is not None:
+        seen &= jnp.triu(jnp.ones((tokens, tokens), bool), 1 - window)
+    if mask is not None:
+        seen = seen & (mask[:, None, None, :] | jnp.eye(tokens, dtype=bool))
     return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1), v)
 
 
@@ -67,6 +81,50 @@ def test_attention_in_blocks(same: Any, tokens: int, block: int | None) -> None:
     same(y_and_gradients(blocks)(*inputs), y_and_gradients(whole_attention)(*inputs))
 
 
+PADDED = np.arange(70) % 9 > 1
+
+
+@pytest.mark.parametrize(
+    ("block", "options"),
+    [
+        (8, {"window": 5}),
+        (8, {"window": 1, "scale": 0.3}),
+        (16, {"window": 30, "softcap": 0.7, "mask": PADDED}),
+        (64, {"window": 69}),
+        (8, {"mask": PADDED, "softcap": 0.7}),
+    ],
+    ids=["window", "itself", "all", "nearly all", "mask"],
+)
+def test_windows_masks_and_caps_in_blocks(same: Any, block: int, options: dict[str, Any]) -> None:
+    options = options | ({"mask": jnp.asarray(np.stack((PADDED, ~PADDED)))} if "mask" in options else {})
+    inputs = heads(70)
+    blocks = y_and_gradients(lambda q, k, v: causal_attention(q, k, v, block_tokens=block, **options))
+    same(blocks(*inputs), y_and_gradients(lambda q, k, v: whole_attention(q, k, v, **options))(*inputs))
+
+
+def test_keys_outside_of_a_window_are_not_multiplied() -> None:
+    """The scores of a block of queries are of as many keys as it sees together, in forward and backward."""
+    shapes = [jax.ShapeDtypeStruct((1, 1024, n, 8), jnp.float32) for n in (4, 4, 4, 4)]
+
+    def longest(**options: Any) -> int:
+        run = y_and_gradients(lambda q, k, v: causal_attention(q, k, v, block_tokens=64, **options))
+        return max(array.size for array in _scores_of(jax.make_jaxpr(run)(*shapes).jaxpr))
+
+    assert longest(window=65) == 4 * 64 * 128
+    assert longest() == 4 * 64 * 1024
+
+
+def _scores_of(jaxpr: Any) -> Any:
+    """Results of every exponential, which are arrays of scores, in all programs within a program."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "exp":
+            yield from (out.aval for out in equation.outvars)
+        for inner in jax.tree.leaves(tuple(equation.params.values()), is_leaf=lambda a: hasattr(a, "jaxpr")):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                yield from _scores_of(inner)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16"])
 def test_attention_adds_key_gradients_in_float32(dtype: str) -> None:
     """Many blocks of 16-bit queries err no more than one block does."""
@@ -84,9 +142,9 @@ def test_attention_adds_key_gradients_in_float32(dtype: str) -> None:
 
 
 def test_attention_blocks_shrink_with_the_scores() -> None:
-    assert attention._block_tokens(1, 16384, 9) == attention.BLOCK_TOKENS
+    assert attention._block_tokens(1, 16384, 9) == attention.QUERY_BLOCK_TOKENS
     short = attention._block_tokens(8, 131072, 32)
-    assert short < attention.BLOCK_TOKENS
+    assert short < attention.QUERY_BLOCK_TOKENS
     assert attention._block_tokens(1, 5, 9) == 5
 
 
@@ -251,9 +309,10 @@ def test_wrong_weights_are_refused(change: Any, message: str) -> None:
     ("changes", "error", "message"),
     [
         ({"hidden_act": "tanh"}, UnsupportedError, "hidden_act must be one of silu"),
-        ({"rope_parameters": {"rope_type": "longrope"}}, UnsupportedError, "rope_type must be one of .*got 'longrope'"),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, UnsupportedError, "rope_type must be one of .*got 'dynamic'"),
         ({"rope_parameters": {"rope_type": "yarn"}}, SpecError, "rope_parameters must be .* with factor,"),
-        ({"model_type": "gemma"}, UnsupportedError, "model_type must be one of llama, mistral, qwen2, got 'gemma'"),
+        ({"model_type": "gemma"}, UnsupportedError, "model_type must be one of llama, mistral, qwen2, .*, got 'gemma'"),
+        ({"attention_dropout": 0.1}, UnsupportedError, "attention_dropout must be false, 0 or left out, got 0.1"),
         ({"num_key_value_heads": 3}, SpecError, "a divisor of num_attention_heads=4, got 3"),
         ({"head_dim": 7}, SpecError, "head_dim must be even"),
         ({"hidden_size": None}, SpecError, "hidden_size must be an integer >= 1, got None"),
@@ -264,14 +323,6 @@ def test_wrong_weights_are_refused(change: Any, message: str) -> None:
 def test_configurations_it_cannot_do_are_refused(changes: Any, error: Any, message: str) -> None:
     with pytest.raises(error, match=f"^LlamaConfig.from_hf: .*{message}"):
         LlamaConfig.from_hf(tiny_config() | changes)
-
-
-def test_a_sequence_longer_than_the_window_is_refused() -> None:
-    graph, parameters = loaded(tiny_config(**MISTRAL | {"sliding_window": 8}))
-    run = lambda tokens: nnx.merge(graph, parameters)(jnp.zeros((1, tokens), jnp.int32))  # noqa: E731
-    assert jax.eval_shape(lambda: run(8)).shape == (1, 8, 272)
-    with pytest.raises(UnsupportedError, match=r"^Llama: the tokens of a sequence must be <= 8, .* got 9\."):
-        jax.eval_shape(lambda: run(9))
 
 
 def test_older_spelling_of_the_configuration() -> None:
@@ -285,12 +336,19 @@ def test_older_spelling_of_the_configuration() -> None:
     ("options", "message"),
     [
         ({"plain": True, "tiling": Tiling()}, "Llama: tiling must be None with plain=True"),
-        ({"dtype": "float64"}, "Llama: dtype must be one of float32, bfloat16, float16, got float64"),
+        ({"dtype": "int8"}, "Llama: dtype must be one of float32, bfloat16, float16, float64, got int8"),
     ],
 )
 def test_options_that_cannot_be_meant_are_refused(options: Any, message: str) -> None:
     with pytest.raises(SpecError, match=f"^{message}"):
         Llama(LlamaConfig.from_hf(tiny_config()), **options, rngs=nnx.Rngs(0))
+
+
+def test_float64_needs_arrays_of_it() -> None:
+    with pytest.raises(
+        UnsupportedError, match=r"^Llama: dtype must be of 32 bits or fewer here, got float64\. Set jax_enable_x64"
+    ):
+        Llama(LlamaConfig.from_hf(tiny_config()), dtype="float64", rngs=nnx.Rngs(0))
 
 
 def test_a_fresh_model_is_random_in_every_layer() -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
+from transformers.models.cohere import modeling_cohere
 
 from shared_specs import SpecError, Tiling, UnsupportedError
 from shared_specs.config import Checkpointing, ParallelConfig
@@ -15,12 +16,14 @@ from shared_specs.layers.block_costs import eager_block_row_bytes
 from shared_specs.tolerances import COST_BYTES, DISTRIBUTED_FLOAT64, limit
 from tests.core.torch_counting import GemmFlop, LiveBytes
 from tests.models.test_torch_models import IDS, Adapter, assert_same, build, loss_and_gradients
+from tests.models.torch_decoders import exact
 from tests.ranks import Ranks
 from tiled_torch import tile_model, tiling_paths, untile_model
 from tiled_torch.models.block.offload import host_memory
 from tiled_torch.parallel import parallelize
 
 KINDS = ["llama", "mistral", "qwen2", "qwen3"]
+OTHERS = [*"cohere gemma gemma2 gemma3_text glm glm4 granite olmo2 olmo3 phi3 smollm3".split(), "phi3, dropout"]
 
 
 def gradients(model: Any, **inputs: Any) -> dict[str, Tensor]:
@@ -52,6 +55,46 @@ def test_gradients(kind: str, implementation: str) -> None:
     tile_model(model, scope="block", num_shards=4)
     assert_equal(gradients(model), expected)
     assert layer_paths(model) == {"tiled_block"}
+
+
+# What a family's attention and norms differ in besides: of sequences of nine tokens, with gradients of all parameters.
+CHANGES: dict[str, dict[str, Any]] = {
+    "cohere": {"use_qk_norm": True},
+    "gemma2": {"sliding_window": 4, "attn_logit_softcapping": 2.0},
+    "gemma3_text": {"sliding_window": 4},
+    "glm": {"attention_bias": True},
+    "granite": {"residual_multiplier": 0.3, "attention_multiplier": 0.2},
+    "olmo3": {"sliding_window": 4},
+    "phi3": {"sliding_window": 4},
+    "phi3, dropout": {"resid_pdrop": 0.5},
+    "smollm3": {"no_rope_layers": [1, 0]},
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_families_that_differ(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms behind attention and MLP, branches side by side, fused projections, multipliers, caps, windows, dropout.
+
+    Of dropout one shard draws what the untiled layer draws.
+    """
+    changes = CHANGES.get(kind, {})
+    model = exact(build(kind.split(",")[0], num_attention_heads=4, attn_implementation="eager", **changes).train())
+    if kind == "cohere":
+        monkeypatch.setattr(modeling_cohere, "apply_rotary_pos_emb", _turned)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)  # scales of norms are alike otherwise
+    expected = gradients(model)
+    tile_model(model, scope="block", num_shards=1 if "dropout" in kind else 4)
+    assert_equal(gradients(model), expected)
+    assert layer_paths(model) == {"tiled_block"}
+
+
+def _turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Cohere's rotary positions without their float32."""
+    half = modeling_cohere.rotate_half
+    q, k = (a * cos.unsqueeze(1) + half(a) * sin.unsqueeze(1) for a in (q, k))
+    return q, k
 
 
 def test_padding_positions_and_biases() -> None:
@@ -131,7 +174,7 @@ def test_refusals() -> None:
     with pytest.raises(
         UnsupportedError, match=r"^tile_model: model must be a decoder of a family whose blocks are known"
     ):
-        tile_model(build("olmo2"), scope="block")
+        tile_model(build("olmo"), scope="block")
     for options, text in (
         ({"keep": 0.5}, r"keep must be 0\.0 with scope='block', got 0\.5\."),
         ({"backend": "eager"}, r"backend must be auto with scope='block', got eager\."),
@@ -221,13 +264,38 @@ def test_autocast(implementation: str) -> None:
     assert layer_paths(model) == {"tiled_block"}
 
 
-def test_a_compiled_model_runs_its_layers_as_they_are() -> None:
-    model = build("llama")
+def test_a_compiled_decoder_runs_its_layers_as_they_are() -> None:
+    model = build("llama", num_hidden_layers=1)
     expected = gradients(model)
     tile_model(model, scope="block", num_shards=3)
     model.model.compile(backend="eager")
     assert_equal(gradients(model), expected)
+    assert layer_paths(model) == {"tiled_block, between two compiled graphs"}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning")  # the compiler's own
+@pytest.mark.parametrize(("backend", "offload"), [("eager", False), ("aot_eager", True)])
+def test_a_compiled_model_runs_its_layers_as_they_are(backend: str, offload: bool) -> None:
+    """With the loss that it has uncompiled, and of another length."""
+    model: Any = tile_model(build("qwen3", num_hidden_layers=1).train(), scope="block", num_shards=3)
+    if offload:
+        parallelize(model, None, ParallelConfig(checkpointing=Checkpointing(offload=True)))
+
+    def found(call: Any, ids: Tensor) -> dict[str, Tensor]:
+        model.zero_grad()
+        call(input_ids=ids, labels=ids).loss.backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    expected = [found(model, ids) for ids in (IDS, IDS[:, :7])]
     assert layer_paths(model) == {"tiled_block"}
+    compiled = torch.compile(model, backend=backend)
+    for ids, gradient in zip((IDS, IDS[:, :7]), expected, strict=True):
+        assert_equal(found(compiled, ids), gradient)
+    assert layer_paths(model) == {"tiled_block, between two compiled graphs"}
+    with torch.no_grad():
+        compiled(input_ids=IDS)
+    assert layer_paths(model) == {"mlp: no gradient is asked for"}
 
 
 @pytest.mark.parametrize("how", ["transformers", "parallelize"])
@@ -310,3 +378,85 @@ def test_layers_of_sharding_engines(pools: dict[int, Ranks], checkpointing: bool
     for found in pools[2].run("tests.models.ranks_torch_block:sharded", **options):
         assert found["paths"] == ["tiled_block"]
         assert found["error"] <= DISTRIBUTED_FLOAT64
+
+
+SPLIT = "tests.plans.ranks_torch_plans:models"
+
+
+def assert_exact(answers: list[dict[str, Any]]) -> None:
+    for found in answers:
+        for name, errors in found.items():
+            assert max(errors["loss"], errors["gradients"]) <= DISTRIBUTED_FLOAT64, name
+            assert not errors["partial"], name
+            assert errors["paths"] == ["tiled_block", "vocab_parallel_linear_cross_entropy"], name
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3"])
+def test_layers_whose_weights_are_split(pools: dict[int, Ranks], kind: str) -> None:
+    """Of whole tokens and of a rank's own, uneven ones: biases and grouped heads, norms of heads, norms behind."""
+    changes = {"num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True} if kind == "llama" else {}
+    names = ["tp", "sp", *(["sp, offload"] if kind == "llama" else [])]
+    assert_exact(pools[2].run(SPLIT, names=names, tiled="block", kind=kind, length=9, **changes))
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_layers_whose_weights_are_split_over_four(pools: dict[int, Ranks]) -> None:
+    """Ten tokens are 3, 3, 3 and 1; of five the last rank has none."""
+    assert_exact(pools[4].run(SPLIT, names=["tp", "sp", "fsdp x sp", "fsdp x tp"], tiled="block"))
+    assert_exact(pools[4].run(SPLIT, names=["sp"], tiled="block", length=5))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_what_a_split_layer_computes_and_moves(pools: dict[int, Ranks], sequence_parallel: bool) -> None:
+    """No product a third time, and of each rank half of the columns. For every shard, rows enter products and sums are handed
+    back: of q, k and v, of attention's output, of gate and up, of down's; in backward again but for down's, and the gradients
+    of each. The gradients of what all ranks have are added up once."""
+    tokens, shards = 12, 3
+    options = {"sequence_parallel": sequence_parallel, "tokens": tokens, "shards": shards}
+    H, I = 16, 24  # noqa: E741
+    weights = 4 * H * H + 3 * H * I
+    moved = {"_allgather_base_": (2 + 5) * shards, "_reduce_scatter_base_": (2 + 3) * shards, "allreduce_": 1}
+    for found in pools[2].run("tests.models.ranks_torch_block:counts", **options):
+        assert found["flop"] == 2 * (2 * tokens) * (4 * weights - H * I) // 2
+        assert found["moved"] == (moved if sequence_parallel else {"allreduce_": (2 + 3) * shards})
+
+
+@pytest.mark.ranks
+def test_split_layers_that_cannot_run_as_one(pools: dict[int, Ranks]) -> None:
+    for found in pools[2].run("tests.models.ranks_torch_block:stopped"):
+        assert found.pop("shards") == [
+            "SpecError",
+            "tile_model: the number of shards must be the same on all 2 ranks, got 3, 5.",
+        ]
+        paths = {name: path for name, (_, path) in found.items()}
+        assert paths == {
+            "as one": ["tiled_block"],
+            "no gradient": ["mlp: no gradient is asked for"],
+            "hook": ["mlp: mlp has hooks", "tiled_block"],
+        }
+        assert max(error for error, _ in found.values()) <= DISTRIBUTED_FLOAT64
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sp, offload", "tp"])
+def test_split_layers_in_a_compiled_model(pools: dict[int, Ranks], name: str) -> None:
+    for errors in pools[2].run("tests.models.ranks_torch_block:compiled", name=name):
+        assert max(errors["loss"], errors["gradients"]) <= DISTRIBUTED_FLOAT64
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.figures
+@pytest.mark.parametrize(("sequence_parallel", "offload"), [(True, False), (False, False), (False, True)])
+def test_bytes_a_token_of_split_layers(pools: dict[int, Ranks], sequence_parallel: bool, offload: bool) -> None:
+    """Between two lengths, of layers so many that the whole rows of the embedding are not the most there is."""
+    layers = 6 if sequence_parallel else 2
+    options: dict[str, Any] = {"sequence_parallel": sequence_parallel, "offload": offload, "layers": layers}
+    sizes = {"hidden": 128, "heads": 16, "kv_heads": 4, "head_dim": 8, "itemsize": 4, "tensor": 2}
+    kept = {"kept_layers": 0 if offload else layers, "sequence_parallel": sequence_parallel}
+    for slope in pools[2].run("tests.models.ranks_torch_block:peak", **options):
+        assert slope == pytest.approx(eager_block_row_bytes(**sizes, **kept), rel=COST_BYTES)

@@ -152,14 +152,18 @@ def test_keep_is_refused_where_nothing_can_be_kept() -> None:
         loss_and_gradients(tile_model(model, num_shards=4, keep=0.5))
 
 
-def test_unknown_models_are_refused_untouched() -> None:
-    with pytest.raises(UnsupportedError, match="tile_model: model must be a model with MLPs of a known family: llama"):
+def test_a_model_of_which_nothing_can_be_tiled_is_refused() -> None:
+    text = r"^tile_model: model must be one with an MLP, or a causal language model's loss, that can be tiled, got Sequential\."
+    with pytest.raises(UnsupportedError, match=text):
         tile_model(nn.Sequential(nn.Linear(2, 2)))
+
+
+def test_an_activation_outside_the_specification_goes_through_tile() -> None:
     model = build("llama")
     model.model.layers[1].mlp.act_fn = nn.Softplus()
-    with pytest.raises(UnsupportedError, match=r"activation of model\.layers\.1\.mlp must be one of .* got Softplus"):
-        tile_model(model)
-    assert tiling_paths(model) == {}
+    expected = loss_and_gradients(model)
+    assert tiling_paths(tile_model(model, num_shards=3))["model.layers.1.mlp"] == "tile: act_fn is Softplus"
+    assert_same(loss_and_gradients(model), expected)
 
 
 def test_gradient_checkpointing_of_the_model() -> None:

@@ -140,40 +140,48 @@ class OwnModel(transformers.LlamaForCausalLM):
         return outputs
 
 
-def test_a_subclass_with_a_forward_of_its_own_is_refused() -> None:
+def test_a_subclass_with_a_forward_of_its_own_is_what_a_probe_shows() -> None:
     model = build("llama")
     model.model.layers[1].mlp.__class__ = OwnMLP
-    text = r"^tile_model: forward of model\.layers\.1\.mlp must be that of its class in transformers, got .*OwnMLP\.forward\."
-    with pytest.raises(UnsupportedError, match=text):
-        tile_model(model)
-    assert tiling_paths(model) == {}
+    expected = loss_and_gradients(model)
+    paths = tiling_paths(tile_model(model, num_shards=3))
+    assert paths["model.layers.1.mlp"] == "tile: a probe shows another formula than that of tiled_mlp"
+    assert paths["model.layers.0.mlp"] == "tiled_mlp"
+    assert_same(loss_and_gradients(model), expected)
 
 
-def test_a_model_with_a_forward_of_its_own_keeps_its_loss() -> None:
+def test_a_model_with_a_forward_of_its_own_runs_that() -> None:
+    """Around its class's, whose loss is tiled all the same."""
     model = build("llama").float()
     model.__class__ = OwnModel
     expected = model(input_ids=IDS, labels=IDS).loss
-    with pytest.warns(
-        UserWarning, match=r"OwnModel does not run .* its forward is .*OwnModel\.forward\. Its MLPs are tiled"
-    ):
-        tile_model(model, num_shards=3)
+    assert tiling_paths(tile_model(model, num_shards=3))["lm_head"] == TILED
     found = model(input_ids=IDS, labels=IDS).loss
     assert relative_error(found.detach().numpy(), expected.detach().numpy()) <= MODEL_FLOAT32
-    assert tiling_paths(model)["lm_head"].startswith("untiled: its forward is ")
+    assert tiling_paths(model)["lm_head"] == TILED
 
 
-class Unknown(transformers.LlamaForCausalLM):
-    """Of another name than any class whose loss is known, as transformers' own classes are to each other."""
-
-
-def test_a_head_of_an_unknown_class_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("part", ["", "model.layers.0.mlp"])
+def test_a_forward_in_an_instance_stays_and_is_told(part: str) -> None:
+    """As accelerate's hooks put it there: it calls the forward that was there before."""
     model = build("llama")
-    monkeypatch.setattr("tiled_torch.models.causal_lm.KNOWN", frozenset({"MistralForCausalLM"}))
+    expected = loss_and_gradients(model)
+    module = model.get_submodule(part)
+    module.forward = lambda *args, known=module.forward, **kwargs: known(*args, **kwargs)
+    place = part or "lm_head"
     with pytest.warns(
-        UserWarning, match=r"the loss of LlamaForCausalLM is none that is known\. Its MLPs are tiled, its logits"
+        UserWarning, match=rf"^tile_model: {place} stays as it is in LlamaForCausalLM: its forward is <lambda>"
     ):
-        tile_model(model)
-    assert tiling_paths(model)["lm_head"] == "untiled: the loss of LlamaForCausalLM is none that is known"
+        tile_model(model, num_shards=3)
+    assert tiling_paths(model)[place].startswith("untiled: its forward is <lambda>")
+    assert tiling_paths(model)["model.layers.1.mlp"] == "tiled_mlp"
+    if part:
+        assert_same(loss_and_gradients(model), expected)
+    with pytest.raises(
+        UnsupportedError, match=rf"tiled as a whole with strict=True, got {place}: its forward is <lambda>"
+    ):
+        tile_model(untile_model(model), strict=True)
+    assert tiling_paths(model) == {}
 
 
 def fused(self: Any, *args: Any, labels: Any = None, fused_lm_head: bool = False, **kwargs: Any) -> Any:

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shared_specs.core.rounding import relative_error
-from shared_specs.tolerances import MODEL_FLOAT32
+from shared_specs.tolerances import FLOOR, MODEL_FLOAT32
 from tests.core.torch_counting import LiveBytes
+from tests.models import supported
 from tests.models.test_torch_models import build
 from tiled_torch import tile_model, tiling_paths
 from tiled_torch.models.lazy import Values
@@ -165,3 +166,27 @@ def test_an_evaluation_of_the_loss_alone_makes_no_logits(
         session.args.prediction_loss_only = False  # Trainer then asks for the loss alone where there are no metrics
         session.evaluate()
     assert 2048 * 16 * 4 <= live.largest < 2 * 64 * 2048 * 2
+
+
+@pytest.mark.parametrize("arguments", [{}, {"bf16": True}, {"gradient_accumulation_steps": 2}], ids=str)
+@pytest.mark.parametrize("kind", ["gpt2", "stablelm"])
+def test_a_model_of_any_class_trains_evaluates_and_predicts(
+    kind: str, arguments: dict[str, Any], tmp_path: Path
+) -> None:
+    """Its own forward, with a head whose logits are there for metrics."""
+    untiled, model = supported.build(kind).float(), tile_model(supported.build(kind).float(), num_shards=3)
+    start = [p.detach().clone() for p in untiled.parameters()]
+    expected, found = (trainer(each, tmp_path, arguments, {}) for each in (untiled, model))
+    for each in (expected, found):
+        each.train()
+    assert tiling_paths(model)["lm_head"] == TILED
+    limit = MODEL_FLOAT32 if not arguments.get("bf16") else FLOOR["bfloat16"]
+    assert not all(torch.equal(first, plain) for first, plain in zip(start, untiled.parameters(), strict=True))
+    for ours, plain in zip(model.parameters(), untiled.parameters(), strict=True):
+        assert relative_error(ours.detach().numpy(), plain.detach().numpy()) <= limit
+    scores, plain_scores = results(found.evaluate()), results(expected.evaluate())
+    assert scores.keys() == plain_scores.keys() > {"eval_loss", "eval_best"}
+    assert abs(scores["eval_loss"] - plain_scores["eval_loss"]) <= limit * abs(plain_scores["eval_loss"])
+    ours, plain = found.predict(rows()), expected.predict(rows())
+    assert ours.predictions.shape == plain.predictions.shape == (6, 7, 64)
+    assert relative_error(ours.predictions, plain.predictions) <= 10 * limit

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from shared_specs import UnsupportedError
 from shared_specs.core.rounding import relative_error
 from shared_specs.tolerances import DISTRIBUTED_FLOAT64
 from tests.models.test_torch_models import IDS, assert_same, build, loss_and_gradients
@@ -49,3 +50,14 @@ def test_compiles_as_one_graph() -> None:
     pairs = [(found.detach(), loss), *((model.get_parameter(name).grad, grad) for name, grad in gradients.items())]
     for ours, eager in pairs:
         assert relative_error(ours.numpy(), eager.numpy()) <= DISTRIBUTED_FLOAT64
+
+
+def test_untiling_what_was_wrapped_changes_nothing() -> None:
+    model: Any = tile_model(build("llama"))
+    mlp = model.model.layers[1].mlp
+    mlp.__class__ = type("Wrapped", (type(mlp),), {})
+    before, paths = [type(module) for module in model.modules()], tiling_paths(model)
+    with pytest.raises(UnsupportedError, match="model must be free of classes added after tiling, got Wrapped"):
+        untile_model(model)
+    assert [type(module) for module in model.modules()] == before
+    assert tiling_paths(model) == paths

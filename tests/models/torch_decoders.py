@@ -16,6 +16,7 @@ from transformers import (
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    SmolLM3Config,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -29,6 +30,7 @@ CONFIGS: dict[str, type[PretrainedConfig]] = {
     "gemma2": Gemma2Config,
     "gemma3": Gemma3TextConfig,
     "phi3": Phi3Config,
+    "smollm3": SmolLM3Config,
 }
 
 
@@ -51,7 +53,7 @@ def decoder(kind: str = "llama", **changes: Any) -> Any:
 def exact(model: Any) -> Any:
     """The same model without the float32 in its norms, which would hide what a sum in another order costs."""
     for module in model.modules():
-        if type(module).__name__.endswith("RMSNorm"):
+        if type(module).__name__.endswith(("RMSNorm", "CohereLayerNorm")):
             module.__class__ = _exact_norm(type(module))
     return model
 
@@ -62,6 +64,7 @@ def _exact_norm(kind: type[nn.Module]) -> type[nn.Module]:
 
     def forward(self: Any, x: Tensor) -> Tensor:
         eps = self.eps if hasattr(self, "eps") else self.variance_epsilon
+        x = x - x.mean(-1, keepdim=True) if "LayerNorm" in kind.__name__ else x
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * (self.weight + offset)
 
     return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})

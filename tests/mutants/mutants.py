@@ -199,14 +199,14 @@ MUTANTS = (
     Mutant(
         "the loss of ignored tokens counts",
         "tiled_torch/loss/math.py",
-        "valid = targets != ignore_index\n    exists",
+        "valid = targets != rules.options.ignore_index\n    exists",
         "valid = targets == targets\n    exists",
         "tests/loss/test_torch_autograd.py -x",
     ),
     Mutant(
         "smoothing forgets the vocabulary's size",
         "tiled_torch/loss/math.py",
-        "c = labels.counted * (options.label_smoothing / vocab)",
+        "c = labels.counted * (options.label_smoothing / rules.vocab)",
         "c = labels.counted * options.label_smoothing",
         "tests/loss/test_both_loss.py -k 'torch and smooth'",
     ),
@@ -227,8 +227,8 @@ MUTANTS = (
     Mutant(
         "every part of the vocabulary begins at zero",
         "tiled_torch/loss/loops.py",
-        "return Columns(self.start + piece.start, self.start + piece.stop)",
-        "return Columns(piece.start, piece.stop)",
+        "return tuple(Part(self.start + start, self.start + stop)",
+        "return tuple(Part(start, stop)",
         "tests/loss/test_torch_ranks_loss.py -x",
     ),
     Mutant(
@@ -312,10 +312,31 @@ MUTANTS = (
     ),
     Mutant(
         "labels are not shifted",
-        "tiled_torch/models/causal_lm.py",
-        "return F.pad(labels[..., 1:], (0, 1), value=ignore_index)",
-        "return labels",
+        "tiled_torch/layers/documents.py",
+        "shifted = F.pad(labels[:, 1:], (0, 1), value=ignore_index)",
+        "shifted = labels",
         "tests/models/test_torch_models.py -x",
+    ),
+    Mutant(
+        "the last token of a document predicts the first of the next",
+        "tiled_torch/layers/documents.py",
+        "return shifted.masked_fill(ends, ignore_index)",
+        "return shifted",
+        "tests/models/test_torch_packed.py -x",
+    ),
+    Mutant(
+        "a ring merges parts by the larger sum alone",
+        "tiled_torch/layers/ring.py",
+        "both = torch.logaddexp(lse, of_part)",
+        "both = torch.maximum(lse, of_part)",
+        "tests/layers/test_torch_ranks_ring.py -x",
+    ),
+    Mutant(
+        "a ring's owner drops what others found of its keys",
+        "tiled_torch/layers/ring.py",
+        "own += coming.wait()",
+        "coming.wait()",
+        "tests/layers/test_torch_ranks_ring.py -x",
     ),
     # Triton's kernels, in its interpreter.
     Mutant(
@@ -338,14 +359,14 @@ MUTANTS = (
         "tiled_jax/mlp/math.py",
         '"up": (dh * act).astype(dtype)}',
         '"up": (dh * up).astype(dtype)}',
-        "tests/mlp/test_jax_matrix.py -x",
+        "tests/mlp/test_both_mlp.py -x -k 'jax and f64'",
     ),
     Mutant(
         "JAX: dx misses the part of up",
         "tiled_jax/mlp/math.py",
         'return (parts[0] + parts[1] if "gate" in d else parts[0]).astype(dtype)',
         "return parts[0].astype(dtype)",
-        "tests/mlp/test_jax_matrix.py -x",
+        "tests/mlp/test_both_mlp.py -x -k 'jax and f64'",
     ),
     Mutant(
         "JAX: weight gradients are summed in bfloat16",
@@ -359,7 +380,7 @@ MUTANTS = (
         "tiled_jax/mlp/loops.py",
         "pre = {name: _rows(value, first, x_shard.shape[0]) for name, value in kept_pre.items()}",
         "pre = {name: _rows(value, first * 0, x_shard.shape[0]) for name, value in kept_pre.items()}",
-        "tests/mlp/test_jax_matrix.py -x",
+        "tests/mlp/test_both_mlp.py -x -k 'jax and f64'",
     ),
     Mutant(
         "JAX: recomputation is merged with forward",
@@ -387,8 +408,8 @@ MUTANTS = (
     Mutant(
         "JAX: smoothing forgets the vocabulary's size",
         "tiled_jax/loss/math.py",
-        "share=g_loss * (smooth / rules.vocab) if smooth else None",
-        "share=g_loss * smooth if smooth else None",
+        "c=g_loss * (smooth / rules.vocab) if smooth else None",
+        "c=g_loss * smooth if smooth else None",
         "tests/loss/test_both_loss.py -k 'jax and smooth'",
     ),
     Mutant(
@@ -408,14 +429,14 @@ MUTANTS = (
     Mutant(
         "JAX: every part of the vocabulary begins at zero",
         "tiled_jax/loss/math.py",
-        "_pick(logits, target - jnp.asarray(part.first, target.dtype))",
+        "_pick(logits, target - jnp.asarray(part.start, target.dtype))",
         "_pick(logits, target)",
         "tests/loss/test_both_loss.py -k 'jax and V'",
     ),
     Mutant(
         "JAX: ignored tokens have a gradient",
         "tiled_jax/loss/math.py",
-        'g_loss = jnp.where(labels.valid, g["loss"], 0) if "loss" in g else zero',
+        'g_loss = jnp.where(labels.counted == 0, 0, g["loss"]) if "loss" in g else zero',
         'g_loss = g["loss"] if "loss" in g else zero',
         "tests/loss/test_both_loss.py -k 'jax and z'",
     ),
@@ -437,8 +458,8 @@ MUTANTS = (
     Mutant(
         "JAX: the gradient of a scattered array is a device's own",
         "tiled_jax/collectives/conjugates.py",
-        "return (gathered(d, axis, dim, same=True),)",
-        "return (jnp.concatenate([summed(d, axis)] * axis.size, dim),)",
+        "return (all_gather(d, axis, dim, same=True),)",
+        "return (jnp.concatenate([all_reduce(d, axis)] * axis.size, dim),)",
         "tests/collectives/test_jax_collectives.py -x",
     ),
     Mutant(
@@ -454,5 +475,35 @@ MUTANTS = (
         "            plgpu.wgmma_wait(0)  # the copying warpgroup may overwrite these blocks after this step\n",
         "",
         "tests/kernels/test_jax_kernel_waits.py -x",
+    ),
+    Mutant(
+        "JAX: a ring counts its own rank's turn among the later ones",
+        "tiled_jax/layers/ring_steps.py",
+        "chosen = jnp.where(here >= turn, 0, self.run)",
+        "chosen = jnp.where(here > turn, 0, self.run)",
+        "tests/layers/test_jax_ring.py -k of_one_device",
+    ),
+    Mutant(
+        "JAX: a ring forgets the owner's part of dk and dv",
+        "tiled_jax/layers/ring_steps.py",
+        "*added(ring.sent(sums), tuple(own)))",
+        "*ring.sent(sums))",
+        "tests/layers/test_jax_ring.py -k of_one_device",
+    ),
+    Mutant(
+        "JAX: keys are sent when their products are through",
+        "tiled_jax/layers/ring_steps.py",
+        "        ahead = ring.sent(passed)\n        return ahead, ring.others(turn, step, carry, passed)",
+        "        carry = ring.others(turn, step, carry, passed)\n"
+        "        passed, carry = lax.optimization_barrier((passed, carry))\n"
+        "        return ring.sent(passed), carry",
+        "tests/layers/test_jax_ring.py -k waits_for_no_product",
+    ),
+    Mutant(
+        "JAX: a packed label looks over the seam",
+        "tiled_jax/layers/documents.py",
+        "return jnp.where(ends, ignore_index, shifted)",
+        "return shifted",
+        "tests/layers/test_jax_documents.py -k 'specification or slice'",
     ),
 )

@@ -66,6 +66,17 @@ def padded(tokens: np.ndarray) -> np.ndarray:
     return np.where(np.arange(tokens.shape[1]) < lengths[:, None], tokens, np.int32(-100))
 
 
+def packed(sequences: int = 8, tokens: int = 24) -> dict[str, np.ndarray]:
+    """Documents of other lengths in each sequence, and labels of -100 anywhere: a prompt, say."""
+    random = np.random.default_rng(2)
+    ids = random.integers(0, 272, (sequences, tokens)).astype(np.int32)
+    labels = np.where(random.random(ids.shape) < 0.3, np.int32(-100), ids)
+    ends = 1 + np.arange(sequences)[:, None] % (tokens - 2), np.full((sequences, 1), tokens - 2)
+    places = np.arange(tokens)[None]
+    starts = np.where(places >= ends[1], ends[1], np.where(places >= ends[0], ends[0], 0))
+    return {"input_ids": ids, "labels": labels, "position_ids": (places - starts).astype(np.int32)}
+
+
 class Blocks(nnx.Module):
     """A linear layer, two residual MLPs in a list, a linear layer."""
 

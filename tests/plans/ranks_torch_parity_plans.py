@@ -35,7 +35,7 @@ def _model(
     """`config`: the fields of a ParallelConfig that are not None. `angles`: cosine and sine of every position."""
     described = tiny_config(**changes)
     model = exact(build_model(described, tiny_weights(described), torch.device("cpu")).double())
-    # The angles of both halves are float32, each with roundings of its own, which would be all that is seen here.
+    # Its own angles are float32, whose roundings would be all that is seen here.
     cos, sin = (torch.tensor(a, dtype=torch.float64).repeat(1, 2)[None] for a in angles)
     model.model.rotary_emb.forward = lambda x, position_ids: (cos[:, position_ids[0]], sin[:, position_ids[0]])
     tile_model(model, num_shards=3)

@@ -104,12 +104,12 @@ def rows_of(mesh: DeviceMesh, config: ParallelConfig) -> slice:
     return slice(part * BATCH // parts, (part + 1) * BATCH // parts)
 
 
-def compare(mesh: DeviceMesh, config: ParallelConfig, tiled: bool, kind: str, length: int, **changes: Any) -> Any:
+def compare(mesh: DeviceMesh, config: ParallelConfig, tiled: bool | str, kind: str, length: int, **changes: Any) -> Any:
     """Errors of the loss and of all gradients."""
     expected_loss, expected = truth(kind, length, **changes)
     model = decoder(kind, **changes)
     if tiled:
-        tile_model(model, num_shards=3)
+        tile_model(model, num_shards=3, scope=tiled if isinstance(tiled, str) else "mlp")  # type: ignore[arg-type]
     model = parallelize(model, mesh, config)
     rows = rows_of(mesh, config)
     ids, labels = batch(length)
@@ -131,7 +131,13 @@ def compare(mesh: DeviceMesh, config: ParallelConfig, tiled: bool, kind: str, le
 
 
 def models(
-    rank: int, world: int, names: list[str], tiled: bool = False, kind: str = "llama", length: int = 10, **changes: Any
+    rank: int,
+    world: int,
+    names: list[str],
+    tiled: bool | str = False,
+    kind: str = "llama",
+    length: int = 10,
+    **changes: Any,
 ) -> dict[str, Any]:
     """`compare` of several configurations, by name."""
     found = {}
@@ -370,13 +376,13 @@ REFUSED: dict[str, tuple[tuple[str, ...], ParallelConfig, dict[str, Any]]] = {
     ),
     "tiled loss gathered": (("tp",), ParallelConfig(tensor=GATHERED_LOGITS), {"tiled": True}),
     "adapter": (("tp",), ParallelConfig(tensor=TENSOR), {"adapter": True}),
+    "activation": (("tp",), ParallelConfig(tensor=TENSOR), {"tiled": True, "activation": True}),
     "embedding": (("tp",), ParallelConfig(tensor=TENSOR), {"max_norm": 1.0}),
     "fused": (("tp",), ParallelConfig(tensor=TENSOR), {"kind": "phi3"}),
     "no plan": (("dp_shard",), ParallelConfig(data=SHARDED), {"unknown": True}),
     "meta ddp": (("dp_shard",), ParallelConfig(data=DataParallel(engine="ddp")), {"meta": True}),
     "donate": (("dp_shard",), ParallelConfig(data=SHARDED, donate=False), {}),
     "offloaded products": ((), ParallelConfig(checkpointing=Checkpointing(mode="products", offload=True)), {}),
-    "block, tensor": (("tp",), ParallelConfig(tensor=TENSOR), {"block": True}),
     "block, products": ((), ParallelConfig(checkpointing=Checkpointing(mode="products")), {"block": True}),
 }
 
@@ -414,7 +420,8 @@ def refusals(rank: int, world: int) -> dict[str, Any]:
     for name, (axes, config, changes) in REFUSED.items():
         changes = dict(changes)
         flags = {
-            flag: changes.pop(flag, False) for flag in ("tiled", "block", "adapter", "unknown", "meta", "max_norm")
+            flag: changes.pop(flag, False)
+            for flag in ("tiled", "block", "adapter", "activation", "unknown", "meta", "max_norm")
         }
         with torch.device("meta" if flags["meta"] else "cpu"):
             model: Any = Unknown() if flags["unknown"] else decoder(**changes)
@@ -422,6 +429,8 @@ def refusals(rank: int, world: int) -> dict[str, Any]:
             tile_model(model, scope="block" if flags["block"] else "mlp")
         if flags["adapter"]:
             model.model.layers[1].mlp.up_proj = Adapted(16, 24, bias=False)
+        if flags["activation"]:
+            model.model.layers[1].mlp.act_fn = torch.nn.Softplus()
         if flags["max_norm"]:
             model.model.embed_tokens.max_norm = flags["max_norm"]
         found[name] = _refusal(model, mesh_of(axes, world) if axes else None, config)

@@ -72,7 +72,7 @@ def _gathered_by_loss(model: Any, length: int) -> int:
     return gathered.largest
 
 
-def bfloat16(rank: int, world: int, names: list[str], tiled: bool) -> dict[str, Any]:
+def bfloat16(rank: int, world: int, names: list[str], tiled: bool | str) -> dict[str, Any]:
     """Errors of loss and gradients against float64, and those of one untiled process in bfloat16. Weights are bfloat16, or
     float32 ones that `fully_shard` gathers in bfloat16."""
     exact_loss, exact_gradients = truth("llama")
@@ -89,12 +89,12 @@ def bfloat16(rank: int, world: int, names: list[str], tiled: bool) -> dict[str, 
         if sharded:
             config = ParallelConfig(tensor=config.tensor, data=DataParallel(param_dtype="bfloat16"))
         if tiled:
-            tile_model(model, num_shards=3)
+            tile_model(model, num_shards=3, scope="block" if tiled == "block" else "mlp")
         mesh = mesh_of(axes, world)
         model = parallelize(model, mesh, config)
         ids, labels = batch()
         rows = rows_of(mesh, config)
-        loss = loss_of(model, ids[rows], labels[rows], inside=tiled or config.tensor is not None)
+        loss = loss_of(model, ids[rows], labels[rows], inside=bool(tiled) or config.tensor is not None)
         loss.backward()
         mean = loss.detach().double()
         torch.distributed.all_reduce(mean)
@@ -170,4 +170,29 @@ def embeddings(rank: int, world: int, vocab: int, tokens: int) -> dict[str, Any]
         split(ids + 1)
     except SpecError as error:
         found["outside"] = str(error)
+    return found
+
+
+def long_embeddings(rank: int, world: int, tokens: int) -> dict[str, Any]:
+    """An embedding of more tokens than a shard has, split along them: errors in float64, how often and how much at once is
+    gathered in backward, and the error of a gradient in bfloat16 beside that of all tokens at once."""
+    mesh, found, vocab = mesh_of(("tp",), world), {}, 5
+    ids = torch.randint(vocab, (2, tokens), generator=torch.Generator().manual_seed(2))
+    upstream = torch.randn(*ids.shape, HIDDEN, generator=torch.Generator().manual_seed(1)).bfloat16().double()
+    plain = filled(nn.Embedding(vocab, HIDDEN, padding_idx=1))
+    plain(ids).backward(upstream)
+    for dtype in (torch.float64, torch.bfloat16):
+        whole, split = (filled(nn.Embedding(vocab, HIDDEN, padding_idx=1)).to(dtype) for _ in "12")
+        parallelize_module(split, mesh, Embedding(Shard(1)))
+        y, own = split(ids), distribute_tensor(upstream.to(dtype), mesh, [Shard(1)])
+        with Collectives() as collectives, Gathered() as gathered:
+            y.backward(own)
+        whole(ids).backward(upstream.to(dtype))
+        found[str(dtype)] = {
+            "y": error_between({"y": y.detach().full_tensor().double()}, {"y": whole(ids).detach().double()}),
+            "own": list(y.to_local().shape),
+            "dw": error_between({"dw": full(split.weight.grad).double()}, {"dw": plain.weight.grad}),
+            "dw of all at once": error_between({"dw": whole.weight.grad.double()}, {"dw": plain.weight.grad}),
+            "gathered": [dict(collectives.counts), gathered.largest],
+        }
     return found

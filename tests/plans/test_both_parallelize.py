@@ -84,7 +84,9 @@ def for_torch(case: Case) -> dict[str, Any]:
         if getattr(case.config, name) is not None
     }
     model = LlamaConfig.from_hf(tiny_config(**case.changes))
-    angles = [np.asarray(a).tolist() for a in rotary_angles(model.rope, model.head_dim, TOKENS.shape[1])]
+    with jax.enable_x64(True):
+        turned = rotary_angles(model.rope, model.head_dim, TOKENS.shape[1], jnp.float64)
+        angles = [np.asarray(a).tolist() for a in turned]
     return {"axes": case.axes, "config": config, "changes": case.changes, "angles": angles}
 
 

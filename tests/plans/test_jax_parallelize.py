@@ -27,6 +27,7 @@ from tests.plans.jax_parallel_models import (
     llama_config,
     loss_and_gradients,
     mesh_of,
+    packed,
     padded,
     run_quickly,
     token_ids,
@@ -137,18 +138,132 @@ LLAMAS |= {
         BLOCK | {"num_key_value_heads": 2},
         AxisType.Explicit,
     ),
+    "block, tp 2": (
+        {"tp": 2},
+        None,
+        TensorParallel(sequence_parallel=False),
+        None,
+        BLOCK | BIASED,
+        AxisType.Auto,
+    ),
+    "block, sp 2": ({"tp": 2}, None, TensorParallel(), FULL, BLOCK | BIASED, AxisType.Auto),
+    "block, sp 8": ({"tp": 8}, None, TensorParallel(), None, BLOCK, AxisType.Explicit),
+    "block, fsdp 2 x sp 2": ({"dp_shard": 2, "tp": 2}, FSDP, TensorParallel(), FULL, BLOCK | BIASED, AxisType.Auto),
+    "block, fsdp 2 x tp 2": ({"dp_shard": 2, "tp": 2}, FSDP, WHOLE, None, BLOCK, AxisType.Auto),
+    "block, fsdp 2 x context 2 x sp 2": (
+        {"dp_shard": 2, "cp": 2, "tp": 2},
+        DataParallel(context_axis="cp", reduce_dtype=None),
+        TensorParallel(),
+        FULL,
+        BLOCK | BIASED,
+        AxisType.Auto,
+    ),
     "block, replicas 2 x fsdp 2": ({"replica": 2, "dp_shard": 2}, HYBRID, None, None, BLOCK, AxisType.Auto),
+}
+
+RING: Any = DataParallel(context_axis="cp", context="ring", reduce_dtype=None)
+RINGS: Any = DataParallel(context_axis=("ring", "cp"), context="2d", reduce_dtype=None)
+# Key heads that no ring divides.
+FEW: dict[str, Any] = {"num_key_value_heads": 2, "num_hidden_layers": 2}
+LLAMAS |= {
+    "packed, ring 2 x tp 2": ({"dp_shard": 1, "cp": 2, "tp": 2}, RING, TensorParallel(), FULL, FEW, AxisType.Auto),
+    "packed, fsdp 2 x ring 4": ({"dp_shard": 2, "cp": 4}, RING, None, None, FEW, AxisType.Explicit),
+    "ring 8": ({"dp_shard": 1, "cp": 8}, RING, None, PRODUCTS, FEW | {"num_attention_heads": 2}, AxisType.Auto),
+    "packed, rings 2 x 2 x tp 2": (
+        {"dp_shard": 1, "ring": 2, "cp": 2, "tp": 2},
+        RINGS,
+        TensorParallel(),
+        None,
+        FEW,
+        AxisType.Auto,
+    ),
+    "block, ring 4": ({"dp_shard": 1, "cp": 4}, RING, None, None, BLOCK | FEW, AxisType.Auto),
+    "block, packed, fsdp 2 x rings 2 x 2": (
+        {"dp_shard": 2, "ring": 2, "cp": 2},
+        RINGS,
+        None,
+        FULL,
+        BLOCK | FEW,
+        AxisType.Auto,
+    ),
+    "block, packed, ring 2 x sp 2": (
+        {"dp_shard": 1, "cp": 2, "tp": 2},
+        RING,
+        TensorParallel(),
+        FULL,
+        BLOCK | FEW,
+        AxisType.Auto,
+    ),
+    "packed, sp 2, plain": ({"tp": 2}, None, TensorParallel(), None, {"plain": True}, AxisType.Auto),
+    "packed, fsdp 2, few tokens": ({"dp_shard": 2}, FSDP, None, None, ODD, AxisType.Auto),
+    "packed, tp 2, whole head": ({"tp": 2}, None, WHOLE, None, ODD, AxisType.Auto),
+}
+
+QWEN3: dict[str, Any] = {"model_type": "qwen3", "num_hidden_layers": 2}  # q and k are normed
+CONTEXT: Any = DataParallel(context_axis="cp", reduce_dtype=None)
+ALL: Axes = {"dp_shard": 2, "cp": 2, "tp": 2}
+LLAMAS |= {
+    "qwen3, fsdp 2": ({"dp_shard": 2}, FSDP, None, None, QWEN3, AxisType.Auto),
+    "qwen3, tp 2": ({"tp": 2}, None, WHOLE, None, QWEN3, AxisType.Auto),
+    "qwen3, packed, fsdp 2 x context 2 x tp 2": (ALL, CONTEXT, TensorParallel(), FULL, QWEN3, AxisType.Auto),
+    "qwen3, packed, ring 2 x tp 2": ({"dp_shard": 1, "cp": 2, "tp": 2}, RING, WHOLE, None, QWEN3, AxisType.Auto),
+    "block, qwen3, tp 2": ({"tp": 2}, None, WHOLE, None, QWEN3 | BLOCK, AxisType.Auto),
+    "block, qwen3, packed, fsdp 2 x context 2 x sp 2": (
+        ALL,
+        CONTEXT,
+        TensorParallel(),
+        FULL,
+        QWEN3 | BLOCK,
+        AxisType.Auto,
+    ),
+    "block, qwen3, packed, fsdp 2 x ring 2": (
+        {"dp_shard": 2, "cp": 2},
+        RING,
+        None,
+        None,
+        QWEN3 | BLOCK,
+        AxisType.Explicit,
+    ),
+}
+
+# Positions turn nothing in the second layer of three.
+SMOLLM3: dict[str, Any] = {"model_type": "smollm3", "no_rope_layers": [1, 0, 1]}
+LLAMAS |= {
+    "smollm3, fsdp 2": ({"dp_shard": 2}, FSDP, None, SECOND, SMOLLM3, AxisType.Explicit),
+    "smollm3, packed, fsdp 2 x context 2 x tp 2": (ALL, CONTEXT, TensorParallel(), FULL, SMOLLM3, AxisType.Auto),
+    "smollm3, packed, ring 2 x tp 2": ({"dp_shard": 1, "cp": 2, "tp": 2}, RING, WHOLE, None, SMOLLM3, AxisType.Auto),
+    "block, smollm3, fsdp 2": ({"dp_shard": 2}, FSDP, None, SECOND, SMOLLM3 | BLOCK, AxisType.Auto),
+    "block, smollm3, packed, fsdp 2 x context 2 x sp 2": (
+        ALL,
+        CONTEXT,
+        TensorParallel(),
+        FULL,
+        SMOLLM3 | BLOCK,
+        AxisType.Auto,
+    ),
+    "block, smollm3, packed, fsdp 2 x ring 2": (
+        {"dp_shard": 2, "cp": 2},
+        RING,
+        None,
+        None,
+        SMOLLM3 | BLOCK,
+        AxisType.Explicit,
+    ),
 }
 
 _REFERENCES: dict[str, Any] = {}
 
 
-def reference(changes: dict[str, Any], tokens: int) -> Any:
+def batch_of(case: str, tokens: int) -> Any:
+    return packed(tokens=tokens) if "packed" in case else padded(token_ids(tokens=tokens))
+
+
+def reference(case: str, changes: dict[str, Any], tokens: int) -> Any:
     """Loss and gradients of one device, tiled and without anything parallel."""
     tiled = {name: value for name, value in changes.items() if name not in ("plain", "scope")}
-    key = f"{tiled} {tokens}"
+    key = f"{tiled} {tokens} {'packed' in case}"
     if key not in _REFERENCES:
-        _REFERENCES[key] = loss_and_gradients(llama(**tiled), next_token_loss, padded(token_ids(tokens=tokens)))
+        _REFERENCES[key] = loss_and_gradients(llama(**tiled), next_token_loss, batch_of(case, tokens))
     return _REFERENCES[key]
 
 
@@ -162,6 +277,10 @@ IN_EVERY_RUN = (
         "everything",
         "block, fsdp 2 x context 4, repeated key heads",
     ),
+    *("packed, rings 2 x 2 x tp 2", "block, packed, fsdp 2 x rings 2 x 2"),
+    *("block, sp 2", "block, tp 2"),
+    *("qwen3, packed, fsdp 2 x context 2 x tp 2", "block, qwen3, packed, fsdp 2 x context 2 x sp 2"),
+    *("smollm3, packed, fsdp 2 x context 2 x tp 2", "block, smollm3, fsdp 2"),
     *("fsdp 2, sums in bfloat16", "fsdp 2 x tp 2, biases of q, k and v", "replicas 2 x fsdp 2 x tp 2, float32 sums"),
 )
 
@@ -175,11 +294,12 @@ def test_one_step_of_llama(case: str, float64: None) -> None:
     axes, data, tensor, checkpointing, changes, kind = LLAMAS[case]
     # The head is gathered where the devices' 8 x 40 tokens are more than its 272 entries, and otherwise the tokens are.
     length = 4 if "few tokens" in case else 40 if "attention_bias" in changes else 24
-    model, (loss, gradients) = llama(**changes), reference(changes, length)
+    length = 32 if case == "ring 8" else length  # two runs of two tokens for each device
+    model, (loss, gradients) = llama(**changes), reference(case, changes, length)
     config = ParallelConfig(data=data, tensor=tensor, checkpointing=checkpointing)
     plan = parallelize(model, mesh_of(kind, **axes), config, optimizer=optax.sgd(LEARNING_RATE))
     before = nnx.state(model)
-    after, found = run_quickly(plan.step, plan.state, padded(token_ids(tokens=length)), plan)
+    after, found = run_quickly(plan.step, plan.state, batch_of(case, length), plan)
     assert_same(found, loss)
     update = jax.tree.map(lambda a, b: (a - np.asarray(b)) / LEARNING_RATE, before, after.parameters)
     assert_same(update, gradients)
@@ -279,9 +399,10 @@ def test_a_loss_in_bfloat16_is_averaged_in_float32() -> None:
     assert float(loss) == np.float32(16 / (4 * 257))
 
 
-def test_llama_in_bfloat16(x64: None) -> None:
-    """Sums of activations over four devices in bfloat16, of gradients over two in float32."""
-    model = computing_in(llama(num_hidden_layers=2), jnp.bfloat16)
+@pytest.mark.parametrize("scope", ["mlp", pytest.param("block", marks=pytest.mark.slow)])
+def test_llama_in_bfloat16(scope: str, x64: None) -> None:
+    """Sums of activations over four devices in bfloat16, or of rounded parts in float32, of gradients over two in float32."""
+    model = computing_in(llama(num_hidden_layers=2, scope=scope), jnp.bfloat16)
     config = ParallelConfig(data=DataParallel(param_dtype="bfloat16"), tensor=TensorParallel(), checkpointing=FULL)
     plan = parallelize(computing_in(model, jnp.float32), mesh_of(dp_shard=2, tp=4), config)
     found = run_quickly(plan.gradients, plan.state.parameters, token_ids(), plan)
@@ -320,6 +441,7 @@ def test_a_loss_of_sum_and_count(x64: None) -> None:
     model = Blocks(nnx.Rngs(0))
     plan = parallelize(model, mesh_of(dp_shard=4), ParallelConfig(data=FSDP), loss_fn=loss_fn)
     assert_same(run_quickly(plan.gradients, plan.state.parameters, batch, plan), loss_and_gradients(model, mean, batch))
+    assert_same(run_quickly(plan.loss, plan.state.parameters, batch, plan), mean(model, batch))
 
 
 def test_metadata_goes_before_rules() -> None:

@@ -11,8 +11,9 @@ import pytest
 from flax import nnx
 
 from shared_specs.config import Checkpointing, DataParallel, ParallelConfig, TensorParallel, Tiling
+from shared_specs.layers.ring import ring_bytes
 from shared_specs.tolerances import COST_BYTES
-from tests.core.jax_counting import collectives
+from tests.core.jax_counting import collectives, sent_bytes
 from tests.plans.jax_parallel_models import QUICKLY, llama_config, mesh_of
 from tiled_jax.models import Llama
 from tiled_jax.parallel import parallelize
@@ -26,12 +27,14 @@ LAYER_BYTES = 4 * sum(a * b * count for (a, b), count in LAYER.items())
 FSDP, RECOMPUTED = DataParallel(), Checkpointing()
 
 
-def lowered(
-    axes: dict[str, int], tokens: int = TOKENS, sizes: dict[str, Any] = SIZES, scope: str = "mlp", **config: Any
-) -> Any:
+def planned(axes: dict[str, int], sizes: dict[str, Any] = SIZES, scope: str = "mlp", **config: Any) -> Any:
     options: Any = {"tiling": Tiling(num_shards=4), "scope": scope}
     model = nnx.eval_shape(lambda: Llama(llama_config(num_hidden_layers=LAYERS, **sizes), **options, rngs=nnx.Rngs(0)))
-    plan = parallelize(model, mesh_of(**axes), ParallelConfig(**config))
+    return parallelize(model, mesh_of(**axes), ParallelConfig(**config))
+
+
+def lowered(axes: dict[str, int], tokens: int = TOKENS, sizes: dict[str, Any] = SIZES, **config: Any) -> Any:
+    plan = planned(axes, sizes, **config)
     return plan, plan.gradients.lower(plan.shapes.parameters, jax.ShapeDtypeStruct((4, tokens + 1), jnp.int32))
 
 
@@ -93,9 +96,10 @@ def test_gathered_weights_are_freed_unless_asked_otherwise() -> None:
     assert kept - freed == pytest.approx(LAYERS * LAYER_BYTES, rel=COST_BYTES)
 
 
-def test_sequence_parallel_devices_never_hold_all_tokens() -> None:
+@pytest.mark.parametrize("scope", ["mlp", "block"])
+def test_sequence_parallel_devices_never_hold_all_tokens(scope: str) -> None:
     """A device has 130 shards' worth of rows of each sequence: gathered shards are a quarter of all tokens, [520, 128]."""
-    program = compiled(("tp", 4), tensor=TensorParallel())
+    program = compiled(("tp", 4), tensor=TensorParallel(), scope=scope)
     whole = 4 * TOKENS
     for kind in ("all-gather", "all-reduce", "reduce-scatter"):
         for shape in counted(program, kind):
@@ -142,3 +146,17 @@ def test_mode_op_neither_attends_nor_scatters_again() -> None:
     assert found["op"] == found[None]
     assert found["full"][0] == found[None][0] + 1
     assert found["full"][1] > found[None][1]
+
+
+@pytest.mark.parametrize(
+    ("checkpointing", "scope", "forwards"),
+    [(None, "mlp", 1), (RECOMPUTED, "mlp", 2), (Checkpointing(mode="op"), "mlp", 1), (None, "block", 2)],
+)
+def test_rings_send_what_the_formula_says(checkpointing: Any, scope: str, forwards: int) -> None:
+    """Keys and values round once more where attention is computed again, which mode "op" spares."""
+    data = DataParallel(context_axis="cp", context="ring")
+    plan = planned({"dp_shard": 1, "cp": 4}, data=data, checkpointing=checkpointing, scope=scope)
+    batch = jax.ShapeDtypeStruct((4, TOKENS + 1), jnp.int32, sharding=plan.batch_sharding)
+    found = sent_bytes(plan.gradients.compiled, plan.shapes.parameters, batch)
+    sizes: Any = {"ring": 4, "batch": 4, "held": TOKENS // 4, "kv_heads": 8, "features": 2 * 16, "itemsize": 4}
+    assert found == LAYERS * ring_bytes(**sizes, forwards=forwards)

@@ -78,6 +78,12 @@ CONFIGS: dict[str, tuple[dict[str, int], dict[str, Any], type[Exception], str]] 
         SpecError,
         "num_attention_heads must be a multiple of the 6 ranks of the mesh axes tp, cp, got 8",
     ),
+    "context of rings": (
+        {"dp_shard": 1, "ring": 2, "cp": 3},
+        {"data": DataParallel(context_axis=("ring", "cp"), context="2d")},
+        SpecError,
+        "num_attention_heads must be a multiple of the 3 ranks of the mesh axes cp, got 8",
+    ),
 }
 
 
@@ -88,16 +94,12 @@ def test_configurations(case: str) -> None:
         parallelize(llama_shapes(num_key_value_heads=4), mesh_of(**axes), ParallelConfig(**config))
 
 
-@pytest.mark.parametrize("loss_fn", [None, blocks_loss])
-def test_a_layer_that_is_one_function_is_whole(loss_fn: Any) -> None:
-    model, context = llama_shapes(scope="block"), DataParallel(context_axis="cp")
-    for axes, config in (
-        ({"tp": 2}, ParallelConfig(tensor=WHOLE)),
-        ({"dp_shard": 1, "cp": 2, "tp": 2}, ParallelConfig(data=context, tensor=WHOLE)),
-    ):
-        text = "the model's scope must be 'mlp' with tensor parallelism, got 'block' with tensor parallelism. Data and"
-        with pytest.raises(UnsupportedError, match=f"^parallelize: {text}"):
-            parallelize(model, mesh_of(**axes), config, loss_fn=loss_fn)
+def test_a_layer_that_is_one_function_is_split_by_no_compiler() -> None:
+    text = "the model's scope must be 'mlp' with tensor parallelism and loss_fn, got 'block'. Leave loss_fn out"
+    with pytest.raises(UnsupportedError, match=f"^parallelize: {text}"):
+        parallelize(
+            llama_shapes(scope="block"), mesh_of(tp=2), ParallelConfig(tensor=WHOLE), loss_fn=lambda model, x: 0
+        )
 
 
 def blocks() -> Blocks:
@@ -186,21 +188,26 @@ def test_batches_that_do_not_divide() -> None:
     ):
         with pytest.raises(SpecError, match="^parallelize: batch must be .*" + message):
             plan.gradients(plan.shapes.parameters, np.zeros(shape, np.int32))
+    batch = {name: np.zeros((2, 9), np.int32) for name in ("input_ids", "labels")}
+    with pytest.raises(SpecError, match=r"of a multiple of 2 tokens, .*, got 9 \(batch is \[2, 9\]\)"):
+        plan.gradients(plan.shapes.parameters, batch)
     with pytest.raises(TypeError, match=r"^parallelize: batch must be a pytree of arrays, got int"):
         plan.gradients(plan.shapes.parameters, 3)
+
+
+def test_batches_that_a_ring_cannot_deal_out() -> None:
+    """Two runs of each sequence for every place in a ring, in equal parts for those that share it."""
+    data = DataParallel(context_axis=("ring", "cp"), context="2d")
+    plan = parallelize(llama_shapes(), mesh_of(dp_shard=1, ring=2, cp=4), ParallelConfig(data=data))
+    message = r"^parallelize: batch must be of a multiple of 8 tokens, for 8 ranks that hold two runs in a ring of them, got 12"
+    with pytest.raises(SpecError, match=message):
+        plan.gradients(plan.shapes.parameters, np.zeros((1, 13), np.int32))
 
 
 def test_rows_that_sequence_parallelism_cannot_deal_out() -> None:
     plan = parallelize(llama_shapes(), mesh_of(tp=4), ParallelConfig(tensor=TensorParallel()))
     with pytest.raises(SpecError, match=r"the tokens of a data rank must be a multiple of the 4 devices .*, got 6"):
         plan.gradients.lower(plan.shapes.parameters, np.zeros((1, 7), np.int32))
-
-
-def test_sequences_longer_than_the_window_of_attention() -> None:
-    shapes = llama_shapes(model_type="mistral", sliding_window=8)
-    plan = parallelize(shapes, mesh_of(dp_shard=2, cp=2), ParallelConfig(data=DataParallel(context_axis="cp")))
-    with pytest.raises(UnsupportedError, match=r"the tokens of a sequence must be <= 8, the sliding window .*, got 10"):
-        plan.gradients.lower(plan.shapes.parameters, np.zeros((2, 11), np.int32))
 
 
 def test_rules_that_do_not_fit() -> None:

@@ -148,6 +148,19 @@ def test_gradients_of_a_model_with_variables(x64: None) -> None:
     assert_same(without_keys(found[2]), without_keys(expected[2]))
 
 
+def test_the_loss_alone_draws_as_a_step_does_and_takes_a_batch_that_no_micro_batch_divides(x64: None) -> None:
+    """Of three micro-batches for each of two ranks, eight sequences are no batch of `gradients`."""
+    model, x = Model(nnx.Rngs(0)), inputs()
+    config = ParallelConfig(data=FSDP, micro_batches=3)
+    plan = parallelize(model, mesh_of(dp_shard=2), config, loss_fn=loss_fn)
+    assert plan.state is not None
+    given = plan.state.parameters, x, plan.state.variables
+    with pytest.raises(SpecError, match="batch must be of a multiple of 6 sequences"):
+        plan.gradients(*given)
+    found = plan.loss.lower(*given).compile(QUICKLY)(given[0], jax.device_put(x, plan.batch_sharding), given[2])
+    assert_same(found, by_hand(model, 2)(nnx.split(model, nnx.Param, ...)[2], x)[0])
+
+
 def test_variables_of_a_model_of_shapes() -> None:
     """They are given to `init` with the parameters."""
     mesh, config = mesh_of(dp_shard=2), ParallelConfig(data=DataParallel())

@@ -76,6 +76,23 @@ def test_fields_of_the_other_half():
     assert "config.donate must be left at True in tiled_torch" in refused(ParallelConfig(donate=False), {}, "torch")
 
 
+def test_what_a_loss_is_the_mean_of_and_micro_batches():
+    axes, tokens = {"dp_shard": 2}, ParallelConfig(data=DataParallel(loss_mean="tokens"))
+    for half in ("torch", "jax"):
+        assert check_parallel_config("parallelize", tokens, axes, half) is tokens
+    other = ParallelConfig(data=DataParallel(loss_mean="ranks"))
+    assert check_parallel_config("parallelize", other, axes, "torch") is other
+    assert "config.data.loss_mean must be None or 'tokens' in tiled_jax, got 'ranks'" in refused(other, axes, "jax")
+    wrong = ParallelConfig(data=DataParallel(loss_mean="sequences"))  # type: ignore[arg-type]
+    assert "config.data.loss_mean must be one of ranks, tokens, got 'sequences'" in refused(wrong, axes, "torch")
+    staged = ParallelConfig(data=DataParallel(loss_mean="tokens", pipeline=True))
+    assert "config.data.pipeline must be False with config.data.loss_mean='tokens'" in refused(staged, axes, "torch")
+    parts = ParallelConfig(micro_batches=2)
+    assert check_parallel_config("parallelize", parts, {}, "jax") is parts
+    assert "config.micro_batches must be left at 1 in tiled_torch, got 2" in refused(parts, {}, "torch")
+    assert "config.micro_batches must be >= 1, got 0" in refused(ParallelConfig(micro_batches=0), {}, "jax")
+
+
 def test_kinds():
     assert refused(3, {}, "torch") == "parallelize: config must be a ParallelConfig, got int."
     wrong = ParallelConfig(tensor=3)  # type: ignore[arg-type]

@@ -87,8 +87,11 @@ def split(mesh: jax.sharding.Mesh, arrays: list[jax.Array], tokens: P, of_weight
     return place(mesh, arrays, [tokens if a.shape[:2] == (B, S) else of_weights for a in arrays])
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(("tokens", "of_weights"), [(SEQUENCE, WHOLE), (BATCH, FSDP), (BOTH, FSDP)], ids=str)
+WAYS = ((SEQUENCE, WHOLE), (BATCH, FSDP))
+AUTO = [(name, *way) for at, name in enumerate(NAMES) for way in ((BOTH, FSDP), WAYS[at % 2])]
+
+
+@pytest.mark.parametrize(("name", "tokens", "of_weights"), AUTO, ids=str)
 def test_a_device_computes_its_own_tokens_under_plain_jit(name: str, tokens: P, of_weights: P, same: Any) -> None:
     tiled, plain, arrays, per_token = case(name)
     given, weights = (
@@ -107,8 +110,9 @@ def test_a_device_computes_its_own_tokens_under_plain_jit(name: str, tokens: P, 
     same(step(*given), step_of(plain, arrays)(*arrays))
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("tokens", [BATCH, SEQUENCE, BOTH], ids=str)
+@pytest.mark.parametrize(
+    ("name", "tokens"), [*zip(NAMES, (BOTH, SEQUENCE, BATCH, BOTH), strict=True), ("tiled_mlp", SEQUENCE)], ids=str
+)
 def test_tokens_on_explicit_axes(name: str, tokens: P, same: Any) -> None:
     tiled, plain, arrays, per_token = case(name)
     given, step = split(mesh_of(AxisType.Explicit), arrays, tokens, FSDP), step_of(tiled, arrays)
@@ -193,8 +197,11 @@ def test_the_bias_of_y_is_added_once_where_devices_split_the_columns(kind: AxisT
     same(jax.jit(y_and_gradients(tiled))(*given), y_and_gradients(plain)(x, up, down, biases))
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-@pytest.mark.parametrize("function", ["tiled_mlp", "tile"])
+@pytest.mark.parametrize(
+    ("function", "kind"),
+    [("tiled_mlp", AxisType.Auto), ("tiled_mlp", AxisType.Explicit), ("tile", AxisType.Auto)],
+    ids=str,
+)
 def test_temporary_bytes_are_those_of_a_device_and_its_sums(function: str, kind: AxisType) -> None:
     """The sums of weight gradients are beside their reduction, which on one device are the results themselves."""
     arrays = operands(B, 1024, hidden=H, intermediate=64, dtype=jnp.float32)

@@ -291,7 +291,7 @@ def fn(x: jax.Array) -> jax.Array:
         (
             lambda x: tile(lambda x, rngs: x, rngs=jax.random.key(0))(x, rngs=3),
             SpecError,
-            "tile: rngs must be given once, got one to tile and one to the call.",
+            "tile: rngs is given twice, to tile and to the call. Give it once.",
         ),
     ],
 )

@@ -68,6 +68,19 @@ def test_parameters_in_parts(two: Ranks, case: dict[str, Any], fewer: int) -> No
 
 
 @pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("checkpoint", ["", "plain", "reentrant"])
+def test_experts(two: Ranks, checkpoint: str, stage: int) -> None:
+    """The parameters of experts are gathered with their module, for its forward and its backward."""
+    for answer in two.run(f"{RANKS}:both", stage=stage, kind="gpt_oss", checkpoint=checkpoint):
+        paths = answer["paths"]
+        routers = {paths.pop(f"model.layers.{i}.mlp.router") for i in range(2)}
+        assert routers == {"untiled: ZeRO-3 gathers its weights" if stage == 3 else "tile"}
+        check(answer, "tiled_experts")
+        for plain, tiled in answer["gathers"]:
+            assert all(tiled[name] <= plain[name] for name in plain)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
 def test_bfloat16(two: Ranks, stage: int) -> None:
     for answer in two.run(f"{RANKS}:both", stage=stage, bf16=True):
         ours, theirs = answer["exact"]

@@ -44,7 +44,7 @@ def copy_to_tensor_parallel_region(x: jax.Array, *, axis_name: str) -> jax.Array
         (3,)
     """
     x, axis, _ = _given("copy_to_tensor_parallel_region", x, axis_name, None)
-    return conjugates.own(x, axis)
+    return conjugates.copy_to(x, axis)
 
 
 def reduce_from_tensor_parallel_region(x: jax.Array, *, axis_name: str) -> jax.Array:
@@ -58,7 +58,7 @@ def reduce_from_tensor_parallel_region(x: jax.Array, *, axis_name: str) -> jax.A
     Source: Megatron-LM, arXiv 1909.08053, section 3 (g).
     """
     x, axis, _ = _given("reduce_from_tensor_parallel_region", x, axis_name, None)
-    return conjugates.summed(x, axis)
+    return conjugates.all_reduce(x, axis)
 
 
 def scatter_to_tensor_parallel_region(x: jax.Array, *, axis_name: str) -> jax.Array:
@@ -76,7 +76,7 @@ def scatter_to_tensor_parallel_region(x: jax.Array, *, axis_name: str) -> jax.Ar
     name = "scatter_to_tensor_parallel_region"
     x, axis, dim = _given(name, x, axis_name, -1)
     checks.check_even(name, x.shape, dim, axis.size, sizes="")
-    return conjugates.scattered(x, axis, dim)
+    return conjugates.take_part(x, axis, dim)
 
 
 def gather_from_tensor_parallel_region(x: jax.Array, *, axis_name: str) -> jax.Array:
@@ -90,7 +90,7 @@ def gather_from_tensor_parallel_region(x: jax.Array, *, axis_name: str) -> jax.A
     Source: Megatron-LM, arXiv 1909.08053.
     """
     x, axis, dim = _given("gather_from_tensor_parallel_region", x, axis_name, -1)
-    return conjugates.gathered(x, axis, dim, same=True)
+    return conjugates.all_gather(x, axis, dim, same=True)
 
 
 def scatter_to_sequence_parallel_region(
@@ -112,7 +112,7 @@ def scatter_to_sequence_parallel_region(
     name = "scatter_to_sequence_parallel_region"
     x, axis, dim = _given(name, x, axis_name, dim)
     sizes = _whole_sizes(name, x, axis, dim, split_sizes)
-    return conjugates.scattered(conjugates.padded(x, dim, sizes), axis, dim)
+    return conjugates.take_part(conjugates.pad_parts(x, dim, sizes), axis, dim)
 
 
 def gather_from_sequence_parallel_region(
@@ -143,8 +143,8 @@ def gather_from_sequence_parallel_region(
     sizes = None if split_sizes is None else checks.check_split_sizes(name, "split_sizes", split_sizes, axis.size)
     if sizes is not None:
         checks.check_padded_part(name, "split_sizes", sizes, x.shape, dim)
-    whole = conjugates.gathered(x, axis, dim, same=not tensor_parallel_output_grad)
-    return conjugates.unpadded(whole, dim, sizes)
+    whole = conjugates.all_gather(x, axis, dim, same=not tensor_parallel_output_grad)
+    return conjugates.unpad_parts(whole, dim, sizes)
 
 
 def reduce_scatter_to_sequence_parallel_region(
@@ -163,7 +163,7 @@ def reduce_scatter_to_sequence_parallel_region(
     name = "reduce_scatter_to_sequence_parallel_region"
     x, axis, dim = _given(name, x, axis_name, dim)
     sizes = _whole_sizes(name, x, axis, dim, split_sizes)
-    return conjugates.sum_scattered(conjugates.padded(x, dim, sizes), axis, dim)
+    return conjugates.reduce_scatter(conjugates.pad_parts(x, dim, sizes), axis, dim)
 
 
 def all_gather_last_dim_from_tensor_parallel_region(x: jax.Array, *, axis_name: str) -> jax.Array:
@@ -177,7 +177,7 @@ def all_gather_last_dim_from_tensor_parallel_region(x: jax.Array, *, axis_name: 
     Source: Megatron-LM, arXiv 1909.08053.
     """
     x, axis, dim = _given("all_gather_last_dim_from_tensor_parallel_region", x, axis_name, -1)
-    return conjugates.gathered(x, axis, dim, same=False)
+    return conjugates.all_gather(x, axis, dim, same=False)
 
 
 def reduce_scatter_last_dim_to_tensor_parallel_region(x: jax.Array, *, axis_name: str) -> jax.Array:
@@ -195,7 +195,7 @@ def reduce_scatter_last_dim_to_tensor_parallel_region(x: jax.Array, *, axis_name
     name = "reduce_scatter_last_dim_to_tensor_parallel_region"
     x, axis, dim = _given(name, x, axis_name, -1)
     checks.check_even(name, x.shape, dim, axis.size, sizes="")
-    return conjugates.sum_scattered(x, axis, dim)
+    return conjugates.reduce_scatter(x, axis, dim)
 
 
 def all_to_all(
@@ -225,7 +225,7 @@ def all_to_all(
     name = "all_to_all"
     x, axis, _ = _given(name, x, axis_name, None)
     rows = checks.check_exchange_of_all(name, output_split_sizes, input_split_sizes, x.shape, axis.size)
-    return conjugates.exchanged(x, axis, rows)
+    return conjugates.exchange_rows(x, axis, rows)
 
 
 def all_to_all_sequence_to_hidden(x: jax.Array, *, axis_name: str) -> jax.Array:
@@ -243,7 +243,7 @@ def all_to_all_sequence_to_hidden(x: jax.Array, *, axis_name: str) -> jax.Array:
     name = "all_to_all_sequence_to_hidden"
     x, axis, last = _transposing(name, x, axis_name)
     checks.check_even(name, x.shape, last, axis.size, sizes="")
-    return conjugates.transposed(x, axis, last, 0)
+    return conjugates.exchange_parts(x, axis, last, 0)
 
 
 def all_to_all_hidden_to_sequence(x: jax.Array, *, axis_name: str) -> jax.Array:
@@ -260,11 +260,11 @@ def all_to_all_hidden_to_sequence(x: jax.Array, *, axis_name: str) -> jax.Array:
     name = "all_to_all_hidden_to_sequence"
     x, axis, last = _transposing(name, x, axis_name)
     checks.check_even(name, x.shape, 0, axis.size, sizes="")
-    return conjugates.transposed(x, axis, 0, last)
+    return conjugates.exchange_parts(x, axis, 0, last)
 
 
 def _given(function: str, x: Any, axis_name: object, dim: Any) -> tuple[jax.Array, Axis, int]:
-    """x as an array, the axis, and `dim` counted from the front (0 where it does not matter)."""
+    """Return x as an array, the axis, and `dim` counted from the front (0 where it does not matter)."""
     x = array(function, "x", x)
     axis = mesh_axis(function, axis_name)
     return x, axis, 0 if dim is None else checks.check_dim(function, dim, x.shape)

@@ -44,14 +44,14 @@ def mesh_axis(function: str, axis_name: object) -> Axis:
     return Axis(name, size, name in varying(lax.axis_index(name)))
 
 
-def own(x: jax.Array, axis: Axis) -> jax.Array:
-    """x as something of which each device uses its own copy: the gradients of the copies are added up."""
+def copy_to(x: jax.Array, axis: Axis) -> jax.Array:
+    """Return x, of which each device uses a copy of its own: the gradients of the copies are added up."""
     if x.size == 0:
         return _nothing(x, axis, 0, x.shape[0], same=False)
     return vary_over(x, (axis.name,)) if axis.typed else x
 
 
-def summed(x: jax.Array, axis: Axis) -> jax.Array:
+def all_reduce(x: jax.Array, axis: Axis) -> jax.Array:
     """Return the sum over the devices, the same on all of them.
 
     Of one device too where there are types: only a sum makes an array invariant. XLA on a GPU removes it.
@@ -60,18 +60,18 @@ def summed(x: jax.Array, axis: Axis) -> jax.Array:
         return _nothing(x, axis, 0, x.shape[0], same=True)
     if axis.size == 1 and not axis.typed:
         return x
-    return lax.psum(own(x, axis), axis.name)
+    return lax.psum(copy_to(x, axis), axis.name)
 
 
-def gathered(x: jax.Array, axis: Axis, dim: int, *, same: bool) -> jax.Array:
+def all_gather(x: jax.Array, axis: Axis, dim: int, *, same: bool) -> jax.Array:
     """Return all parts side by side along `dim`: `same` says that one gradient comes back, else one from each device."""
     if axis.size == 1:
-        return summed(x, axis) if same else own(x, axis)
+        return all_reduce(x, axis) if same else copy_to(x, axis)
     if x.size == 0:
         return _nothing(x, axis, dim, x.shape[dim] * axis.size, same)
     # An invariant result is transposed to a slice, which loses the other devices' shares where there are no types.
     to = "invarying" if same and axis.typed else "varying"
-    return lax.all_gather(own(x, axis), axis.name, axis=dim, tiled=True, to=to)
+    return lax.all_gather(copy_to(x, axis), axis.name, axis=dim, tiled=True, to=to)
 
 
 def _nothing(x: jax.Array, axis: Axis, dim: int, size: int, same: bool) -> jax.Array:
@@ -84,23 +84,25 @@ def _nothing(x: jax.Array, axis: Axis, dim: int, size: int, same: bool) -> jax.A
     return vary_over(jnp.zeros(shape, x.dtype), axes)
 
 
-def sum_scattered(x: jax.Array, axis: Axis, dim: int) -> jax.Array:
+def reduce_scatter(x: jax.Array, axis: Axis, dim: int) -> jax.Array:
     """Return this device's stretch, along `dim`, of the sum over the devices."""
     if axis.size == 1:
-        return own(x, axis)
+        return copy_to(x, axis)
     if x.size == 0:
         return _nothing(x, axis, dim, x.shape[dim] // axis.size, same=False)
-    return checkpoint_name(lax.psum_scatter(own(x, axis), axis.name, scatter_dimension=dim, tiled=True), PART_OF_SUM)
+    return checkpoint_name(
+        lax.psum_scatter(copy_to(x, axis), axis.name, scatter_dimension=dim, tiled=True), PART_OF_SUM
+    )
 
 
-def scattered(x: jax.Array, axis: Axis, dim: int) -> jax.Array:
+def take_part(x: jax.Array, axis: Axis, dim: int) -> jax.Array:
     """Return this device's stretch, along `dim`, of an x that all devices have."""
     if axis.size == 1:
-        return own(x, axis)
+        return copy_to(x, axis)
     if x.size == 0:
         return _nothing(x, axis, dim, x.shape[dim] // axis.size, same=False)
     if axis.typed and axis.name not in varying(x):
-        return _scattered_once(axis, dim, x)
+        return _take_part_once(axis, dim, x)
     return _stretch(axis, dim, x)
 
 
@@ -110,23 +112,23 @@ def _stretch(axis: Axis, dim: int, x: jax.Array) -> jax.Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _scattered_once(axis: Axis, dim: int, x: jax.Array) -> jax.Array:
+def _take_part_once(axis: Axis, dim: int, x: jax.Array) -> jax.Array:
     """`_stretch` of an invariant x. JAX's own transpose adds up padded stretches, this one gathers them: half is sent."""
     return _stretch(axis, dim, x)
 
 
-def _scattered_once_forward(axis: Axis, dim: int, x: jax.Array) -> tuple[jax.Array, None]:
+def _take_part_once_forward(axis: Axis, dim: int, x: jax.Array) -> tuple[jax.Array, None]:
     return _stretch(axis, dim, x), None
 
 
-def _scattered_once_backward(axis: Axis, dim: int, _: None, d: jax.Array) -> tuple[jax.Array]:
-    return (gathered(d, axis, dim, same=True),)
+def _take_part_once_backward(axis: Axis, dim: int, _: None, d: jax.Array) -> tuple[jax.Array]:
+    return (all_gather(d, axis, dim, same=True),)
 
 
-_scattered_once.defvjp(_scattered_once_forward, _scattered_once_backward)
+_take_part_once.defvjp(_take_part_once_forward, _take_part_once_backward)
 
 
-def padded(x: jax.Array, dim: int, sizes: Sizes | None) -> jax.Array:
+def pad_parts(x: jax.Array, dim: int, sizes: Sizes | None) -> jax.Array:
     """Return parts of `sizes` side by side along `dim`, each padded with zeros to the longest."""
     if sizes is None or len(set(sizes)) == 1:
         return x
@@ -138,8 +140,8 @@ def padded(x: jax.Array, dim: int, sizes: Sizes | None) -> jax.Array:
     return jnp.concatenate(parts, dim)
 
 
-def unpadded(x: jax.Array, dim: int, sizes: Sizes | None) -> jax.Array:
-    """Return the array that `padded` was made of."""
+def unpad_parts(x: jax.Array, dim: int, sizes: Sizes | None) -> jax.Array:
+    """Return the array that `pad_parts` was made of."""
     if sizes is None or len(set(sizes)) == 1:
         return x
     longest = max(sizes)
@@ -147,29 +149,30 @@ def unpadded(x: jax.Array, dim: int, sizes: Sizes | None) -> jax.Array:
     return jnp.concatenate([lax.slice_in_dim(x, at, at + size, axis=dim) for at, size in spans], dim)
 
 
-def transposed(x: jax.Array, axis: Axis, split: int, joined: int) -> jax.Array:
+def exchange_parts(x: jax.Array, axis: Axis, split: int, joined: int) -> jax.Array:
     """Return equal stretches of the dim `split`, one for each device, laid side by side along the dim `joined`."""
-    return own(x, axis) if axis.size == 1 else lax.all_to_all(own(x, axis), axis.name, split, joined, tiled=True)
+    x = copy_to(x, axis)
+    return x if axis.size == 1 else lax.all_to_all(x, axis.name, split, joined, tiled=True)
 
 
-def exchanged(x: jax.Array, axis: Axis, rows: Sequence[Sizes] | None) -> jax.Array:
-    """Device r gives `rows[r][s]` rows of dim 0, in order, to each device s, which lays them side by side in order.
+def exchange_rows(x: jax.Array, axis: Axis, rows: Sequence[Sizes] | None) -> jax.Array:
+    """Send `rows[r][s]` rows of dim 0, in order, from device r to device s. Return the rows received, in the order of r.
 
-    Between every two devices go as many rows as between the two that exchange most (None: equal parts). XLA has an exchange
-    of uneven parts (`lax.ragged_all_to_all`), but none on a CPU.
+    Blocks are padded: every two devices exchange as many rows as the two that exchange most (None: equal parts). XLA has an
+    exchange of uneven parts (`lax.ragged_all_to_all`), but none on a CPU.
     """
     if rows is None or len({size for row in rows for size in row}) == 1:
-        return transposed(x, axis, 0, 0)
+        return exchange_parts(x, axis, 0, 0)
     table = np.asarray(rows, np.int32)
     block = int(table.max())
     sent, received = _spread(table, axis, x.shape[0], block), _compact(table.T, axis, block)
-    blocks = jnp.take(own(x, axis), sent, axis=0, mode="fill", fill_value=0)
+    blocks = jnp.take(copy_to(x, axis), sent, axis=0, mode="fill", fill_value=0)
     blocks = lax.all_to_all(blocks, axis.name, 0, 0, tiled=True)
     return jnp.take(blocks, received, axis=0, mode="fill", fill_value=0)
 
 
 def _spread(table: np.ndarray, axis: Axis, beyond: int, block: int) -> jax.Array:
-    """For every row of the padded blocks of this device, the row of x that goes there; `beyond` where none does."""
+    """Return, for every row of this device's padded blocks, the row of x that goes there; `beyond` where none does."""
     sizes = jnp.asarray(table)[axis.index]
     starts = jnp.asarray(np.cumsum(table, axis=1, dtype=np.int32) - table)[axis.index]
     row = jnp.arange(block, dtype=jnp.int32)
@@ -177,7 +180,7 @@ def _spread(table: np.ndarray, axis: Axis, beyond: int, block: int) -> jax.Array
 
 
 def _compact(table: np.ndarray, axis: Axis, block: int) -> jax.Array:
-    """For every row of this device's result, the row of the padded blocks that belongs there, or one beyond them."""
+    """Return, for every row of this device's result, the row of the padded blocks that goes there, or one beyond them."""
     ends = jnp.asarray(np.cumsum(table, axis=1, dtype=np.int32))[axis.index]
     sizes = jnp.asarray(table)[axis.index]
     row = jnp.arange(int(table.sum(axis=1).max()), dtype=jnp.int32)

@@ -88,7 +88,7 @@ class TokenAxis:
         return total
 
     def differing(self, a: jax.Array) -> jax.Array:
-        """a with the type of something that differs along the axis, which collectives ask for."""
+        """Return a with the type of something that differs along the axis, which collectives ask for."""
         return vary_over(a, varying(lax.axis_index(self.name)))
 
 
@@ -115,7 +115,8 @@ def for_each_gathered(
 
     fetch(start, tokens) is the gathered shard. The last shard, the only one that may be shorter, runs first. The loops
     gather one shard too many, the one behind the last; that one is hidden too, and leaving it out would take a second
-    copy of the loop's body and of its buffers.
+    copy of the loop's body and of its buffers. XLA cuts the first turn of a loop with collectives off and may run it beside the
+    shard before, with the buffers of both alive at once; waiting for the carry keeps them apart.
     `after` of a body is given the gathered shard instead of the start.
     """
     if len(plan) == 0:
@@ -132,10 +133,12 @@ def for_each_gathered(
             following = fetch(jnp.minimum(i + 1, last - 1) * t, t)
             return following, body.run(i * t, t, state)
 
+        if start >= stop:
+            continue
+        state = body.after(ahead, carry)
         if stop - start == 1:
-            state = body.after(ahead, carry)
             ahead = fetch(stop * t, t) if stop < last else None
             carry = body.run(start * t, t, state)
-        elif start < stop:
-            ahead, carry = lax.fori_loop(start, stop, step, (ahead, carry))
+        else:
+            ahead, carry = lax.fori_loop(start, stop, step, state)
     return carry

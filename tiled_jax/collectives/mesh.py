@@ -31,7 +31,7 @@ def check_mesh(function: str, mesh: Any, axis_name: Any) -> int:
 def place(
     init: Callable[..., jax.Array], sharding: NamedSharding, key: jax.Array, shape: tuple[int, ...], dtype: Any
 ) -> jax.Array:
-    """init(key, shape, dtype), of which every device computes and holds its own part only."""
+    """Return init(key, shape, dtype), of which every device computes and holds its own part only."""
     return jax.jit(init, static_argnums=(1, 2), out_shardings=sharding)(key, shape, jax.numpy.dtype(dtype))
 
 
@@ -59,7 +59,7 @@ class TokenLayout:
         return cls(mesh, axis_name, tuple(tokens))
 
     def spec(self, dims: int, dim: int | None) -> P:
-        """Of an array whose first dims are those of tokens, and whose `dim` the weights' axis splits."""
+        """Return the spec of an array whose first dims are those of tokens, and whose `dim` the weights' axis splits."""
         names = [list(entry) for entry in self.tokens] + [[] for _ in range(dims - len(self.tokens))]
         if dim is not None:
             names[dim].append(self.axis_name)

@@ -17,7 +17,7 @@ def is_token(sizes: Sequence[int], rows: int, axis: str) -> jax.Array | None:
 
 
 def without_padding(a: jax.Array, tokens: jax.Array | None, value: int = 0) -> jax.Array:
-    """a [rows, ...] with `value` in its padding, whatever was there: neither it nor its gradient counts."""
+    """Return a [rows, ...] with `value` in its padding, whatever was there: neither it nor its gradient counts."""
     if tokens is None:
         return a
     return jnp.where(tokens.reshape(-1, *[1] * (a.ndim - 1)), a, jnp.asarray(value, a.dtype))

@@ -10,7 +10,7 @@ from tiled_jax.core.arrays import array
 
 
 def split_tensor_along_last_dim(tensor: jax.Array, num_partitions: int) -> tuple[jax.Array, ...]:
-    """`num_partitions` equal parts of the last dim, in order.
+    """Return `num_partitions` equal parts of the last dim, in order.
 
     Args:
         tensor: [..., n]. num_partitions: a divisor of n, >= 1.
@@ -43,7 +43,7 @@ def split_tensor_into_1d_equal_chunks(tensor: jax.Array, *, axis_name: str) -> j
     name = "split_tensor_into_1d_equal_chunks"
     tensor, axis = array(name, "tensor", tensor), mesh_axis(name, axis_name)
     collective_checks.check_elements(name, tensor.shape, axis.size)
-    return conjugates.scattered(tensor.reshape(-1), axis, 0)
+    return conjugates.take_part(tensor.reshape(-1), axis, 0)
 
 
 def gather_split_1d_tensor(tensor: jax.Array, *, axis_name: str) -> jax.Array:
@@ -58,4 +58,4 @@ def gather_split_1d_tensor(tensor: jax.Array, *, axis_name: str) -> jax.Array:
     """
     name = "gather_split_1d_tensor"
     tensor, axis = array(name, "tensor", tensor), mesh_axis(name, axis_name)
-    return conjugates.gathered(tensor.reshape(-1), axis, 0, same=True)
+    return conjugates.all_gather(tensor.reshape(-1), axis, 0, same=True)

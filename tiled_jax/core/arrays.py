@@ -26,7 +26,7 @@ def array(function: str, name: str, value: Any) -> jax.Array:
 
 
 def check_known_shape(function: str, name: str, value: Any) -> None:
-    """UnsupportedError where `jax.export` is given a dim as a symbol: shards are planned for a number of tokens."""
+    """Raise UnsupportedError where `jax.export` is given a dim as a symbol: shards are planned for a number of tokens."""
     if not all(isinstance(size, int) for size in value.shape):
         got = f"[{', '.join(map(str, value.shape))}]"
         advice = "Shards are planned for a number of tokens: export a program for each."

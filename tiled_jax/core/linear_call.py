@@ -7,7 +7,8 @@ shard at a time, and a derivative of either is JAX's own of the loop that it run
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from functools import partial
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,9 @@ from jax.interpreters import partial_eval as pe
 Arrays = dict[str, jax.Array]
 
 
-class Saved(NamedTuple):
+@partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["known"])
+@dataclass(frozen=True)
+class Saved:
     """Arrays by name that the derivatives need, and what is static about them (hashable)."""
 
     arrays: Arrays
@@ -35,7 +38,7 @@ class DerivativeRules(Protocol):
     gradients(call, saved, g, wanted) -> gradients of the operands `wanted`, from those of some results.
     """
 
-    def save(self, call: Any, operands: Arrays, wanted: tuple[str, ...], /) -> tuple[Arrays, Saved]: ...
+    def save(self, call: Any, operands: Arrays, /, wanted: tuple[str, ...]) -> tuple[Arrays, Saved]: ...
     def tangents(self, call: Any, saved: Saved, t: Arrays, results: tuple[str, ...], /) -> Arrays: ...
     def gradients(self, call: Any, saved: Saved, g: Arrays, wanted: tuple[str, ...], /) -> Arrays: ...
 
@@ -50,9 +53,9 @@ def differentiable(
     def rule(call: Any, primals: Any, tangents: Any) -> tuple[Arrays, Arrays]:
         (operands,), (given,) = primals, tangents
         moved = {name: t for name, t in given.items() if not isinstance(t, SymbolicZero)}
-        results, saved = _saving(rules, call, operands, tuple(moved))
+        results, saved = opaque_call(partial(rules.save, call, wanted=tuple(moved)), operands)
         names = tuple(name for name in results if name not in without)
-        fn = _Tangents(rules, call, tuple(saved.arrays), saved.known, tuple(moved), names)
+        fn = _TangentMap(rules, call, tuple(saved.arrays), saved.known, tuple(moved), names)
         found = dict(zip(names, linear_call(fn, list(saved.arrays.values()), list(moved.values())), strict=True))
         return results, {name: found.get(name, jnp.zeros_like(a)) for name, a in results.items()}
 
@@ -60,28 +63,19 @@ def differentiable(
     return run
 
 
-def _saving(rules: DerivativeRules, call: Any, operands: Arrays, wanted: tuple[str, ...]) -> tuple[Arrays, Saved]:
-    """`rules.save` as one operation. Operands that it saves are themselves, not copies."""
-    known: list[Any] = []
-
-    def save(operands: Arrays) -> tuple[Arrays, Arrays]:
-        results, saved = rules.save(call, operands, wanted)
-        known[:] = saved.known, [name for name, a in saved.arrays.items() if a is operands.get(name)]
-        return results, {name: a for name, a in saved.arrays.items() if name not in known[1]}
-
-    results, made = opaque_call(save, operands)
-    return results, Saved({name: operands[name] for name in known[1]} | made, known[0])
-
-
 def opaque_call(fn: Callable[[Any], Any], operands: Any) -> Any:
-    """fn(operands) as one operation, of which what nobody uses is left out.
+    """fn(operands) as one operation, of which what nobody uses is left out. Results that are operands are these themselves.
 
     When a `custom_jvp` is linearized, JAX runs what is known of it through its partial evaluation, which moves all that is
     the same for every shard out of the loop, to be kept beside it. It does not look into an operation of ours.
     """
     callee, form = jax.make_jaxpr(fn, return_shape=True)(operands)
-    found = _opaque.bind(*jax.tree.leaves(operands), callee=callee)
-    return jax.tree.unflatten(jax.tree.structure(form), found)
+    known = dict(zip(callee.jaxpr.invars, jax.tree.leaves(operands), strict=True))
+    made = [isinstance(out, core.Literal) or out not in known for out in callee.jaxpr.outvars]
+    smaller, _ = pe.dce_jaxpr(callee.jaxpr, made, instantiate=True)
+    found = iter(_opaque.bind(*known.values(), callee=core.ClosedJaxpr(smaller, callee.consts)))
+    leaves = [next(found) if is_made else known[out] for out, is_made in zip(callee.jaxpr.outvars, made, strict=True)]
+    return jax.tree.unflatten(jax.tree.structure(form), leaves)
 
 
 class Linear(Protocol):
@@ -109,7 +103,7 @@ class _OfCall:
         return Saved(dict(zip(self.saved, constants, strict=True)), self.known)
 
 
-class _Tangents(_OfCall):
+class _TangentMap(_OfCall):
     """Tangents of the operands `wanted` -> of `results`."""
 
     def __call__(self, constants: list[jax.Array], inputs: list[jax.Array]) -> list[jax.Array]:
@@ -117,12 +111,12 @@ class _Tangents(_OfCall):
         found = self.rules.tangents(self.call, self.saved_as(constants), given, self.results)
         return [found[name] for name in self.results]
 
-    def transpose(self, given: tuple[int, ...]) -> "_Gradients":
+    def transpose(self, given: tuple[int, ...]) -> "_GradientMap":
         results = tuple(self.results[i] for i in given)
-        return _Gradients(self.rules, self.call, self.saved, self.known, self.wanted, results)
+        return _GradientMap(self.rules, self.call, self.saved, self.known, self.wanted, results)
 
 
-class _Gradients(_OfCall):
+class _GradientMap(_OfCall):
     """Gradients of `results` -> of the operands `wanted`."""
 
     def __call__(self, constants: list[jax.Array], inputs: list[jax.Array]) -> list[jax.Array]:
@@ -130,9 +124,9 @@ class _Gradients(_OfCall):
         found = self.rules.gradients(self.call, self.saved_as(constants), given, self.wanted)
         return [found[name] for name in self.wanted]
 
-    def transpose(self, given: tuple[int, ...]) -> _Tangents:
+    def transpose(self, given: tuple[int, ...]) -> _TangentMap:
         wanted = tuple(self.wanted[i] for i in given)
-        return _Tangents(self.rules, self.call, self.saved, self.known, wanted, self.results)
+        return _TangentMap(self.rules, self.call, self.saved, self.known, wanted, self.results)
 
 
 @dataclass(frozen=True)
@@ -163,7 +157,7 @@ def linear_call(fn: Linear, constants: list[jax.Array], inputs: list[jax.Array])
     """fn(constants, inputs), as an operation whose transpose is `fn.transpose`."""
     count = len(constants)
     # In the parameters, since JAX looks there for what needs to know the devices when it is lowered.
-    callee = jax.make_jaxpr(lambda *a: fn(list(a[:count]), list(a[count:])))(*constants, *inputs)
+    callee = jax.make_jaxpr(fn)(constants, inputs)
     return _linear.bind(*constants, *inputs, callee=callee, fn=fn, count=count)
 
 

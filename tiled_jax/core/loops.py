@@ -17,9 +17,9 @@ Carry = TypeVar("Carry")
 class Body(Generic[Carry]):
     """The work of one shard: run(first token, number of tokens, carry) -> carry.
 
-    The first token may be traced, the number never is. `after(start, carry)` gives both back, the start not before the
-    part of the carry that this body writes is complete. It must not wait for more. When a checkpoint
-    replays the forward for its kept shards, nobody reads y, and XLA drops it only if nothing waits for it.
+    The first token may be traced, the number never is. `after(start, carry)` returns both; the start is ready only when the
+    part of the carry that this body writes is complete. It must not wait for more: when a checkpoint replays the forward for
+    its kept shards, nobody reads y, and XLA drops y only if nothing waits for it.
     """
 
     run: Callable[[Any, int, Carry], Carry]
@@ -35,7 +35,7 @@ def for_each_shard(
     *,
     token_order: bool = False,
 ) -> Carry:
-    """carry = body.run(start, tokens, carry) for every shard: `kept` from token `kept_start` on, else `recomputed`.
+    """Return the carry after the body of every shard has run: `kept` from token `kept_start` on, `recomputed` before it.
 
     The last shard, the only one that may be shorter, runs first and straight-line; its result is the initial carry of
     the rolled loops over the others. After a loop it would need a second copy of the carry, and a Python loop would
@@ -85,7 +85,7 @@ def varying_of(arrays: Iterable[jax.Array]) -> frozenset[str]:
 
 
 def vary_over(a: jax.Array, axes: Iterable[str]) -> jax.Array:
-    """a, with the type of something that also varies along these axes."""
+    """Return a, with the type of an array that also varies along these axes."""
     missing = tuple(sorted(set(axes) - varying(a)))
     return lax.pcast(a, missing, to="varying") if missing else a
 
@@ -108,7 +108,7 @@ class Like:
 
 
 def gradient_of(primal: jax.Array | Like, d: jax.Array) -> jax.Array:
-    """d with the dtype and type of its primal: summed over the axes along which d varies and the primal does not.
+    """Return d with the dtype and type of its primal: summed over the axes along which d varies and the primal does not.
 
     One sum per call, never one per shard.
     """
@@ -118,7 +118,7 @@ def gradient_of(primal: jax.Array | Like, d: jax.Array) -> jax.Array:
 
 
 def upstream_of(axis: str, d: jax.Array) -> jax.Array:
-    """Return the whole upstream gradient of a result that every device of `axis` computes alike, from this device's share.
+    """Return the whole upstream gradient of a result that is the same on every device of `axis`, from this device's share.
 
     It is whole already where the type says that the result is the same on all devices. With check_vma=False there are
     no such types, and `shard_map` hands each device a share: what JAX's own transpose of a sum does, adding them up.

@@ -54,7 +54,7 @@ def block_spec(shape: tuple[int, int], index: Any, dtype: Any, *, cluster: int =
 
 
 def interpreter(**options: Any) -> Any:
-    """Parameters of JAX's GPU interpreter, such as detect_races; public from jax 0.11 on."""
+    """Return the parameters of JAX's GPU interpreter, such as detect_races; public from jax 0.11 on."""
     params = getattr(plgpu, "InterpretGPUParams", None)
     if params is None:
         from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams as params
@@ -257,7 +257,7 @@ def shaped_like(shape: tuple[int, ...], dtype: Any, *operands: jax.Array) -> jax
 
 
 def zeros(result: jax.ShapeDtypeStruct) -> jax.Array:
-    """Zeros of the shape, dtype and type of a result (`shaped_like`)."""
+    """Return zeros of the shape, dtype and type of a result (`shaped_like`)."""
     axes = tuple(sorted(result.manual_axis_type.varying)) if result.manual_axis_type else ()
     empty = jnp.zeros(result.shape, result.dtype)
     return jax.lax.pcast(empty, axes, to="varying") if axes else empty

@@ -45,7 +45,7 @@ class Split:
 
     @property
     def on_device(self) -> AbstractMesh:
-        """The mesh as work inside the `shard_map` sees it."""
+        """Return the mesh as work inside the `shard_map` sees it."""
         return self.mesh.update_axis_types(dict.fromkeys(self.manual, AxisType.Manual))
 
     def unit(self, length: int) -> int:
@@ -66,7 +66,7 @@ class TokenOp:
         numbered: whether run is given "device" too, which number a device has among those that cut the tokens.
     """
 
-    run: Callable[[Arrays, Arrays, Axes], tuple[Arrays, Arrays]]
+    run: Callable[..., tuple[Arrays, Arrays]]
     column_dim: Callable[[str], int | None]
     partial: Collection[str] = ()
     of_columns: Collection[str] = ()
@@ -101,14 +101,16 @@ def split_of(
     return Split(mesh, tokens, split, explicit) if used or any(map(_any_spec, arrays)) else None
 
 
-def on_own_tokens(split: Split | None, op: TokenOp, rows: Arrays, whole: Arrays) -> tuple[Arrays, Arrays]:
-    """op.run of every device's own tokens. rows: [*leading dims, ...], results likewise; [T, ...] where nothing is split."""
+def on_own_tokens(split: Split | None, op: TokenOp) -> Callable[[Arrays, Arrays], tuple[Arrays, Arrays]]:
+    """Return (rows, whole) -> op.run of every device's own tokens.
+
+    rows: [*leading dims, ...], results likewise; [T, ...] where nothing is split: op.run itself.
+    """
     if split is None:
-        return op.run(rows, whole, ())
-    lead = rows["x"].ndim - 1
-    if split.tokens is None:
-        return _partitioned(op, split, lead)(rows, whole)
-    return _mapped(op, split, rows, whole, lead)
+        return partial(op.run, axes=())
+    if split.tokens is not None:
+        return partial(_mapped, op, split)
+    return lambda rows, whole: _partitioned(op, split, rows["x"].ndim - 1)(rows, whole)
 
 
 def _named(function: str, x: jax.Array, token_axes: Any, mesh: AbstractMesh) -> Split:
@@ -194,10 +196,10 @@ class _Specs:
         )
 
 
-def _mapped(op: TokenOp, split: Split, rows: Arrays, whole: Arrays, lead: int) -> tuple[Arrays, Arrays]:
+def _mapped(op: TokenOp, split: Split, rows: Arrays, whole: Arrays) -> tuple[Arrays, Arrays]:
     """Return the work in a `shard_map` over axes that are known."""
     assert split.tokens is not None
-    specs = _Specs(op, split.tokens, split.columns)
+    lead, specs = rows["x"].ndim - 1, _Specs(op, split.tokens, split.columns)
     run = partial(_on_device, op, split.token_axes, split.columns, lead)
     given = specs.of(rows, whole)
     # Results have as many dims whatever is here: those of a device's rows are made for no weight split.

@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import lax
 
 from shared_specs.core import checks
-from shared_specs.errors import fail_type
+from shared_specs.errors import UnsupportedError, error_text, fail, fail_type
 
 # Names of the mesh axes of (hidden dim, intermediate dim); None leaves a dim whole.
 Sharding = tuple[str | None, str | None]
@@ -18,7 +19,7 @@ init_weight, init_bias = nnx.initializers.lecun_normal(), nnx.initializers.zeros
 
 
 def check_dtypes(function: str, dtype: Any, param_dtype: Any) -> None:
-    """SpecError for a dtype that no MLP or loss is computed in; None leaves it to x and the parameters."""
+    """Raise SpecError for a dtype that no MLP or loss is computed in; None leaves it to x and the parameters."""
     for name, value in (("dtype", dtype), ("param_dtype", param_dtype)):
         if value is None:
             continue
@@ -27,6 +28,29 @@ def check_dtypes(function: str, dtype: Any, param_dtype: Any) -> None:
         except TypeError:
             found = repr(value)
         checks.check_param_dtype(function, name, found)
+
+
+def chosen_bias(function: str, bias: Any, use_bias: Any, default: bool) -> Any:
+    """Return whether a module has biases: `use_bias`, Flax's name for it, where it is given, else `bias`.
+
+    Raises:
+        SpecError: both are given and say different things. TypeError: use_bias is neither True nor False nor None.
+    """
+    if use_bias is None:
+        return bias
+    checks.check_flags(function, use_bias=use_bias)
+    if bias is not default and bias != use_bias:
+        fail(function, "use_bias", f"{bias} beside bias={bias}, or left out", use_bias, advice="They are one option.")
+    return use_bias
+
+
+def check_precision(function: str, precision: Any) -> None:
+    """Raise UnsupportedError for a precision below the one that products have here: exact products, float32 sums."""
+    given = precision if isinstance(precision, tuple) else (precision,)
+    if any(each not in (None, lax.Precision.HIGHEST, "highest", "float32") for each in given):
+        advice = "float32 products are IEEE float32 on every device; a 16-bit dtype is the faster way."
+        text = error_text(function, "precision", "None or HIGHEST here", repr(precision), advice=advice)
+        raise UnsupportedError(text)
 
 
 def check_sharding(function: str, sharding: Any, second: str) -> None:
@@ -40,7 +64,7 @@ def check_sharding(function: str, sharding: Any, second: str) -> None:
 
 
 def compute_dtype(x: jax.Array | np.ndarray, params: Mapping[str, jax.Array], dtype: Any) -> jnp.dtype:
-    """`dtype`, or what x and the parameters promote to."""
+    """Return `dtype`, or what x and the parameters promote to."""
     return jnp.dtype(dtype or jnp.result_type(x, *params.values()))
 
 

@@ -16,52 +16,79 @@ import jax.numpy as jnp
 from jax import lax
 
 from shared_specs.errors import fail, fail_type, show_shape
-from shared_specs.layers.heads import context_heads
+from shared_specs.layers.heads import check_attention_shapes, context_heads
+from shared_specs.layers.ring import Order, check_order
 from shared_specs.plans.checks import check_context_tokens
-from tiled_jax.collectives.conjugates import Axis, mesh_axis, own, transposed
+from tiled_jax.collectives.conjugates import Axis, copy_to, exchange_parts, mesh_axis, take_part
 from tiled_jax.core.arrays import array
 from tiled_jax.layers.attention import causal_attention
+from tiled_jax.layers.documents import documents_of_positions, positions_in, shifted_labels
 
-Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+Attend = Callable[..., jax.Array]  # of q, k and v, and documents where there are any
 
 
-def context_slice(batch: Mapping[str, Any], *, ignore_index: int = -100, axis_name: str) -> dict[str, Any]:
-    """Return this device's run of the tokens of a batch, with the positions and the labels that belong to it.
+def context_slice(
+    batch: Mapping[str, Any],
+    *,
+    ignore_index: int = -100,
+    order: Order = "tokens",
+    axis_name: str | tuple[str, str],
+) -> dict[str, Any]:
+    """Return this device's part of the tokens of a batch, with the positions and the labels that belong to it.
 
     Args:
-        batch: name -> [B or 1, S, ...], the same on every device of the axis, S a multiple of R; None stays None.
-        ignore_index: what the last token of a sequence is to predict.
-        axis_name: of the surrounding `jax.shard_map`.
+        batch: name -> [B or 1, S, ...], the same on every device of the axis, S a multiple of R, for rings of 2 R; None stays
+            None. "documents" (runs of tokens with one number) or "position_ids" that restart say what is packed into one
+            sequence.
+        ignore_index: what the last token of a sequence, or of a document, is to predict.
+        order: "tokens" deals out runs in token order, for `context_attention`; "zigzag" two runs to each device, for
+            `ring_attention` (shared_specs.layers.ring.held_runs).
+        axis_name: of the surrounding `jax.shard_map`. With "zigzag" it may be a pair, of the ring and of the devices that share
+            each of its places, for a `context_attention` over the latter whose `attend` is a `ring_attention` over the former.
     Returns:
-        name -> [B or 1, S / R, ...]. Beside what was given "position_ids" [1, S / R] int32, the places in the whole
-        sequence, and, where there are "labels", "shift_labels" [B, S / R], what every token is to predict: shifted before
-        the cut, so that the last token of a run predicts the first of the next one.
+        name -> [B or 1, S / R, ...]. Beside what was given "position_ids" [B or 1, S / R] int32, the places in the whole
+        sequence, or in the document, and, where there are "labels", "shift_labels" [B, S / R], what every token is to predict:
+        shifted before the cut, so that the last token of a run predicts the first of the next one.
     Raises:
-        SpecError: arrays of different numbers of tokens, or of a number that R does not divide, or there is no such axis.
+        SpecError: arrays of different numbers of tokens, or of a number that does not divide, or there is no such axis.
         TypeError: no mapping of arrays.
     Example:
         mine = context_slice({"input_ids": ids, "labels": ids}, axis_name="cp")
         total = lax.psum(jnp.sum(losses(model(mine["input_ids"], mine["position_ids"]), mine["shift_labels"])), "cp")
     """
     name = "context_slice"
-    axis = mesh_axis(name, axis_name)
-    given = _arrays(name, batch, axis)
-    labels = given.get("labels")
+    pair = isinstance(axis_name, tuple)
+    check_order(name, order, pair=pair)
+    axis, *inside = (mesh_axis(name, each) for each in (axis_name if pair else (axis_name,)))
+    within = inside[0] if inside else None
+    given = _arrays(name, batch, order, axis, within)
+    tokens = next(value.shape[1] for value in given.values() if value is not None)
+    documents, positions, labels = (given.get(key) for key in ("documents", "position_ids", "labels"))
+    if documents is None and positions is not None:
+        documents = documents_of_positions(positions)
     if labels is not None and given.get("shift_labels") is None:
-        given["shift_labels"] = jnp.pad(labels[:, 1:], ((0, 0), (0, 1)), constant_values=ignore_index)
-    tokens = next(value.shape[1] for value in given.values() if value is not None) // axis.size
-    start = axis.index * tokens
+        given["shift_labels"] = shifted_labels(labels, documents, ignore_index)
+    if positions is None:
+        places = jnp.arange(tokens, dtype=jnp.int32)[None]
+        given["position_ids"] = places if documents is None else positions_in(documents)
 
     def cut(value: jax.Array | None) -> jax.Array | None:
-        return None if value is None else lax.dynamic_slice_in_dim(own(value, axis), start, tokens, 1)
+        return None if value is None else runs_of(value, axis, within, order)
 
-    found = {key: cut(value) for key, value in given.items()}
-    if found.get("position_ids") is None:
-        found["position_ids"] = (start + jnp.arange(tokens, dtype=start.dtype))[None]
-    return found
+    return {key: cut(value) for key, value in given.items()}
 
 
-def _arrays(function: str, batch: Any, axis: Axis) -> dict[str, jax.Array | None]:
+def runs_of(value: jax.Array, axis: Axis, inside: Axis | None = None, order: Order = "zigzag") -> jax.Array:
+    """Return this device's tokens of [B, S, ...], as shared_specs.layers.ring.held_runs deals them out."""
+    if order == "tokens":
+        return take_part(copy_to(value, axis), axis, 1)
+    value, run = copy_to(value, axis), value.shape[1] // (2 * axis.size)
+    starts = axis.index * run, (2 * axis.size - 1 - axis.index) * run
+    held = jnp.concatenate([lax.dynamic_slice_in_dim(value, start, run, 1) for start in starts], axis=1)
+    return held if inside is None else take_part(copy_to(held, inside), inside, 1)
+
+
+def _arrays(function: str, batch: Any, order: Order, axis: Axis, inside: Axis | None) -> dict[str, jax.Array | None]:
     """Return the batch, whose arrays have as many tokens, which the devices divide."""
     if not isinstance(batch, Mapping):
         fail_type(function, "batch", "a mapping of arrays", type(batch).__name__)
@@ -73,12 +100,20 @@ def _arrays(function: str, batch: Any, axis: Axis) -> dict[str, jax.Array | None
         if value is not None and (value.ndim < 2 or value.shape[1] != first[1][1]):
             rule = f"of [sequences, {first[1][1] if len(first[1]) > 1 else 'tokens'}, ...]"
             fail(function, f"batch[{key!r}]", rule, show_shape(value.shape))
-    check_context_tokens(function, f"batch[{first[0]!r}]", first[1][1], axis.size, first[1])
+    within = 1 if inside is None else inside.size
+    ranks = axis.size * within
+    check_context_tokens(function, f"batch[{first[0]!r}]", first[1][1], ranks, first[1], order=order, inside=within)
     return given
 
 
 def context_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, attend: Attend | None = None, *, axis_name: str
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    attend: Attend | None = None,
+    *,
+    documents: jax.Array | None = None,
+    axis_name: str,
 ) -> jax.Array:
     """Attention of this device's tokens to those of all devices.
 
@@ -89,6 +124,7 @@ def context_attention(
         k, v: [B, S / R, kv_heads, d or another dim], kv_heads a divisor of heads. Where R does not divide kv_heads, they
             are repeated first, to the least common multiple of both.
         attend: (q, k, v) of all tokens -> [B, S, heads / R, dim of v]; None is causal softmax attention.
+        documents: handed on to `attend`, as its argument of this name; None is not.
         axis_name: of the surrounding `jax.shard_map`.
     Returns:
         [B, S / R, heads, dim of v].
@@ -101,25 +137,23 @@ def context_attention(
     name = "context_attention"
     axis = mesh_axis(name, axis_name)
     q, k, v = (array(name, key, value) for key, value in (("q", q), ("k", k), ("v", v)))
-    _check_heads(name, q, k, v)
+    check_heads(name, q, k, v)
     attend = attend or causal_attention
     dealt = context_heads(name, q.shape[2], k.shape[2], axis.size)
     if dealt.copies > 1:
         k, v = (jnp.repeat(x, dealt.copies, axis=2) for x in (k, v))
-    y = attend(*(transposed(x, axis, 2, 1) for x in (q, k, v)))
+    more = {} if documents is None else {"documents": documents}
+    y = attend(*(exchange_parts(x, axis, 2, 1) for x in (q, k, v)), **more)
     expected = (q.shape[0], axis.size * q.shape[1], dealt.query)
     if y.shape[:3] != expected:
         fail(name, "the result of attend", f"of shape {show_shape(expected)[:-1]}, ...]", show_shape(y.shape))
-    return transposed(y, axis, 1, 2)
+    return exchange_parts(y, axis, 1, 2)
 
 
-def _check_heads(function: str, q: jax.Array, k: jax.Array, v: jax.Array) -> None:
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.ndim != 4:
-            fail(function, name, "of shape [B, tokens, heads, d]", show_shape(x.shape))
-    shapes = ", ".join(f"{name} is {show_shape(x.shape)}" for name, x in (("q", q), ("k", k), ("v", v)))
-    if k.shape[2] != v.shape[2] or not k.shape[2] or q.shape[2] % k.shape[2]:
-        rule = "heads whose number divides the query heads, as many for both"
-        fail(function, "k, v", rule, f"{k.shape[2]} and {v.shape[2]}", shapes=shapes)
-    if q.shape[:2] != k.shape[:2] or k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3]:
-        fail(function, "q, k, v", "of the same sequences and tokens, q and k of the same d", "others", shapes=shapes)
+def check_heads(function: str, q: jax.Array, k: jax.Array, v: jax.Array) -> None:
+    """Check that q, k and v are [B, tokens, heads, d], of the same tokens, the key heads a divisor of the query heads.
+
+    Raises:
+        SpecError: they do not fit each other.
+    """
+    check_attention_shapes(function, ("B", "tokens", "heads", "d"), q.shape, k.shape, v.shape)

@@ -78,7 +78,9 @@ def vocab_parallel_embedding(
     rows = found.reshape(shape)
     # Each device's own share of a NaN would be a NaN too; one is enough.
     rows = jnp.where(known[..., None], rows, jnp.full_like(rows, jnp.nan))
-    return conjugates.sum_scattered(rows, axis, dim) if reduce_scatter_embeddings else conjugates.summed(rows, axis)
+    if reduce_scatter_embeddings:
+        return conjugates.reduce_scatter(rows, axis, dim)
+    return conjugates.all_reduce(rows, axis)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -63,8 +63,8 @@ def norm_column_parallel_linear(
     if sizes is None:
         return call.with_x(_rms_norm(call.x, norm_weight, eps)).column(call.weight)
     own = without_padding(call.x, is_token(sizes, shape[0], axis.name), _HARMLESS)
-    gathered = conjugates.gathered(_rms_norm(own, norm_weight, eps), axis, 0, same=False)
-    return replace(call, x=conjugates.unpadded(gathered, 0, sizes), tokens=None).column(call.weight)
+    gathered = conjugates.all_gather(_rms_norm(own, norm_weight, eps), axis, 0, same=False)
+    return replace(call, x=conjugates.unpad_parts(gathered, 0, sizes), tokens=None).column(call.weight)
 
 
 def row_parallel_linear_residual_norm(
@@ -118,13 +118,15 @@ def row_parallel_linear_residual_norm(
     shape = (longest, *x.shape[1:-1], features)
     inference_checks.check_residual(name, operand(residual), shape, operand(x), padded=tokens is not None)
     inference_checks.check_norm(name, operand(norm_weight), features, operand(x), eps)
-    partial = conjugates.padded(product(x, call.weight, (x.ndim - 1, 0), x.dtype), 0, sizes)
-    total = conjugates.sum_scattered(partial, axis, 0).astype(wide(x.dtype)) + residual.astype(wide(x.dtype))
+    partial = conjugates.pad_parts(product(x, call.weight, (x.ndim - 1, 0), x.dtype), 0, sizes)
+    total = conjugates.reduce_scatter(partial, axis, 0).astype(wide(x.dtype)) + residual.astype(wide(x.dtype))
     if call.bias is not None:
         total = total + call.bias.astype(total.dtype)
     h = without_padding(total.astype(x.dtype), tokens)
     normed = without_padding(_rms_norm(without_padding(h, tokens, _HARMLESS), norm_weight, eps), tokens)
-    return (conjugates.unpadded(conjugates.gathered(normed, axis, 0, same=True), 0, sizes) if gather else normed), h
+    if gather:
+        normed = conjugates.unpad_parts(conjugates.all_gather(normed, axis, 0, same=True), 0, sizes)
+    return normed, h
 
 
 def _rms_norm(x: jax.Array, weight: jax.Array, eps: Any) -> jax.Array:

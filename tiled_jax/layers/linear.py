@@ -212,7 +212,10 @@ class LinearCall:
             rule = "varying over the axis with options.explicit_expert_comm, whose gradient no device sums"
             advice = f"Gather its tokens, or jax.lax.pcast(x, {axis.name!r}, to='varying')."
             fail(self.function, "x", rule, "one that is the same on all devices", advice=advice)
-        x = conjugates.own(x, axis) if self.tokens is None else conjugates.gathered(x, axis, self.tokens, same=False)
+        if self.tokens is None:
+            x = conjugates.copy_to(x, axis)
+        else:
+            x = conjugates.all_gather(x, axis, self.tokens, same=False)
         return plus(_product(x, weight), self.bias)
 
     def part(self) -> jax.Array:
@@ -224,8 +227,8 @@ class LinearCall:
         """Return the sum over devices of their parts, all tokens or this device's, without the bias."""
         part = self.part()
         if self.tokens is None:
-            return conjugates.summed(part, self.axis)
-        return conjugates.sum_scattered(part, self.axis, self.tokens)
+            return conjugates.all_reduce(part, self.axis)
+        return conjugates.reduce_scatter(part, self.axis, self.tokens)
 
 
 def _product(x: jax.Array, weight: jax.Array) -> jax.Array:
@@ -240,11 +243,11 @@ def plus(y: jax.Array, bias: jax.Array | None) -> jax.Array:
 def gathered_columns(y: jax.Array, axis: Axis, stride: int) -> jax.Array:
     """Return [..., out / R] of every device as [..., out], in the order of the undivided weight."""
     parts = y.reshape(*y.shape[:-1], stride, y.shape[-1] // stride)
-    whole = conjugates.gathered(parts, axis, parts.ndim - 1, same=True)
+    whole = conjugates.all_gather(parts, axis, parts.ndim - 1, same=True)
     return whole.reshape(*y.shape[:-1], y.shape[-1] * axis.size)
 
 
 def scattered_columns(x: jax.Array, axis: Axis, stride: int) -> jax.Array:
     """Return this device's [..., in / R] of [..., in]: a stretch of each of the `stride` parts."""
     parts = x.reshape(*x.shape[:-1], stride, x.shape[-1] // stride)
-    return conjugates.scattered(parts, axis, parts.ndim - 1).reshape(*x.shape[:-1], x.shape[-1] // axis.size)
+    return conjugates.take_part(parts, axis, parts.ndim - 1).reshape(*x.shape[:-1], x.shape[-1] // axis.size)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,63 @@ _UNUSED = {**UNUSED, "explicit_expert_comm": _PARTIAL}
 _init_embedding = nnx.initializers.normal(1.0)
 
 
-class ColumnParallelLinear(nnx.Module):
+class _Arrays(NamedTuple):
+    """How a layer's arrays are made: where, of what dtypes, from which random numbers."""
+
+    mesh: Any
+    axis_name: Any
+    dtype: Any
+    param_dtype: Any
+    rngs: nnx.Rngs
+
+
+class _ParallelLinear(nnx.Module):
+    """A linear layer split along `dim` of its weight [in, out]."""
+
+    def _build(
+        self,
+        dim: int,
+        sizes: tuple[int, int],
+        bias: bool,
+        flags: dict[str, bool],
+        init_method: InitMethod | None,
+        options: ParallelLinearOptions,
+        arrays: _Arrays,
+        allocate: bool = True,
+    ) -> None:
+        """Check the arguments, keep them and make the parameters; a bias is split where the outputs are."""
+        name, (in_features, out_features) = type(self).__name__, sizes
+        mesh, axis_name, dtype, param_dtype, rngs = arrays
+        check_module_rngs(name, rngs)
+        checks.check_sizes(name, {"in_features": in_features, "out_features": out_features})
+        layer_checks.check_flags(name, bias=bias, **flags)
+        sequence_parallel, kind = flags["sequence_parallel"], ("row", "column")[dim]
+        layer_checks.check_linear_options(name, options, kind=kind, sequence_parallel=sequence_parallel, unused=_UNUSED)
+        ranks = check_mesh(name, mesh, axis_name)
+        layer_checks.check_split(name, ("in_features", "out_features")[dim], sizes[dim], ranks, options.stride)
+        self.sequence_parallel, self.skip_bias_add = sequence_parallel, flags["skip_bias_add"]
+        self.options, self.mesh, self.axis_name, self.dtype = options, mesh, axis_name, dtype
+        parts: list[tuple[int, ...]] = [(size,) for size in sizes]
+        parts[dim] = (sizes[dim],) if options.stride == 1 else (options.stride, sizes[dim] // options.stride)
+        self.weight_shape, self.bias_shape = (*parts[0], *parts[1]), parts[1]
+        split = len(self.weight_shape) - (2, 1)[dim]
+        self.weight_spec = _split_at(len(self.weight_shape), split, axis_name)
+        self.bias_spec = _split_at(len(self.bias_shape), len(self.bias_shape) - 1, axis_name) if dim else P()
+        draw = partial(_in_shape, _checked_init(self, init_method, init_weight), sizes)
+        key = rngs.params()
+        self.weight = self._parameter(draw, key, self.weight_shape, self.weight_spec, param_dtype) if allocate else None
+        self.bias = (
+            self._parameter(init_bias, rngs.params(), self.bias_shape, self.bias_spec, param_dtype) if bias else None
+        )
+
+    def _parameter(self, init: Any, key: jax.Array, shape: tuple[int, ...], spec: P, dtype: Any) -> nnx.Param:
+        return nnx.Param(place(init, NamedSharding(self.mesh, spec), key, shape, dtype))
+
+    def _specs(self, given: dict[str, jax.Array]) -> dict[str, P]:
+        return {name: getattr(self, f"{name}_spec") for name in given}
+
+
+class ColumnParallelLinear(_ParallelLinear):
     """A linear layer whose outputs are split over an axis of a mesh: `column_parallel_linear` with parameters.
 
     Args:
@@ -74,26 +130,15 @@ class ColumnParallelLinear(nnx.Module):
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
     ) -> None:
-        check_module_rngs(type(self).__name__, rngs)
-        flags = {"gather_output": gather_output, "skip_bias_add": skip_bias_add, "allocate_weight": allocate_weight}
-        ranks = _check(
-            self, "column", in_features, out_features, bias, sequence_parallel, options, mesh, axis_name, flags
-        )
-        layer_checks.check_split(type(self).__name__, "out_features", out_features, ranks, options.stride)
-        self.gather_output, self.sequence_parallel, self.skip_bias_add = gather_output, sequence_parallel, skip_bias_add
-        self.options, self.mesh, self.axis_name, self.dtype = options, mesh, axis_name, dtype
-        of_outputs = _parts(out_features, options.stride)
-        self.weight_shape, self.bias_shape = (in_features, *of_outputs), of_outputs
-        init, key = _checked_init(self, init_method, init_weight), rngs.params()
-        draw = partial(_in_shape, init, (in_features, out_features))
-        self.weight = self._parameter(draw, key, self.weight_shape, param_dtype) if allocate_weight else None
-        self.bias = self._parameter(init_bias, rngs.params(), self.bias_shape, param_dtype) if bias else None
-
-    def _parameter(self, init: Any, key: jax.Array, shape: tuple[int, ...], dtype: Any) -> nnx.Param:
-        return nnx.Param(place(init, NamedSharding(self.mesh, self._spec(len(shape))), key, shape, dtype))
-
-    def _spec(self, dims: int) -> P:
-        return _split_at(dims, dims - 1, self.axis_name)
+        flags = {
+            "gather_output": gather_output,
+            "sequence_parallel": sequence_parallel,
+            "skip_bias_add": skip_bias_add,
+            "allocate_weight": allocate_weight,
+        }
+        self.gather_output = gather_output
+        arrays = _Arrays(mesh, axis_name, dtype, param_dtype, rngs)
+        self._build(1, (in_features, out_features), bias, flags, init_method, options, arrays, bool(allocate_weight))
 
     def __call__(
         self, x: jax.Array, weight: jax.Array | None = None, runtime_gather_output: bool | None = None
@@ -131,14 +176,14 @@ class ColumnParallelLinear(nnx.Module):
         dim, layout = _sequence_dim(name, self, x.shape), TokenLayout.of(self.mesh, self.axis_name, x, x.ndim - 1)
         layout.check(name, x.shape, dim)
         dims = x.ndim if gather or stride == 1 else x.ndim + 1
-        specs = layout.spec(x.ndim, dim), {key: self._spec(a.ndim) for key, a in given.items()}
+        specs = layout.spec(x.ndim, dim), self._specs(given)
         cast = {key: a.astype(dtype) for key, a in given.items()}
         out = layout.spec(dims, None if gather else dims - 1)
         y = _on_devices(layout, on_device, specs, out, x.astype(dtype), cast)
         return (y, bias) if self.skip_bias_add else y
 
 
-class RowParallelLinear(nnx.Module):
+class RowParallelLinear(_ParallelLinear):
     """A linear layer whose inputs are split over an axis of a mesh: `row_parallel_linear` with parameters.
 
     Args:
@@ -170,27 +215,21 @@ class RowParallelLinear(nnx.Module):
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
     ) -> None:
-        check_module_rngs(type(self).__name__, rngs)
-        name, flags = type(self).__name__, {"input_is_parallel": input_is_parallel, "skip_bias_add": skip_bias_add}
-        ranks = _check(self, "row", in_features, out_features, bias, sequence_parallel, options, mesh, axis_name, flags)
-        layer_checks.check_split(name, "in_features", in_features, ranks, options.stride)
+        flags = {
+            "input_is_parallel": input_is_parallel,
+            "sequence_parallel": sequence_parallel,
+            "skip_bias_add": skip_bias_add,
+        }
         if sequence_parallel and not input_is_parallel:
-            fail(name, "input_is_parallel", "True with sequence_parallel", input_is_parallel)
-        self.input_is_parallel, self.sequence_parallel = input_is_parallel, sequence_parallel
-        self.skip_bias_add, self.options = skip_bias_add, options
-        self.mesh, self.axis_name, self.dtype = mesh, axis_name, dtype
-        init, key = _checked_init(self, init_method, init_weight), rngs.params()
-        draw = partial(_in_shape, init, (in_features, out_features))
-        shape = (*_parts(in_features, options.stride), out_features)
-        sharding = NamedSharding(mesh, _split_at(len(shape), len(shape) - 2, axis_name))
-        self.weight = nnx.Param(place(draw, sharding, key, shape, param_dtype))
-        everywhere = NamedSharding(mesh, P())
-        key = rngs.params()
-        self.bias = nnx.Param(place(init_bias, everywhere, key, (out_features,), param_dtype)) if bias else None
+            fail(type(self).__name__, "input_is_parallel", "True with sequence_parallel", input_is_parallel)
+        self.input_is_parallel = input_is_parallel
+        arrays = _Arrays(mesh, axis_name, dtype, param_dtype, rngs)
+        self._build(0, (in_features, out_features), bias, flags, init_method, options, arrays)
 
     def __call__(self, x: jax.Array) -> jax.Array | tuple[jax.Array, jax.Array | None]:
         """Return [..., in] ([..., s, in / s] with options.stride and input_is_parallel) -> [..., out], or (y, bias)."""
         name, stride = type(self).__name__, self.options.stride
+        assert self.weight is not None
         weight, bias = self.weight[...], _value(self.bias)
         x = _tokens(name, x)
         fused = self.input_is_parallel and stride > 1
@@ -215,8 +254,7 @@ class RowParallelLinear(nnx.Module):
         y_shape = (*x.shape[: dims - 1], weight.shape[-1])
         dim, layout = _sequence_dim(name, self, y_shape), TokenLayout.of(self.mesh, self.axis_name, x, dims - 1)
         layout.check(name, y_shape, dim)
-        of = {"weight": _split_at(weight.ndim, weight.ndim - 2, self.axis_name), "bias": P()}
-        specs = layout.spec(x.ndim, x.ndim - 1 if self.input_is_parallel else None), {key: of[key] for key in given}
+        specs = layout.spec(x.ndim, x.ndim - 1 if self.input_is_parallel else None), self._specs(given)
         cast = {key: a.astype(dtype) for key, a in given.items()}
         y = _on_devices(layout, on_device, specs, layout.spec(dims, dim), x.astype(dtype), cast)
         return (y, bias) if self.skip_bias_add else y
@@ -291,26 +329,6 @@ class VocabParallelEmbedding(nnx.Module):
         return _on_devices(layout, on_device, specs, layout.spec(ids.ndim + 1, dim), ids, weight)
 
 
-def _check(
-    layer: nnx.Module,
-    kind: str,
-    in_features: int,
-    out_features: int,
-    bias: object,
-    sequence_parallel: bool,
-    options: Any,
-    mesh: Any,
-    axis_name: Any,
-    flags: dict[str, bool],
-) -> int:
-    """Return the devices of the axis, once the arguments of a linear layer are of their kinds."""
-    name = type(layer).__name__
-    checks.check_sizes(name, {"in_features": in_features, "out_features": out_features})
-    layer_checks.check_flags(name, bias=bias, sequence_parallel=sequence_parallel, **flags)
-    layer_checks.check_linear_options(name, options, kind=kind, sequence_parallel=sequence_parallel, unused=_UNUSED)
-    return check_mesh(name, mesh, axis_name)
-
-
 def _checked_init(layer: nnx.Module, init_method: InitMethod | None, default: InitMethod) -> InitMethod:
     if init_method is not None and not callable(init_method):
         fail_type(type(layer).__name__, "init_method", "a function or None", type(init_method).__name__)
@@ -325,10 +343,6 @@ def _in_shape(
 
 def _padded(init: InitMethod, whole: tuple[int, ...], key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     return jnp.pad(init(key, whole, dtype), [(0, full - size) for full, size in zip(shape, whole, strict=True)])
-
-
-def _parts(features: int, stride: int) -> tuple[int, ...]:
-    return (features,) if stride == 1 else (stride, features // stride)
 
 
 def _value(parameter: nnx.Param | None) -> jax.Array | None:

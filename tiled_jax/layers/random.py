@@ -88,7 +88,7 @@ class RandomStates:
         self._streams: dict[str, State] = {}
 
     def add(self, name: str, seed: Any) -> None:
-        """A new stream from a seed, an integer >= 0 or a key.
+        """Add a stream from a seed, an integer >= 0 or a key.
 
         Raises:
             SpecError: the name is taken, or another stream was made from the same seed.
@@ -110,14 +110,14 @@ class RandomStates:
 
     @contextmanager
     def fork(self, name: str = _DEFAULT) -> Iterator[nnx.Rngs]:
-        """nnx.Rngs that draw from one stream, whatever they are asked for; one draw of the stream in all.
+        """Return nnx.Rngs that draw from one stream, whatever they are asked for; one draw of the stream in all.
 
         Forks of one stream may nest: each is a draw of its own, in the order in which they are entered.
         """
         yield nnx.Rngs(self._draw("RandomStates.fork", name))
 
     def rngs(self, **streams: str) -> nnx.Rngs:
-        """nnx.Rngs for modules: each of their streams, by name, from one of these; `params="data-parallel"`, say."""
+        """Return nnx.Rngs for modules: each of their streams, by name, from one of these; `params="data-parallel"`, say."""
         return nnx.Rngs(**{name: self._draw("RandomStates.rngs", stream) for name, stream in streams.items()})
 
     def states(self) -> dict[str, State]:

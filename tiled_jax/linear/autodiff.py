@@ -59,13 +59,13 @@ class Cut:
         return lax.slice_in_dim(a, self.edges[part], self.edges[part + 1], axis=dim)
 
     def pad(self, a: jax.Array, dim: int = -1) -> jax.Array:
-        """A dim as users know it -> as it is stacked; the same array where nothing is padded."""
+        """Return a dim as it is stacked, from the one that users know; the same array where nothing is padded."""
         if self.stacked == self.features:
             return a
         return self.join([self.run(a, part, dim) for part in range(self.parts)], dim)
 
     def join(self, runs: Sequence[jax.Array], dim: int = -1) -> jax.Array:
-        """All runs, one array each -> as they are stacked."""
+        """Return all runs, one array each, as they are stacked."""
 
         def widen(a: jax.Array) -> jax.Array:
             widths = [(0, 0)] * a.ndim
@@ -75,12 +75,12 @@ class Cut:
         return jnp.concatenate([widen(a) for a in runs], axis=dim)
 
     def split(self, a: jax.Array, dim: int = -1) -> list[jax.Array]:
-        """A stacked dim -> all runs without their padding."""
+        """Return all runs of a stacked dim, without their padding."""
         starts = range(0, self.stacked, self.longest)
         return [lax.slice_in_dim(a, i, i + size, axis=dim) for i, size in zip(starts, self.sizes, strict=True)]
 
     def strip(self, a: jax.Array, dim: int = -1) -> jax.Array:
-        """A stacked dim -> as users know it; the same array where nothing is padded."""
+        """Return a stacked dim as users know it; the same array where nothing is padded."""
         return a if self.stacked == self.features else jnp.concatenate(self.split(a, dim), axis=dim)
 
 
@@ -102,7 +102,7 @@ class Tiles:
         return padded.reshape(i, rows, o, columns).swapaxes(1, 2)
 
     def unstack(self, tiles: jax.Array) -> jax.Array:
-        """The stored tiles -> [in, out]."""
+        """Return the stored tiles as [in, out]."""
         whole = tiles.swapaxes(1, 2).reshape(self.inputs.stacked, self.outputs.stacked)
         return self.outputs.strip(self.inputs.strip(whole, 0), 1)
 
@@ -123,12 +123,12 @@ class TiledLinearCall:
 
     @property
     def stored(self) -> P | None:
-        """The sharding of a stored tile where the compiler gathers it."""
+        """Return the sharding of a stored tile where the compiler gathers it."""
         names = [a if gather == "compiler" else None for a, gather in zip(self.axes, self.gathers, strict=True)]
         return P(*names) if any(names) else None
 
     def whole(self, tile: jax.Array) -> jax.Array:
-        """A tile as stored -> gathered. Called inside the loop, so that the one before is free by then."""
+        """Return a stored tile, gathered. Called inside the loop, so that the one before is free by then."""
         if self.stored is not None:
             # With the second constraint alone the compiler moves the gather up, to the slice out of the stack, and
             # copies what it gathered.
@@ -138,7 +138,7 @@ class TiledLinearCall:
         return tile
 
     def reduced(self, d: jax.Array) -> jax.Array:
-        """The gradient of a gathered tile -> of this device's part, summed over devices."""
+        """Return the gradient of this device's part of a tile from that of the gathered one, summed over devices."""
         for dim, axis in self.manual:
             d = lax.psum_scatter(d, axis, scatter_dimension=dim, tiled=True)
         return d if self.stored is None else lax.with_sharding_constraint(d, self.stored)

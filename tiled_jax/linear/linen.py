@@ -6,8 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jax.nn.initializers import Initializer
 
-from tiled_jax.core.params import Sharding, init_bias, init_weight
+from tiled_jax.core.params import Sharding, check_precision, chosen_bias, init_bias, init_weight
 from tiled_jax.linear.params import LinearConfig, Outputs, initialisers, make_linear_config, stacked_init
 
 
@@ -37,21 +38,30 @@ class TiledLinear(nn.Module):
     dtype: Any = None
     param_dtype: Any = jnp.float32
     sharding: Sharding | None = None
+    kernel_init: Initializer = init_weight
+    bias_init: Initializer = init_bias
+    use_bias: bool | None = None
+    precision: Any = None
 
     def _config(self) -> LinearConfig:
         sizes = self.in_features, self.out_features, self.in_splits, self.out_splits
         forms = self.input_is_already_split, self.combine_out_splits
-        return make_linear_config(type(self).__name__, *sizes, *forms, self.sharding, bias=self.bias)
+        check_precision(type(self).__name__, self.precision)
+        return make_linear_config(type(self).__name__, *sizes, *forms, self.sharding, bias=self._has_bias)
+
+    @property
+    def _has_bias(self) -> bool:
+        return chosen_bias(type(self).__name__, self.bias, self.use_bias, True)
 
     def _params(self, config: LinearConfig) -> dict[str, jax.Array]:
-        default = {"weight": init_weight, "bias": init_bias}
-        inits = initialisers(config.function, self.linear_cls, self.linear_args, default, "nn.Dense")
+        given = self.linear_cls, self.linear_args, self.kernel_init, self.bias_init
+        inits = initialisers(config.function, *given, "nn.Dense")
         draw = stacked_init(inits["weight"], config.tiles)
         if self.sharding is not None:
             draw = nn.with_partitioning(draw, (None, None, *config.axes))
         # What `param` returns is out of its box.
         params: dict[str, Any] = {"weight": self.param("weight", draw, config.tiles.shape, self.param_dtype)}
-        if self.bias:
+        if self._has_bias:
             params["bias"] = self.param("bias", inits["bias"], (self.out_features,), self.param_dtype)
         return params
 

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.core import Tracer
+from jax.nn.initializers import Initializer
 
-from tiled_jax.core.params import Sharding
+from tiled_jax.core.params import Sharding, check_precision, chosen_bias, init_bias, init_weight
 from tiled_jax.linear.params import (
     Outputs,
     check_plain,
@@ -19,8 +20,6 @@ from tiled_jax.linear.params import (
     stacked_init,
 )
 from tiled_jax.tile.module_state import check_module_rngs
-
-_init = {"weight": nnx.initializers.lecun_normal(), "bias": nnx.initializers.zeros_init()}
 
 
 class TiledLinear(nnx.Module):
@@ -42,9 +41,13 @@ class TiledLinear(nnx.Module):
         param_dtype: of the parameters. float32 beside a 16-bit dtype are master weights with float32 gradients; tiles
             are then gathered in 16 bits.
         rngs: its `params` stream draws the whole weight as nnx.Linear does and cuts it: the same layer at every split.
+            Required.
         sharding: mesh axes that the (in, out) dims of every tile are split over, such as ("fsdp", None). Making a module
             with it needs a mesh (`jax.set_mesh`). A call inside `jax.shard_map` takes this device's part of the weight
             and gathers it itself; elsewhere the mesh must be set, too, for a tile at a time to be gathered.
+        kernel_init, bias_init: initialisers, as nnx.Linear takes them; of the whole weight. Or in linear_args.
+        use_bias: Flax's name for bias; None leaves it to bias.
+        precision: None or lax.Precision.HIGHEST, which products have anyway.
     Parameters are `weight` [in_splits, out_splits, in / in_splits, out / out_splits], rounded up, and `bias` [out].
     Returns:
         [..., out_features], or a list of arrays [..., size].
@@ -75,14 +78,19 @@ class TiledLinear(nnx.Module):
         init_linear: Any = None,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
-        rngs: nnx.Rngs,
+        rngs: nnx.Rngs | None = None,
         sharding: Sharding | None = None,
+        kernel_init: Initializer = init_weight,
+        bias_init: Initializer = init_bias,
+        use_bias: bool | None = None,
+        precision: Any = None,
     ) -> None:
         name = type(self).__name__
-        check_module_rngs(name, rngs)
+        rngs, bias = check_module_rngs(name, rngs), chosen_bias(name, bias, use_bias, True)
+        check_precision(name, precision)
         forms = input_is_already_split, combine_out_splits
         config = make_linear_config(name, in_features, out_features, in_splits, out_splits, *forms, sharding, bias=bias)
-        inits = initialisers(name, linear_cls, linear_args, _init)
+        inits = initialisers(name, linear_cls, linear_args, kernel_init, bias_init)
         plain = None if init_linear is None else plain_params(name, "init_linear", init_linear)
         if plain is not None:
             check_plain(name, "init_linear.", *plain, config.tiles, has_bias=bias)

@@ -11,10 +11,10 @@ from flax import nnx
 from jax import lax
 
 from shared_specs.config import JAX
-from shared_specs.errors import UnsupportedError, error_text, fail_type
+from shared_specs.errors import UnsupportedError, error_text, fail, fail_type
 from shared_specs.linear import checks as linear_checks
 from tiled_jax.core.arrays import array, operand
-from tiled_jax.core.params import Sharding, as_operands, compute_dtype
+from tiled_jax.core.params import Sharding, as_operands, compute_dtype, init_bias, init_weight
 from tiled_jax.linear.autodiff import Cut, Tiles, tiled_linear
 
 _PLAIN = {"nnx.Linear": nnx.Linear, "nn.Dense": nn.Dense}
@@ -97,11 +97,14 @@ def make_linear_config(
 
 
 def initialisers(
-    function: str, linear_cls: Any, linear_args: Any, default: Mapping[str, Any], plain: str = "nnx.Linear"
+    function: str, linear_cls: Any, linear_args: Any, kernel_init: Any, bias_init: Any, plain: str = "nnx.Linear"
 ) -> dict[str, Any]:
-    """Those of weight and bias: `default`, or what `linear_args` names for the plain class, an nnx.Linear or nn.Dense.
+    """Return the initialisers of weight and bias: those given, or those that `linear_args` names for the plain class.
+
+    The plain class is an nnx.Linear or nn.Dense.
 
     Raises:
+        SpecError: one is given both ways.
         UnsupportedError: another class than `plain`, or an argument of it that is about more than initial values.
     """
     linear_checks.check_linear_class(function, linear_cls, linear_args, _PASSED)
@@ -113,7 +116,11 @@ def initialisers(
         if name not in _HONOURED:
             rule = f"of {', '.join(_HONOURED)} here"
             raise UnsupportedError(error_text(function, "linear_args", rule, repr(name), advice=_STACKED))
-    return {"weight": args.get("kernel_init", default["weight"]), "bias": args.get("bias_init", default["bias"])}
+    given = {"kernel_init": (kernel_init, init_weight), "bias_init": (bias_init, init_bias)}
+    for name, (init, default) in given.items():
+        if name in args and init is not default:
+            fail(function, name, "left out where linear_args has one", getattr(init, "__name__", repr(init)))
+    return {"weight": args.get("kernel_init", kernel_init), "bias": args.get("bias_init", bias_init)}
 
 
 def stacked_init(init: Any, tiles: Tiles) -> Any:
@@ -140,7 +147,7 @@ def plain_params(function: str, argument: str, linear: Any) -> tuple[jax.Array, 
 
 
 def refuse_more_than_plain(function: str, linear: Any) -> None:
-    """UnsupportedError where a layer is more than x @ kernel + bias at JAX's default precision."""
+    """Raise UnsupportedError where a layer is more than x @ kernel + bias at JAX's default precision."""
     own = isinstance(linear, nnx.Linear) and type(linear).__call__ is not nnx.Linear.__call__
     got = f"{type(linear).__name__} with a call of its own" if own else None
     for option, default in _PLAINLY.items():
@@ -155,7 +162,7 @@ def refuse_more_than_plain(function: str, linear: Any) -> None:
 def check_plain(
     function: str, prefix: str, weight: jax.Array, bias: jax.Array | None, tiles: Tiles, *, has_bias: bool
 ) -> None:
-    """SpecError where a plain layer's parameters do not fit the tiles."""
+    """Raise SpecError where a plain layer's parameters do not fit the tiles."""
     linear_checks.check_linear_params(
         function,
         prefix,

@@ -49,7 +49,7 @@ def tiled_linear_cross_entropy(
     Args:
         x: [T, H], [B, S, H] or any leading dims, float32 | bfloat16 | float16 | float64. What the head sees.
         weight: [H, V], dtype of x; beside a 16-bit x also float32 (a master weight: cast once per call).
-        targets: [same leading dims], int32 | int64. Entries of the vocabulary, or loss.ignore_index.
+        targets: [same leading dims], int32 | int64 | uint16 | uint8. Entries of the vocabulary, or loss.ignore_index.
         bias: [V], as weight.
         loss: see shared_specs.LossOptions. Its class_weight and num_valid may be traced; they get no gradient.
         num_shards: at most this many shards of T, >= 1; None lets the plan choose. See shared_specs.shards.
@@ -110,7 +110,7 @@ def linear_cross_entropy(
     w = {"weight": array(function, "weight", weight)} | (
         {} if bias is None else {"bias": array(function, "bias", bias)}
     )
-    targets = array(function, "targets", targets)
+    targets = as_labels(array(function, "targets", targets))
     options = checks.resolve_tiling(
         function, num_shards, 0.0, tiling, x=x.shape, unused=("keep", "deterministic"), token_axes=axis is None
     )
@@ -149,7 +149,7 @@ def linear_cross_entropy(
         itemsize=x.dtype.itemsize,
         weight_itemsize=w["weight"].dtype.itemsize,
     )
-    replan = _MakePlan(function, shape, options, steps, in_place, backends.device_kind())
+    replan = _MakeLossPlan(function, shape, options, steps, in_place, backends.device_kind())
     plan = replan(rows, local) if sizes is None else replan.gathered(rows, ranks)
     columns = [(a, COLUMNS[name]) for name, a in w.items()]
     of_rows = [targets] if axis is None else []
@@ -183,8 +183,13 @@ def linear_cross_entropy(
     return _result(found, loss, targets.shape)
 
 
+def as_labels(targets: jax.Array) -> jax.Array:
+    """Return targets of one or two bytes, in which token files are kept, as int32; any others as they are."""
+    return targets.astype(jnp.int32) if targets.dtype in (jnp.uint8, jnp.uint16) else targets
+
+
 def check_targets(function: str, targets: Any, vocab: int, ignore_index: int) -> None:
-    """SpecError for the first target out of range, where the values can be read (a NumPy array's before they wrap)."""
+    """Raise SpecError for the first target out of range, where the values can be read (a NumPy array's before they wrap)."""
     if isinstance(targets, Tracer) or not getattr(targets, "is_fully_addressable", True):
         return
     values = np.asarray(targets)
@@ -207,7 +212,7 @@ def _arrays(function: str, loss: LossOptions) -> dict[str, jax.Array]:
 
 
 @dataclass(frozen=True)
-class _MakePlan:
+class _MakeLossPlan:
     """The plan of so many tokens, and of so many entries of the weight, of one call. Static.
 
     in_place: whether dlogits are written over the logits.

@@ -18,7 +18,7 @@ from tiled_jax.loss.loops import LossCall as LossCall
 
 # The dim of the weight and of its bias that a split vocabulary splits.
 COLUMNS = {"weight": 1, "bias": 0}
-_NUMBERS = ("best", "total", "entropy")  # of every token, to compute its logits' gradient again
+_NUMBERS = ("top", "total", "entropy")  # of every token, to compute its logits' gradient again
 _D, _OF, _G = "gradient of ", "tangent of ", "upstream of "  # begin names
 
 
@@ -77,7 +77,7 @@ def _results(
     of the losses where forward makes them, and what a mean multiplies the sum with, times what those gradients were divided
     by."""
     options, rows, whole = call.rules.options, *_rows_and_whole(operands)
-    names = {"loss", *options.outputs} | ({"best", "total"} if save and not call.in_forward else set())
+    names = {"loss", *options.outputs} | ({"top", "total"} if save and not call.in_forward else set())
     names |= {"weight"} if options.reduction == "mean" and "class_weight" in whole else set()
 
     def run(rows: Arrays, whole: Arrays, axes: tuple[str, ...]) -> tuple[Arrays, Arrays]:
@@ -92,7 +92,7 @@ def _results(
     if wanted and call.in_forward:
         unit = loops.unit_of(call, rows["targets"], whole.get("class_weight"), wide(rows["x"].dtype))
     whole |= {} if unit is None else {"unit": unit}
-    numbers, sums = on_own_tokens(call.split, _op(run), rows, whole)
+    numbers, sums = on_own_tokens(call.split, _op(run))(rows, whole)
     gradients = {name: (numbers if name == "x" else sums).pop(_D + name) for name in wanted if call.in_forward}
     results = {name: numbers[name] for name in ("loss", *options.outputs)}
     if options.reduction != "none":
@@ -118,7 +118,7 @@ def _tangents_of_numbers(call: LossCall, arrays: Arrays, t: Arrays, names: tuple
     rows |= {name: arrays[name] for name in _NUMBERS if name in arrays}
     rows |= {_OF + name: a for name, a in t.items() if name == "x"}
     whole |= {_OF + name: a for name, a in t.items() if name != "x"}
-    return on_own_tokens(call.split, _op(run), rows, whole)[0]
+    return on_own_tokens(call.split, _op(run))(rows, whole)[0]
 
 
 def _gradients(call: LossCall, arrays: Arrays, g: Arrays, wanted: tuple[str, ...]) -> Arrays:
@@ -135,7 +135,7 @@ def _gradients(call: LossCall, arrays: Arrays, g: Arrays, wanted: tuple[str, ...
     rows |= {name: arrays[name] for name in _NUMBERS if name in arrays}
     rows |= {_G + name: a for name, a in g.items() if a.ndim}
     whole |= {_G + name: a for name, a in g.items() if not a.ndim}
-    of_rows, sums = on_own_tokens(call.split, _op(run), rows, whole)
+    of_rows, sums = on_own_tokens(call.split, _op(run))(rows, whole)
     return of_rows | sums
 
 

@@ -8,7 +8,7 @@ from flax import linen as nn
 from jax.nn.initializers import Initializer
 
 from shared_specs.config import LossOptions, Tiling
-from tiled_jax.core.params import Sharding, check_dtypes, init_bias, init_weight
+from tiled_jax.core.params import Sharding, check_dtypes, check_precision, chosen_bias, init_bias, init_weight
 from tiled_jax.loss.params import loss_param_axes, loss_param_shapes, make_loss_config
 
 
@@ -36,15 +36,19 @@ class TiledLinearCrossEntropy(nn.Module):
     kernel_init: Initializer = init_weight
     bias_init: Initializer = init_bias
     sharding: Sharding | None = None
+    use_bias: bool | None = None
+    precision: Any = None
 
     @nn.compact
     def __call__(self, x: jax.Array, targets: jax.Array, *, num_valid: Any = None) -> Any:
         """[..., H] and [...] -> the loss, or a `LossResult`. `num_valid` replaces that of the options."""
         config = make_loss_config(self.loss, self.num_shards, self.tiling, self.backend)
         check_dtypes("TiledLinearCrossEntropy", self.dtype, self.param_dtype)
+        check_precision("TiledLinearCrossEntropy", self.precision)
+        bias = chosen_bias("TiledLinearCrossEntropy", self.bias, self.use_bias, False)
         axes = loss_param_axes(self.sharding)
         params = {}
-        for name, shape in loss_param_shapes(self.hidden_size, self.vocab_size, bias=self.bias).items():
+        for name, shape in loss_param_shapes(self.hidden_size, self.vocab_size, bias=bias).items():
             init = self.kernel_init if name == "weight" else self.bias_init
             params[name] = self.param(
                 name, nn.with_partitioning(init, axes[name]) if axes else init, shape, self.param_dtype

@@ -22,7 +22,7 @@ from tiled_jax.core.loops import Body, for_each, vary_over, varying, varying_of
 from tiled_jax.core.own_tokens import Split
 from tiled_jax.core.products import product, wide
 from tiled_jax.loss import math as loss_math
-from tiled_jax.loss.math import Labels, Part, Rules, Slopes, Statistics
+from tiled_jax.loss.math import Coefficients, Labels, Part, Rules, Statistics
 from tiled_jax.loss.steps import XLA, LossSteps
 
 Arrays = dict[str, jax.Array]
@@ -55,7 +55,7 @@ class LossCall:
 
     @property
     def in_forward(self) -> bool:
-        """Whether gradients are computed with the loss: a log-sum-exp over several parts is known too late for it."""
+        """Return whether gradients are computed with the loss: a log-sum-exp over several parts is known too late for it."""
         return self.rules.gradients_with_loss and len(self.parts) == 1
 
     def on_device(self, tokens: int, entries: int, axes: tuple[str, ...]) -> "LossCall":
@@ -81,18 +81,22 @@ def forward(
     backends.record_run(NAME, call.steps.backend)
     setting = _Setting.of(call, x, w, fixed)
 
-    def shard(start: Any, size: int, given: _Given, carry: tuple[Arrays, Arrays]) -> tuple[Arrays, Arrays]:
+    def shard(start: Any, size: int, given: _ShardTokens, carry: tuple[Arrays, Arrays]) -> tuple[Arrays, Arrays]:
         numbers, gradients = carry
         x_shard, labels = given.x, setting.labelled(given.targets)
         found, dlogits = _statistics(call, setting, x_shard, labels, gradient=bool(gradients), unit=unit)
-        values = loss_math.values(call.rules, labels, found, setting.class_total) | {"weight": labels.weight}
+        values = loss_math.values(call.rules, labels, found, setting.class_total) | {
+            "weight": jnp.nan_to_num(labels.weight)
+        }
         numbers = setting.with_rows(call, numbers, values, start)
         if gradients:
-            gradients = _with_shard(call, setting, gradients, _Shard(start, x_shard, labels, found, dlogits=dlogits))
+            gradients = _with_shard(
+                call, setting, gradients, _LossShard(start, x_shard, labels, found, dlogits=dlogits)
+            )
         return numbers, gradients
 
     carry = setting.numbers(x, names), setting.zeros(x, w, wanted)
-    return _for_each_shard(call, _Given(x, setting.targets), shard, carry)
+    return _for_each_shard(call, _ShardTokens(x, setting.targets), shard, carry)
 
 
 def tangents(
@@ -108,7 +112,7 @@ def tangents(
     moved_part = _parts(call, {name: a.astype(x.dtype) for name, a in (zeros | of_w).items()}, None)
     axes = setting.axes | varying_of(t.values())
 
-    def shard(start: Any, size: int, given: _Given, carry: Arrays) -> Arrays:
+    def shard(start: Any, size: int, given: _ShardTokens, carry: Arrays) -> Arrays:
         at, of_x = given.numbers, given.more
         labels, found = setting.labelled(given.targets), _whole(at)
         lse = loss_math.log_sum_exp(call.rules, found)
@@ -118,10 +122,10 @@ def tangents(
             logits, of_logits = loss_math.logits_of(given.x, own), _tangent_of_logits(given.x, of_x, own, moved, of_w)
             out = {}
             for name, total in sums.items():
-                slope = loss_math.slopes(call.rules, labels, lse, setting.class_total, {name: jnp.ones_like(lse)})
-                size = loss_math.size_of_gradients(call.rules, slope, setting.class_weight)
-                slope = jax.tree.map(lambda a, size=size: a / size, slope)
-                d = call.steps.gradient(call.rules, logits, own, labels, found, slope, at.get("entropy"))
+                k = loss_math.coefficients(call.rules, labels, lse, setting.class_total, {name: jnp.ones_like(lse)})
+                size = loss_math.size_of_gradients(call.rules, k, setting.class_weight)
+                k = jax.tree.map(lambda a, size=size: a / size, k)
+                d = call.steps.gradient(call.rules, logits, own, labels, found, k, at.get("entropy"))
                 out[name] = total + vary_over(jnp.sum(d.astype(of_logits.dtype) * of_logits, axis=1) * size, axes)
             return out
 
@@ -131,7 +135,7 @@ def tangents(
             sums = lax.psum(sums, call.axis)
         return setting.with_rows(call, carry, sums, start)
 
-    given = _Given(x, setting.targets, numbers, t.get("x"))
+    given = _ShardTokens(x, setting.targets, numbers, t.get("x"))
     return _for_each_shard(call, given, shard, setting.numbers(x, names))
 
 
@@ -156,48 +160,48 @@ def backward(
     found = _whole(numbers)
     lse = loss_math.log_sum_exp(call.rules, found)
     g = {name: jnp.broadcast_to(d, lse.shape) for name, d in g.items()}
-    slope = loss_math.slopes(call.rules, setting.labelled(setting.targets), lse, setting.class_total, g)
-    sigma = of_all(call, loss_math.size_of_gradients(call.rules, slope, setting.class_weight))
-    slope = jax.tree.map(lambda a: a / sigma, slope)
+    k = loss_math.coefficients(call.rules, setting.labelled(setting.targets), lse, setting.class_total, g)
+    sigma = of_all(call, loss_math.size_of_gradients(call.rules, k, setting.class_weight))
+    k = jax.tree.map(lambda a: a / sigma, k)
 
-    def shard(start: Any, size: int, given: _Given, gradients: Arrays) -> Arrays:
-        at, of_slope = given.numbers
+    def shard(start: Any, size: int, given: _ShardTokens, gradients: Arrays) -> Arrays:
+        at, of_rows = given.numbers
         labels, found = setting.labelled(given.targets), _whole(at)
-        of = _Shard(start, given.x, labels, found, slope=of_slope, entropy=at.get("entropy"), sigma=sigma)
+        of = _LossShard(start, given.x, labels, found, k=of_rows, entropy=at.get("entropy"), sigma=sigma)
         return _with_shard(call, setting, gradients, of)
 
-    given = _Given(x, setting.targets, (numbers, slope))
+    given = _ShardTokens(x, setting.targets, (numbers, k))
     gradients = _for_each_shard(call, given, shard, setting.zeros(x, w, wanted))
     return {name: a if name == "x" else a * sigma for name, a in gradients.items()}
 
 
 def _whole(numbers: Arrays) -> Statistics:
     """Return the statistics over the whole vocabulary, as far as backward knows them."""
-    return Statistics(numbers["best"], numbers["total"], target=numbers["best"], weighted=None, spread=None)
+    return Statistics(numbers["top"], numbers["total"], target=numbers["top"], weighted=None, moment=None)
 
 
-class _Shard(NamedTuple):
-    """The parts that the gradients of one shard are made of: `dlogits` where they are there, else of the slopes."""
+class _LossShard(NamedTuple):
+    """The parts that the gradients of one shard are made of: `dlogits` where they are there, else of the coefficients."""
 
     start: Any
     x: jax.Array
     labels: Labels
     found: Statistics
     dlogits: jax.Array | None = None
-    slope: Slopes | None = None
+    k: Coefficients | None = None
     entropy: jax.Array | None = None
     sigma: jax.Array | int = 1
 
 
-def _with_shard(call: LossCall, setting: "_Setting", gradients: Arrays, of: _Shard) -> Arrays:
+def _with_shard(call: LossCall, setting: "_Setting", gradients: Arrays, of: _LossShard) -> Arrays:
     """Return the gradients with what a shard adds: its rows of dx, written once, and its share of the sums over tokens."""
 
     def part(first: Any, entries: int, sums: Arrays) -> Arrays:
         own, dlogits = setting.part(first, entries), of.dlogits
         if dlogits is None:
-            assert of.slope is not None
+            assert of.k is not None
             logits = loss_math.logits_of(of.x, own)
-            dlogits = call.steps.gradient(call.rules, logits, own, of.labels, of.found, of.slope, of.entropy)
+            dlogits = call.steps.gradient(call.rules, logits, own, of.labels, of.found, of.k, of.entropy)
         d = loss_math.operand_gradients(of.x, dlogits, own, tuple(sums))
         return {name: added(name, value, vary_over(d[name], setting.axes), first) for name, value in sums.items()}
 
@@ -324,8 +328,8 @@ def _statistics(
         # Every reader of the logits but one done, their gradient is written over them.
         logits, after = barrier((logits, found))
         lse = loss_math.log_sum_exp(rules, after)
-        slope = loss_math.slopes_of_losses(rules, labels, lse, setting.class_total, unit)
-        return found, steps.gradient(rules, logits, own, labels, after, slope, None)
+        k = loss_math.loss_coefficients(rules, labels, lse, setting.class_total, unit)
+        return found, steps.gradient(rules, logits, own, labels, after, k, None)
     if len(call.parts) == 1:
         return reduced(of(0, whole)), None
 
@@ -337,7 +341,7 @@ def _statistics(
     return reduced(for_each(call.parts, Body(part, _after_all), jax.tree.map(vary, none))), None
 
 
-class _Given(NamedTuple):
+class _ShardTokens(NamedTuple):
     """The tokens of one shard."""
 
     x: jax.Array
@@ -346,7 +350,9 @@ class _Given(NamedTuple):
     more: Any = None  # further rows [t, H]
 
 
-def _for_each_shard(call: LossCall, given: _Given, run: Callable[[Any, int, _Given, Any], Any], carry: Any) -> Any:
+def _for_each_shard(
+    call: LossCall, given: _ShardTokens, run: Callable[[Any, int, _ShardTokens, Any], Any], carry: Any
+) -> Any:
     """carry = run(start, size, what the shard is given, carry) for every shard, gathered where devices split the tokens."""
 
     tokens = call.tokens
@@ -354,7 +360,7 @@ def _for_each_shard(call: LossCall, given: _Given, run: Callable[[Any, int, _Giv
         body = Body(lambda start, size, carry: run(start, size, _cut(given, start, size), carry), _after_all)
         return for_each(call.plan, body, carry)
 
-    def fetch(start: Any, size: int) -> _Given:
+    def fetch(start: Any, size: int) -> _ShardTokens:
         own = _cut(given, start, size)
         numbers, structure = jax.tree.flatten(own.numbers)
         if not numbers:
@@ -362,7 +368,7 @@ def _for_each_shard(call: LossCall, given: _Given, run: Callable[[Any, int, _Giv
         more = tokens.gather(own.more)
         together = jnp.stack([tokens.differing(a) for a in numbers], axis=1)  # one collective instead of one each
         x, targets, together = tokens.gather((own.x, own.targets, together))
-        return _Given(x, targets, jax.tree.unflatten(structure, list(together.T)), more)
+        return _ShardTokens(x, targets, jax.tree.unflatten(structure, list(together.T)), more)
 
     gathered = Body(lambda start, size, state: run(start, size, *state), _after_all)
     return for_each_gathered(call.plan, call.plan.tokens, fetch, gathered, gathered, carry)

@@ -1,6 +1,6 @@
 """The formulas of one shard of tokens over one part of the vocabulary, forward and backward. No loops, no plans.
 
-Letters: t tokens of the shard, H hidden, V vocabulary, v entries of the part; p, ω, A, B, C as in
+Letters: t tokens of the shard, H hidden, V vocabulary, v entries of the part; z, lse, nll, p, ω, A, B, C, D as in
 `shared_specs/README.md`. Logits and their gradient have the dtype of x; everything between is `wide`, and so is every
 number per token. The log-sum-exp is kept as top + log(total): what is near the largest logit keeps its digits.
 """
@@ -32,7 +32,7 @@ class Rules:
 
     @property
     def gradients_with_loss(self) -> bool:
-        """Whether one upstream number scales every gradient of logits of this dtype, and nothing else is waited for."""
+        """Return whether one upstream number scales every gradient of logits of this dtype, and nothing else is waited for."""
         return self.options.gradients_with_loss(self.dtype)
 
 
@@ -40,7 +40,7 @@ class Part(NamedTuple):
     """A run of the vocabulary: its first entry, weight [H, v] (None where logits are given), and bias [v] and class
     weights [v] where there are any. Columns of weight and bias behind the first `entries` are padding; None: none is."""
 
-    first: Any
+    start: Any
     weight: jax.Array | None
     bias: jax.Array | None
     class_weight: jax.Array | None
@@ -48,48 +48,52 @@ class Part(NamedTuple):
 
 
 class Labels(NamedTuple):
-    """Every token's target and weight, known before its logits, all [t]: `wrong` is neither in [0, V) nor ignored, `weight`
-    is ω of the target and 0 where ignored."""
+    """The labels of each token, [t] each.
+
+    target: the entry, 0 where there is none. counted: 1, 0 where ignored, NaN where the target does not exist.
+    weight: class weight of the target, times counted.
+    """
 
     target: jax.Array
-    valid: jax.Array
-    wrong: jax.Array
+    counted: jax.Array
     weight: jax.Array
 
 
 class Statistics(NamedTuple):
-    """Sums over a part of the vocabulary, all [t]; two parts make one (`merge`), and so do devices (`reduce_over`).
+    """Sums over the logits z of a part of the vocabulary, all [t]; two parts make one (`merge`), and so do devices
+    (`reduce_over`).
 
-    Logits are compared before anything bends them, so that the target's is equal to the largest where it is that one.
+    top and target are the logits that z is of, negated where logit_scale is negative: compared before anything bends them,
+    the target's is equal to the largest where it is that one.
     """
 
-    best: jax.Array  # the largest logit (a negative logit_scale: of the negated ones); `top` is z of it
+    top: jax.Array  # the largest
     total: jax.Array  # Σ exp(z - top)
-    target: jax.Array  # likewise the logit of the target, 0 where another part has it
+    target: jax.Array  # of the target, 0 where another part has it
     weighted: jax.Array | None  # Σ ω z, for smoothing
-    spread: jax.Array | None  # Σ exp(z - top) (z - top), for the entropy
+    moment: jax.Array | None  # Σ exp(z - top) (z - top), for the entropy
 
 
-class Slopes(NamedTuple):
-    """A, B, C and g_h of the gradient of z, all [t]; g_h where the entropy has a gradient."""
+class Coefficients(NamedTuple):
+    """dz = A p - B [target] - C ω - D p (log p + entropy), [t] each; C, D None where they are zero."""
 
-    pull: jax.Array
-    hit: jax.Array
-    share: jax.Array | None
-    entropy: jax.Array | None
+    a: jax.Array
+    b: jax.Array
+    c: jax.Array | None
+    d: jax.Array | None
 
 
 def make_labels(rules: Rules, targets: jax.Array, class_weight: jax.Array | None, dtype: jnp.dtype) -> Labels:
     """Return the labels of targets [t], class weights [V] given whole."""
     valid = targets != rules.options.ignore_index
-    wrong = valid & ((targets < 0) | (targets >= rules.vocab))
-    weight = valid.astype(dtype)
-    if class_weight is not None:
-        weight = weight * class_weight.astype(dtype)[jnp.clip(targets, 0, rules.vocab - 1)]
-    return Labels(targets, valid, wrong, weight)
+    exists = (targets >= 0) & (targets < rules.vocab)
+    target = jnp.where(valid & exists, targets, 0)
+    counted = jnp.where(valid & ~exists, jnp.nan, valid.astype(dtype))
+    weight = counted if class_weight is None else counted * class_weight.astype(dtype)[target]
+    return Labels(target, counted, weight)
 
 
-def scores(rules: Rules, logits: jax.Array) -> tuple[jax.Array, jax.Array | float]:
+def transform(rules: Rules, logits: jax.Array) -> tuple[jax.Array, jax.Array | float]:
     """z and dz/dlogits of logits [t, v], which are in the wide dtype."""
     scale, cap = rules.options.logit_scale, rules.options.logit_softcap
     z = logits if scale == 1 else logits * scale
@@ -99,13 +103,13 @@ def scores(rules: Rules, logits: jax.Array) -> tuple[jax.Array, jax.Array | floa
     return cap * bent, scale * (1 - bent * bent)
 
 
-def score(rules: Rules, compared: jax.Array) -> jax.Array:
-    """z of what `Statistics` compares."""
-    return scores(rules, _signed(rules, compared))[0]
+def z_of(rules: Rules, compared: jax.Array) -> jax.Array:
+    """Return z of what `Statistics` compares."""
+    return transform(rules, _signed(rules, compared))[0]
 
 
 def log_sum_exp(rules: Rules, found: Statistics) -> jax.Array:
-    return score(rules, found.best) + jnp.log(found.total)
+    return z_of(rules, found.top) + jnp.log(found.total)
 
 
 def _signed(rules: Rules, logits: jax.Array) -> jax.Array:
@@ -122,106 +126,107 @@ def nothing(tokens: int, dtype: jnp.dtype, options: LossOptions) -> Statistics:
     """Return the statistics of no entries at all."""
     zeros = jnp.zeros(tokens, dtype)
     return Statistics(
-        best=jnp.full(tokens, LEAST, dtype),
+        top=jnp.full(tokens, LEAST, dtype),
         total=zeros,
         target=zeros,
         weighted=zeros if options.label_smoothing else None,
-        spread=zeros if "entropy" in options.outputs else None,
+        moment=zeros if "entropy" in options.outputs else None,
     )
 
 
-def statistics(rules: Rules, logits: jax.Array, part: Part, target: jax.Array) -> Statistics:
+def statistics(rules: Rules, logits: jax.Array, part: Part, labels: Labels) -> Statistics:
     """Return the statistics of one part from its logits [t, v]."""
+    target = labels.target
     entries, logits_wide = _entries(part, logits, target), logits.astype(wide(logits.dtype))
     real = entries < rules.vocab if rules.padded else None
     compared = _or(real, _signed(rules, logits_wide), LEAST)
     # Only a reference: every sum below is made up for it, so it has no gradient.
-    best = lax.stop_gradient(jnp.maximum(jnp.max(compared, axis=1), LEAST))
-    z, _ = scores(rules, logits_wide)
-    below = z - score(rules, best)[:, None]
+    top = lax.stop_gradient(jnp.maximum(jnp.max(compared, axis=1), LEAST))
+    z, _ = transform(rules, logits_wide)
+    below = z - z_of(rules, top)[:, None]
     weight = _or(real, jnp.exp(below), 0)
-    weighted = spread = None
+    weighted = moment = None
     if rules.options.label_smoothing:
         omega = _omega(rules, part, entries, z.dtype)
         weighted = jnp.sum(z if omega is None else omega * z, axis=1)
     if "entropy" in rules.options.outputs:
-        spread = jnp.sum(jnp.where(weight > 0, weight * below, 0), axis=1)
-    of_target = _signed(rules, _pick(logits, target - jnp.asarray(part.first, target.dtype)))
-    return Statistics(best, jnp.sum(weight, axis=1), of_target, weighted, spread)
+        moment = jnp.sum(jnp.where(weight > 0, weight * below, 0), axis=1)
+    of_target = _signed(rules, _pick(logits, target - jnp.asarray(part.start, target.dtype)))
+    return Statistics(top, jnp.sum(weight, axis=1), of_target, weighted, moment)
 
 
 def merge(rules: Rules, a: Statistics, b: Statistics) -> Statistics:
     """Return the statistics of two parts together."""
-    best = jnp.maximum(a.best, b.best)
-    added: Statistics = jax.tree.map(jnp.add, _moved(rules, a, best), _moved(rules, b, best))
-    return added._replace(best=best)
+    top = jnp.maximum(a.top, b.top)
+    added: Statistics = jax.tree.map(jnp.add, _below(rules, a, top), _below(rules, b, top))
+    return added._replace(top=top)
 
 
 def reduce_over(rules: Rules, axis: str, found: Statistics) -> Statistics:
     """Return the statistics of the whole vocabulary from those of every device's part: one maximum and one sum."""
     along = varying(lax.axis_index(axis))  # empty where arrays have no varying types
     found = jax.tree.map(lambda a: vary_over(a, along), found)
-    best = lax.stop_gradient(lax.pmax(found.best, axis))
-    sums, structure = jax.tree.flatten(_moved(rules, found, best)._replace(best=None))  # type: ignore[arg-type]
+    top = lax.stop_gradient(lax.pmax(found.top, axis))
+    sums, structure = jax.tree.flatten(_below(rules, found, top)._replace(top=None))  # type: ignore[arg-type]
     whole: Statistics = jax.tree.unflatten(structure, list(lax.psum(jnp.stack(sums), axis)))
-    return whole._replace(best=best)
+    return whole._replace(top=top)
 
 
-def _moved(rules: Rules, found: Statistics, best: jax.Array) -> Statistics:
-    """Return the same relative to a larger best."""
-    shift = score(rules, found.best) - score(rules, best)
+def _below(rules: Rules, found: Statistics, top: jax.Array) -> Statistics:
+    """Return the same relative to a larger top."""
+    shift = z_of(rules, found.top) - z_of(rules, top)
     factor = jnp.exp(shift)
-    spread = None if found.spread is None else factor * (found.spread + shift * found.total)
-    return Statistics(best, factor * found.total, found.target, found.weighted, spread)
+    moment = None if found.moment is None else factor * (found.moment + shift * found.total)
+    return Statistics(top, factor * found.total, found.target, found.weighted, moment)
 
 
 def values(rules: Rules, labels: Labels, found: Statistics, class_total: jax.Array | float) -> dict[str, jax.Array]:
     """Return the loss and every output of each token, [t]; what nobody asks for costs nothing once compiled."""
     options = rules.options
     log_total, lse = jnp.log(found.total), log_sum_exp(rules, found)
-    nll = log_total + (score(rules, found.best) - score(rules, found.target))
+    nll = log_total + (z_of(rules, found.top) - z_of(rules, found.target))
     loss = (1 - options.label_smoothing) * labels.weight * nll
     if found.weighted is not None:
         loss += options.label_smoothing / rules.vocab * (class_total * lse - found.weighted)
     if options.z_loss:
         loss += options.z_loss * lse * lse
-    nan, dtype = jnp.nan, loss.dtype
+    ignored = labels.counted == 0
     out = {
-        "loss": jnp.where(labels.wrong, nan, jnp.where(labels.valid, loss, 0)),
-        "log_probs": jnp.where(labels.wrong, nan, jnp.where(labels.valid, -nll, 0)),
+        "loss": jnp.where(ignored, 0, loss),
+        "log_probs": jnp.where(ignored, 0, -nll * labels.counted),
         "lse": lse,
-        "accuracy": ((found.target == found.best) & labels.valid & ~labels.wrong).astype(dtype),
-        "best": found.best,
+        "accuracy": jnp.where(found.target == found.top, labels.counted, 0),
+        "top": found.top,
         "total": found.total,
     }
-    if found.spread is not None:
-        out["entropy"] = log_total - found.spread / found.total
+    if found.moment is not None:
+        out["entropy"] = log_total - found.moment / found.total
     return out
 
 
-def slopes(
+def coefficients(
     rules: Rules, labels: Labels, lse: jax.Array, class_total: jax.Array | float, g: dict[str, jax.Array]
-) -> Slopes:
+) -> Coefficients:
     """Return the coefficients of every token [t] for upstream gradients g per token of loss, log_probs, lse and entropy."""
     options, zero = rules.options, jnp.zeros_like(lse)
     smooth = options.label_smoothing
-    g_loss = jnp.where(labels.valid, g["loss"], 0) if "loss" in g else zero
-    g_log_probs = jnp.where(labels.valid, g["log_probs"], 0) if "log_probs" in g else zero
-    hit = g_loss * (1 - smooth) * labels.weight - g_log_probs
-    pull = hit + g_loss * (smooth / rules.vocab * class_total + 2 * options.z_loss * lse)
-    return Slopes(
-        pull=pull + g["lse"] if "lse" in g else pull,
-        hit=hit,
-        share=g_loss * (smooth / rules.vocab) if smooth else None,
-        entropy=g.get("entropy"),
+    g_loss = jnp.where(labels.counted == 0, 0, g["loss"]) if "loss" in g else zero
+    g_log_probs = jnp.where(labels.counted == 0, 0, g["log_probs"]) if "log_probs" in g else zero
+    b = g_loss * (1 - smooth) * labels.weight - g_log_probs
+    a = b + g_loss * (smooth / rules.vocab * class_total + 2 * options.z_loss * lse)
+    return Coefficients(
+        a=a + g["lse"] if "lse" in g else a,
+        b=b,
+        c=g_loss * (smooth / rules.vocab) if smooth else None,
+        d=g.get("entropy"),
     )
 
 
-def slopes_of_losses(
+def loss_coefficients(
     rules: Rules, labels: Labels, lse: jax.Array, class_total: jax.Array | float, size: jax.Array | float = 1
-) -> Slopes:
+) -> Coefficients:
     """Return the coefficients of the sum of the losses, divided by `size`."""
-    return slopes(rules, labels, lse, class_total, {"loss": jnp.ones_like(lse) / size})
+    return coefficients(rules, labels, lse, class_total, {"loss": jnp.ones_like(lse) / size})
 
 
 def size_of_losses(
@@ -231,18 +236,18 @@ def size_of_losses(
     two.
     """
     without_lse = jnp.zeros_like(labels.weight)
-    return size_of_gradients(rules, slopes_of_losses(rules, labels, without_lse, class_total), class_weight)
+    return size_of_gradients(rules, loss_coefficients(rules, labels, without_lse, class_total), class_weight)
 
 
-def size_of_gradients(rules: Rules, found: Slopes, class_weight: jax.Array | None) -> jax.Array:
+def size_of_gradients(rules: Rules, k: Coefficients, class_weight: jax.Array | None) -> jax.Array:
     """Return []: a power of two near the largest gradient in the logits that finite ones of these coefficients give; near 1
     for none.
 
     Dividing gradients by it and multiplying by it later rounds nothing, and what is stored in between is near 1, where
     float16 has most of its digits.
     """
-    share = found.share if found.share is None or class_weight is None else found.share * jnp.max(jnp.abs(class_weight))
-    parts = [jnp.abs(a) for a in (found.pull, found.hit, share, found.entropy) if a is not None]
+    c = k.c if k.c is None or class_weight is None else k.c * jnp.max(jnp.abs(class_weight))
+    parts = [jnp.abs(a) for a in (k.a, k.b, c, k.d) if a is not None]
     sizes = lax.stop_gradient([jnp.max(jnp.where(jnp.isfinite(a), a, 0), initial=0) for a in parts])
     size, limits = jnp.max(jnp.stack(sizes)), jnp.finfo(sizes[0].dtype)
     size = jnp.where(size == 0, 1, size * (abs(rules.options.logit_scale) or 1))
@@ -250,28 +255,27 @@ def size_of_gradients(rules: Rules, found: Slopes, class_weight: jax.Array | Non
     return jnp.ldexp(jnp.ones_like(size), exponent - 1)
 
 
-def logit_gradients(
+def gradient(
     rules: Rules,
     logits: jax.Array,
     part: Part,
     labels: Labels,
     found: Statistics,
-    slope: Slopes,
+    k: Coefficients,
     entropy: jax.Array | None,
 ) -> jax.Array:
-    """Return the gradient [t, v] of the logits, in their dtype. `found`: best and total over the whole vocabulary."""
-    z, bend = scores(rules, logits.astype(wide(logits.dtype)))
+    """Return the gradient [t, v] of the logits, in their dtype. `found`: top and total over the whole vocabulary."""
+    z, slope = transform(rules, logits.astype(wide(logits.dtype)))
     entries = _entries(part, logits, labels.target)
-    log_p = z - score(rules, found.best)[:, None] - jnp.log(found.total)[:, None]
-    p = jnp.exp(log_p)
-    pull = jnp.where(labels.wrong, jnp.nan, slope.pull)[:, None]
-    if slope.entropy is not None and entropy is not None:
-        pull = pull - slope.entropy[:, None] * jnp.where(p > 0, log_p + entropy[:, None], 0)
-    d = p * pull - jnp.where(labels.target[:, None] == entries, slope.hit[:, None], 0)
-    if slope.share is not None:
+    log_p = z - z_of(rules, found.top)[:, None] - jnp.log(found.total)[:, None]
+    p, factor = jnp.exp(log_p), k.a[:, None]
+    if k.d is not None and entropy is not None:
+        factor = factor - k.d[:, None] * jnp.where(p > 0, log_p + entropy[:, None], 0)
+    dz = p * factor - jnp.where(labels.target[:, None] == entries, k.b[:, None], 0)
+    if k.c is not None:
         omega = _omega(rules, part, entries, z.dtype)
-        d -= slope.share[:, None] if omega is None else slope.share[:, None] * omega
-    return _or(entries < rules.vocab if rules.padded else None, d * bend, 0).astype(logits.dtype)
+        dz -= k.c[:, None] if omega is None else k.c[:, None] * omega
+    return _or(entries < rules.vocab if rules.padded else None, dz * slope, 0).astype(logits.dtype)
 
 
 def operand_gradients(x: jax.Array, dlogits: jax.Array, part: Part, wanted: tuple[str, ...]) -> dict[str, jax.Array]:
@@ -287,19 +291,19 @@ def operand_gradients(x: jax.Array, dlogits: jax.Array, part: Part, wanted: tupl
 
 
 def with_columns(a: jax.Array, columns: int) -> jax.Array:
-    """a [..., v] with zeros behind its columns, so that there are `columns`."""
+    """Return a [..., v] with zeros behind its columns, so that there are `columns`."""
     behind = columns - a.shape[-1]
     return jnp.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, behind)]) if behind else a
 
 
 def without_columns(a: jax.Array, columns: int | None) -> jax.Array:
-    """a [..., v] without what is behind its first `columns`; None: as it is."""
+    """Return a [..., v] without what is behind its first `columns`; None: as it is."""
     return a if columns is None or columns == a.shape[-1] else a[..., :columns]
 
 
 def _entries(part: Part, logits: jax.Array, target: jax.Array) -> jax.Array:
     """Return [1, v]: which entry of the vocabulary a column is."""
-    return (jnp.asarray(part.first, target.dtype) + jnp.arange(logits.shape[1], dtype=target.dtype))[None, :]
+    return (jnp.asarray(part.start, target.dtype) + jnp.arange(logits.shape[1], dtype=target.dtype))[None, :]
 
 
 def _or(real: jax.Array | None, a: jax.Array, padding: float) -> jax.Array:

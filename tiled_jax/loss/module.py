@@ -11,7 +11,7 @@ from jax.nn.initializers import Initializer
 from shared_specs.config import JAX, LossOptions, Tiling
 from shared_specs.loss import checks as loss_checks
 from tiled_jax.core.arrays import array, operands
-from tiled_jax.core.params import Sharding, check_dtypes, init_bias, init_weight
+from tiled_jax.core.params import Sharding, check_dtypes, check_precision, chosen_bias, init_bias, init_weight
 from tiled_jax.loss.params import loss_param_axes, loss_param_shapes, make_loss_config
 from tiled_jax.tile.module_state import check_module_rngs
 
@@ -26,10 +26,12 @@ class TiledLinearCrossEntropy(nnx.Module):
             variables of the module that no gradient or optimizer of nnx.Param reaches.
         dtype: of the computation; None is what x and the parameters promote to, as in nnx.Linear.
         param_dtype: of the parameters. float32 beside a 16-bit dtype are master weights with float32 gradients.
-        rngs: its `params` stream draws the weight, then the bias.
+        rngs: its `params` stream draws the weight, then the bias. Required.
         kernel_init, bias_init: initialisers, as nnx.Linear takes them.
         sharding: mesh axes of the (hidden, vocab) dims, such as (None, "tp"), kept as the parameters' sharding metadata.
             Making a module with it needs a mesh (`jax.set_mesh`), without it none.
+        use_bias: Flax's name for bias; None leaves it to bias.
+        precision: None or lax.Precision.HIGHEST, which products have anyway.
     Parameters are `weight` [H, V] and, with bias, `bias` [V].
     Raises:
         SpecError, TypeError, UnsupportedError: as `tiled_linear_cross_entropy`, at construction.
@@ -52,15 +54,19 @@ class TiledLinearCrossEntropy(nnx.Module):
         backend: str = "auto",
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
-        rngs: nnx.Rngs,
+        rngs: nnx.Rngs | None = None,
         kernel_init: Initializer = init_weight,
         bias_init: Initializer = init_bias,
         sharding: Sharding | None = None,
+        use_bias: bool | None = None,
+        precision: Any = None,
     ) -> None:
+        bias = chosen_bias("TiledLinearCrossEntropy", bias, use_bias, False)
         shapes = loss_param_shapes(hidden_size, vocab_size, bias=bias)
         config = make_loss_config(loss, num_shards, tiling, backend)
         check_dtypes("TiledLinearCrossEntropy", dtype, param_dtype)
-        check_module_rngs("TiledLinearCrossEntropy", rngs)
+        check_precision("TiledLinearCrossEntropy", precision)
+        rngs = check_module_rngs("TiledLinearCrossEntropy", rngs)
         axes, inits = loss_param_axes(sharding), {"weight": kernel_init, "bias": bias_init}
         for name, shape in shapes.items():
             metadata: dict[str, Any] = {"out_sharding": axes[name]} if axes else {}

@@ -56,6 +56,7 @@ def loss_param_shapes(hidden_size: int, vocab_size: int, *, bias: bool) -> dict[
     """Name -> shape of every parameter."""
     checks.check_sizes(_NAME, {"hidden_size": hidden_size, "vocab_size": vocab_size})
     checks.check_flags(_NAME, bias=bias)
+    hidden_size, vocab_size = int(hidden_size), int(vocab_size)
     return {"weight": (hidden_size, vocab_size)} | ({"bias": (vocab_size,)} if bias else {})
 
 

@@ -18,7 +18,7 @@ from tiled_jax.core.linear_call import Arrays, Saved, differentiable
 from tiled_jax.core.loops import Like, gradient_of, upstream_of
 from tiled_jax.core.products import wide
 from tiled_jax.loss import math as loss_math
-from tiled_jax.loss.api import check_targets, linear_cross_entropy
+from tiled_jax.loss.api import as_labels, check_targets, linear_cross_entropy
 from tiled_jax.loss.math import Part, Rules, Statistics
 
 
@@ -123,7 +123,7 @@ def vocab_parallel_cross_entropy(
     """
     name = "vocab_parallel_cross_entropy"
     logits = array(name, "vocab_parallel_logits", vocab_parallel_logits)
-    target = array(name, "target", target)
+    target = as_labels(array(name, "target", target))
     options = LossOptions(label_smoothing=label_smoothing, reduction="none")
     loss_checks.check_loss_options(name, options)
     loss_checks.check_vocab_parallel_logits(name, operand(logits), operand(target))
@@ -132,7 +132,7 @@ def vocab_parallel_cross_entropy(
     check_targets(name, target, vocab, options.ignore_index)
     rules = Rules(options=options, vocab=vocab, padded=vocab < local * lax.axis_size(axis_name))
     operands = {"logits": logits.reshape(-1, local), "target": target.reshape(-1)}
-    return _logits_loss(_Call(rules, axis_name), operands)["loss"].reshape(target.shape)
+    return _logits_loss(_LogitsCall(rules, axis_name), operands)["loss"].reshape(target.shape)
 
 
 def _vocab(function: str, vocab_size: int | None, local: int, axis_name: str) -> int:
@@ -142,7 +142,7 @@ def _vocab(function: str, vocab_size: int | None, local: int, axis_name: str) ->
 
 
 @dataclass(frozen=True)
-class _Call:
+class _LogitsCall:
     rules: Rules
     axis: str
 
@@ -151,41 +151,41 @@ class _LogitsRules:
     """The loss of logits [T, V / R]; the derivatives need the logits, and two numbers per token."""
 
     @staticmethod
-    def forward(call: _Call, operands: Arrays) -> Arrays:
+    def forward(call: _LogitsCall, operands: Arrays) -> Arrays:
         return _LogitsRules.save(call, operands, ())[0]
 
     @staticmethod
-    def save(call: _Call, operands: Arrays, wanted: tuple[str, ...]) -> tuple[Arrays, Saved]:
+    def save(call: _LogitsCall, operands: Arrays, wanted: tuple[str, ...]) -> tuple[Arrays, Saved]:
         logits, target = operands["logits"], operands["target"]
         labels = loss_math.make_labels(call.rules, target, None, wide(logits.dtype))
-        found = loss_math.statistics(call.rules, logits, _part(call, logits), target)
+        found = loss_math.statistics(call.rules, logits, _part(call, logits), labels)
         found = loss_math.reduce_over(call.rules, call.axis, found)
         losses = loss_math.values(call.rules, labels, found, call.rules.vocab)["loss"]
-        return {"loss": losses}, Saved(operands | {"best": found.best, "total": found.total})
+        return {"loss": losses}, Saved(operands | {"top": found.top, "total": found.total})
 
     @staticmethod
-    def tangents(call: _Call, saved: Saved, t: Arrays, results: tuple[str, ...]) -> Arrays:
+    def tangents(call: _LogitsCall, saved: Saved, t: Arrays, results: tuple[str, ...]) -> Arrays:
         one = jnp.ones_like(saved.arrays["total"])
-        own = jnp.sum(_slopes(call, saved, one).astype(one.dtype) * t["logits"].astype(one.dtype), axis=-1)
+        own = jnp.sum(_logit_gradients(call, saved, one).astype(one.dtype) * t["logits"].astype(one.dtype), axis=-1)
         return {"loss": lax.psum(own, call.axis)}
 
     @staticmethod
-    def gradients(call: _Call, saved: Saved, g: Arrays, wanted: tuple[str, ...]) -> Arrays:
-        d = _slopes(call, saved, upstream_of(call.axis, g["loss"]))
+    def gradients(call: _LogitsCall, saved: Saved, g: Arrays, wanted: tuple[str, ...]) -> Arrays:
+        d = _logit_gradients(call, saved, upstream_of(call.axis, g["loss"]))
         return {"logits": gradient_of(Like.of(saved.arrays["logits"]), d)}
 
 
-def _slopes(call: _Call, saved: Saved, upstream: jax.Array) -> jax.Array:
+def _logit_gradients(call: _LogitsCall, saved: Saved, upstream: jax.Array) -> jax.Array:
     """Return the derivative of each token's loss in this device's logits, times `upstream`."""
-    logits, target, best, total = (saved.arrays[name] for name in ("logits", "target", "best", "total"))
+    logits, target, top, total = (saved.arrays[name] for name in ("logits", "target", "top", "total"))
     labels = loss_math.make_labels(call.rules, target, None, wide(logits.dtype))
-    found = Statistics(best, total, target=best, weighted=None, spread=None)
+    found = Statistics(top, total, target=top, weighted=None, moment=None)
     lse = loss_math.log_sum_exp(call.rules, found)
-    slope = loss_math.slopes(call.rules, labels, lse, call.rules.vocab, {"loss": upstream})
-    return loss_math.logit_gradients(call.rules, logits, _part(call, logits), labels, found, slope, None)
+    k = loss_math.coefficients(call.rules, labels, lse, call.rules.vocab, {"loss": upstream})
+    return loss_math.gradient(call.rules, logits, _part(call, logits), labels, found, k, None)
 
 
-def _part(call: _Call, logits: jax.Array) -> Part:
+def _part(call: _LogitsCall, logits: jax.Array) -> Part:
     """Return this device's entries."""
     return Part(lax.axis_index(call.axis) * logits.shape[-1], None, None, None)
 

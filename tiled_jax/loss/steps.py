@@ -11,7 +11,7 @@ import jax
 
 from tiled_jax.core.linear_call import barrier
 from tiled_jax.loss import math as loss_math
-from tiled_jax.loss.math import Labels, Part, Rules, Slopes, Statistics
+from tiled_jax.loss.math import Coefficients, Labels, Part, Rules, Statistics
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class LossSteps:
 
     def statistics(self, rules: Rules, logits: jax.Array, part: Part, labels: Labels) -> Statistics:
         """Return statistics of the part, of every row."""
-        return loss_math.statistics(rules, logits, part, labels.target)
+        return loss_math.statistics(rules, logits, part, labels)
 
     def gradient(
         self,
@@ -39,11 +39,11 @@ class LossSteps:
         part: Part,
         labels: Labels,
         found: Statistics,
-        slope: Slopes,
+        k: Coefficients,
         entropy: jax.Array | None,
     ) -> jax.Array:
-        """dlogits. found: best and total over the whole vocabulary."""
-        return loss_math.logit_gradients(rules, logits, part, labels, found, slope, entropy)
+        """dlogits. found: top and total over the whole vocabulary."""
+        return loss_math.gradient(rules, logits, part, labels, found, k, entropy)
 
     def statistics_and_gradient(
         self,
@@ -58,8 +58,8 @@ class LossSteps:
         found = self.statistics(rules, logits, part, labels)
         # Every reader of the logits but one done, their gradient is written over them.
         logits, after = barrier((logits, found))
-        slope = loss_math.slopes_of_losses(rules, labels, loss_math.log_sum_exp(rules, after), class_total, size)
-        return found, self.gradient(rules, logits, part, labels, after, slope, None)
+        k = loss_math.loss_coefficients(rules, labels, loss_math.log_sum_exp(rules, after), class_total, size)
+        return found, self.gradient(rules, logits, part, labels, after, k, None)
 
 
 XLA = LossSteps()

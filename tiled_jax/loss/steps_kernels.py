@@ -11,7 +11,7 @@ from tiled_jax.core.loops import vary_over, varying_of
 from tiled_jax.core.mosaic import differentiated_as, interpreter, takes_ref
 from tiled_jax.loss import math as loss_math
 from tiled_jax.loss.kernels import cross_entropy
-from tiled_jax.loss.math import Labels, Part, Rules, Slopes, Statistics
+from tiled_jax.loss.math import Coefficients, Labels, Part, Rules, Statistics
 from tiled_jax.loss.steps import XLA, LossSteps
 
 
@@ -51,20 +51,20 @@ class KernelLossSteps(LossSteps):
         part: Part,
         labels: Labels,
         found: Statistics,
-        slope: Slopes,
+        k: Coefficients,
         entropy: jax.Array | None,
     ) -> jax.Array:
         part, entries, width = _without_weight(part), _entries(part, logits), logits.shape[1]
 
         def kernel(logits: jax.Array, *of_rows: Any) -> jax.Array:
-            part, labels, found, slope, entropy = of_rows
-            columns, slopes = _columns(rules, logits, part, labels, entries), _slopes(labels, slope, entropy)
-            return self._run(cross_entropy.gradient, rules, logits, columns, slopes, found.best, found.total)
+            part, labels, found, k, entropy = of_rows
+            columns, of_rows = _columns(rules, logits, part, labels, entries), _coefficients(k, entropy)
+            return self._run(cross_entropy.gradient, rules, logits, columns, of_rows, found.top, found.total)
 
         def formula(logits: jax.Array, *of_rows: Any) -> jax.Array:
             return loss_math.with_columns(XLA.gradient(rules, logits[:, :entries], *of_rows), width)
 
-        return differentiated_as(formula, kernel)(logits, part, labels, found, slope, entropy)
+        return differentiated_as(formula, kernel)(logits, part, labels, found, k, entropy)
 
     def statistics_and_gradient(
         self,
@@ -81,11 +81,11 @@ class KernelLossSteps(LossSteps):
             logits: jax.Array, part: Part, labels: Labels, total: jax.Array, size: jax.Array
         ) -> tuple[Statistics, jax.Array]:
             zeros = jnp.zeros_like(labels.weight)
-            slopes = _slopes(labels, loss_math.slopes_of_losses(rules, labels, zeros, total, size), None)
+            k = _coefficients(loss_math.loss_coefficients(rules, labels, zeros, total, size), None)
             if rules.options.z_loss:
-                slopes = slopes._replace(of_lse=jnp.where(labels.valid, 2 * rules.options.z_loss / size, zeros))
+                k = k._replace(of_lse=labels.counted * (2 * rules.options.z_loss / size))
             columns = _columns(rules, logits, part, labels, entries)
-            found, dlogits = self._run(cross_entropy.statistics_and_gradient, rules, logits, columns, slopes)
+            found, dlogits = self._run(cross_entropy.statistics_and_gradient, rules, logits, columns, k)
             return Statistics(*found), dlogits
 
         def formula(
@@ -108,7 +108,7 @@ class KernelLossSteps(LossSteps):
 
 def _without_weight(part: Part) -> Part:
     """As arrays alone; the logits are there already."""
-    return part._replace(first=jnp.asarray(part.first, jnp.int32), weight=None, bias=None, entries=None)
+    return part._replace(start=jnp.asarray(part.start, jnp.int32), weight=None, bias=None, entries=None)
 
 
 def _entries(part: Part, logits: jax.Array) -> int:
@@ -118,11 +118,11 @@ def _entries(part: Part, logits: jax.Array) -> int:
 def _columns(rules: Rules, logits: jax.Array, part: Part, labels: Labels, entries: int) -> cross_entropy.Columns:
     """Return the columns of logits [t, width], of which the part has the first `entries`."""
     (rows, width), weight = logits.shape, part.class_weight
-    column = labels.target - part.first.astype(labels.target.dtype)
+    column = labels.target - part.start.astype(labels.target.dtype)
     here = (column >= 0) & (column < entries)
     real = None
     if rules.padded or entries < width:
-        real = jnp.broadcast_to(jnp.clip(rules.vocab - part.first, 0, entries), (rows,))
+        real = jnp.broadcast_to(jnp.clip(rules.vocab - part.start, 0, entries), (rows,))
     return cross_entropy.Columns(
         target=jnp.where(here, column, -1).astype(jnp.int32),
         real=real,
@@ -130,12 +130,7 @@ def _columns(rules: Rules, logits: jax.Array, part: Part, labels: Labels, entrie
     )
 
 
-def _slopes(labels: Labels, slope: Slopes, entropy: jax.Array | None) -> cross_entropy.RowSlopes:
-    with_entropy = slope.entropy is not None and entropy is not None
-    return cross_entropy.RowSlopes(
-        pull=jnp.where(labels.wrong, jnp.nan, slope.pull),
-        hit=slope.hit,
-        share=slope.share,
-        entropy_slope=slope.entropy if with_entropy else None,
-        entropy=entropy if with_entropy else None,
-    )
+def _coefficients(k: Coefficients, entropy: jax.Array | None) -> cross_entropy.RowCoefficients:
+    with_entropy = k.d is not None and entropy is not None
+    d, entropy = (k.d, entropy) if with_entropy else (None, None)
+    return cross_entropy.RowCoefficients(k.a, k.b, k.c, d, entropy)

@@ -126,7 +126,7 @@ class Given(NamedTuple):
 
     @property
     def weights(self) -> dict[str, jax.Array]:
-        """The weights, and the biases as b_gate, b_up and b_down."""
+        """Return the weights, and the biases as b_gate, b_up and b_down."""
         return self.w | {f"b_{name}": bias for name, bias in self.b.items()}
 
     def rows(self, call: MLPCall) -> jax.Array:
@@ -214,7 +214,7 @@ def make_call(given: Given, backend: str, axis: str | None = None) -> MLPCall:
     steps = given.steps(backend)
     if options.deterministic:
         split = None  # what adds over devices has an order of its own
-    replan = _MakePlan(given.function, given.shape, options, backends.device_kind(), steps.multiple)
+    replan = _MakeMLPPlan(given.function, given.shape, options, backends.device_kind(), steps.multiple)
     shape = given.shape
     plan = replan(shape.tokens, shape.intermediate) if axis is None else replan.gathered(lax.axis_size(axis))
     return MLPCall(
@@ -230,7 +230,7 @@ def make_call(given: Given, backend: str, axis: str | None = None) -> MLPCall:
 
 
 @dataclass(frozen=True)
-class _MakePlan:
+class _MakeMLPPlan:
     """The plan of so many tokens, and of so many columns of the weights, of one call. Static."""
 
     function: str

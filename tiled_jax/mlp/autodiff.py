@@ -25,14 +25,14 @@ class _MLPRules:
     @staticmethod
     def forward(call: MLPCall, operands: Arrays) -> Arrays:
         x, w = _x_and_weights(operands)
-        return on_own_tokens(call.split, _op(call, partial(loops.forward, call, 0)), {"x": x}, w)[0]
+        return on_own_tokens(call.split, _op(call, partial(loops.forward, call, 0)))({"x": x}, w)[0]
 
     @staticmethod
     def save(call: MLPCall, operands: Arrays, wanted: tuple[str, ...]) -> tuple[Arrays, Saved]:
         if call.token_order and set(wanted) - {"x"}:
             checks.check_deterministic_shards("tiled_mlp", call.plan)
         x, w = _x_and_weights(operands)
-        found = on_own_tokens(call.split, _op(call, partial(loops.forward, call, _kept(call, x))), {"x": x}, w)[0]
+        found = on_own_tokens(call.split, _op(call, partial(loops.forward, call, _kept(call, x))))({"x": x}, w)[0]
         # The operands as given: masters are cast again, so that no cast copy stays alive between the passes.
         return {"y": found.pop("y")}, Saved(operands | found)
 
@@ -41,20 +41,20 @@ class _MLPRules:
         x, w = _x_and_weights(saved.arrays)
         of_x = {OF + "x": t["x"]} if "x" in t else {}
         of_w = {OF + name: a for name, a in t.items() if name != "x"}
-        return on_own_tokens(call.split, _op(call, partial(loops.tangents, call)), {"x": x, **of_x}, w | of_w)[0]
+        return on_own_tokens(call.split, _op(call, partial(loops.tangents, call)))({"x": x, **of_x}, w | of_w)[0]
 
     @staticmethod
     def gradients(call: MLPCall, saved: Saved, g: Arrays, wanted: tuple[str, ...]) -> Arrays:
         x, w = _x_and_weights(saved.arrays)
         rows = {"x": x, "dy": g["y"]} | {name: saved.arrays[name] for name in PRE if name in saved.arrays}
-        of_rows, sums = on_own_tokens(call.split, _op(call, partial(loops.backward, call, wanted)), rows, w)
+        of_rows, sums = on_own_tokens(call.split, _op(call, partial(loops.backward, call, wanted)))(rows, w)
         # The types of the operands themselves: the barrier may have joined those of its own.
         found = {name: gradient_of(saved.arrays[name], d) for name, d in (of_rows | sums).items()}
         return {name: as_typed(saved.arrays[name], d) for name, d in found.items()}
 
 
 def _kept(call: MLPCall, x: jax.Array) -> Fraction | int:
-    """For which share of the last leading dim of x there is room to keep gate and up.
+    """Return the share of the last leading dim of x for which there is room to keep gate and up.
 
     Where a mesh may cut that dim the room is cut with it: a multiple of every number of parts.
     """

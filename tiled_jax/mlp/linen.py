@@ -1,5 +1,6 @@
 """`TiledMLP` as a Flax linen module: the parameters of the nnx one, and its call."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -8,7 +9,7 @@ from flax import linen as nn
 from jax.nn.initializers import Initializer
 
 from shared_specs.config import Tiling
-from tiled_jax.core.params import Sharding, check_dtypes, init_bias, init_weight
+from tiled_jax.core.params import Sharding, check_dtypes, check_precision, chosen_bias, init_bias, init_weight
 from tiled_jax.mlp.api import tiled_mlp
 from tiled_jax.mlp.params import make_config, param_axes, param_shapes
 
@@ -26,7 +27,7 @@ class TiledMLP(nn.Module):
 
     hidden_size: int
     intermediate_size: int
-    activation: str = "silu"
+    activation: str | Callable[..., Any] = "silu"
     gated: bool = True
     bias: bool = False
     fused_gate_up: bool = False
@@ -39,6 +40,8 @@ class TiledMLP(nn.Module):
     kernel_init: Initializer = init_weight
     bias_init: Initializer = init_bias
     sharding: Sharding | None = None
+    use_bias: bool | None = None
+    precision: Any = None
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -46,15 +49,11 @@ class TiledMLP(nn.Module):
         config = make_config(
             self.activation, self.gated, self.fused_gate_up, self.num_shards, self.keep, self.tiling, self.backend
         )
-        shapes = param_shapes(
-            "TiledMLP",
-            self.hidden_size,
-            self.intermediate_size,
-            gated=self.gated,
-            bias=self.bias,
-            fused_gate_up=self.fused_gate_up,
-        )
+        bias = chosen_bias("TiledMLP", self.bias, self.use_bias, False)
+        kind: dict[str, Any] = {"gated": self.gated, "bias": bias, "fused_gate_up": self.fused_gate_up}
+        shapes = param_shapes("TiledMLP", self.hidden_size, self.intermediate_size, **kind)
         check_dtypes("TiledMLP", self.dtype, self.param_dtype)
+        check_precision("TiledMLP", self.precision)
         axes = param_axes(self.sharding, fused_gate_up=self.fused_gate_up)
         params = {}
         for name, shape in shapes.items():

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from tiled_jax.core.activations import activate
 from tiled_jax.core.products import product, product_of_rows, wide
 
-Arrays = Mapping[str, jax.Array]
+ArrayMap = Mapping[str, jax.Array]
 
 
-def activated(pre: Arrays, activation: str) -> jax.Array:
+def activated(pre: ArrayMap, activation: str) -> jax.Array:
     """Return h [t, I] from gate and up, or up alone in a plain MLP."""
     dtype = pre["up"].dtype
     up = pre["up"].astype(wide(dtype))
@@ -24,7 +24,7 @@ def activated(pre: Arrays, activation: str) -> jax.Array:
     return h.astype(dtype)
 
 
-def activation_gradients(dh: jax.Array, pre: Arrays, activation: str) -> tuple[jax.Array, dict[str, jax.Array]]:
+def activation_gradients(dh: jax.Array, pre: ArrayMap, activation: str) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Return h, and dgate (where there is a gate) and dup by name, from dh: all [t, I] in the dtype of x."""
     dtype = dh.dtype
     dh = dh.astype(wide(dtype))
@@ -36,7 +36,7 @@ def activation_gradients(dh: jax.Array, pre: Arrays, activation: str) -> tuple[j
     return (act * up).astype(dtype), {"gate": dgate.astype(dtype), "up": (dh * act).astype(dtype)}
 
 
-def dx(d: Arrays, w: Arrays) -> jax.Array:
+def dx(d: ArrayMap, w: ArrayMap) -> jax.Array:
     """Return the gradient of x, from those of gate and up and their weights by the same names."""
     dtype = d["up"].dtype
     parts = [product(d[name], w[name], (1, 1), wide(dtype)) for name in d]

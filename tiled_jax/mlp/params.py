@@ -12,6 +12,7 @@ from shared_specs.config import JAX, Tiling
 from shared_specs.errors import fail
 from shared_specs.mlp import checks as mlp_checks
 from tiled_jax import backends
+from tiled_jax.core.activation_functions import activation_name
 from tiled_jax.core.params import as_computed, check_sharding
 
 
@@ -47,7 +48,7 @@ class MLPConfig:
 
 
 def make_config(
-    activation: str,
+    activation: Any,
     gated: bool,
     fused_gate_up: bool,
     num_shards: int | None,
@@ -60,6 +61,7 @@ def make_config(
     """Return the options of a module, checked when it is made and not when it is first called. function: the module, in
     messages.
     """
+    activation = activation_name(function, activation)
     options = (activation, gated, fused_gate_up, num_shards, keep, tiling, backend)
     resolved = mlp_checks.module_tiling(function, *options, names=JAX, usable=backends.usable_backends())
     return MLPConfig(activation=activation, gated=gated, fused_gate_up=fused_gate_up, tiling=resolved, backend=backend)

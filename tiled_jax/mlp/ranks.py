@@ -24,7 +24,7 @@ from tiled_jax.mlp.autodiff import run
 from tiled_jax.mlp.params import MLPConfig, make_config, param_axes, param_shapes
 from tiled_jax.tile.module_state import check_module_rngs
 
-NAME = "tensor_parallel_mlp"
+_NAME = "tensor_parallel_mlp"
 
 _init_weight, _init_bias = nnx.initializers.lecun_normal(), nnx.initializers.zeros_init()
 
@@ -77,11 +77,11 @@ def tensor_parallel_mlp(
             in_specs=(P("tp", None), P(None, "tp"), P(None, "tp"), P("tp", None)), out_specs=P("tp", None),
         )(x, w_gate, w_up, w_down)
     """
-    ranks = axis_ranks(NAME, axis_name)
-    given = check_operands(NAME, x, w_gate, w_up, w_down, biases, activation, num_shards, keep, tiling, backend)
+    ranks = axis_ranks(_NAME, axis_name)
+    given = check_operands(_NAME, x, w_gate, w_up, w_down, biases, activation, num_shards, keep, tiling, backend)
     rows = checks.flat_tokens(given.x.shape)
     sizes = sequence_tokens(
-        NAME, sequence_parallel, split_sizes, tokens=rows, ranks=ranks, rank=None, x=tuple(given.x.shape)
+        _NAME, sequence_parallel, split_sizes, tokens=rows, ranks=ranks, rank=None, x=tuple(given.x.shape)
     )
     call = make_call(given, backend, None if sizes is None else axis_name)
     x, w = given.rows(call), given.weights

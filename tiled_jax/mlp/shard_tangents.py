@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from tiled_jax.core.activations import activate
 from tiled_jax.core.products import product, wide
 
-Arrays = Mapping[str, jax.Array]
+ArrayMap = Mapping[str, jax.Array]
 
 
-def tangents(x: jax.Array, pre: Arrays, w: Arrays, activation: str, t: Arrays) -> jax.Array:
+def tangents(x: jax.Array, pre: ArrayMap, w: ArrayMap, activation: str, t: ArrayMap) -> jax.Array:
     """Return the tangent [t, H_out] of y from those of x, weights and biases by name; `pre`: gate and up, or up alone.
 
     Products take operands in the dtype of x and accumulate in float32, elementwise work is float32, as in backward.

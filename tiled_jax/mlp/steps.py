@@ -12,7 +12,7 @@ import jax
 
 from tiled_jax.core import products
 from tiled_jax.mlp import math as shard_math
-from tiled_jax.mlp.math import Arrays
+from tiled_jax.mlp.math import ArrayMap
 
 
 @dataclass(frozen=True)
@@ -31,26 +31,29 @@ class MLPSteps:
     dx = staticmethod(shard_math.dx)
     added = staticmethod(shard_math.added)
 
-    def gate_and_up(self, x: jax.Array, w: Arrays) -> dict[str, jax.Array]:
+    def gate_and_up(self, x: jax.Array, w: ArrayMap) -> dict[str, jax.Array]:
         """Return the pre-activations [t, I] that backward needs again: gate and up, or up alone in a plain MLP."""
-        names = [name for name in ("gate", "up") if f"w_{name}" in w]
-        return {name: self.linear(x, w[f"w_{name}"], w.get(f"b_{name}")) for name in names}
+        pre = {}
+        for name in ("gate", "up"):
+            if f"w_{name}" in w:
+                pre[name] = self.linear(x, w[f"w_{name}"], w.get(f"b_{name}"))
+        return pre
 
     def hidden(
-        self, x: jax.Array, w: Arrays, activation: str, *, keep: bool = False
+        self, x: jax.Array, w: ArrayMap, activation: str, *, keep: bool = False
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Return h [t, I] of one shard in the dtype of x, and with `keep` the pre-activations it was made from."""
         pre = self.gate_and_up(x, w)
         return self.activated(pre, activation), pre if keep else {}
 
     def pre_activation_gradients(
-        self, dy: jax.Array, pre: Arrays, w_down: jax.Array, activation: str
+        self, dy: jax.Array, pre: ArrayMap, w_down: jax.Array, activation: str
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Return h, and dgate and dup by name, all [t, I] in the dtype of x."""
         return self.activation_gradients(self.dx({"up": dy}, {"up": w_down}), pre, activation)
 
     def gradients(
-        self, x: jax.Array, dy: jax.Array, pre: Arrays, w: Arrays, activation: str, sums: Mapping[str, jax.Array]
+        self, x: jax.Array, dy: jax.Array, pre: ArrayMap, w: ArrayMap, activation: str, sums: Mapping[str, jax.Array]
     ) -> dict[str, jax.Array]:
         """Return for every name in `sums` the gradient of one shard: that of x in its own dtype, those of weights and
         biases added to the sums over the shards before this one (`sum_shape`).

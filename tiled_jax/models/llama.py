@@ -1,7 +1,6 @@
-"""A Llama decoder in Flax nnx whose MLP runs a shard of tokens and whose attention a block of queries at a time."""
+"""A decoder in Flax nnx whose MLP runs a shard of tokens and whose attention a block of queries at a time."""
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -9,22 +8,34 @@ import jax.numpy as jnp
 from flax import nnx
 
 from shared_specs.config import Checkpointing, Tiling
-from shared_specs.errors import UnsupportedError, error_text, fail
+from shared_specs.errors import UnsupportedError, error_text, fail, fail_type, show_shape
 from shared_specs.layers.scope import check_block_tiling, check_scope
-from tiled_jax.layers.attention import causal_attention, precision_of
+from tiled_jax.core.arrays import array
+from tiled_jax.core.products import wide
+from tiled_jax.layers.attention import BACKENDS, checked_mask, precision_of
+from tiled_jax.layers.documents import (
+    checked_documents,
+    documents_of_positions,
+    first_in_window,
+    first_keys,
+    positions_in,
+)
 from tiled_jax.layers.recompute import scan_layers
-from tiled_jax.mlp.module import TiledMLP
-from tiled_jax.models.block.function import block_layer
+from tiled_jax.models.block.function import block_layer, check_block_model
 from tiled_jax.models.config import LlamaConfig
-from tiled_jax.models.mlp import PlainMLP
-from tiled_jax.models.rope import rotary_angles, rotate
+from tiled_jax.models.layer import Angles, DecoderLayer, linear_of, mlp_of, norm_of
+from tiled_jax.models.loss import next_token_loss
+from tiled_jax.models.rope import turned_by, turning
+from tiled_jax.models.watched import Heard, watched
 
-Angles = tuple[jax.Array, jax.Array]
-DTYPES = ("float32", "bfloat16", "float16")
+DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 class Llama(nnx.Module):
-    """Next-token logits of a pre-norm decoder with rotary positions, grouped heads and a gated MLP: Llama, Mistral, Qwen2.
+    """Next-token logits of a decoder with rotary positions, grouped heads and a gated MLP: Llama and the families beside it.
+
+    These are Llama, Mistral, Qwen2, Qwen3, Gemma 2, Gemma 3 (its text model), Phi3, SmolLM3 and Mixtral; what each has of
+    its own `config` says.
 
     Args:
         config: sizes and options, `LlamaConfig.from_hf(...)` for a Hugging Face model.
@@ -35,17 +46,23 @@ class Llama(nnx.Module):
         checkpointing: recompute each layer in backward; only the layers' inputs are kept. A `Checkpointing` says more, such
             as that these wait in the host's memory.
         dtype: of the products, "float32", "bfloat16" or "float16"; parameters, norms and the residual stream are float32.
+            "float64", where JAX has it, is that of everything.
+        attention: the backend of `causal_attention`: "auto", "blocks" or "cudnn". Layers of scope="block", and rings, have
+            blocks of their own and refuse "cudnn".
         rngs: initialises the parameters, which `from_hf` replaces.
     Raises:
-        SpecError: tiling options or scope="block" with plain=True, another dtype or scope.
-        UnsupportedError: with scope="block" a tiling by more than num_shards, shard_tokens and vocab_shards, or called on a
-            mesh with Explicit axes; called with a sequence longer than `config.sliding_window`.
+        SpecError: tiling options or scope="block" with plain=True, another dtype, scope or attention.
+        UnsupportedError: with scope="block" a tiling by more than num_shards, shard_tokens and vocab_shards, a model with
+            experts, or called on a mesh with Explicit axes; float64 where JAX has none.
     Memory: all layers are one loop over stacked parameters (`layers`, leading dim num_hidden_layers), compiled once.
-        With checkpointing backward keeps 4 * batch * tokens * hidden_size bytes a layer.
+        With checkpointing backward keeps 4 * batch * tokens * hidden_size bytes a layer. Where some layers attend through a
+        window and others do not, attention alone is compiled for both. With scope="block" the keys outside of a window are
+        multiplied and then left out.
     Source: Touvron et al. 2023, LLaMA; names and numerics of the Hugging Face implementation.
     Example:
         model = Llama(LlamaConfig.from_hf(config), checkpointing=True, rngs=nnx.Rngs(0))
         logits = model(tokens)  # [batch, tokens] int32 -> [batch, tokens, vocab_size] float32
+        loss = model(tokens, attention_mask=mask, labels=labels)  # a scalar
     """
 
     def __init__(
@@ -57,52 +74,99 @@ class Llama(nnx.Module):
         scope: str = "mlp",
         checkpointing: bool | Checkpointing = False,
         dtype: str = "float32",
+        attention: str = "auto",
         rngs: nnx.Rngs,
     ):
-        if plain and tiling is not None:
-            fail("Llama", "tiling", "None with plain=True", tiling, advice="The plain MLP is not tiled.")
-        check_scope("Llama", scope)
-        if scope == "block" and tiling is not None:
-            check_block_tiling("Llama", tiling)
-        if plain and scope != "mlp":
-            fail("Llama", "scope", "'mlp' with plain=True", repr(scope), advice="The plain layers are not tiled.")
-        if dtype not in DTYPES:
-            fail("Llama", "dtype", f"one of {', '.join(DTYPES)}", dtype)
+        _check_options(config, tiling, plain, scope, dtype, attention)
         self.config, self.checkpointing, self.dtype = config, checkpointing, jnp.dtype(dtype)
         self.plain, self.scope = plain, scope
         self.loss_tiling = None if tiling is None else replace(tiling, keep=0.0)  # a loss keeps nothing
-        self.embed = nnx.Embed(config.vocab_size, config.hidden_size, rngs=rngs)
+        self.heard: Heard | None = None  # told of every layer that is through: see models/watched.py
+        self.embed = nnx.Embed(config.vocab_size, config.hidden_size, param_dtype=wide(self.dtype), rngs=rngs)
 
         @nnx.split_rngs(splits=config.num_hidden_layers)
         @nnx.vmap(in_axes=0, out_axes=0)
         def stacked_layers(rngs: nnx.Rngs) -> DecoderLayer:
-            return DecoderLayer(config, mlp=_mlp(config, tiling, plain, self.dtype, rngs), dtype=self.dtype, rngs=rngs)
+            mlp = mlp_of(config, tiling, plain, self.dtype, rngs)
+            return DecoderLayer(config, mlp=mlp, dtype=self.dtype, attention=attention, rngs=rngs)
 
         self.layers = stacked_layers(rngs)
-        self.norm = nnx.RMSNorm(config.hidden_size, epsilon=config.rms_norm_eps, rngs=rngs)
+        self.norm = norm_of(config, config.hidden_size, self.dtype, rngs)
         tied = config.tie_word_embeddings
-        self.head = None if tied else _linear(config.hidden_size, config.vocab_size, False, self.dtype, rngs)
+        self.head = None if tied else linear_of(config.hidden_size, config.vocab_size, False, self.dtype, rngs)
 
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Return [batch, tokens] int32 -> logits [batch, tokens, vocab_size] of the compute dtype."""
-        return self.logits(self.hidden(tokens)).reshape(*tokens.shape, -1)
+    def __call__(
+        self,
+        tokens: jax.Array,
+        position_ids: jax.Array | None = None,
+        *,
+        attention_mask: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        labels: jax.Array | None = None,
+    ) -> jax.Array:
+        """Return [batch, tokens] int32 -> logits [batch, tokens, vocab_size] of the compute dtype, or with labels the loss.
 
-    def hidden(self, tokens: jax.Array) -> jax.Array:
+        Args:
+            tokens: [batch, tokens] int32.
+            position_ids: [batch or 1, tokens] integers; None is 0, 1, ... Where they do not go on by one a document begins,
+                unless there is a mask, as in transformers: packed into one sequence, each attends to itself alone.
+            attention_mask: [batch or 1, tokens], 0 for padding, which no other token sees, in front of the others or behind.
+            segment_ids: [batch or 1, tokens] integers, runs of tokens with one number, each a document whatever the
+                positions are; where these are not given they restart.
+            labels: [batch, tokens], shifted here, -100 where nothing is to be predicted: the result is then the mean cross
+                entropy of the next tokens, a float32 scalar, and no logits of all tokens exist. See `next_token_loss`.
+        """
+        if labels is not None:
+            batch = {"input_ids": tokens, "labels": labels, "position_ids": position_ids}
+            return next_token_loss(self, batch | {"attention_mask": attention_mask, "segment_ids": segment_ids})
+        hidden = self.hidden(tokens, position_ids, attention_mask, segment_ids)
+        return self.logits(hidden).reshape(*tokens.shape, -1)
+
+    def hidden(
+        self,
+        tokens: jax.Array,
+        position_ids: jax.Array | None = None,
+        attention_mask: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+    ) -> jax.Array:
         """Return the operand of the head: [batch, tokens] int32 -> [batch * tokens, hidden_size] of the compute dtype."""
-        angles = sequence_angles(self.config, tokens.shape[1])
-        positions = jnp.tile(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape[0])
+        batch, count = tokens.shape
+        documents = None if segment_ids is None else checked_documents("Llama", segment_ids, batch, count)
+        mask = None
+        if attention_mask is not None:
+            mask = checked_mask("Llama", attention_mask, batch, count, "attention_mask")
+        if position_ids is None and documents is not None:
+            position_ids = positions_in(documents)
+        places = checked_positions("Llama", position_ids, tokens.shape)
+        if position_ids is not None and documents is None and mask is None:
+            documents = documents_of_positions(places)
+        kinds = LayerKinds(self.config, places, self.dtype)
         graph, parameters = nnx.split(self.layers)
+        if self.scope == "block":
+            positions = jnp.broadcast_to(places, tokens.shape).reshape(-1)
+            firsts = kinds.first_keys(None if documents is None else first_keys(documents), count)
 
-        def layer(x: jax.Array, parameters: nnx.State) -> jax.Array:
-            one = nnx.merge(graph, parameters)
-            return block_layer(one, x, positions, tokens.shape[0]) if self.scope == "block" else one(x, angles)
+        def layer(x: jax.Array, parameters: tuple[nnx.State, jax.Array | None]) -> jax.Array:
+            state, kind = parameters
+            one = nnx.merge(graph, state)
+            if self.scope == "block":
+                of_kind = {"mask": mask, "turns": kinds.of(kinds.turns, kind)}
+                y = block_layer(one, x, positions, batch, kinds.of(firsts, kind), **of_kind)
+            else:
+                y = one(x, kinds.angles(kind), documents, mask, kind)
+            return watched(y, self.heard)
 
         # One dim of rows: with a batch dim of its own XLA transposes (copies) both operands of every weight gradient.
-        x = self.embed(tokens.reshape(-1))
-        x = scan_layers(layer, x, parameters, self.recomputed())
+        x = self.embedded(tokens.reshape(-1))
+        x = scan_layers(layer, x, (parameters, kinds.of_layer), self.recomputed())
         # The norm would keep four arrays like x for backward; this way x is the only one.
         norm = jax.checkpoint(self.norm) if self.scope == "block" else self.norm
         return norm(x).astype(self.dtype)
+
+    def embedded(self, tokens: jax.Array) -> jax.Array:
+        """Return [rows] int32 -> rows of the residual stream [rows, hidden_size]."""
+        x = self.embed(tokens)
+        return x if self.config.embedding_scale == 1 else x * jnp.asarray(self.config.embedding_scale, x.dtype)
 
     def recomputed(self) -> Checkpointing | None:
         """Return what backward computes again."""
@@ -114,74 +178,92 @@ class Llama(nnx.Module):
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """[rows, hidden_size] -> [rows, vocab_size], in the compute dtype."""
+        cap = self.config.logit_softcap
         if self.head is not None:
-            return self.head(hidden)
-        return jnp.dot(hidden, self.embed.embedding[...].astype(hidden.dtype).T, precision=precision_of(hidden.dtype))
+            found = self.head(hidden)
+        else:
+            weight = self.embed.embedding[...].astype(hidden.dtype)
+            found = jnp.dot(hidden, weight.T, precision=precision_of(hidden.dtype))
+        return found if cap is None else (cap * jnp.tanh(found.astype(wide(found.dtype)) / cap)).astype(found.dtype)
 
 
-class DecoderLayer(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); x: [batch * tokens, hidden_size] float32."""
+class LayerKinds:
+    """The angles and the first keys of each kind of layer, and, where there are several kinds, which a layer is of."""
 
-    def __init__(self, config: LlamaConfig, *, mlp: nnx.Module, dtype: jnp.dtype, rngs: nnx.Rngs):
-        norm = partial(nnx.RMSNorm, config.hidden_size, epsilon=config.rms_norm_eps, rngs=rngs)
-        self.attention_norm = norm()
-        self.attention = Attention(config, dtype=dtype, rngs=rngs)
-        self.mlp_norm = norm()
-        self.mlp = mlp
+    def __init__(self, config: LlamaConfig, places: jax.Array, dtype: jnp.dtype, of_all: jax.Array | None = None):
+        """places: the positions of the tokens that attend; of_all: those of all of a batch, None where these are all."""
+        kinds = config.kinds
+        self._config, self._places = config, places
+        self.of_layer = None if len(kinds) == 1 else jnp.asarray(config.kind_of_layer, jnp.int32)
+        ropes = tuple(dict.fromkeys(kind.rope for kind in kinds))
+        self._rope_of_kind = [ropes.index(kind.rope) for kind in kinds]
+        of_all = places if of_all is None else of_all
+        turns = [turning(rope, config.head_dim, of_all, wide(dtype)) for rope in ropes]
+        self.turns = [turns[rope] for rope in self._rope_of_kind]
+        self._angles = [turned_by(each, places) for each in turns]
 
-    def __call__(self, x: jax.Array, angles: Angles) -> jax.Array:
-        # Without the checkpoints each norm would keep four arrays like x for backward; this way x is the only one.
-        x = x + self.attention(jax.checkpoint(self.attention_norm)(x), angles).astype(x.dtype)
-        return x + self.mlp(jax.checkpoint(self.mlp_norm)(x)).astype(x.dtype)
+    def angles(self, kind: jax.Array | None) -> Angles:
+        """Return cosines and sines, [batch or 1, tokens, head_dim / 2]."""
+        if len(self._angles) == 1:
+            return self._angles[0]
+        cos, sin = zip(*(self._angles[rope] for rope in self._rope_of_kind), strict=True)
+        return self.of(cos, kind), self.of(sin, kind)
 
+    def of(self, each: Any, kind: jax.Array | None) -> Any:
+        """Return which of an array of each kind is that of the layer's."""
+        if kind is None or all(a is each[0] for a in each):
+            return each[0]
+        return jnp.stack(each)[kind]
 
-class Attention(nnx.Module):
-    """Causal self-attention with rotary positions and grouped key and value heads."""
+    def first_keys(self, first: jax.Array | None, tokens: int) -> list[jax.Array | None]:
+        """Return of each kind the first key that every query sees, [batch or 1, tokens]; None: that of the sequence.
 
-    def __init__(self, config: LlamaConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
-        self.config, self.head_dim = config, config.head_dim
-        queries, keys = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
-        linear = partial(_linear, dtype=dtype, rngs=rngs)
-        self.q = linear(config.hidden_size, queries, config.attention_bias)
-        self.k = linear(config.hidden_size, keys, config.attention_bias)
-        self.v = linear(config.hidden_size, keys, config.attention_bias)
-        self.o = linear(queries, config.hidden_size, config.attention_out_bias)
-
-    def __call__(self, x: jax.Array, angles: Angles) -> jax.Array:
-        """[batch * tokens, hidden_size] -> the same; `angles` tell how many tokens a sequence has."""
-        tokens = angles[0].shape[0]
-        q, k, v = (
-            a.reshape(-1, tokens, a.shape[-1] // self.head_dim, self.head_dim)
-            for a in (self.q(x), self.k(x), self.v(x))
-        )
-
-        # Keeps q, k and v alone: not their turned copies, nor the keys of each run of query blocks.
-        @jax.checkpoint
-        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            return causal_attention(rotate(q, *angles), rotate(k, *angles), v)
-
-        y = attend(q, k, v)
-        return self.o(y.reshape(x.shape[0], -1))
+        first: the same where no layer has a window.
+        """
+        windows = self._config.windows(tokens)
+        if first is None and any(windows):
+            first = jnp.zeros((1, tokens), jnp.int32)
+        return [first_in_window(first, window, tokens) for window in windows]
 
 
-def sequence_angles(config: LlamaConfig, tokens: int) -> Angles:
-    """Cosine and sine of all positions of sequences of so many tokens, which no window may cut.
+def _check_options(
+    config: LlamaConfig, tiling: Tiling | None, plain: bool, scope: str, dtype: str, attention: str
+) -> None:
+    if plain and tiling is not None:
+        fail("Llama", "tiling", "None with plain=True", tiling, advice="The plain MLP is not tiled.")
+    check_scope("Llama", scope)
+    if scope == "block" and tiling is not None:
+        check_block_tiling("Llama", tiling)
+    if plain and scope != "mlp":
+        fail("Llama", "scope", "'mlp' with plain=True", repr(scope), advice="The plain layers are not tiled.")
+    if scope == "block":
+        check_block_model(config)
+    if dtype not in DTYPES:
+        fail("Llama", "dtype", f"one of {', '.join(DTYPES)}", dtype)
+    settings: Any = jax.config
+    if dtype == "float64" and not settings.jax_enable_x64:
+        advice = "Set jax_enable_x64 first."
+        raise UnsupportedError(error_text("Llama", "dtype", "of 32 bits or fewer here", dtype, advice=advice))
+    if attention not in BACKENDS:
+        fail("Llama", "attention", f"one of {', '.join(BACKENDS)}", repr(attention))
+    if attention == "cudnn" and scope == "block":
+        advice = "These layers attend in blocks of their own."
+        fail("Llama", "attention", "'auto' or 'blocks' with scope='block'", repr(attention), advice=advice)
+
+
+def checked_positions(function: str, position_ids: jax.Array | None, shape: tuple[int, ...]) -> jax.Array:
+    """Return the positions of tokens of this shape, [batch or 1, tokens] int32.
 
     Raises:
-        UnsupportedError: the model's sliding window is shorter.
+        SpecError: they have another shape. TypeError: they are no array of integers.
     """
-    if config.sliding_window is not None and tokens > config.sliding_window:
-        rule = f"<= {config.sliding_window}, the sliding window of this model"
-        advice = "The decoder's attention has no windows."
-        raise UnsupportedError(error_text("Llama", "the tokens of a sequence", rule, tokens, advice=advice))
-    return rotary_angles(config.rope, config.head_dim, tokens)
-
-
-def _linear(inputs: int, outputs: int, bias: bool, dtype: jnp.dtype, rngs: nnx.Rngs) -> nnx.Linear:
-    return nnx.Linear(inputs, outputs, use_bias=bias, dtype=dtype, precision=precision_of(dtype), rngs=rngs)
-
-
-def _mlp(config: LlamaConfig, tiling: Tiling | None, plain: bool, dtype: jnp.dtype, rngs: nnx.Rngs) -> nnx.Module:
-    sizes = config.hidden_size, config.intermediate_size
-    shared: dict[str, Any] = dict(activation=config.activation, bias=config.mlp_bias, dtype=dtype, rngs=rngs)
-    return PlainMLP(*sizes, **shared) if plain else TiledMLP(*sizes, tiling=tiling, **shared)
+    batch, tokens = shape
+    if position_ids is None:
+        return jnp.arange(tokens, dtype=jnp.int32)[None]
+    position_ids = array(function, "position_ids", position_ids)
+    if not jnp.issubdtype(position_ids.dtype, jnp.integer):
+        fail_type(function, "position_ids", "of integers", position_ids.dtype)
+    if position_ids.shape not in ((batch, tokens), (1, tokens)):
+        rule = f"of shape {show_shape(shape)} or [1, {tokens}]"
+        fail(function, "position_ids", rule, show_shape(position_ids.shape))
+    return position_ids.astype(jnp.int32)

@@ -1,43 +1,138 @@
 """The loss of a causal language model."""
 
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol
+
 import jax
 import jax.numpy as jnp
 
-from shared_specs.config import LossOptions
+from shared_specs.config import LossOptions, Tiling
+from shared_specs.errors import fail, show_shape
+from tiled_jax.core.arrays import array
+from tiled_jax.core.products import wide
+from tiled_jax.layers.documents import documents_of_positions, shifted_labels
 from tiled_jax.loss.api import tiled_linear_cross_entropy
-from tiled_jax.models.llama import Llama
+from tiled_jax.models.config import LlamaConfig
 
-Saved = tuple[jax.Array, jax.Array, jax.Array]
+_NAME = "next_token_loss"
+BATCH = ("input_ids", "labels", "shift_labels", "position_ids", "attention_mask", "segment_ids")
+SavedLogits = tuple[jax.Array, jax.Array, jax.Array]
 IGNORED = LossOptions().ignore_index
 
 
-def next_token_loss(model: Llama, tokens: jax.Array) -> jax.Array:
+class CausalLM(Protocol):
+    """The parts of a `Llama` that the loss asks for."""
+
+    config: LlamaConfig
+    plain: bool
+    loss_tiling: Tiling | None
+
+    def hidden(
+        self,
+        tokens: jax.Array,
+        position_ids: jax.Array | None = None,
+        attention_mask: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+    ) -> jax.Array: ...
+    def head_weight(self) -> jax.Array: ...
+    def logits(self, hidden: jax.Array) -> jax.Array: ...
+
+
+class Tokens(NamedTuple):
+    """A batch: what goes in and what is to be predicted, [batch, tokens] each, and what a mapping has beside them or None."""
+
+    inputs: jax.Array
+    targets: jax.Array
+    position_ids: jax.Array | None = None
+    attention_mask: jax.Array | None = None
+    segment_ids: jax.Array | None = None
+
+
+def next_token_loss(model: CausalLM, batch: Any) -> jax.Array:
     """Mean cross-entropy of the next token, in nats, float32.
 
     Args:
         model: its `loss_tiling` says how the tokens of the loss are cut; with plain=True they are not.
-        tokens: [batch, tokens + 1] int32; the first `tokens` of a row go in, the last `tokens` are to be predicted. Rows
-            that are shorter end in -100, which nothing predicts and the mean does not count.
+        batch: [batch, tokens + 1] int32; the first `tokens` of a row go in, the last `tokens` are to be predicted. Rows
+            that are shorter end in -100, which nothing predicts and the mean does not count. Or a mapping of arrays [batch,
+            tokens], as Hugging Face names them: "input_ids"; "labels", which are shifted here, or "shift_labels", which are
+            already, -100 where nothing is to be predicted; and what a call of the model takes: "attention_mask", 0 for padding,
+            and, where several documents are packed into one sequence, "position_ids" that restart, or "segment_ids": each
+            attends to itself alone, and its last token predicts nothing.
     Returns:
-        A float32 scalar; NaN where there is nothing to predict.
+        A float32 scalar (float64 of a float64 model); NaN where there is nothing to predict.
     Numerics: logits and their gradient have the compute dtype; everything between is float32.
     Memory: the logits of one shard of tokens; plain: one array [batch * tokens, vocab_size], which in backward becomes
         its own gradient.
+    Raises:
+        SpecError: a mapping without the arrays that are needed, with others, or of other shapes. TypeError: no arrays.
     """
-    inputs, targets = inputs_and_targets(tokens)
-    hidden, targets = model.hidden(inputs), targets.reshape(-1)
+    hidden, targets = _hidden_and_targets(model, batch)
     if model.plain:
         return _mean_cross_entropy(model.logits(hidden), targets)
-    return tiled_linear_cross_entropy(hidden, model.head_weight(), targets, tiling=model.loss_tiling)
+    return _tiled(model, hidden, targets, LossOptions())
 
 
-def inputs_and_targets(tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """[batch, tokens + 1] -> what goes in and what is to be predicted, [batch, tokens] each; padding goes in as entry 0.
+def summed_next_token_loss(model: CausalLM, batch: Any) -> tuple[jax.Array, jax.Array]:
+    """Return the sum of what `next_token_loss` is the mean of, and how many tokens are to be predicted.
 
-    No other position of a causal model sees what stands behind its own.
+    In this form it is a loss_fn of `parallelize` for any model, whose parts of a batch have different numbers of them.
     """
-    inputs = tokens[:, :-1]
-    return jnp.where(inputs == IGNORED, jnp.zeros_like(inputs), inputs), tokens[:, 1:]
+    hidden, targets = _hidden_and_targets(model, batch)
+    valid = targets != IGNORED
+    if not model.plain:
+        return _tiled(model, hidden, targets, LossOptions(reduction="sum")), jnp.sum(valid)
+    logits = model.logits(hidden).astype(wide(hidden.dtype))
+    of_target = jnp.take_along_axis(logits, jnp.where(valid, targets, 0)[:, None], axis=-1)[:, 0]
+    nll = jax.nn.logsumexp(logits, axis=-1) - of_target
+    return jnp.sum(jnp.where(valid, nll, jnp.zeros_like(nll))), jnp.sum(valid)
+
+
+def _hidden_and_targets(model: CausalLM, batch: Any) -> tuple[jax.Array, jax.Array]:
+    tokens = inputs_and_targets(batch)
+    hidden = model.hidden(tokens.inputs, tokens.position_ids, tokens.attention_mask, tokens.segment_ids)
+    return hidden, tokens.targets.reshape(-1)
+
+
+def _tiled(model: CausalLM, hidden: jax.Array, targets: jax.Array, loss: LossOptions) -> jax.Array:
+    loss = replace(loss, logit_softcap=model.config.logit_softcap)
+    return tiled_linear_cross_entropy(hidden, model.head_weight(), targets, loss=loss, tiling=model.loss_tiling)
+
+
+def inputs_and_targets(batch: Any) -> Tokens:
+    """Return a batch as `next_token_loss` takes it.
+
+    Padding goes in as entry 0: no other position of a causal model sees what stands behind its own.
+    """
+    if not isinstance(batch, Mapping):
+        inputs = batch[:, :-1]
+        return Tokens(_known(inputs), batch[:, 1:])
+    given = {name: array(_NAME, f"batch[{name!r}]", value) for name, value in batch.items() if value is not None}
+    _check(given)
+    labels, beside = given.get("labels"), {name: given.get(name) for name in BATCH[3:]}
+    documents, positions = beside["segment_ids"], beside["position_ids"]
+    if documents is None and positions is not None and beside["attention_mask"] is None:
+        documents = documents_of_positions(positions)
+    shifted = given["shift_labels"] if labels is None else shifted_labels(labels, documents, IGNORED)
+    return Tokens(_known(given["input_ids"]), shifted, **beside)
+
+
+def _known(inputs: jax.Array) -> jax.Array:
+    return jnp.where(inputs == IGNORED, jnp.zeros_like(inputs), inputs)
+
+
+def _check(given: Mapping[str, jax.Array]) -> None:
+    if "input_ids" not in given or ("labels" in given) == ("shift_labels" in given):
+        rule = "a mapping with input_ids, and either labels or shift_labels"
+        fail(_NAME, "batch", rule, ", ".join(given) or "nothing")
+    for name, value in given.items():
+        if name not in BATCH:
+            fail(_NAME, "batch", "a mapping of " + ", ".join(BATCH), repr(name))
+        shape = given["input_ids"].shape
+        if value.ndim != 2 or (value.shape != shape and (name not in BATCH[3:] or value.shape != (1, *shape[1:]))):
+            like = show_shape(shape) if len(shape) == 2 else "[batch, tokens]"
+            fail(_NAME, f"batch[{name!r}]", f"of shape {like}", show_shape(value.shape))
 
 
 @jax.custom_vjp
@@ -46,21 +141,22 @@ def _mean_cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
     return _forward(logits, targets)[0]
 
 
-def _forward(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, Saved]:
+def _forward(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, SavedLogits]:
     valid = targets != IGNORED
-    lse = jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1)
-    of_target = jnp.take_along_axis(logits, jnp.where(valid, targets, 0)[:, None], axis=-1)[:, 0].astype(jnp.float32)
-    return jnp.sum(jnp.where(valid, lse - of_target, 0.0)) / valid.sum().astype(jnp.float32), (logits, lse, targets)
+    acc = wide(logits.dtype)
+    lse = jax.nn.logsumexp(logits.astype(acc), axis=-1)
+    of_target = jnp.take_along_axis(logits, jnp.where(valid, targets, 0)[:, None], axis=-1)[:, 0].astype(acc)
+    return jnp.sum(jnp.where(valid, lse - of_target, 0.0)) / valid.sum().astype(acc), (logits, lse, targets)
 
 
-def _backward(saved: Saved, d_loss: jax.Array) -> tuple[jax.Array, None]:
+def _backward(saved: SavedLogits, d_loss: jax.Array) -> tuple[jax.Array, None]:
     # Written out so that XLA makes it one pass over the logits, in place; of the derivative it makes two arrays.
     logits, lse, targets = saved
-    probability = jnp.exp(logits.astype(jnp.float32) - lse[:, None])
+    probability = jnp.exp(logits.astype(lse.dtype) - lse[:, None])
     is_target = targets[:, None] == jnp.arange(logits.shape[-1], dtype=targets.dtype)[None, :]
-    valid = (targets != IGNORED).astype(jnp.float32)
+    valid = (targets != IGNORED).astype(lse.dtype)
     each = valid * (d_loss / valid.sum())
-    return ((probability - is_target.astype(jnp.float32)) * each[:, None]).astype(logits.dtype), None
+    return ((probability - is_target.astype(lse.dtype)) * each[:, None]).astype(logits.dtype), None
 
 
 _mean_cross_entropy.defvjp(_forward, _backward)

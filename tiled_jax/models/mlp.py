@@ -19,7 +19,10 @@ _ACTIVATIONS = {
 
 
 class PlainMLP(nnx.Module):
-    """(activation(x w_gate) * (x w_up)) w_down, as three products and autodiff; kernels [in, out] as in TiledMLP."""
+    """(activation(x w_gate) * (x w_up)) w_down, as three products and autodiff; kernels [in, out] as in TiledMLP.
+
+    fused_gate_up: gate and up are one parameter `w_gate_up`, gate first.
+    """
 
     def __init__(
         self,
@@ -28,21 +31,28 @@ class PlainMLP(nnx.Module):
         *,
         activation: Activation = "silu",
         bias: bool = False,
+        fused_gate_up: bool = False,
         dtype: Any = None,
+        param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
     ):
-        self.activation, self.dtype = activation, dtype
+        self.activation, self.fused, self.dtype = activation, fused_gate_up, dtype
         init, zeros = nnx.initializers.lecun_normal(), nnx.initializers.zeros
         shapes = {"gate": (hidden_size, intermediate_size), "up": (hidden_size, intermediate_size)}
+        if fused_gate_up:
+            shapes = {"gate_up": (hidden_size, 2 * intermediate_size)}
         shapes["down"] = (intermediate_size, hidden_size)
         for name, shape in shapes.items():
-            setattr(self, f"w_{name}", nnx.Param(init(rngs.params(), shape, jnp.float32)))
-            setattr(self, f"b_{name}", nnx.Param(zeros(rngs.params(), shape[1:], jnp.float32)) if bias else None)
+            setattr(self, f"w_{name}", nnx.Param(init(rngs.params(), shape, param_dtype)))
+            setattr(self, f"b_{name}", nnx.Param(zeros(rngs.params(), shape[1:], param_dtype)) if bias else None)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., hidden_size] -> the same, in `dtype`."""
         x = x.astype(self.dtype or x.dtype)
-        gate, up = self._product("gate", x), self._product("up", x)
+        if self.fused:
+            gate, up = jnp.split(self._product("gate_up", x), 2, axis=-1)
+        else:
+            gate, up = self._product("gate", x), self._product("up", x)
         return self._product("down", _ACTIVATIONS[self.activation](gate) * up)
 
     def _product(self, name: str, x: jax.Array) -> jax.Array:

@@ -1,10 +1,11 @@
 """Hugging Face names and layouts to the decoder's parameters and back, one table for both directions.
 
-Layers are stacked (leading dim num_hidden_layers) and kernels are [in, out] here, one array a layer and [out, in] there.
+Layers are stacked (leading dim num_hidden_layers), experts within them (the next dim), and kernels are [in, out] here; there
+one array is of one layer or expert, and [out, in]. Which family a model is of shows in the parameters that it has.
 """
 
-from collections.abc import Iterator, Mapping
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import product
 from typing import Any
 
 import jax
@@ -17,28 +18,64 @@ from shared_specs.errors import SpecError, error_text, show_shape
 
 Path = tuple[Any, ...]
 
-_OUTER: dict[str, Path] = {
-    "model.embed_tokens.weight": ("embed", "embedding"),
-    "model.norm.weight": ("norm", "scale"),
-    "lm_head.weight": ("head", "kernel"),
+_OUTER: dict[Path, str] = {
+    ("embed", "embedding"): "model.embed_tokens.weight",
+    ("norm", "scale"): "model.norm.weight",
+    ("head", "kernel"): "lm_head.weight",
 }
-_IN_LAYER: dict[str, Path] = {
-    "input_layernorm.weight": ("attention_norm", "scale"),
-    "post_attention_layernorm.weight": ("mlp_norm", "scale"),
+_NORMS: dict[Path, str] = {
+    ("attention_norm", "scale"): "input_layernorm.weight",
+    ("mlp_norm", "scale"): "post_attention_layernorm.weight",
+}
+_BRANCH_NORMS: dict[Path, str] = _NORMS | {
+    ("attention_out_norm", "scale"): "post_attention_layernorm.weight",
+    ("mlp_norm", "scale"): "pre_feedforward_layernorm.weight",
+    ("mlp_out_norm", "scale"): "post_feedforward_layernorm.weight",
+}
+_ATTENTION: dict[Path, str] = {
     **{
-        f"self_attn.{name}_proj.{theirs}": ("attention", name, ours)
-        for name in "qkvo"
+        ("attention", name, ours): f"self_attn.{name}_proj.{theirs}"
+        for name in ("q", "k", "v", "qkv", "o")
         for theirs, ours in (("weight", "kernel"), ("bias", "bias"))
     },
-    **{
-        f"mlp.{name}_proj.{theirs}": ("mlp", f"{ours}_{name}")
-        for name in ("gate", "up", "down")
-        for theirs, ours in (("weight", "w"), ("bias", "b"))
-    },
+    **{("attention", f"{name}_norm", "scale"): f"self_attn.{name}_norm.weight" for name in "qk"},
 }
-_HF_OUTER = {path: name for name, path in _OUTER.items()}
-_HF_IN_LAYER: dict[tuple[Any, ...], str] = {("layers", *path): name for name, path in _IN_LAYER.items()}
-_TRANSPOSED = ("kernel", "w_gate", "w_up", "w_down")
+_MLP: dict[Path, str] = {
+    ("mlp", f"{ours}_{name}"): f"mlp.{name}_proj.{theirs}"
+    for name in ("gate", "up", "gate_up", "down")
+    for theirs, ours in (("weight", "w"), ("bias", "b"))
+}
+_ROUTER: Path = ("mlp", "router", "kernel")
+_EXPERTS: dict[Path, str] = {
+    _ROUTER: "block_sparse_moe.gate.weight",
+    ("mlp", "w_gate"): "block_sparse_moe.experts.{}.w1.weight",
+    ("mlp", "w_up"): "block_sparse_moe.experts.{}.w3.weight",
+    ("mlp", "w_down"): "block_sparse_moe.experts.{}.w2.weight",
+}
+_TRANSPOSED = ("kernel", "w_gate", "w_up", "w_gate_up", "w_down")
+
+
+class _TensorNames:
+    """The Hugging Face names of the parameters of one model."""
+
+    def __init__(self, paths: Iterable[Path]):
+        there = {path[1:] for path in paths if path[0] == "layers"}
+        norms = _BRANCH_NORMS if ("attention_out_norm", "scale") in there else _NORMS
+        self._in_layer = norms | _ATTENTION | (_EXPERTS if _ROUTER in there else _MLP)
+
+    def stacked(self, path: Path) -> int:
+        """Return how many leading dims are layers and experts."""
+        return 0 if path in _OUTER else 1 + ("{}" in self._in_layer[path[1:]])
+
+    def of(self, path: Path, place: tuple[int, ...]) -> str:
+        """Return the name of one array; place: its layer, and its expert."""
+        if path in _OUTER:
+            return _OUTER[path]
+        return f"model.layers.{place[0]}.{self._in_layer[path[1:]].format(*place[1:])}"
+
+    def places(self, path: Path, shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        """Yield the places of all arrays of a parameter of this shape."""
+        return product(*map(range, shape[: self.stacked(path)]))
 
 
 def from_hf(
@@ -61,7 +98,8 @@ def from_hf(
         graph, parameters = nnx.split(nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0))))
         model = nnx.merge(graph, from_hf(parameters, tensors))
     """
-    unused = set(tensors)
+    unused, flat = set(tensors), nnx.to_flat_state(parameters)
+    names = _TensorNames(path for path, _ in flat)
     places = (
         {path: leaf.get_value() for path, leaf in nnx.to_flat_state(device)} if isinstance(device, nnx.State) else {}
     )
@@ -76,27 +114,26 @@ def from_hf(
         return tensors[name]
 
     def value(path: Path, like: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
-        if path in _HF_OUTER:
-            layers = [take(_HF_OUTER[path], like.shape, path)]
-        else:
-            names = [f"model.layers.{layer}.{_HF_IN_LAYER[path]}" for layer in range(like.shape[0])]
-            layers = [take(name, like.shape[1:], path) for name in names]
+        stacked = names.stacked(path)
+        arrays = {
+            place: take(names.of(path, place), like.shape[stacked:], path) for place in names.places(path, like.shape)
+        }
         transposed = path[-1] in _TRANSPOSED
 
         def part(index: Any) -> np.ndarray:
             """Return a new array, since XLA may take the memory of the one it is given."""
-            found = np.empty([len(range(size)[s]) for size, s in zip(like.shape, index, strict=True)], like.dtype)
-            chosen, inner = (layers, index) if path in _HF_OUTER else (layers[index[0]], index[1:])
-            targets = [found] if path in _HF_OUTER else found
-            for target, layer in zip(targets, chosen, strict=True):
-                target[...] = layer[inner[::-1]].T if transposed else layer[inner]
+            chosen = [range(size)[s] for size, s in zip(like.shape, index, strict=True)]
+            found, inner = np.empty([len(each) for each in chosen], like.dtype), index[stacked:]
+            for at in product(*(range(len(each)) for each in chosen[:stacked])):
+                array = arrays[tuple(each[i] for each, i in zip(chosen, at, strict=False))]
+                found[at] = array[inner[::-1]].T if transposed else array[inner]
             return found
 
         if isinstance(device, nnx.State):
             return jax.make_array_from_callback(like.shape, places[path], part)
         return jnp.array(part((slice(None),) * len(like.shape)), device=device)
 
-    filled = [(path, leaf.replace(value(path, leaf.get_value()))) for path, leaf in nnx.to_flat_state(parameters)]
+    filled = [(path, leaf.replace(value(path, leaf.get_value()))) for path, leaf in flat]
     if unused:
         raise SpecError(error_text("from_hf", "tensors", "free of names this model has no parameter for", min(unused)))
     return nnx.from_flat_state(filled)
@@ -107,21 +144,24 @@ def each_hf(parameters: nnx.State) -> Iterator[tuple[str, np.ndarray]]:
 
     Memory: one array, on the host and on each device that has a part of it.
     """
-    for path, leaf in nnx.to_flat_state(parameters):
+    flat = nnx.to_flat_state(parameters)
+    names = _TensorNames(path for path, _ in flat)
+    for path, leaf in flat:
         value = leaf.get_value()
-        place = value.sharding
-        if isinstance(place, NamedSharding):
-            place = NamedSharding(place.mesh, PartitionSpec())
-        if path in _HF_OUTER:
-            whole = [(_HF_OUTER[path], jax.jit(jnp.copy, out_shardings=place)(value))]
-        else:
-            layer = jax.jit(partial(jax.lax.dynamic_index_in_dim, axis=0, keepdims=False), out_shardings=place)
-            whole = (
-                (f"model.layers.{number}.{_HF_IN_LAYER[path]}", layer(value, number)) for number in range(len(value))
-            )
-        for name, array in whole:
-            host = np.asarray(array.addressable_data(0))
-            yield name, host.T if path[-1] in _TRANSPOSED else host
+        where = value.sharding
+        if isinstance(where, NamedSharding):
+            where = NamedSharding(where.mesh, PartitionSpec())
+        one = jax.jit(_copied, out_shardings=where)
+        for place in names.places(path, value.shape):
+            host = np.asarray(one(value, place).addressable_data(0))
+            yield names.of(path, place), host.T if path[-1] in _TRANSPOSED else host
+
+
+def _copied(value: jax.Array, place: tuple[jax.Array, ...]) -> jax.Array:
+    """Return the array at a place, a copy."""
+    for number in place:
+        value = jax.lax.dynamic_index_in_dim(value, number, axis=0, keepdims=False)
+    return value if place else jnp.copy(value)
 
 
 def to_hf(parameters: nnx.State) -> dict[str, np.ndarray]:
@@ -130,14 +170,11 @@ def to_hf(parameters: nnx.State) -> dict[str, np.ndarray]:
     Args:
         parameters: of a model, or anything with the same paths, such as its gradients or an optimizer's moments.
     """
-    tensors = {}
-    for path, leaf in nnx.to_flat_state(parameters):
+    tensors, flat = {}, nnx.to_flat_state(parameters)
+    names = _TensorNames(path for path, _ in flat)
+    for path, leaf in flat:
         value = leaf.get_value()
         # NumPy looks at JAX's own copy: a view of the parameter itself would keep it from being donated.
         host = np.asarray(jnp.matrix_transpose(value) if path[-1] in _TRANSPOSED else jnp.copy(value))
-        if path in _HF_OUTER:
-            tensors[_HF_OUTER[path]] = host
-        else:
-            name = _HF_IN_LAYER[path]
-            tensors |= {f"model.layers.{layer}.{name}": array for layer, array in enumerate(host)}
+        tensors |= {names.of(path, place): host[place] for place in names.places(path, value.shape)}
     return tensors

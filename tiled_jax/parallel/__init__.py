@@ -31,6 +31,7 @@ from tiled_jax.layers.linear import column_parallel_linear, linear_with_frozen_w
 from tiled_jax.layers.modules import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from tiled_jax.layers.random import RandomStates, mesh_coordinates, seed_parallel
 from tiled_jax.layers.recompute import checkpoint_without_output, checkpointed, scan_layers
+from tiled_jax.layers.ring import ring_attention
 from tiled_jax.loss.ranks import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
 from tiled_jax.mlp import ranks as _mlp
 from tiled_jax.mlp.ranks import TensorParallelTiledMLP, tensor_parallel_mlp
@@ -68,6 +69,7 @@ __all__ = [
     "reduce_scatter_last_dim_to_tensor_parallel_region",
     "reduce_scatter_to_sequence_parallel_region",
     "register_rules",
+    "ring_attention",
     "row_parallel_linear",
     "row_parallel_linear_residual_norm",
     "scan_layers",

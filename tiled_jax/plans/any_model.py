@@ -9,7 +9,7 @@ from flax import nnx
 from shared_specs.errors import UnsupportedError, error_text
 from tiled_jax.plans.data import Mapped
 from tiled_jax.plans.registry import Path
-from tiled_jax.plans.variables import is_key, same_keys, split
+from tiled_jax.plans.variables import is_key, same_keys, split_model
 
 HERE = "parallelize"
 
@@ -27,21 +27,21 @@ def generic_loss(
     A mean counts as one of as many sequences.
     """
     flat = nnx.to_flat_state(parameters)
-    units = {unit for path, _ in flat if (unit := unit_of(path)) is not None}
-    outside = [(path, leaf) for path, leaf in flat if unit_of(path) is None]
-    inside = {path: leaf for path, leaf in flat if unit_of(path) is not None}
+    units = {unit for path, _ in flat if (unit := unit_path(path)) is not None}
+    outside = [(path, leaf) for path, leaf in flat if unit_path(path) is None]
+    inside = {path: leaf for path, leaf in flat if unit_path(path) is not None}
     gathered = nnx.to_flat_state(mapped.gather(nnx.from_flat_state(outside))) if outside else []
     shown = [(path, leaf.replace(_shown(path, leaf.get_raw_value(), mapped))) for path, leaf in inside.items()]
     model = nnx.merge(graph, nnx.from_flat_state([*gathered, *shown]), variables, copy=True)
     for unit in sorted(units, key=str):
-        own = [(path[len(unit) :], leaf) for path, leaf in inside.items() if unit_of(path) == unit]
+        own = [(path[len(unit) :], leaf) for path, leaf in inside.items() if unit_path(path) == unit]
         _gathers_itself(_at(model, unit), nnx.from_flat_state(own), unit, mapped)
     loss = loss_fn(model, mapped.cast(batch))
     total, count = loss if isinstance(loss, tuple) else (loss, 1)
-    return total, count, same_keys(variables, split(model)[2])
+    return total, count, same_keys(variables, split_model(model)[2])
 
 
-def unit_of(path: Path) -> Path | None:
+def unit_path(path: Path) -> Path | None:
     """Return the path of the module in a list, tuple or dict of ints that a parameter belongs to; None for one in no list."""
     index = next((place for place, key in enumerate(path) if isinstance(key, int)), None)
     return None if index is None or index == len(path) - 1 else path[: index + 1]
@@ -65,7 +65,7 @@ def _gathers_itself(module: nnx.Module, parameters: nnx.State, prefix: Path, map
     own = {path for path, _ in nnx.to_flat_state(parameters)}
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        graph, held, variables = split(self)
+        graph, held, variables = split_model(self)
         shared = nnx.from_flat_state([(path, leaf) for path, leaf in nnx.to_flat_state(held) if path not in own])
         _check_whole(shared)
         leaves, tree = jax.tree.flatten((args, kwargs))
@@ -79,7 +79,7 @@ def _gathers_itself(module: nnx.Module, parameters: nnx.State, prefix: Path, map
             given, named = jax.tree.unflatten(tree, inner)
             module = nnx.merge(graph, parameters, shared, variables, copy=True)
             y = kind.__call__(module, *given, **named)  # type: ignore[operator]
-            return y, same_keys(variables, split(module)[2])
+            return y, same_keys(variables, split_model(module)[2])
 
         layer = mapped.layer(run, prefix, index=prefix[-1])
         y, after = layer(parameters, *(leaves[place] for place in places), shared, variables)

@@ -4,7 +4,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,25 +13,24 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shared_specs.config import ParallelConfig
 from shared_specs.errors import fail, fail_type
 from shared_specs.plans.applied import applied_lines
-from tiled_jax.core.loops import vary_over, varying
 from tiled_jax.core.products import wide
 from tiled_jax.linear.module import TiledLinear
 from tiled_jax.loss.module import TiledLinearCrossEntropy
 from tiled_jax.mlp.module import TiledMLP
 from tiled_jax.models import Llama
 from tiled_jax.plans import decoder as decoder  # registers its rules
+from tiled_jax.plans.accumulation import accumulated, mean_over_devices
 from tiled_jax.plans.any_model import generic_loss
-from tiled_jax.plans.checks import check_batch, check_model, check_split, checked_axes
+from tiled_jax.plans.checks import check_batch, check_micro_batches, check_model, check_split, checked_axes
 from tiled_jax.plans.data import Mapped
-from tiled_jax.plans.registry import Path, place, rules_of
-from tiled_jax.plans.variables import agreed, of_rank, same_keys, split
+from tiled_jax.plans.registry import Path, placement_of, rules_of
+from tiled_jax.plans.variables import agree_on_state, of_rank, same_keys, split_model
 
 _LOG = logging.getLogger("tiled_jax")
 HERE = "parallelize"
@@ -61,6 +60,9 @@ class Parallelized:
         gradients: gradients(parameters, batch) -> (loss, gradients), placed as the parameters are; for gradient
             accumulation and for other optimizers. Donates nothing. Of a model with other variables
             gradients(parameters, batch, variables) -> (loss, gradients, variables).
+        loss: loss(parameters, batch) -> the loss alone, without a gradient and in one piece, whatever micro_batches says; the
+            batch is one whose sequences the devices divide. Of a model with other variables loss(parameters, batch,
+            variables), which stay as they are.
         state: the model's parameters and variables, copied to where they belong, and the optimizer's state; None for a
             model of shapes (`nnx.eval_shape`), whose parameters are loaded by `shardings` and handed to `init`.
         shardings: a `TrainState` of NamedSharding like the state: what Orbax restores by, and what device_put takes.
@@ -73,6 +75,7 @@ class Parallelized:
 
     step: Callable[[TrainState, Any], tuple[TrainState, jax.Array]] | None
     gradients: Callable[..., tuple[Any, ...]]
+    loss: Callable[..., jax.Array]
     state: TrainState | None
     shardings: TrainState
     shapes: TrainState
@@ -92,8 +95,9 @@ def parallelize(
     """Return a compiled train step of the model over the devices of a mesh, and the shardings of all that it works on.
 
     Every device computes the loss of its own sequences inside one `jax.shard_map`, so that tiled layers and losses loop
-    over tokens that are there. Devices of a `context_axis` are given whole sequences and compute with their own run of the
-    tokens of each, but for attention (`context_attention`). Fully-sharded parameters are gathered a layer at a time, in
+    over tokens that are there. Devices of a `context_axis` are given whole sequences and compute with their own tokens of
+    each, but for attention (`context_attention`, `ring_attention`, or one within the other, as `context` says).
+    Fully-sharded parameters are gathered a layer at a time, in
     forward and again in backward (`reshard`), and their gradients scattered back; replicas (`engine="ddp"`,
     `replicate_axis`) meet once a step, in a sum for each parameter. Which dim of a parameter goes where is said by its
     sharding metadata or by the rules of the model's class (`register_rules`); parameters that neither knows are sharded
@@ -114,12 +118,13 @@ def parallelize(
             layers are one loop. cpu_offload is refused: a compiled step reads its parameters from the devices' memory.
         loss_fn: loss_fn(model, batch) -> the mean over the sequences of a batch that it is given, or (sum, count), where
             they do not count alike; batch: a pytree of arrays whose dim 0 is the sequence. None: that of the rules
-            (`next_token_loss` of [sequences, tokens + 1] for Llama).
+            (`next_token_loss` for Llama, of an array of tokens or a mapping, of packed documents too).
         optimizer: an optax transformation; None: the result has `gradients` and no `step`.
     Returns:
         `Parallelized`.
-    Numerics: gradients are summed over devices in reduce_dtype and returned in the dtype of the parameters. Losses of
-        devices are summed, and returned, in float32 (float64 for float64).
+    Numerics: gradients are summed over devices in reduce_dtype and returned in the dtype of the parameters, those of
+        micro-batches (`config.micro_batches`) before that in float32. Losses of devices are summed, and returned, in float32
+        (float64 for float64). The loss is one sum over one count, of all devices and micro-batches.
     Memory: for each device its part of parameters, gradients and optimizer state, and, of gathered parameters, one layer's.
         Llama's table is never gathered without tensor parallelism, nor its head where the devices have few tokens: 2 R T
         <= V (1 + r), of R devices of one shard axis with T tokens each, r the bytes of reduce_dtype over those of
@@ -152,9 +157,9 @@ def parallelize(
         fail(HERE, "loss_fn", "given for a model without a loss of its own", None, advice="Or register rules with one.")
     loss = None if loss_fn is not None else rules.loss
     check_model(model, mesh, config, axes, rules if loss is not None else None)
-    graph, parameters, variables = split(model)
+    graph, parameters, variables = split_model(model)
     placements = {
-        path: place(HERE, path, leaf.get_value().shape, _metadata(leaf), rules, axes)
+        path: placement_of(HERE, path, leaf.get_value().shape, _metadata(leaf), rules, axes)
         for path, leaf in nnx.to_flat_state(parameters)
     }
     check_split(mesh, config, placements.values(), (a.dtype for a in jax.tree.leaves(parameters)), own=loss is not None)
@@ -229,6 +234,7 @@ class _Build:
         return Parallelized(
             step=None if self.optimizer is None else self._checked(self._step(shardings)),
             gradients=self._checked(self._public_gradients(shardings)),
+            loss=replace(self, mapped=self.mapped.in_one_piece())._public_loss(shardings),
             state=init(parameters) if concrete else None,
             shardings=shardings,
             shapes=shapes,
@@ -241,12 +247,12 @@ class _Build:
         return NamedSharding(self.mesh, spec)
 
     def _spec(self, path: Path, ndim: int, *, manual: bool = False) -> P:
-        """Of a parameter; `manual`: of the axes that shard_map maps over."""
+        """Return the spec of a parameter; `manual`: of the axes that shard_map maps over."""
         tensor = not manual or self.loss is not None
         return P(*self.mapped.placements[path].spec(ndim, self.mapped.axes, tensor=tensor))
 
     def _shapes(self, parameters: Any, variables: Any) -> TrainState:
-        """Shape, dtype and sharding of every array of the state."""
+        """Return the shape, dtype and sharding of every array of the state."""
 
         def of(path: Path, leaf: Any) -> Any:
             value = leaf.get_value()
@@ -288,7 +294,21 @@ class _Build:
 
         return jax.jit(gradients, out_shardings=placed)
 
+    def _public_loss(self, shardings: TrainState) -> Any:
+        def loss(parameters: Any, batch: Any, variables: Any) -> jax.Array:
+            return self._mapped(self._loss_on_device, parameters, batch, variables)
+
+        def loss_alone(parameters: Any, batch: Any) -> jax.Array:
+            return loss(parameters, batch, shardings.variables)  # of nothing
+
+        with_variables = bool(jax.tree.leaves(shardings.variables))
+        return self._checked(jax.jit(loss if with_variables else loss_alone, out_shardings=self._named(P())))
+
     def _gradients(self, parameters: Any, batch: Any, variables: Any) -> tuple[jax.Array, Any, Any]:
+        return self._mapped(self._on_device, parameters, batch, variables)
+
+    def _mapped(self, function: Any, parameters: Any, batch: Any, variables: Any) -> Any:
+        """Return what a function of one device's share of these makes of them, put together."""
         axes = self.mapped.axes
         flat = nnx.to_flat_state(parameters)
         specs = nnx.from_flat_state(
@@ -297,41 +317,49 @@ class _Build:
         manual = set(self.mesh.axis_names) - (set() if self.loss is not None or not axes.tensor else {axes.tensor})
         whole = jax.tree.map(lambda _: P(), variables)
         if not manual:
-            return self._on_device(parameters, batch, variables)
+            return function(parameters, batch, variables)
         return jax.shard_map(
-            self._on_device,
+            function,
             mesh=self.mesh,
             in_specs=(specs, P(axes.batch or None), whole),
-            out_specs=(P(), specs, whole),
+            out_specs=P() if function == self._loss_on_device else (P(), specs, whole),
             axis_names=manual,
         )(parameters, batch, variables)
+
+    def _loss_on_device(self, parameters: Any, batch: Any, variables: Any) -> jax.Array:
+        axes = tuple(axis for axis in self.mapped.axes.data if self.mapped.axes.size[axis] > 1)
+        return self._total(parameters, batch, of_rank(variables, axes))[0]
 
     def _on_device(self, parameters: Any, batch: Any, variables: Any) -> tuple[jax.Array, Any, Any]:
         """Loss, gradients and variables as `shard_map` puts them together."""
         axes = tuple(axis for axis in self.mapped.axes.data if self.mapped.axes.size[axis] > 1)
         own = of_rank(variables, axes)
-        total = jax.value_and_grad(lambda parameters: self._total(parameters, batch, own), has_aux=True)
-        (loss, after), gradients = total(parameters)
-        return loss, gradients, agreed(variables, after)
+        parts = self.mapped.config.micro_batches
+        if parts > 1:
+            loss, gradients, after = accumulated(self._sums, self.mapped.shared, parameters, batch, own, parts)
+        else:
+            total = jax.value_and_grad(lambda parameters: self._total(parameters, batch, own), has_aux=True)
+            (loss, after), gradients = total(parameters)
+        return loss, gradients, agree_on_state(variables, after)
 
     def _total(self, parameters: Any, batch: Any, variables: Any) -> tuple[jax.Array, Any]:
         """Return the loss of the whole batch, the same on all devices, and the variables after it, this device's."""
-        parameters = self.mapped.shared(parameters)
+        total, count, after = self._sums(self.mapped.shared(parameters), batch, variables)
+        return mean_over_devices(total, count), after
+
+    def _sums(self, parameters: Any, batch: Any, variables: Any) -> tuple[jax.Array, jax.Array, Any]:
+        """Return sum and count of this device's share, and the variables after it; parameters: of `Mapped.shared`."""
         if self.loss is not None:
             model = nnx.merge(self.graph, parameters, variables, copy=True)
             total, count = self.loss(model, batch, self.mapped)
-            after = same_keys(variables, split(model)[2])
+            after = same_keys(variables, split_model(model)[2])
         else:
             assert self.loss_fn is not None
             total, count, after = generic_loss(self.graph, parameters, variables, batch, self.loss_fn, self.mapped)
         # A 16-bit loss_fn's sums and counts would be rounded to three digits between devices.
         total = jnp.asarray(total)
         total = total.astype(wide(total.dtype))
-        count = jnp.asarray(count).astype(total.dtype)
-        over = tuple(sorted(varying(total) | varying(count)))
-        if not over:
-            return total / count, after
-        return lax.psum(vary_over(total, over), over) / lax.psum(vary_over(count, over), over), after
+        return total, jnp.asarray(count).astype(total.dtype), after
 
     def _step(self, shardings: TrainState) -> Any:
         optimizer = self.optimizer
@@ -369,6 +397,7 @@ class _Checked:
     def _dealt(self, batch: Any) -> Any:
         """Return the batch at its place; of a jax.ShapeDtypeStruct, one with the sharding."""
         check_batch(batch, self.mapped.axes)
+        check_micro_batches(batch, self.mapped.axes, self.mapped.config.micro_batches)
         place = self.batch_sharding
 
         def dealt(leaf: Any) -> Any:

@@ -1,6 +1,6 @@
 """What `parallelize` requires in JAX beside the checks that both halves share; all of it is known before compiling."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from shared_specs.plans.checks import (
     check_divides,
     check_parallel_config,
     refuse_context,
+    refuse_fused,
 )
 from tiled_jax.layers.recompute import offload_refused
 from tiled_jax.models import Llama
@@ -32,13 +33,15 @@ def checked_axes(config: ParallelConfig, mesh: jax.sharding.Mesh) -> MeshAxes:
     check_parallel_config(HERE, config, size, "jax", unsupported)
     data, tensor = config.data, config.tensor
     if data is None:
-        return MeshAxes(batch=(), shard=(), context=None, tensor=tensor and tensor.axis, size=size)
+        return MeshAxes(batch=(), shard=(), context=(), ring=None, heads=None, tensor=tensor and tensor.axis, size=size)
     replicas = () if data.replicate_axis is None else (data.replicate_axis,)
     shard = () if data.engine == "ddp" else (data.shard_axis,)
     return MeshAxes(
         batch=(*replicas, data.shard_axis),
-        shard=shard if data.context_axis is None else (*shard, data.context_axis),
-        context=data.context_axis,
+        shard=(*shard, *data.context_axes),
+        context=data.context_axes,
+        ring=data.ring_axis,
+        heads=data.heads_axis,
         tensor=None if tensor is None else tensor.axis,
         size=size,
     )
@@ -54,17 +57,24 @@ def check_model(
         UnsupportedError: the model's loss, layers or attention cannot be split this way.
     """
     if isinstance(model, Llama) and model.scope == "block":
-        check_block_ranks(HERE, tensor=axes.tensor is not None)
+        check_block_ranks(HERE, split_by_compiler=axes.tensor is not None and rules is None)
     if rules is None:
         _check_own_loss(mesh, config)
         return
+    if rules.check is not None:
+        rules.check(model)
     if rules.sizes is None:
         return
     sizes = rules.sizes(model)
+    if axes.tensor is not None and isinstance(model, Llama) and model.config.fused:
+        refuse_fused(HERE, type(model).__name__, "layers.attention.qkv and layers.mlp.w_gate_up")
     if axes.tensor is not None:
         check_divides(HERE, sizes, axes.tensor, axes.size[axes.tensor])
-    if axes.context is not None:
-        both = (axes.context,) if axes.tensor is None else (axes.tensor, axes.context)
+    if axes.ring is not None and isinstance(model, Llama) and model.layers.attention.backend == "cudnn":
+        advice = "A ring attends in blocks of its own."
+        _unsupported("the model's attention", "'auto' or 'blocks' with rings", "'cudnn'", advice)
+    if axes.heads is not None:
+        both = (axes.heads,) if axes.tensor is None else (axes.tensor, axes.heads)
         heads = sizes.even.get("num_attention_heads")
         if heads is not None:
             check_context_heads(HERE, heads, {axis: axes.size[axis] for axis in both})
@@ -121,11 +131,13 @@ def _unsupported(argument: str, rule: str, got: object, advice: str) -> None:
 def check_batch(batch: Any, axes: MeshAxes) -> None:
     """Check that every array of a batch has sequences for all data ranks and positions for all context ranks.
 
+    A mapping has arrays of the tokens of a sequence, an array of these and one more.
+
     Raises:
         SpecError: one has not.
         TypeError: a leaf is no array.
     """
-    ranks = axes.ranks(axes.batch)
+    ranks, more = axes.ranks(axes.batch), 0 if isinstance(batch, Mapping) else 1
     for leaf in jax.tree.leaves(batch):
         if not hasattr(leaf, "shape"):
             fail_type(HERE, "batch", "a pytree of arrays", type(leaf).__name__)
@@ -133,7 +145,23 @@ def check_batch(batch: Any, axes: MeshAxes) -> None:
         if not shape or shape[0] % ranks:
             rule = f"of a multiple of {ranks} sequences, for the devices of the mesh axes {', '.join(axes.batch)}"
             fail(HERE, "batch", rule, show_shape(shape))
-        if axes.context is not None:
+        if axes.context:
             if len(shape) < 2:
-                fail(HERE, "batch", "[sequences, tokens + 1]", show_shape(shape))
-            check_context_tokens(HERE, "batch", shape[1] - 1, axes.size[axes.context], shape)
+                fail(HERE, "batch", "[sequences, tokens + 1]" if more else "of [sequences, tokens]", show_shape(shape))
+            inside = 1 if axes.ring is None or axes.heads is None else axes.size[axes.heads]
+            order = "tokens" if axes.ring is None else "zigzag"
+            held = axes.ranks(axes.context)
+            check_context_tokens(HERE, "batch", shape[1] - more, held, shape, order=order, inside=inside)
+
+
+def check_micro_batches(batch: Any, axes: MeshAxes, parts: int) -> None:
+    """Check that every data rank has as many sequences for each micro-batch.
+
+    Raises:
+        SpecError: it has not.
+    """
+    multiple = axes.ranks(axes.batch) * parts
+    for leaf in jax.tree.leaves(batch):
+        if leaf.shape[0] % multiple:
+            rule = f"of a multiple of {multiple} sequences, for the {parts} micro-batches of every data rank"
+            fail(HERE, "batch", rule, show_shape(tuple(leaf.shape)))

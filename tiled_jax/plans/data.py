@@ -1,9 +1,9 @@
 """Parameters of fully-sharded data parallelism inside `shard_map`: gathered where they are used, gradients scattered back."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,11 @@ from shared_specs.config import ParallelConfig
 from tiled_jax.core.loops import Like, gradient_of, vary_over
 from tiled_jax.layers.recompute import checkpointed
 from tiled_jax.plans.registry import MeshAxes, Path, Placement
+
+_Tree = TypeVar("_Tree")
+Opened = Callable[[nnx.State], nnx.State]
+# The parameters of layers, and what else differs from one to the next.
+_Stacked = tuple[nnx.State, tuple[jax.Array, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,16 +34,20 @@ class Mapped:
 
     @property
     def sequence_parallel(self) -> bool:
-        """Whether each device of the tensor axis holds its part of the tokens between the split layers."""
+        """Return whether each device of the tensor axis holds its part of the tokens between the split layers."""
         return self.config.tensor is not None and self.config.tensor.sequence_parallel
 
     @property
     def reshards(self) -> bool:
-        """Whether gathered parameters are freed after forward and gathered again in backward."""
+        """Return whether gathered parameters are freed after forward and gathered again in backward."""
         return bool(self.axes.shard) and self.config.data is not None and self.config.data.reshard != "never"
 
+    def in_one_piece(self) -> "Mapped":
+        """Return the same for a batch that is not cut into micro-batches."""
+        return replace(self, config=replace(self.config, micro_batches=1))
+
     def compute_dtype(self, dtype: Any) -> Any:
-        """In which a matrix of this dtype is gathered and computed with."""
+        """Return the dtype in which a matrix of this dtype is gathered and computed with."""
         return jnp.dtype(dtype if self.param_dtype is None else self.param_dtype)
 
     def shared(self, parameters: nnx.State) -> nnx.State:
@@ -71,57 +80,82 @@ class Mapped:
             axes -= set(self.axes.shard)
         if self.sequence_parallel and placement.tensor_dim is None:
             axes |= {str(self.axes.tensor)}
-        return summed(w, tuple(sorted(axes)), self.reduce_dtype)
+        return sum_gradient(w, tuple(sorted(axes)), self.reduce_dtype)
 
     def _gathered(self, w: jax.Array, placement: Placement) -> jax.Array:
         dtype = self.compute_dtype(w.dtype) if placement.dims > 1 or self.cast_vectors else w.dtype
         if placement.shard_dim is None or not self.axes.shard:
             return w.astype(dtype)
-        return gathered(w, placement.shard_dim + w.ndim, self.axes.shard, dtype, self.reduce_dtype)
+        return gather_parts(w, placement.shard_dim + w.ndim, self.axes.shard, dtype, self.reduce_dtype)
 
     def scan(
-        self, fn: Callable[[nnx.State, jax.Array], jax.Array], parameters: nnx.State, x: jax.Array, prefix: Path
+        self,
+        fn: Callable[..., jax.Array],
+        parameters: nnx.State,
+        x: jax.Array,
+        prefix: Path,
+        of_layer: jax.Array | None = None,
+        opened: Opened | None = None,
     ) -> jax.Array:
         """x = fn(parameters of one layer, x) for each of the stacked layers at `prefix`, in a rolled loop.
 
         fn sees parameters that are whole over the shard axes; of those no more than one layer's exist, unless
         `reshard="never"`. Backward computes again what the configuration's checkpointing says; with mode "layers" the loop
         is over groups of `every` layers, and those beyond the last group, which keep all, are a loop of their own.
+        of_layer: [layers, ...], of which fn is given the layer's own behind x; None: nothing. opened: what fn sees of a layer's
+        whole parameters, as wholly gone after forward and made again in backward as they are; None: themselves.
         """
         checkpointing = self.config.checkpointing
         every = 1 if checkpointing is None else checkpointing.every or 1
+        stacked = (parameters, () if of_layer is None else (of_layer,))
         count = jax.tree.leaves(parameters)[0].shape[0]
         groups, rest = divmod(count, every)
         if groups:
-            cut = parameters if every == 1 else _map(lambda a: a[: groups * every], parameters)
-            x = self._loop(fn, cut, x, prefix, every)
-        return self._loop(fn, _map(lambda a: a[groups * every :], parameters), x, prefix, 1) if rest else x
+            cut = stacked if every == 1 else _map(lambda a: a[: groups * every], stacked)
+            x = self._loop(fn, cut, x, prefix, every, opened)
+        return self._loop(fn, _map(lambda a: a[groups * every :], stacked), x, prefix, 1, opened) if rest else x
 
-    def _loop(self, fn: Callable[..., Any], parameters: nnx.State, x: jax.Array, prefix: Path, every: int) -> jax.Array:
+    def _loop(
+        self,
+        fn: Callable[..., Any],
+        stacked: _Stacked,
+        x: jax.Array,
+        prefix: Path,
+        every: int,
+        opened: Opened | None,
+    ) -> jax.Array:
         """Groups of `every` layers."""
         if every == 1:
-            one = self.layer(fn, prefix, index=0)
-            return lax.scan(lambda x, p: (one(p, x), None), x, parameters)[0]
-        layers = [self.layer(fn, prefix, index=index, place=index) for index in range(every)]
+            one = self.layer(fn, prefix, index=0, opened=opened)
+            return lax.scan(lambda x, of: (one(of[0], x, *of[1]), None), x, stacked)[0]
+        layers = [self.layer(fn, prefix, index=index, place=index, opened=opened) for index in range(every)]
 
-        def group(x: jax.Array, p: nnx.State) -> tuple[jax.Array, None]:
-            for layer in layers:
-                x = layer(p, x)
+        def group(x: jax.Array, of: _Stacked) -> tuple[jax.Array, None]:
+            for place, layer in enumerate(layers):
+                x = layer(of[0], x, *(a[place] for a in of[1]))
             return x, None
 
-        return lax.scan(group, x, _map(lambda a: a.reshape(-1, every, *a.shape[1:]), parameters))[0]
+        return lax.scan(group, x, _map(lambda a: a.reshape(-1, every, *a.shape[1:]), stacked))[0]
 
     def layer(
-        self, fn: Callable[..., Any], prefix: Path, *, index: int = 0, place: int | None = None
+        self,
+        fn: Callable[..., Any],
+        prefix: Path,
+        *,
+        index: int = 0,
+        place: int | None = None,
+        opened: Opened | None = None,
     ) -> Callable[..., Any]:
         """fn(parameters, *arrays) of a layer's whole parameters, as a function of this device's parts of them.
 
-        index: of the layer in its stack. place: its parameters' among those of several, which the function is given.
+        index: of the layer in its stack. place: its parameters' among those of several, which the function is given. opened: as
+        `scan` takes it.
         """
         again = checkpointed(lambda *given: fn(given[-1], *given[:-1]), self.config.checkpointing, index=index)
 
         def whole(parameters: nnx.State) -> nnx.State:
-            return self.gather(parameters if place is None else _map(lambda a: a[place], parameters), prefix)
+            found = self.gather(parameters if place is None else _map(lambda a: a[place], parameters), prefix)
+            return found if opened is None else opened(found)
 
         kept = not self.reshards and (place is None or bool(self.axes.shard))
 
@@ -131,7 +165,7 @@ class Mapped:
         return call
 
 
-def _map(fn: Callable[[jax.Array], jax.Array], parameters: nnx.State) -> nnx.State:
+def _map(fn: Callable[[jax.Array], jax.Array], parameters: _Tree) -> _Tree:
     return jax.tree.map(fn, parameters)
 
 
@@ -185,24 +219,24 @@ _freed.defvjp(_freed_forward, _freed_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def summed(w: jax.Array, axes: tuple[str, ...], dtype: Any) -> jax.Array:
+def sum_gradient(w: jax.Array, axes: tuple[str, ...], dtype: Any) -> jax.Array:
     """w, typed as differing along `axes`; its gradient is summed over them, in `dtype` (None: its own)."""
     return vary_over(w, axes)
 
 
-def _summed_forward(w: jax.Array, axes: tuple[str, ...], dtype: Any) -> tuple[jax.Array, None]:
+def _sum_gradient_forward(w: jax.Array, axes: tuple[str, ...], dtype: Any) -> tuple[jax.Array, None]:
     return vary_over(w, axes), None
 
 
-def _summed_backward(axes: tuple[str, ...], dtype: Any, _: None, d: jax.Array) -> tuple[jax.Array]:
+def _sum_gradient_backward(axes: tuple[str, ...], dtype: Any, _: None, d: jax.Array) -> tuple[jax.Array]:
     return ((lax.psum(d.astype(dtype or d.dtype), axes) if axes else d).astype(d.dtype),)
 
 
-summed.defvjp(_summed_forward, _summed_backward)
+sum_gradient.defvjp(_sum_gradient_forward, _sum_gradient_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
-def gathered(w: jax.Array, dim: int, axes: tuple[str, ...], dtype: Any, reduce_dtype: Any) -> jax.Array:
+def gather_parts(w: jax.Array, dim: int, axes: tuple[str, ...], dtype: Any, reduce_dtype: Any) -> jax.Array:
     """w of every device along `axes` side by side, cast first; each device gets its part of the summed gradient.
 
     The sum is taken in `reduce_dtype` (None: that of the gradient).
@@ -210,13 +244,13 @@ def gathered(w: jax.Array, dim: int, axes: tuple[str, ...], dtype: Any, reduce_d
     return lax.all_gather(w.astype(dtype), axes, axis=dim, tiled=True)
 
 
-def _gathered_forward(
+def _gather_parts_forward(
     w: jax.Array, dim: int, axes: tuple[str, ...], dtype: Any, reduce_dtype: Any
 ) -> tuple[jax.Array, Like]:
-    return gathered(w, dim, axes, dtype, reduce_dtype), _like(w)
+    return gather_parts(w, dim, axes, dtype, reduce_dtype), _like(w)
 
 
-def _gathered_backward(
+def _gather_parts_backward(
     dim: int, axes: tuple[str, ...], dtype: Any, reduce_dtype: Any, like: Like, d: jax.Array
 ) -> tuple[jax.Array]:
     d = d.astype(reduce_dtype or d.dtype)
@@ -225,13 +259,13 @@ def _gathered_backward(
 
 @partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["dtype", "axes"])
 @dataclass(frozen=True)
-class _Like(Like):
+class _StaticLike(Like):
     """`Like` as a residual without arrays."""
 
 
-def _like(w: jax.Array) -> _Like:
+def _like(w: jax.Array) -> _StaticLike:
     like = Like.of(w)
-    return _Like(like.dtype, like.axes)
+    return _StaticLike(like.dtype, like.axes)
 
 
-gathered.defvjp(_gathered_forward, _gathered_backward)
+gather_parts.defvjp(_gather_parts_forward, _gather_parts_backward)

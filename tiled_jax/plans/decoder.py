@@ -5,6 +5,7 @@ the others' rows it gathers a shard of tokens at a time, so that [tokens, hidden
 a device's own heads.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,81 +13,88 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 
-from shared_specs.errors import fail
+from shared_specs.errors import UnsupportedError, error_text, fail
 from shared_specs.mlp import costs as mlp_costs
 from shared_specs.mlp.sequence_costs import compiled_sequence_peak_bytes, plan_sequence_mlp
 from shared_specs.plans.checks import TensorSizes
 from tiled_jax import backends
 from tiled_jax.core.params import as_operands, compute_dtype
 from tiled_jax.core.products import wide
-from tiled_jax.layers.context import context_attention, context_slice
 from tiled_jax.mlp.module import TiledMLP
 from tiled_jax.mlp.ranks import on_device
-from tiled_jax.models import Llama, causal_attention
+from tiled_jax.models import Llama
 from tiled_jax.models.block.function import block_layer
-from tiled_jax.models.llama import Angles, Attention, DecoderLayer, sequence_angles
-from tiled_jax.models.loss import inputs_and_targets
+from tiled_jax.models.layer import Attention, DecoderLayer, with_branch
 from tiled_jax.models.mlp import PlainMLP
-from tiled_jax.models.rope import rotate
+from tiled_jax.models.watched import watched
 from tiled_jax.plans.data import Mapped
+from tiled_jax.plans.decoder_context import attended, own_tokens
 from tiled_jax.plans.decoder_ends import embedded, head_loss
+from tiled_jax.plans.decoder_layers import layer_apart
 from tiled_jax.plans.decoder_tokens import entered, over_shards, reduced
 from tiled_jax.plans.registry import ModelRules, register_rules
 
 HERE = "parallelize"
 
 
-def decoder_loss(model: Llama, tokens: jax.Array, mapped: Mapped) -> tuple[jax.Array, Any]:
+def decoder_loss(model: Llama, batch: Any, mapped: Mapped) -> tuple[jax.Array, Any]:
     """Return (sum of the next tokens' cross entropy, number of tokens) of this device's share; `next_token_loss` of the whole.
 
     Args:
         model: with this device's parts of the parameters.
-        tokens: [this device's sequences, tokens + 1], whole along the axis of context parallelism; rows that are shorter end
-            in -100.
+        batch: of this device's sequences, as `next_token_loss` takes it, whole along the axes of context parallelism.
     """
     if mapped.config.checkpointing is None:
         mapped = replace(mapped, config=replace(mapped.config, checkpointing=model.recomputed()))
-    inputs, targets = _own_positions(tokens, mapped)
-    _check_rows(inputs.size, mapped)
-    shard = _shard_tokens(model, inputs.size, mapped)
-    x = embedded(model, inputs.reshape(-1), shard, mapped).astype(model.embed.embedding[...].dtype)
-    angles = sequence_angles(model.config, tokens.shape[1] - 1)
-    positions = _positions(inputs.shape, mapped)
-    graph, parameters = nnx.split(model.layers)
-    sequences = tokens.shape[0]
+    tokens, axes = own_tokens(batch, mapped), mapped.axes
+    _check_rows(tokens.inputs.size, mapped)
+    shard = _shard_tokens(model, tokens.inputs.size, mapped)
+    x = embedded(model, tokens.inputs.reshape(-1), shard, mapped).astype(model.embed.embedding[...].dtype)
+    x = x if model.config.embedding_scale == 1 else x * jnp.asarray(model.config.embedding_scale, x.dtype)
+    kinds = tokens.kinds(model.config, model.dtype, mapped)
+    positions, firsts = (
+        jnp.broadcast_to(tokens.positions, tokens.inputs.shape).reshape(-1),
+        tokens.first_keys(kinds, mapped),
+    )
+    graph, opened = layer_apart(model)
 
-    def layer(parameters: nnx.State, x: jax.Array) -> jax.Array:
-        one = nnx.merge(graph, parameters)
+    def layer(parameters: nnx.State, x: jax.Array, kind: jax.Array | None = None) -> jax.Array:
+        one, first = nnx.merge(graph, parameters), kinds.of(firsts, kind)
         if model.scope == "block":
-            return block_layer(one, x, positions, sequences, context=mapped.axes.context)
-        return _layer(one, x, angles, sequences, shard, mapped)
+            y = block_layer(
+                one,
+                x,
+                positions,
+                tokens.inputs.shape[0],
+                first,
+                turns=kinds.of(kinds.turns, kind),
+                heads_axis=axes.heads,
+                ring_axis=axes.ring,
+                tensor=axes.tensor,
+                sequence_parallel=mapped.sequence_parallel,
+            )
+        else:
+            attend = partial(attended, angles=kinds.angles(kind), tokens=tokens, first=first, kind=kind, mapped=mapped)
+            y = _layer(one, x, attend, shard, mapped)
+        return watched(y, model.heard)
 
-    x = mapped.scan(layer, parameters, x, ("layers",))
+    x = mapped.scan(layer, nnx.state(model.layers), x, ("layers",), kinds.of_layer, opened)
     norm = nnx.merge(nnx.graphdef(model.norm), mapped.gather(nnx.state(model.norm), ("norm",)))
     # As in Llama.hidden, backward keeps x alone.
     norm = jax.checkpoint(norm) if model.scope == "block" else norm
-    return head_loss(model, norm(x).astype(model.dtype), targets.reshape(-1), mapped)
+    return head_loss(model, norm(x).astype(model.dtype), tokens.targets.reshape(-1), mapped)
 
 
-def _own_positions(tokens: jax.Array, mapped: Mapped) -> tuple[jax.Array, jax.Array]:
-    """Inputs and targets at this device's positions, [sequences, tokens / context devices] each."""
-    inputs, targets = inputs_and_targets(tokens)
-    if mapped.axes.context is None:
-        return inputs, targets
-    whole = {"input_ids": inputs, "shift_labels": targets}
-    mine = context_slice(whole, axis_name=mapped.axes.context)
-    return mine["input_ids"], mine["shift_labels"]
+def _check_model(model: Llama) -> None:
+    """Check that these layers have all parts of a model.
 
-
-def _positions(shape: tuple[int, ...], mapped: Mapped) -> jax.Array:
-    """Return the place in its sequence of each of this device's rows, [sequences * tokens] int32."""
-    sequences, tokens = shape
-    places = jnp.arange(tokens, dtype=jnp.int32)
-    if mapped.axes.context is not None:
-        places = places + jnp.int32(tokens) * lax.axis_index(mapped.axes.context).astype(jnp.int32)
-    return jnp.tile(places, sequences)
+    Raises:
+        UnsupportedError: they have no experts.
+    """
+    if model.config.experts is not None:
+        advice = "Pass tiled_jax.models.loss.summed_next_token_loss as loss_fn, with axes of data parallelism alone."
+        raise UnsupportedError(error_text(HERE, "the model", "one of one MLP a layer", "experts", advice=advice))
 
 
 def _check_rows(rows: int, mapped: Mapped) -> None:
@@ -101,16 +109,16 @@ def _check_rows(rows: int, mapped: Mapped) -> None:
 
 
 def _layer(
-    block: DecoderLayer, x: jax.Array, angles: Angles, sequences: int, shard: int | None, mapped: Mapped
+    block: DecoderLayer, x: jax.Array, attend: Callable[..., jax.Array], shard: int | None, mapped: Mapped
 ) -> jax.Array:
     """Return one layer of whole parameters, but for the tensor axis; x: this device's rows."""
-    normed = jax.checkpoint(block.attention_norm)(x)
-    x = x + _attention(block.attention, normed, angles, sequences, shard, mapped).astype(x.dtype)
-    return x + _mlp(block.mlp, jax.checkpoint(block.mlp_norm)(x), mapped).astype(x.dtype)
+    y = _attention(block.attention, jax.checkpoint(block.attention_norm)(x), attend, shard, mapped)
+    x = with_branch(x, y, block.attention_out_norm)
+    return with_branch(x, _mlp(block.mlp, jax.checkpoint(block.mlp_norm)(x), mapped), block.mlp_out_norm)
 
 
 def _attention(
-    attention: Attention, x: jax.Array, angles: Angles, sequences: int, shard: int | None, mapped: Mapped
+    attention: Attention, x: jax.Array, attend: Callable[..., jax.Array], shard: int | None, mapped: Mapped
 ) -> jax.Array:
     graph, weights = _in_wide(attention)
 
@@ -125,25 +133,10 @@ def _attention(
         return reduced(module.o(y.reshape(-1, y.shape[-1])), mapped)[None]
 
     q, k, v = (a.reshape(-1, a.shape[-1]) for a in over_shards(columns, x[None], shard))
-    y = _attended(q, k, v, attention.head_dim, angles, sequences, mapped)
+    y = attend(attention, q, k, v)
     ranks = 1 if shard is None else mapped.axes.size[str(mapped.axes.tensor)]
     y = over_shards(summed, y.reshape(ranks, -1, y.shape[-1]), shard)[0]
     return y if attention.o.bias is None else y + attention.o.bias[...].astype(y.dtype)
-
-
-def _attended(
-    q: jax.Array, k: jax.Array, v: jax.Array, d: int, angles: Angles, sequences: int, mapped: Mapped
-) -> jax.Array:
-    """Attention of this device's heads; under context parallelism of 1 / R of them, over the tokens of all devices."""
-    q, k, v = (a.reshape(sequences, -1, a.shape[-1] // d, d) for a in (q, k, v))
-
-    @jax.checkpoint
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        return causal_attention(rotate(q, *angles), rotate(k, *angles), v)
-
-    context = mapped.axes.context
-    y = attend(q, k, v) if context is None else context_attention(q, k, v, attend, axis_name=context)
-    return y.reshape(-1, y.shape[2] * d)
 
 
 def _mlp(mlp: nnx.Module, x: jax.Array, mapped: Mapped) -> jax.Array:
@@ -215,18 +208,26 @@ register_rules(
             "layers.*_norm.scale": ("layers", "norm"),
             "layers.attention.q.kernel": ("layers", "hidden", "heads"),
             "layers.attention.[kv].kernel": ("layers", "hidden", "kv_heads"),
+            "layers.attention.qkv.kernel": ("layers", "hidden", None),
             "layers.attention.o.kernel": ("layers", "heads", "hidden"),
             "layers.attention.q.bias": ("layers", "heads"),
             "layers.attention.[kv].bias": ("layers", "kv_heads"),
+            "layers.attention.qkv.bias": ("layers", "norm"),
             "layers.attention.o.bias": ("layers", "norm"),
+            "layers.mlp.w_gate_up": ("layers", "hidden", None),
             "layers.mlp.w_gate": ("layers", "hidden", "intermediate"),
             "layers.mlp.w_up": ("layers", "hidden", "intermediate"),
             "layers.mlp.w_down": ("layers", "intermediate", "hidden"),
+            "layers.*.w_gate": ("layers", None, "hidden", "intermediate"),  # of experts
+            "layers.*.w_up": ("layers", None, "hidden", "intermediate"),
+            "layers.*.w_down": ("layers", None, "intermediate", "hidden"),
+            "layers.mlp.b_gate_up": ("layers", "norm"),
             "layers.mlp.b_gate": ("layers", "intermediate"),
             "layers.mlp.b_up": ("layers", "intermediate"),
             "layers.mlp.b_down": ("layers", "norm"),
         },
         loss=decoder_loss,
         sizes=_sizes,
+        check=_check_model,
     ),
 )

@@ -19,9 +19,7 @@ from tiled_jax.loss.ranks import vocab_parallel_cross_entropy, vocab_parallel_li
 from tiled_jax.models import Llama
 from tiled_jax.models.loss import IGNORED
 from tiled_jax.plans.data import Mapped
-from tiled_jax.plans.decoder_tokens import entered, over_shards, own_rows
-
-_SUM = LossOptions(reduction="sum")
+from tiled_jax.plans.decoder_tokens import entered, over_shards, own_tokens_of
 
 
 def embedded(model: Llama, ids: jax.Array, shard: int | None, mapped: Mapped) -> jax.Array:
@@ -31,7 +29,7 @@ def embedded(model: Llama, ids: jax.Array, shard: int | None, mapped: Mapped) ->
         return _by_columns(_value(state, "embedding"), ids, mapped)
     table = _value(mapped.gather(state, ("embed",)), "embedding")
     if axis is None or place.tensor_dim is None:
-        return _rows(table, own_rows(ids, axis) if axis is not None and mapped.sequence_parallel else ids)
+        return _rows(table, own_tokens_of(ids, axis) if axis is not None and mapped.sequence_parallel else ids)
     summed = table.astype(wide(table.dtype))  # the shards' gradients
 
     def rows(ids: jax.Array) -> jax.Array:
@@ -84,10 +82,10 @@ def head_loss(model: Llama, x: jax.Array, targets: jax.Array, mapped: Mapped) ->
     if head.shape[1] == vocab:  # whole: a vocabulary that the axis does not divide
         head = _own_entries(head, axis)
     if model.plain:
-        logits = jnp.dot(entered(x, mapped), head.astype(x.dtype), precision=precision_of(x.dtype))
+        logits = _capped(model, jnp.dot(entered(x, mapped), head.astype(x.dtype), precision=precision_of(x.dtype)))
         return jnp.sum(vocab_parallel_cross_entropy(logits, targets, vocab_size=vocab, axis_name=axis)), count
     if mapped.sequence_parallel:
-        targets = own_rows(targets, axis)
+        targets = own_tokens_of(targets, axis)
     return _split_loss(model, x, head, targets, mapped.sequence_parallel, axis), count
 
 
@@ -98,7 +96,7 @@ def _split_loss(
         x,
         head,
         targets,
-        loss=_SUM,
+        loss=_summed(model),
         tiling=model.loss_tiling,
         vocab_size=model.config.vocab_size,
         sequence_parallel=sequence_parallel,
@@ -135,7 +133,7 @@ def _exchanged_head_loss(
 
 
 def _padded(head: jax.Array, ranks: int) -> jax.Array:
-    """With as many entries for every rank."""
+    """Pad to as many entries for every rank."""
     return jnp.pad(head, ((0, 0), (0, -head.shape[1] % ranks)))
 
 
@@ -154,15 +152,26 @@ def _own_rows_loss(
     if axis is not None:
         if head.shape[1] != model.config.vocab_size:
             head = lax.all_gather(head, axis, axis=1, tiled=True)
-        x = x if mapped.sequence_parallel else own_rows(x, axis)
-        targets = own_rows(targets, axis)
+        x = x if mapped.sequence_parallel else own_tokens_of(x, axis)
+        targets = own_tokens_of(targets, axis)
     if model.plain:
-        logits = jnp.dot(x, head.astype(x.dtype), precision=precision_of(x.dtype)).astype(wide(x.dtype))
+        logits = _capped(model, jnp.dot(x, head.astype(x.dtype), precision=precision_of(x.dtype))).astype(wide(x.dtype))
         valid = targets != IGNORED
         of_target = jnp.take_along_axis(logits, jnp.where(valid, targets, 0)[:, None], axis=-1)[:, 0]
         nll = jax.nn.logsumexp(logits, axis=-1) - of_target
         return jnp.sum(jnp.where(valid, nll, jnp.zeros_like(nll))), _counted(targets)
-    return tiled_linear_cross_entropy(x, head, targets, loss=_SUM, tiling=model.loss_tiling), _counted(targets)
+    return tiled_linear_cross_entropy(x, head, targets, loss=_summed(model), tiling=model.loss_tiling), _counted(
+        targets
+    )
+
+
+def _summed(model: Llama) -> LossOptions:
+    return LossOptions(reduction="sum", logit_softcap=model.config.logit_softcap)
+
+
+def _capped(model: Llama, logits: jax.Array) -> jax.Array:
+    cap = model.config.logit_softcap
+    return logits if cap is None else (cap * jnp.tanh(logits.astype(wide(logits.dtype)) / cap)).astype(logits.dtype)
 
 
 def _counted(targets: jax.Array) -> jax.Array:

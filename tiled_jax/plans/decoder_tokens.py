@@ -34,7 +34,7 @@ def _over_tensor_axis(collective: Callable[..., jax.Array], a: jax.Array, mapped
     return a if axis is None else collective(a, axis_name=axis)
 
 
-def own_rows(a: jax.Array, axis: str) -> jax.Array:
+def own_tokens_of(a: jax.Array, axis: str) -> jax.Array:
     """Return this device's run of the rows that all devices of the axis have."""
     rows = a.shape[0] // lax.axis_size(axis)
     return lax.dynamic_slice_in_dim(a, lax.axis_index(axis) * rows, rows)

@@ -12,10 +12,10 @@ from shared_specs.plans.checks import TensorSizes
 
 Path = tuple[Any, ...]
 Names = tuple[str | None, ...]
-Split = Literal["shard", "tensor"]
+SplitOver = Literal["shard", "tensor"]
 
 # Logical dim -> what splits it: the axes of fully-sharded data parallelism, the axis of tensor parallelism, or nothing.
-LOGICAL: dict[str, Split | None] = {
+LOGICAL: dict[str, SplitOver | None] = {
     "layers": None,
     "hidden": "shard",
     "intermediate": "tensor",
@@ -34,19 +34,22 @@ class ModelRules:
 
     Args:
         axes: pattern -> logical names of a parameter's dims, None for a dim without one. The first pattern that matches
-            the dotted path wins ("layers.*.w_up", as fnmatch matches). Sharding metadata of the parameter goes first.
+            the dotted path ("layers.*.w_up", as fnmatch matches) and names as many dims wins. Sharding metadata of the
+            parameter goes first.
         logical: logical names beside those of LOGICAL, or other splits for them.
         loss: loss(model, batch, mapped) -> (sum over this device's share of the batch, what it is divided by), written
             for `jax.shard_map` over the whole mesh (`tiled_jax.plans.decoder` is an example). The parameters of the
             model are this device's parts; `plans/data.py` gathers them. None: the model computes by itself, tensor parallelism
             is left to XLA, and `parallelize` needs a loss_fn.
         sizes: of a model, the sizes that tensor parallelism divides.
+        check: raises UnsupportedError for a model of the class that `loss` does not compute; None: it computes all.
     """
 
     axes: Mapping[str, Names]
-    logical: Mapping[str, Split | None] = field(default_factory=dict)
+    logical: Mapping[str, SplitOver | None] = field(default_factory=dict)
     loss: Callable[..., tuple[Any, Any]] | None = None
     sizes: Callable[[Any], TensorSizes] | None = None
+    check: Callable[[Any], None] | None = None
 
 
 _RULES: dict[type, ModelRules] = {}
@@ -73,19 +76,22 @@ def rules_of(model: nnx.Module) -> ModelRules:
 class MeshAxes:
     """The axes of a mesh by what they do. `batch` split the sequences of a batch, `shard` the parameters.
 
-    `size` has the number of devices along each.
+    `context` split the tokens of a sequence: round `ring` keys and values are sent, along `heads` tokens are exchanged for
+    heads. `size` has the number of devices along each.
     """
 
     batch: tuple[str, ...]
     shard: tuple[str, ...]
-    context: str | None
+    context: tuple[str, ...]
+    ring: str | None
+    heads: str | None
     tensor: str | None
     size: Mapping[str, int]
 
     @property
     def data(self) -> tuple[str, ...]:
-        """Every axis along which the tokens differ before tensor parallelism."""
-        return self.batch if self.context is None else (*self.batch, self.context)
+        """Return every axis along which the tokens differ before tensor parallelism."""
+        return (*self.batch, *self.context)
 
     def ranks(self, axes: tuple[str, ...]) -> int:
         """Devices along several axes together."""
@@ -118,7 +124,7 @@ class Placement:
         return tuple(None if not e else e[0] if len(e) == 1 else e for e in entries)
 
 
-def place(
+def placement_of(
     function: str, path: Path, shape: tuple[int, ...], metadata: Any, rules: ModelRules, axes: MeshAxes
 ) -> Placement:
     """Return the placement of one parameter: by its metadata, by the rules, or the longest dim that the shard axes divide."""
@@ -126,7 +132,7 @@ def place(
     names = _names(function, name, len(shape), metadata, rules)
     if names is None:
         return Placement(_longest(shape, axes), None, len(shape))
-    logical: dict[str, Split | None] = {**LOGICAL, **rules.logical}
+    logical: dict[str, SplitOver | None] = {**LOGICAL, **rules.logical}
     splits: dict[str, int] = {}
     for index, dim in enumerate(names):
         split = _split(function, name, dim, logical, axes)
@@ -146,13 +152,16 @@ def _names(function: str, name: str, dims: int, metadata: Any, rules: ModelRules
     if metadata is not None:
         names = tuple(metadata)
         return (None,) * (dims - len(names)) + names
-    found = next((names for pattern, names in rules.axes.items() if fnmatchcase(name, pattern)), None)
-    if found is not None and len(found) != dims:
-        fail(function, name, f"of {len(found)} dims, as the rules name them", dims)
+    matching = [names for pattern, names in rules.axes.items() if fnmatchcase(name, pattern)]
+    found = next((names for names in matching if len(names) == dims), None)
+    if matching and found is None:
+        fail(function, name, f"of {len(matching[0])} dims, as the rules name them", dims)
     return found
 
 
-def _split(function: str, name: str, dim: Any, logical: Mapping[str, Split | None], axes: MeshAxes) -> Split | None:
+def _split(
+    function: str, name: str, dim: Any, logical: Mapping[str, SplitOver | None], axes: MeshAxes
+) -> SplitOver | None:
     """Return the split of a dim of this name: a logical one or, in metadata, a mesh axis itself."""
     if dim is None:
         return None

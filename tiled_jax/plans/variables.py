@@ -13,8 +13,8 @@ from tiled_jax.core.products import wide
 HERE = "parallelize"
 
 
-def split(model: nnx.Module) -> tuple[Any, nnx.State, nnx.State]:
-    """Graph, parameters and everything else."""
+def split_model(model: nnx.Module) -> tuple[Any, nnx.State, nnx.State]:
+    """Return the graph, the parameters and all other variables of a model."""
     graph, parameters, others = nnx.split(model, nnx.Param, ...)
     return graph, parameters, others
 
@@ -49,7 +49,7 @@ def same_keys(before: nnx.State, after: nnx.State) -> nnx.State:
     return after
 
 
-def agreed(given: nnx.State, after: nnx.State) -> nnx.State:
+def agree_on_state(given: nnx.State, after: nnx.State) -> nnx.State:
     """Return the state that all devices go on with: floating-point statistics averaged, keys as `given`, before they were
     folded.
     """

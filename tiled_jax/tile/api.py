@@ -11,7 +11,7 @@ from flax import nnx
 from jax import lax
 
 from shared_specs.config import Tiling
-from shared_specs.errors import UnsupportedError, error_text, fail
+from shared_specs.errors import UnsupportedError, error_text, fail_with
 from shared_specs.shards import ShardPlan, plan_tiling
 from shared_specs.tile.checks import check_tile
 from tiled_jax import backends
@@ -83,7 +83,7 @@ def tile(
 def _call(fn: Callable[..., Any], options: Tiling, rngs: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     fn, kwargs = linen_modules.lifted(fn, args, kwargs, rngs)
     if rngs is not None and "rngs" in kwargs:
-        fail("tile", "rngs", "given once", "one to tile and one to the call")
+        fail_with("tile", "rngs is given twice, to tile and to the call", advice="Give it once.")
     key = rngs if isinstance(rngs, jax.Array) else None
     if rngs is not None and key is None:
         kwargs = {**kwargs, "rngs": rngs}  # streams are split and advanced as those of any module among the arguments
@@ -93,7 +93,7 @@ def _call(fn: Callable[..., Any], options: Tiling, rngs: Any, args: tuple[Any, .
 def run_shards(
     fn: Callable[..., Any], layout: token_layout.Layout, options: Tiling, key: jax.Array | None = None
 ) -> Any:
-    """fn's results over all shards; random streams of its modules are advanced once."""
+    """Return fn's results over all shards; random streams of its modules are advanced once."""
     tokens, device = layout.tokens, backends.device_kind()
     arrays = layout.cut()
     split = split_of(layout.function, arrays[0], [*arrays[1:], *layout.whole()], (), None)
@@ -166,7 +166,7 @@ class Shard:
         return [jnp.asarray(leaf).reshape(t, *form.rest) for leaf, form in zip(leaves, forms, strict=True)]
 
     def check_leading_dims(self) -> None:
-        """UnsupportedError where a result would have to be flattened across a dim that a type says is cut."""
+        """Raise UnsupportedError where a result would have to be flattened across a dim that a type says is cut."""
         assert self._form is not None
         lead = self._layout.lead
         for index, form in enumerate(self._form[0]):
@@ -177,14 +177,14 @@ class Shard:
                 raise UnsupportedError(error_text(self._layout.function, name, rule, got, advice=advice))
 
     def assemble(self, results: Sequence[jax.Array]) -> Any:
-        """fn's results from their rows [T, ...]."""
+        """Return fn's results from their rows [T, ...]."""
         assert self._form is not None  # every call runs at least one shard
         forms, treedef = self._form
         return jax.tree.unflatten(treedef, [a.reshape(form.shape) for a, form in zip(results, forms, strict=True)])
 
 
 def with_owner(fn: Callable[..., Any]) -> tuple[Callable[..., Any], list[Any]]:
-    """fn as a function of the module it belongs to, and that module: itself, or the object of a bound method."""
+    """Return fn as a function of the module it belongs to, and that module: itself, or the object of a bound method."""
     if isinstance(fn, nnx.Module):
         return lambda module, *args, **kwargs: module(*args, **kwargs), [fn]
     owner = getattr(fn, "__self__", None)

@@ -98,7 +98,7 @@ def _check_unwritten(before: Mapping[str, Any], after: Mapping[str, Any]) -> Non
 
 @contextmanager
 def refusing_bound_modules(function: str, outside: Any) -> Iterator[None]:
-    """While fn runs for a shard, a call of a linen module that was bound outside of it raises UnsupportedError.
+    """Refuse, while fn runs for a shard, a call of a linen module that was bound outside of it: UnsupportedError.
 
     Args:
         outside: what `traces_outside` returned before the shards began.

@@ -101,7 +101,7 @@ class _Sums:
         return jax.tree.unflatten(treedef, spread)
 
     def total(self, results: Any) -> Any:
-        """fn's results over all shards, from what `rows` gives."""
+        """Return fn's results over all shards, from what `rows` gives."""
         leaves, treedef = jax.tree.flatten(results)
         summed = [jnp.sum(a) if scalar else a for a, scalar in zip(leaves, self._scalar, strict=True)]
         return jax.tree.unflatten(treedef, summed)

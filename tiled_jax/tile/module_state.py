@@ -17,7 +17,7 @@ Path = tuple[Any, ...]
 
 
 def check_rngs(function: str, rngs: Any) -> None:
-    """TypeError for what is neither one key (typed, or the uint32 numbers of one) nor streams nor None."""
+    """Raise TypeError for what is neither one key (typed, or the uint32 numbers of one) nor streams nor None."""
     rule = "a key, nnx.Rngs, nnx.RngStream or None"
     if not isinstance(rngs, jax.Array | nnx.Rngs | nnx.RngStream | None):
         fail_type(function, "rngs", rule, type(rngs).__name__)
@@ -32,16 +32,17 @@ def _is_key(value: jax.Array) -> bool:
     return value.dtype == jnp.uint32 and value.shape == jax.eval_shape(jax.random.PRNGKey, 0).shape
 
 
-def check_module_rngs(function: str, rngs: Any) -> None:
-    """TypeError for anything but the streams that a module draws its parameters from."""
+def check_module_rngs(function: str, rngs: Any) -> nnx.Rngs:
+    """Return the streams that a module draws its parameters from; TypeError for anything else."""
     if not isinstance(rngs, nnx.Rngs):
         fail_type(
             function, "rngs", "nnx.Rngs", type(rngs).__name__, advice="Pass rngs=nnx.Rngs(0), or of a seed of your own."
         )
+    return rngs
 
 
 def check_closure(function: str, fn: Any) -> None:
-    """UnsupportedError where fn closes over a key, from which every shard would draw the same numbers."""
+    """Raise UnsupportedError where fn closes over a key, from which every shard would draw the same numbers."""
     if any(isinstance(value, jax.Array) and _is_key(value) for value in closed_over(fn)):
         advice = (
             "Every shard would draw the same numbers: hand it to tile as rngs=, or to fn as an argument to mean that."
@@ -103,7 +104,7 @@ class Modules:
         return _Inside(nnx.merge(self._graph, nnx.from_flat_state(state)), values, self._graph)
 
     def drew(self, written: Sequence[Path]) -> None:
-        """Notes what a shard wrote; anything but the count of a stream is refused.
+        """Note what a shard wrote; anything but the count of a stream is refused.
 
         Raises:
             UnsupportedError: fn writes statistics, counters or other state.
@@ -123,7 +124,7 @@ class Modules:
             self._drawn.add(counts[path])
 
     def advance(self) -> None:
-        """Moves every stream that a shard drew from to its next draw."""
+        """Move every stream that a shard drew from to its next draw."""
         for stream in self._drawn:
             count = self._variables[(*stream, "count")]
             count.set_value(count.get_value() + 1)

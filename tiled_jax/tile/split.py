@@ -114,7 +114,7 @@ class _TileRules:
     def forward(call: _Traced, operands: Arrays) -> Arrays:
         rows, whole = _rows_and_whole(operands)
         run = _op(lambda rows, whole, axes: (call.on_device(rows, whole, {}), {}))
-        return on_own_tokens(call.split, run, rows, whole)[0]
+        return on_own_tokens(call.split, run)(rows, whole)[0]
 
     @staticmethod
     def save(call: _Traced, operands: Arrays, wanted: tuple[str, ...]) -> tuple[Arrays, Saved]:
@@ -134,7 +134,7 @@ class _TileRules:
         of_rows, of_whole = _rows_and_whole(t)
         rows |= {_OF + name: a for name, a in of_rows.items()}
         whole |= {_OF + name: a for name, a in of_whole.items()}
-        return on_own_tokens(call.split, _op(run), rows, whole)[0]
+        return on_own_tokens(call.split, _op(run))(rows, whole)[0]
 
     @staticmethod
     def gradients(call: _Traced, saved: Saved, g: Arrays, wanted: tuple[str, ...]) -> Arrays:
@@ -146,7 +146,7 @@ class _TileRules:
             return _rows_and_whole(d)
 
         found = {}
-        for group in on_own_tokens(call.split, _op(run), rows | g, whole):
+        for group in on_own_tokens(call.split, _op(run))(rows | g, whole):
             found |= group
         found = {name: gradient_of(saved.arrays[name], d) for name, d in found.items()}
         return {name: as_typed(saved.arrays[name], d) for name, d in found.items()}

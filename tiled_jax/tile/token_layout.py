@@ -3,8 +3,6 @@
 No loops and no differentiation here.
 """
 
-import inspect
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,18 +13,18 @@ import numpy as np
 from flax import nnx
 
 from shared_specs.errors import fail, fail_type, show_shape
-from shared_specs.tile import checks as tile_checks
+from shared_specs.tile.token_layout import Form, TokenLayout, first_name, has_rows, leading_dims
 from tiled_jax.core.arrays import check_known_shape, differing_devices
 from tiled_jax.core.loops import vary_over
 
 
 @dataclass(frozen=True)
-class Layout:
+class Layout(TokenLayout):
     """The flattened arguments of one call.
 
     Args:
         leaves: arrays, modules and everything else, in order. rowed: per leaf, whether it is cut.
-        lead: leading dims of x. function: the public function called, for its messages.
+        lead, function: as in `TokenLayout`.
     """
 
     leaves: tuple[Any, ...]
@@ -34,15 +32,6 @@ class Layout:
     treedef: Any
     lead: tuple[int, ...]
     function: str = "tile"
-
-    @property
-    def tokens(self) -> int:
-        return math.prod(self.lead)
-
-    @property
-    def batched(self) -> bool:
-        """x has three or more dims, so a shard is [1, t, ...] and not [t, ...]."""
-        return len(self.lead) > 1
 
     def cut(self) -> list[jax.Array]:
         """Return every leaf that is cut, as it is."""
@@ -55,7 +44,7 @@ class Layout:
 
     def rows(self) -> list[jax.Array]:
         """Return every leaf that is cut, as [T, ...]."""
-        return [a.reshape(self.tokens, *a.shape[len(self.lead) :]) for a in self.cut()]
+        return [a.reshape(self.flat_shape(a.shape)) for a in self.cut()]
 
     def modules(self) -> list[Any]:
         """Return every leaf that is a module or another graph of variables."""
@@ -103,16 +92,17 @@ def split(
 
     Beside x [T, H] `tile` cuts nothing else: an array [T, ...] may as well be a weight, when T happens to be its size.
     """
-    x = args[0] if args else kwargs.get(_first_name(fn))
+    x = args[0] if args else kwargs.get(first_name(fn))
     if not isinstance(x, jax.Array | np.ndarray):
         fail_type(function, "x, the first argument,", "an array", type(x).__name__)
-    if x.ndim < 2:
-        fail(function, "x", "[tokens, hidden] or more dims", show_shape(tuple(x.shape)))
+    lead = leading_dims(function, tuple(x.shape))
     check_known_shape(function, "x", x)
     leaves, treedef = jax.tree.flatten((args, dict(kwargs)), is_leaf=is_graph)
-    lead = tuple(x.shape[:-1])
     alone = function == "tile" and len(lead) == 1
-    rowed = tuple(leaf is x or (not alone and _has_rows(leaf, lead)) for leaf in leaves)
+    rowed = tuple(
+        leaf is x or (not alone and isinstance(leaf, jax.Array | np.ndarray) and has_rows(tuple(leaf.shape), lead))
+        for leaf in leaves
+    )
     arrays = tuple(jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves)
     if isinstance(x, jax.Array):
         _check_devices(function, x, [leaf for leaf, has_rows in zip(arrays, rowed, strict=True) if has_rows])
@@ -120,7 +110,7 @@ def split(
 
 
 def _check_devices(function: str, x: jax.Array, cut: Sequence[jax.Array]) -> None:
-    """SpecError where what is cut as x is lies elsewhere: one loop takes them all. What is passed whole is up to fn."""
+    """Raise SpecError where what is cut as x is lies elsewhere: one loop takes them all. What is passed whole is up to fn."""
     of_x, *devices = differing_devices([x, *cut])
     for array, device in zip(cut, devices, strict=True):
         if of_x and device not in ("", of_x):
@@ -128,33 +118,8 @@ def _check_devices(function: str, x: jax.Array, cut: Sequence[jax.Array]) -> Non
             fail(function, "every array with x's leading dims", rule, device, shapes=shapes)
 
 
-def _has_rows(leaf: Any, lead: tuple[int, ...]) -> bool:
-    return isinstance(leaf, jax.Array | np.ndarray) and tuple(leaf.shape[: len(lead)]) == lead
-
-
-def _first_name(fn: Callable[..., Any]) -> str:
-    """Name of fn's first parameter, for a call that gives x by name."""
-    try:
-        return next(iter(inspect.signature(fn).parameters), "")
-    except ValueError:  # a builtin without a signature
-        return ""
-
-
-@dataclass(frozen=True)
-class Form:
-    """How one result is put together: rows [T, *rest], seen as `shape`."""
-
-    shape: tuple[int, ...]
-    rest: tuple[int, ...]
-
-
 def form_of(index: int, result: Any, t: int, layout: Layout) -> Form:
     """Return the form of fn's result number `index` for a shard of t tokens."""
     if not isinstance(result, jax.Array | np.ndarray):
         fail_type(layout.function, f"output {index} of fn", "an array or None", type(result).__name__)
-    shape = tuple(result.shape)
-    if layout.batched and shape[:2] == (1, t):
-        return Form((*layout.lead, *shape[2:]), shape[2:])
-    if shape[:1] == (t,):
-        return Form((layout.tokens, *shape[1:]), shape[1:])
-    tile_checks.fail_rows(layout.function, index, shape, t)
+    return layout.form(index, tuple(result.shape), t)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shared_specs.errors import UnsupportedError, error_text, fail, fail_type, show_shape
+from shared_specs.errors import UnsupportedError, error_text, fail, fail_type, fail_with, show_shape
 from tiled_torch.core.tensors import dtype_name
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def to_jax(tensor: Tensor, *, copy: bool | None = None) -> "jax.Array":
     """
     import jax
 
-    check_tensor("to_jax", "tensor", tensor)
+    check_bridged("to_jax", "tensor", tensor)
     why = _needs_copy(tensor)
     if why and copy is False:
         shapes = f"tensor is {show_shape(tensor.shape)}"
@@ -92,7 +92,7 @@ def to_torch(array: "jax.Array", *, copy: bool = False) -> Tensor:
         advice = "Use jax.random.key_data." if jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key) else "Cast it."
         fail_type("to_torch", "array", "of a dtype that PyTorch has", array.dtype.name, advice=advice)
     if array.is_deleted():
-        fail("to_torch", "array", "alive", "a deleted or donated one")
+        fail_with("to_torch", "array was deleted or donated", advice="Hand it over before, or copy it.")
     if len(array.devices()) > 1:
         advice = "Use its addressable_shards, or jax.device_put it first."
         fail("to_torch", "array", "on one device", f"{len(array.devices())} devices", advice=advice)
@@ -104,7 +104,7 @@ def to_torch(array: "jax.Array", *, copy: bool = False) -> Tensor:
     return tensor.clone() if copy else tensor
 
 
-def check_tensor(function: str, name: str, tensor: Any) -> None:
+def check_bridged(function: str, name: str, tensor: Any) -> None:
     """Check that a tensor can cross to JAX, at least as a copy.
 
     Raises:

@@ -60,7 +60,7 @@ def jax_function(fn: Callable[..., Any]) -> Callable[..., Any]:
             saved = [to_torch(r) for r in own if _crosses(r)]
             config: Any = jax.config
             settings = config.jax_enable_x64, config.jax_default_matmul_precision
-            outputs = _Node.apply(_Call(backward, recipe, stay, wanted, *settings), outputs, saved, *inputs)
+            outputs = _Node.apply(_BridgeCall(backward, recipe, stay, wanted, *settings), outputs, saved, *inputs)
         return jax.tree.unflatten(recipe.func.outputs, outputs)
 
     return call
@@ -86,7 +86,7 @@ class _Recipe:
 
     @property
     def used(self) -> list[int]:
-        """The inputs that backward needs."""
+        """Return the inputs that backward needs."""
         return sorted({source for source in self.sources if source is not None})
 
     def __call__(self, inputs: list[Any], own: list[Any]) -> Any:
@@ -136,7 +136,7 @@ def _crosses(residual: "jax.Array") -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class _Call:
+class _BridgeCall:
     """The state of one call that backward needs besides the saved tensors."""
 
     backward: Callable[..., Any]
@@ -151,7 +151,7 @@ class _Node(torch.autograd.Function):
     """Hangs the outputs, which JAX has computed already, into PyTorch's graph."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, outputs: tuple[Tensor, ...], saved: list[Tensor], *inputs: Tensor) -> Any:
+    def forward(ctx: Any, call: _BridgeCall, outputs: tuple[Tensor, ...], saved: list[Tensor], *inputs: Tensor) -> Any:
         recipe = call.recipe.func
         ctx.call = call
         # The inputs among the residuals, so that changes in place are noticed; then what only JAX knows.

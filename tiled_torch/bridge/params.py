@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from shared_specs.errors import fail, fail_type, show_shape
-from tiled_torch.bridge.arrays import check_tensor, to_jax, to_torch
+from tiled_torch.bridge.arrays import check_bridged, to_jax, to_torch
 from tiled_torch.core.tensors import dtype_name
 from tiled_torch.mlp.module import TiledMLP
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def params_to_jax(torch_module: nn.Module, jax_module: Any) -> None:
-    """Copies every parameter of a TiledMLP, or of a module made of TiledMLPs alone, into its nnx twin.
+    """Copy every parameter of a TiledMLP, or of a module made of TiledMLPs alone, into its nnx twin.
 
     Args:
         torch_module: weights [out, in]; parameter names as in `named_parameters`.
@@ -38,7 +38,7 @@ def params_to_jax(torch_module: nn.Module, jax_module: Any) -> None:
 
 
 def params_to_torch(jax_module: Any, torch_module: nn.Module) -> None:
-    """Copies every parameter of an nnx TiledMLP, or of a module made of them alone, into its PyTorch twin.
+    """Copy every parameter of an nnx TiledMLP, or of a module made of them alone, into its PyTorch twin.
 
     The parameters of `torch_module` stay the same objects, so an optimizer keeps them. The rest is as in
     `params_to_jax`, in the other direction.
@@ -104,7 +104,7 @@ def _check_activations(function: str, torch_module: nn.Module, jax_module: Any) 
 
 
 def _check_pair(function: str, name: str, tensor: Tensor, array: "jax.Array") -> None:
-    check_tensor(function, f"torch_module.{name}", tensor)
+    check_bridged(function, f"torch_module.{name}", tensor)
     want = tuple(tensor.shape)[::-1] if _is_weight(name) else tuple(tensor.shape)
     dtype = dtype_name(tensor.dtype)
     if (array.shape, array.dtype.name) != (want, dtype):

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shared_specs.errors import SpecError, error_text
-from tiled_torch.collectives.failures import named
+from tiled_torch.collectives.failures import run_collective
 from tiled_torch.collectives.groups import RankGroup, backend_of, not_compiled, rank_group
 from tiled_torch.core.tensors import is_dtensor
 
@@ -56,7 +56,7 @@ def broadcast_data(
     described: list[Any] = [mine]
     if over.several:
         described = [None] * over.size
-        named(over, "all-gather", lambda: dist.all_gather_object(described, mine, group=over.group))
+        run_collective(over, "all-gather", lambda: dist.all_gather_object(described, mine, group=over.group))
     for fault in _faults(described):
         raise SpecError(fault)
     found = _sent(over, data, described[0]["tensors"])
@@ -163,7 +163,7 @@ def _sent(over: RankGroup, data: Any, tensors: dict[str, Any]) -> dict[str, Tens
             for key, part in parts.items():
                 part.copy_(found[key].reshape(-1))
         if flat.numel():
-            named(over, "broadcast", lambda flat=flat: dist.broadcast(flat, group=over.group, group_src=0))
+            run_collective(over, "broadcast", lambda flat=flat: dist.broadcast(flat, group=over.group, group_src=0))
         if over.rank:  # in memory of their own: a view would keep all of them alive, and starts at any byte
             found |= {key: part.view(tensors[key][0]).clone() for key, part in parts.items()}
     return found

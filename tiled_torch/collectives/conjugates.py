@@ -25,7 +25,7 @@ class KeptParts:
 
     @contextmanager
     def taken(self) -> Iterator[None]:
-        """Inside, results are kept."""
+        """Keep the results of the collectives that run inside this context."""
 
         def take(make: Callable[[], Tensor]) -> Tensor:
             part = make()
@@ -37,7 +37,7 @@ class KeptParts:
 
     @contextmanager
     def given(self) -> Iterator[None]:
-        """Inside, they are given again, and freed."""
+        """Return the kept results, inside this context, in place of new collectives. They are freed."""
         parts = iter(self._parts)
         self._parts = []
         with _through(lambda _: next(parts).detach()):

@@ -37,7 +37,7 @@ def remember(over: RankGroup, words: Words) -> None:
     _agreed[over.group or dist.group.WORLD] = (over.function, words)
 
 
-def named(over: RankGroup, name: str, call: Callable[[], Any], x: Tensor | None = None) -> Any:
+def run_collective(over: RankGroup, name: str, call: Callable[[], Any], x: Tensor | None = None) -> Any:
     """Return the call, a collective of x; where it fails or times out, its error says which rank waited in which collective of
     which function, and where the other ranks are."""
     withdraw()
@@ -65,14 +65,14 @@ def remembered(over: RankGroup) -> Words:
 
 
 def withdraw() -> None:
-    """This rank is in a call again: what it wrote of one that failed no longer holds."""
+    """Delete what this rank wrote of a failed call: it is in a call again."""
     if _state["noted"]:
         _state["noted"] = False
         _bounded(lambda: _write({}))
 
 
 def others_in(over: RankGroup, name: str, x: Tensor | None) -> str:
-    """Writes that the collective `name` of x failed here; returns, in sentences, where the other ranks of the group are.
+    """Write that the collective `name` of x failed here; return, in sentences, where the other ranks of the group are.
 
     "" where that cannot be told. Never raises; returns within LOOK_SECONDS and a second.
     """
@@ -94,7 +94,7 @@ def _told(over: RankGroup, name: str, x: Tensor | None) -> str:
 
 
 def _sentences(rank: int, members: Sequence[int], mine: _Note, found: Mapping[int, _Note]) -> list[str]:
-    """Of each other rank; first where to look. `found`: by rank of all ranks."""
+    """Return sentences about the other ranks, first where to look. `found`: notes by rank of the world."""
     said: dict[str, list[int]] = {}
     for number, world_rank in enumerate(members):
         if number != rank:

@@ -37,11 +37,11 @@ class Gathers(Taken):
             self.let_go()
 
     def take(self) -> Tensor:
-        """Return the next one, [R t, ...], once it has arrived."""
+        """Return the next shard, [R t, ...], once it has arrived."""
         return self.under_way.popleft().wait()
 
     def let_go(self) -> None:
-        """Says that one which was taken is no longer held, and sends the next on its way."""
+        """Start the next gather: the caller has dropped the shard that it took."""
         for part, shard in islice(self.order, 1):
             self.under_way.append(_gather(self.over, self.plan, part, shard, self.dtype))
 
@@ -68,7 +68,7 @@ class Scattered(Written):
         self.pending: tuple[int, Pending] | None = None
 
     def start(self, shard: int) -> Tensor:
-        """Memory for one shard's partial sums [R t, ...], once those before have arrived."""
+        """Return memory for one shard's partial sums [R t, ...], once those of the shard before have arrived."""
         self.finish()
         rows = self.over.size * self.plan.rows(shard)
         partial = self.out.new_empty((rows, *self.out.shape[1:]), dtype=self.dtype)
@@ -76,13 +76,13 @@ class Scattered(Written):
         return partial
 
     def done(self) -> None:
-        """Sends them on their way."""
+        """Start the sum over the ranks of the shard that `start` gave memory for."""
         assert self.written is not None
         (shard, partial), self.written = self.written, None
         self.pending = shard, transport.reduce_scatter(self.over, partial, 0)
 
     def finish(self) -> None:
-        """Stores what is under way."""
+        """Wait for the sum that is under way and store this rank's rows."""
         if self.pending is None:
             return
         (shard, pending), self.pending = self.pending, None

@@ -61,7 +61,7 @@ def embedding_master(entries: int, dim: int, init_method: InitMethod | None, lik
 
 
 def fill(parameter: Tensor, values: Tensor) -> None:
-    """Copies them in; of a parameter that fully_shard has sharded, what this process holds. Nothing is communicated."""
+    """Copy the values in; of a parameter that fully_shard has sharded, the part of this process. Nothing is communicated."""
     if is_dtensor(parameter):
         fill_local(parameter, values)
     else:

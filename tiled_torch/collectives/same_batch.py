@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from shared_specs.errors import fail
-from tiled_torch.collectives.failures import named
+from tiled_torch.collectives.failures import run_collective
 from tiled_torch.collectives.groups import rank_group, simulated
 
 
@@ -42,7 +42,7 @@ def check_same_batch(function: str, given: Mapping[str, Tensor], mesh: DeviceMes
         return
     mine = {name: [str(x.dtype), list(x.shape), _digest(x)] for name, x in given.items()}
     ranks: list[Any] = [None] * over.size
-    named(over, "all-gather", lambda: dist.all_gather_object(ranks, mine, group=over.group))
+    run_collective(over, "all-gather", lambda: dist.all_gather_object(ranks, mine, group=over.group))
     others = [str(rank) for rank, found in enumerate(ranks) if found != ranks[0]]
     if others:
         got = f"another one on rank{'s' if len(others) > 1 else ''} {', '.join(others)}"
@@ -50,8 +50,8 @@ def check_same_batch(function: str, given: Mapping[str, Tensor], mesh: DeviceMes
 
 
 def _digest(x: Tensor) -> str:
-    """Of the numbers that a rank holds itself; tensors without numbers are alike."""
+    """Return a digest of the numbers that a rank holds itself; tensors without numbers have the same one."""
     x = x.to_local() if isinstance(x, DTensor) else x
     if x.is_meta or isinstance(x, torch._subclasses.FakeTensor):
         return ""
-    return blake2b(x.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes(), digest_size=8).hexdigest()
+    return blake2b(x.detach().cpu().flatten().view(torch.uint8).numpy().tobytes(), digest_size=8).hexdigest()

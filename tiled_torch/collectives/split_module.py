@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from shared_specs.errors import fail, fail_type
+from shared_specs.errors import fail_type, fail_with
 from tiled_torch.collectives.groups import rank_group
 from tiled_torch.collectives.initialise import mark
 
@@ -42,7 +42,7 @@ class ParallelLayer(nn.Module):
         self.mark_parameters()
 
     def mark_parameters(self) -> None:
-        """Sets `tensor_model_parallel`, `partition_dim`, `partition_stride` and `allreduce` on every parameter.
+        """Set `tensor_model_parallel`, `partition_dim`, `partition_stride` and `allreduce` on every parameter.
 
         They are attributes, which a copy of a parameter loses. The layer sets them again where it makes the copies itself
         (`to`, `to_empty`, `deepcopy`); call this after something else has put parameters of its own there, as fully_shard
@@ -77,12 +77,12 @@ class ParallelLayer(nn.Module):
 
 
 # Of a tensor that says nothing.
-DEFAULTS: dict[str, Any] = {"tensor_model_parallel": False, "partition_dim": -1, "partition_stride": 1}
-_COPIED = (*DEFAULTS, "allreduce", "sequence_parallel")
+ATTRIBUTE_DEFAULTS: dict[str, Any] = {"tensor_model_parallel": False, "partition_dim": -1, "partition_stride": 1}
+_COPIED = (*ATTRIBUTE_DEFAULTS, "allreduce", "sequence_parallel")
 
 
 def set_tensor_model_parallel_attributes(tensor: Tensor, is_parallel: bool, dim: int, stride: int) -> None:
-    """Marks a tensor as this rank's part of a whole (`tensor_model_parallel`, `partition_dim`, `partition_stride`) or as whole.
+    """Mark a tensor as this rank's part of a whole (`tensor_model_parallel`, `partition_dim`, `partition_stride`) or as whole.
 
     Args:
         is_parallel: whether each rank holds another part. dim: along which, -1 where it is whole.
@@ -92,23 +92,23 @@ def set_tensor_model_parallel_attributes(tensor: Tensor, is_parallel: bool, dim:
     """
     name = "set_tensor_model_parallel_attributes"
     _check(name, "tensor", tensor)
-    marked = [attribute for attribute in DEFAULTS if hasattr(tensor, attribute)]
+    marked = [attribute for attribute in ATTRIBUTE_DEFAULTS if hasattr(tensor, attribute)]
     if marked:
-        fail(name, "tensor", "one that is not marked", f"one with {marked[0]}", advice="Delete its marks first.")
-    for attribute, value in zip(DEFAULTS, (is_parallel, dim, stride), strict=True):
+        fail_with(name, f"tensor is marked already: it has {marked[0]}", advice="Delete its marks first.")
+    for attribute, value in zip(ATTRIBUTE_DEFAULTS, (is_parallel, dim, stride), strict=True):
         setattr(tensor, attribute, value)
 
 
 def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: Tensor) -> None:
-    """Marks a tensor as whole on every rank where it does not say otherwise."""
+    """Mark a tensor as whole on every rank where it does not say otherwise."""
     _check("set_defaults_if_not_set_tensor_model_parallel_attributes", "tensor", tensor)
-    for attribute, value in DEFAULTS.items():
+    for attribute, value in ATTRIBUTE_DEFAULTS.items():
         if not hasattr(tensor, attribute):
             setattr(tensor, attribute, value)
 
 
 def copy_tensor_model_parallel_attributes(destination_tensor: Tensor, source_tensor: Tensor) -> None:
-    """Marks a copy, such as an optimizer's float32 one, as what it was copied from is marked.
+    """Mark a copy, such as an optimizer's float32 one, as what it was copied from is marked.
 
     Also `allreduce` (an expert's) and `sequence_parallel`, so that `get_grad_norm` counts the copies as the parameters.
     """

@@ -16,7 +16,7 @@ from tiled_torch.core.tensors import refuse_dtensor
 def split_tensor_along_last_dim(
     tensor: Tensor, num_partitions: int, contiguous_split_chunks: bool = False
 ) -> tuple[Tensor, ...]:
-    """`num_partitions` equal parts of the last dim, in order.
+    """Return `num_partitions` equal parts of the last dim, in order.
 
     Args:
         tensor: [..., n]. num_partitions: a divisor of n, >= 1.

@@ -10,7 +10,7 @@ where this is off by one at any number. (Two ranks add once: the backend's sum i
 
 * A reduce-scatter is an all-to-all of the unrounded parts and a sum in rank order: one collective, the bytes of a ring,
   and a buffer as large as the given one beside it.
-* An all-reduce of more than `FEW` elements is that and an all-gather: the bytes of a ring again. Its first half is under
+* An all-reduce of more than `SMALL_ELEMENTS` is that and an all-gather: the bytes of a ring again. Its first half is under
   way until the wait; the second begins there. (NVLink switches that add in the network would move half of the bytes, of
   sums that they may round: nothing lets a caller ask for float32 there. Unmeasured.)
 * An all-reduce of fewer travels as float32, where the number of collectives costs more than their bytes.
@@ -30,12 +30,14 @@ from torch import Tensor
 
 from tiled_torch.collectives.consistency import gather_equal as _gather_equal
 from tiled_torch.collectives.consistency import same_collective, same_exchange
-from tiled_torch.collectives.failures import named
+from tiled_torch.collectives.failures import run_collective
 from tiled_torch.collectives.groups import RankGroup
 from tiled_torch.core.tensors import wide_dtype
 
 Sizes = Sequence[int] | None  # of every rank along the dim; None: equal
-FEW = 1 << 18  # elements whose bytes, at hundreds of GB/s, take less time than one more collective: 1 MiB of float32
+SMALL_ELEMENTS = (
+    1 << 18
+)  # elements whose bytes, at hundreds of GB/s, take less time than one more collective: 1 MiB of float32
 
 # Renamed in torch 2.12; the old name warns there.
 _reduce_scatter_equal = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -51,7 +53,7 @@ class Pending:
 
     def wait(self) -> Tensor:
         if self.work is not None:
-            named(self.over, self.name, self.work.wait, self.keep)
+            run_collective(self.over, self.name, self.work.wait, self.keep)
         self.work = self.keep = None
         return self.finish()
 
@@ -74,7 +76,7 @@ def all_reduce_(over: RankGroup, x: Tensor, op: Any = dist.ReduceOp.SUM) -> Pend
     same_collective(over, "all-reduce", x, x.shape, "" if op == dist.ReduceOp.SUM else f" by {op}")
     if op == dist.ReduceOp.SUM and _rounds(over, x):
         return _all_reduce_wide(over, x)
-    work = named(over, "all-reduce", lambda: dist.all_reduce(x, op=op, group=over.group, async_op=True), x)
+    work = run_collective(over, "all-reduce", lambda: dist.all_reduce(x, op=op, group=over.group, async_op=True), x)
     return Pending(over, "all-reduce", work, lambda: x, x)
 
 
@@ -87,7 +89,7 @@ def all_gather(over: RankGroup, x: Tensor, dim: int, sizes: Sizes = None) -> Pen
     same_collective(over, "all-gather", x, _with(x.shape, dim, longest), _laid(dim, sizes))
     part = _padded(x, dim, longest)
     flat = x.new_empty((over.size * part.shape[0], *part.shape[1:]))
-    work = named(over, "all-gather", lambda: _gather_equal(flat, part, group=over.group, async_op=True), part)
+    work = run_collective(over, "all-gather", lambda: _gather_equal(flat, part, group=over.group, async_op=True), part)
 
     def finish() -> Tensor:
         if dim == 0 and _equal(sizes):
@@ -141,6 +143,31 @@ def all_to_all(over: RankGroup, x: Tensor, output_sizes: Sizes = None, input_siz
     return Pending(over, name, _exchange(over, name, out, given, *sizes), lambda: out, given)
 
 
+def shift(over: RankGroup, x: Tensor) -> Pending:
+    """Return what the rank before this one gave, as large as contiguous x, which the next one gets; after the last comes 0."""
+    if not over.several:
+        return _done(over, x)
+    name, out = "ring shift", torch.empty_like(x)
+    same_collective(over, name, x, x.shape)
+    following, before = ((over.rank + by) % over.size for by in (1, -1))
+    group: Any = over.group or dist.group.WORLD
+    ends = [(dist.isend, x, following), (dist.irecv, out, before)]
+    calls = [dist.P2POp(kind, a, dist.get_global_rank(group, peer), over.group) for kind, a, peer in ends]
+    works = run_collective(over, name, lambda: dist.batch_isend_irecv(calls), x)
+    return Pending(over, name, _Several(works), lambda: out, x)
+
+
+class _Several:
+    """Several works that are waited for together."""
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        self.works = works
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+
+
 def wide_sum(parts: Tensor) -> Tensor:
     """Return the sum over dim 0, taken in float32 (float64 for float64) and rounded once."""
     wide = wide_dtype(parts.dtype)
@@ -166,16 +193,18 @@ def _reduced_part(over: RankGroup, given: Tensor, name: str) -> Pending:
         work = _exchange(over, name, found, given)
         return Pending(over, name, work, lambda: wide_sum(found.view(over.size, *shape)), given)
     mine = given.new_empty(shape)
-    work = named(over, name, lambda: _reduce_scatter_equal(mine, given, group=over.group, async_op=True), given)
+    work = run_collective(
+        over, name, lambda: _reduce_scatter_equal(mine, given, group=over.group, async_op=True), given
+    )
     return Pending(over, name, work, lambda: mine, given)
 
 
 def _all_reduce_wide(over: RankGroup, x: Tensor) -> Pending:
     """Return the sum in float32, written over x."""
     name = "all-reduce"
-    if x.numel() <= FEW:
+    if x.numel() <= SMALL_ELEMENTS:
         wide = x.float()
-        work = named(over, name, lambda: dist.all_reduce(wide, group=over.group, async_op=True), wide)
+        work = run_collective(over, name, lambda: dist.all_reduce(wide, group=over.group, async_op=True), wide)
         return Pending(over, name, work, lambda: x.copy_(wide), wide)
     flat = x.view(-1)
     even = _padded(flat, 0, -(-x.numel() // over.size) * over.size)
@@ -184,7 +213,7 @@ def _all_reduce_wide(over: RankGroup, x: Tensor) -> Pending:
 
     def finish() -> Tensor:
         mine = part()
-        named(over, name, lambda: _gather_equal(even, mine, group=over.group, async_op=True).wait(), mine)
+        run_collective(over, name, lambda: _gather_equal(even, mine, group=over.group, async_op=True).wait(), mine)
         if even.numel() > flat.numel():
             flat.copy_(even[: x.numel()])
         return x
@@ -194,7 +223,9 @@ def _all_reduce_wide(over: RankGroup, x: Tensor) -> Pending:
 
 
 def _exchange(over: RankGroup, name: str, out: Tensor, given: Tensor, *sizes: Any) -> Any:
-    return named(over, name, lambda: dist.all_to_all_single(out, given, *sizes, group=over.group, async_op=True), given)
+    return run_collective(
+        over, name, lambda: dist.all_to_all_single(out, given, *sizes, group=over.group, async_op=True), given
+    )
 
 
 def _with(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:

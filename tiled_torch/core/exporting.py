@@ -42,7 +42,7 @@ def symbolic_plan(
 
 
 def refuse_open_tokens(function: str, plan: ShardPlan, keep: float) -> None:
-    """UnsupportedError where how much is kept would be no number."""
+    """Raise UnsupportedError where how much is kept would be no number."""
     if isinstance(plan.tokens, torch.SymInt):
         rule = "0 in an export with a dynamic number of tokens"
         raise UnsupportedError(error_text(function, "keep", rule, keep, advice="Export with keep=0, or fixed shapes."))

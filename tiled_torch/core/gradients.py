@@ -133,7 +133,7 @@ def refuse_compiled_main_grad() -> Never:
 
 
 def local_main_grad(owner: Tensor | None, shape: Sequence[int]) -> Tensor | None:
-    """Where the gradient of an operand goes that is this rank's part of `owner`, which may be a DTensor.
+    """Return the buffer for the gradient of an operand that is this rank's part of `owner`, which may be a DTensor.
 
     shape: of the operand; fewer rows than the owner has are its first ones, the others stand for nothing.
     """

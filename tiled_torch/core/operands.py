@@ -13,17 +13,17 @@ _GATHER = "Call the module that owns it, whose engine gathers it, or call inside
 _OTHERS = "Convert it to a plain tensor, or use tile(), which calls the layers as they are."
 
 # Classes of tensors that hold their values, or would hold them outside a simulation.
-PLAIN = (Tensor, nn.Parameter, FakeTensor)
+PLAIN_TENSORS = (Tensor, nn.Parameter, FakeTensor)
 
 
 def check_tensor(function: str, name: str, value: Any, of_dtensor: str) -> None:
-    """TypeError for what is no tensor, UnsupportedError for one that the products and buffers of a shard cannot take.
+    """Raise TypeError for what is no tensor, UnsupportedError for one that the products and buffers of a shard cannot take.
 
     of_dtensor: what to do with a DTensor instead.
     """
     if not isinstance(value, Tensor):
         fail_type(function, name, "an array", type(value).__name__)
-    if type(value) not in PLAIN:
+    if type(value) not in PLAIN_TENSORS:
         _check_class(function, name, value, of_dtensor)
     if hasattr(value, "ds_id") and not value.numel():
         got = "a ZeRO-3 parameter that is partitioned"
@@ -38,6 +38,6 @@ def _check_class(function: str, name: str, value: Tensor, of_dtensor: str) -> No
         raise UnsupportedError(error_text(function, name, "a plain tensor", f"a {kind}", advice=_OTHERS))
 
 
-def is_fake(tensor: Tensor) -> bool:
-    """Return whether a tensor has no values to look at: one of torch's FakeTensorMode, or on the meta device."""
-    return tensor.is_meta or isinstance(tensor, FakeTensor)
+def has_values(tensor: Tensor) -> bool:
+    """Return whether the values of a tensor can be read: not those of FakeTensorMode or of the meta device."""
+    return not (tensor.is_meta or isinstance(tensor, FakeTensor))

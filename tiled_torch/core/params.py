@@ -19,7 +19,7 @@ def as_operand(function: str, name: str, value: Any) -> checks.Operand:
 
 
 def check_dtype(function: str, dtype: Any) -> None:
-    """SpecError for a dtype that no parameter can have; None is PyTorch's default one."""
+    """Raise SpecError for a dtype that no parameter can have; None is PyTorch's default one."""
     if dtype is not None:
         name = dtype_name(dtype) if isinstance(dtype, torch.dtype) else repr(dtype)
         checks.check_param_dtype(function, "dtype", name)

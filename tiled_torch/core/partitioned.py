@@ -7,8 +7,8 @@ grad. DeepSpeed itself is never imported here: where one of its parameters is, i
 """
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Never
 
 import torch
@@ -17,6 +17,9 @@ from torch import Tensor, nn
 from shared_specs.errors import UnsupportedError, error_text
 
 ENGINE = "deepspeed"
+_HELD: dict[
+    int, int
+] = {}  # parameters that calls under way have gathered around all of their shards, by id, and how many calls
 
 
 def is_partitioned(tensor: Any) -> bool:
@@ -29,7 +32,7 @@ def whole_shape(tensor: Tensor) -> tuple[int, ...]:
     return tuple(tensor.ds_shape if is_partitioned(tensor) else tensor.shape)  # type: ignore[attr-defined]
 
 
-def gathered(*tensors: Tensor | None, write: bool = False) -> AbstractContextManager[Any]:
+def gathering(*tensors: Tensor | None, write: bool = False) -> AbstractContextManager[Any]:
     """The parameters of ZeRO-3 among tensors are whole inside. write: rank 0's values are everyone's afterwards.
 
     Every rank has to come here.
@@ -71,7 +74,7 @@ def is_leaf(module: nn.Module) -> bool:
 
 
 def gather_around(module: nn.Module, parameters: Iterable[Any]) -> None:
-    """In a module's forward: from now on its own hooks gather these, whose owners are not called there."""
+    """Make a module's own hooks gather these parameters from now on: their owners are not called in its forward."""
     if not gathers(module) or is_leaf(module):
         return
     for parameter in parameters:
@@ -94,21 +97,51 @@ def called_once(module: nn.Module, forward: Callable[[Tensor], Tensor], x: Tenso
         del module.forward
 
 
+@contextmanager
+def held(parameters: Iterable[Any], modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Let the shards of a call read parameters that the caller has gathered around all of them, without a module's hooks.
+
+    modules: those whose own parameters are all among them. ZeRO-3's hooks on them stay silent here: they would gather and free
+    for every shard.
+    """
+    ids = [id(parameter) for parameter in parameters]
+    silenced = [table for module in modules for table in (module._forward_pre_hooks, module._forward_hooks)]
+    before = [(table, dict(table)) for table in silenced if any(map(is_hook, table.values()))]
+    for table, hooks in before:
+        for number, hook in hooks.items():
+            if is_hook(hook):
+                del table[number]
+    for key in ids:
+        _HELD[key] = _HELD.get(key, 0) + 1
+    try:
+        yield
+    finally:
+        for key in ids:
+            _HELD[key] -= 1
+            if not _HELD[key]:
+                del _HELD[key]
+        for table, hooks in before:
+            table.clear()
+            table.update(hooks)
+
+
 def refuse_parts(parameters: Iterable[Any]) -> None:
     """Refuse parameters that ZeRO-3 has split: it would fetch each one module by module, once for every shard.
 
-    Parameters that a leaf module around fn has gathered are whole for all shards, and pass.
+    Parameters that a leaf module around fn has gathered, or that are `held`, are whole for all shards, and pass.
 
     Raises:
         UnsupportedError: one of them is split.
     """
-    if any(is_partitioned(p) and not (hasattr(p, "ds_z3_leaf_module") and p.numel()) for p in parameters):
+    whole = ((hasattr(p, "ds_z3_leaf_module") and p.numel()) or id(p) in _HELD for p in parameters if is_partitioned(p))
+    if not all(whole):
         _refuse()
 
 
 def refuse_called(module: nn.Module) -> None:
-    """UnsupportedError for a module that fn calls and whose hooks gather."""
-    if gathers(module) and any(map(is_partitioned, module.parameters(recurse=is_leaf(module)))):
+    """Raise UnsupportedError for a module that fn calls and whose hooks gather."""
+    own = module.parameters(recurse=is_leaf(module)) if gathers(module) else ()
+    if any(is_partitioned(parameter) and id(parameter) not in _HELD for parameter in own):
         _refuse()
 
 

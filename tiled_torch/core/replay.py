@@ -1,4 +1,4 @@
-"""What a shard's recomputation must find as forward found it: random numbers, autocast, cached parametrizations."""
+"""State that a shard's recomputation must find as forward found it: random numbers, autocast, cached parametrizations."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -17,11 +17,11 @@ class Streams(Protocol):
     """Streams of random numbers as they stood at one moment."""
 
     def restored(self) -> AbstractContextManager[None]:
-        """Inside, they stand there again; afterwards as before."""
+        """Put this state back inside the context; the present state again afterwards."""
         ...
 
 
-# One function for each kind of random streams beside the generators: () -> their present state. `layers.random` adds its own.
+# One function for each kind of random streams besides the generators: () -> their present state. `layers.random` adds its own.
 STREAMS: list[Callable[[], Streams]] = []
 
 
@@ -34,7 +34,7 @@ def restored(moments: Iterable[Streams]) -> Iterator[None]:
 
 
 def random_state(device: torch.device) -> RandomState:
-    """State of the CPU's generator and of the device's own."""
+    """Return the state of the CPU's generator and, on another device, of that device's."""
     cpu = torch.get_rng_state()
     if device.type in ("cpu", "meta"):
         return (cpu,)
@@ -54,7 +54,7 @@ def refuse_capture(function: str) -> None:
 
 
 def refuse_transforms(function: str, untiled: str) -> None:
-    """UnsupportedError inside torch.func, whose tensors the hand-written nodes and products cannot take."""
+    """Raise UnsupportedError inside torch.func, whose tensors the hand-written nodes and products cannot take."""
     if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
         advice = f"Differentiate {untiled} itself, or use tiled_jax."
         raise UnsupportedError(refusal_text(function, "this call is inside torch.func", advice=advice))
@@ -68,7 +68,10 @@ def set_random_state(device: torch.device, state: RandomState) -> None:
 
 @contextmanager
 def random_state_kept(device: torch.device, generators: Sequence[torch.Generator] = ()) -> Iterator[None]:
-    """Put the random state back afterwards, so that the program outside misses no number. generators: besides the default."""
+    """Put the random state back afterwards: the program outside goes on with its own numbers.
+
+    generators: those besides the default ones.
+    """
     state, own = random_state(device), _states(generators)
     try:
         with restored([take() for take in STREAMS]):
@@ -110,7 +113,7 @@ class GeneratorStates:
 
     @contextmanager
     def again(self, shard: int) -> Iterator[None]:
-        """Inside, random numbers are those that the shard drew."""
+        """Draw, inside this context, the random numbers that the shard drew."""
         if self.apart:
             yield
             return
@@ -122,7 +125,7 @@ class GeneratorStates:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Put the random state back afterwards, so that the program outside misses no number."""
+        """Put the random state back afterwards: the program outside goes on with its own numbers."""
         if self.apart:
             yield
             return
@@ -148,7 +151,7 @@ class Autocast:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """That state, with a cache of its own.
+        """Set that state, with a cache of its own.
 
         Weights cast for shards must be shared by shards only: a cast made without gradients would cut the graph of code
         outside that uses the same weight, and a cast made outside would hide the weight behind a tensor with a history.
@@ -171,7 +174,7 @@ class ParametrizedCache:
 
     @contextmanager
     def again(self, overrides: Mapping[Any, Any] | None = None) -> Iterator[None]:
-        """That state, apart: what a run without gradients, or of one shard, puts there is for nobody else."""
+        """Set that content in a cache of its own: entries of one shard, or of a run without gradients, must not be shared."""
         if not self.enabled and not parametrize._cache_enabled:
             yield
             return

@@ -19,17 +19,17 @@ class Taken:
         self.spans, self.order, self.dtype = plan.spans, iter(order), dtype
 
     def take(self) -> Tensor:
-        """Return the next one, [t, ...]."""
+        """Return the next shard, [t, ...]."""
         rows, shard = next(self.order)
         start, stop = self.spans[shard]
         return rows[start:stop].to(self.dtype)
 
     def let_go(self) -> None:
-        """Says that one which was taken is no longer held."""
+        """Tell that the caller has dropped the shard that it took."""
 
 
 class Written:
-    """`out` [T, ...], written one shard at a time: `start` gives where one goes, `done` ends it, `finish` ends them all."""
+    """`out` [T, ...], written one shard at a time: `start` returns where one goes, `done` ends it, `finish` ends them all."""
 
     def __init__(self, plan: ShardPlan, out: Tensor) -> None:
         self.spans, self.out = plan.spans, out
@@ -47,7 +47,9 @@ class Written:
 class Rows:
     """x [T, H] and the shards of tokens in which a loop goes through it."""
 
-    here = True  # every token; where it is False x are this rank's, and what is written are partial sums over the ranks
+    here = (
+        True  # every token; where it is False, x has this rank's tokens and a loop writes partial sums over the ranks
+    )
 
     def __init__(self, x: Tensor, plan: ShardPlan) -> None:
         self.x, self.plan = x, plan
@@ -62,9 +64,9 @@ class Rows:
     def shards(
         self, dtype: torch.dtype, first: int = 0, last: int | None = None
     ) -> Iterator[tuple[int, slice, Tensor]]:
-        """Number, rows and x [t, H] of the shards from `first` to before `last`.
+        """Yield the number, rows and x [t, H] of the shards from `first` to before `last`.
 
-        The caller lets go of what it has of one before it asks for the next.
+        The caller must drop its references to one shard before it takes the next.
         """
         spans = self.plan.spans[:last]
         taken = self.taken(((self.x, shard) for shard in range(first, len(spans))), dtype)

@@ -17,14 +17,14 @@ def carry_tangents(tensors: Iterable[Any]) -> bool:
 
 
 def refuse_tangents(function: str, untiled: str, tensors: Iterable[Any]) -> None:
-    """UnsupportedError for what would lose them."""
+    """Raise UnsupportedError for what would lose them."""
     if carry_tangents(tensors):
         advice = f"Differentiate {untiled} itself."
         raise UnsupportedError(refusal_text(function, "this call is in forward mode", advice=advice))
 
 
 def refuse_kernels(function: str, backend: str) -> None:
-    """UnsupportedError for kernels that were named, which have no tangents."""
+    """Raise UnsupportedError for kernels that were named, which have no tangents."""
     if backend == "triton":
         advice = 'Tangents are PyTorch\'s own; pass backend="auto".'
         raise UnsupportedError(error_text(function, "backend", "eager in forward mode", repr(backend), advice=advice))

@@ -26,7 +26,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def refuse_second_order(function: str, advice: str = ".", backward: str = "The hand-written backward") -> None:
-    """UnsupportedError in a backward that is to be differentiated itself; a compiler traces one with gradients enabled.
+    """Raise UnsupportedError in a backward that is to be differentiated itself; a compiler traces one with gradients enabled.
 
     advice: what follows "derivative".
     """

@@ -1,75 +1,111 @@
-"""Context parallelism: every rank holds a run of the tokens of each sequence, and attends with some of the heads.
+"""Context parallelism: every rank holds some of the tokens of each sequence, and attends with some of the heads.
 
 Letters: R ranks, B sequences of S tokens, d features of a head. Everything but attention and the loss's mean is token-wise
 and needs nothing from other ranks. For attention one exchange turns [S / R tokens, all heads] into [S tokens, heads / R],
 and another one turns the result back. The runs are in token order, and every rank has as much to compute.
 
-Source: Jacobs et al. 2023, DeepSpeed Ulysses, arXiv 2309.14509. The alternative, keys and values of all tokens on every
-rank, leaves causal ranks with unequal work unless tokens are dealt out of order, needs a kernel that takes an offset, and
-keeps all keys for backward; it knows no limit from the number of heads. torch's own experimental `context_parallel` (2.13)
-is of that kind, and for its CUDA kernels only.
+Source: Jacobs et al. 2023, DeepSpeed Ulysses, arXiv 2309.14509. The alternative, where keys and values travel, knows no limit
+from the number of heads: `ring`. Both together: this one with `ring_attention` over other ranks as `attend`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from shared_specs.collectives.partitions import even_range
 from shared_specs.errors import fail, fail_type, show_shape
-from shared_specs.layers.heads import ContextHeads, context_heads
+from shared_specs.layers.heads import ContextHeads, check_attention_shapes, context_heads
+from shared_specs.layers.ring import Order, check_order, held_runs
 from shared_specs.plans.checks import check_context_tokens
 from tiled_torch.collectives.conjugates import ToHidden, ToSequence, move
 from tiled_torch.collectives.groups import RankGroup, not_compiled, rank_group
 from tiled_torch.core.tensors import refuse_dtensor
 from tiled_torch.layers.attention import causal_attention
+from tiled_torch.layers.documents import documents_of_positions, positions_in, shifted_labels
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Attend = Callable[..., Tensor]
 
 
 @not_compiled
-def context_slice(batch: Mapping[str, Any], *, ignore_index: int = -100, group: Any = None) -> dict[str, Any]:
-    """Return this rank's run of the tokens of a batch, with the positions and the labels that belong to it.
+def context_slice(
+    batch: Mapping[str, Any], *, ignore_index: int = -100, order: Order = "tokens", group: Any = None
+) -> dict[str, Any]:
+    """Return this rank's tokens of a batch, with the positions and the labels that belong to them.
 
     For losses and models of one's own. A model that `parallelize` gave a context axis cuts its batch by itself; of its
     logits, which are those of this rank's tokens, the labels are `shift_labels`.
 
     Args:
-        batch: name -> [B or 1, S, ...], the same on every rank, S a multiple of R; None stays None.
-        ignore_index: what the last token of a sequence is to predict.
-        group: a process group, a DeviceMesh of one dim, or None for all ranks.
+        batch: name -> [B or 1, S, ...], the same on every rank, S a multiple of R (and as `ring_multiple`); None stays None.
+            "documents", integers, or else "position_ids" that restart say which tokens belong together.
+        ignore_index: what the last token of a document, or of a sequence, is to predict.
+        order: "tokens", one run for each rank in token order, or "zigzag", two runs, one early and one late, for
+            `ring_attention`.
+        group: a process group, a DeviceMesh of one dim, or None for all ranks. With "zigzag" also two of them, (ring, inside):
+            the ranks inside share what one of the ring would hold, in token order.
     Returns:
-        name -> [B or 1, S / R, ...]. Beside what was given "position_ids" [1, S / R], the places in the whole
-        sequence, and, where there are "labels", "shift_labels" [B, S / R], what every token is to predict: shifted before
-        the cut, so that the last token of a run predicts the first of the next one.
+        name -> [B or 1, S / R, ...]. Beside what was given "position_ids" [B or 1, S / R], the places in the document or in
+        the whole sequence, and, where there are "labels", "shift_labels" [B, S / R], what every token is to predict: shifted
+        before the cut, so that the last token of a run predicts the first of the next one.
     Raises:
-        SpecError: tensors of different numbers of tokens, or of a number that R does not divide.
+        SpecError: tensors of different numbers of tokens, or of a number that cannot be cut so; an order that there is not.
         TypeError: no mapping of tensors. As `rank_group` for the group.
     Example:
         mine = context_slice({"labels": labels}, group=mesh["cp"])["shift_labels"]
         total = F.cross_entropy(model(input_ids=ids).logits.flatten(0, 1), mine.flatten(), reduction="sum")
         (total * R / (labels[:, 1:] != -100).sum()).backward()  # sharded data parallelism divides by R
     """
-    over = rank_group("context_slice", group)
+    over, inside = _places("context_slice", order, group)
     tokens = _tokens_of(over.function, batch)
     if tokens is None:
         fail(over.function, "batch", "of one tensor or more", "none")
     name, shape = tokens
-    check_context_tokens(over.function, f"batch[{name!r}]", shape[1], over.size, shape)
-    start, stop = even_range(over.function, "tokens", shape[1], over.size, over.rank)
+    count = 1 if inside is None else inside.size
+    check_context_tokens(
+        over.function, f"batch[{name!r}]", shape[1], over.size * count, shape, order=order, inside=count
+    )
+    given = whole_batch(batch, ignore_index)
+    if given.get("position_ids") is None:
+        given["position_ids"] = torch.arange(shape[1], device=given[name].device)[None]
+    if order == "tokens":
+        runs: Any = (even_range(over.function, "tokens", shape[1], over.size, over.rank),)
+    else:
+        place = 0 if inside is None else inside.rank
+        runs = held_runs(shape[1], over.size, over.rank, inside=count, place=place)
+    return {key: None if value is None else _cut(value, runs) for key, value in given.items()}
+
+
+def whole_batch(batch: Mapping[str, Any], ignore_index: int) -> dict[str, Any]:
+    """Return the batch, with positions in documents that are given, and with what every token is to predict."""
     given = dict(batch)
+    documents, positions = given.get("documents"), given.get("position_ids")
+    if documents is not None and positions is None:
+        given["position_ids"] = positions_in(documents)
+    if documents is None and positions is not None:
+        documents = documents_of_positions(positions)
     if given.get("labels") is not None and given.get("shift_labels") is None:
-        given["shift_labels"] = F.pad(given["labels"][:, 1:], (0, 1), value=ignore_index)
-    found = {key: None if value is None else value[:, start:stop].contiguous() for key, value in given.items()}
-    if found.get("position_ids") is None:
-        found["position_ids"] = torch.arange(start, stop, device=given[name].device)[None]
-    return found
+        given["shift_labels"] = shifted_labels(given["labels"], documents, ignore_index)
+    return given
+
+
+def _places(function: str, order: Any, group: Any) -> tuple[RankGroup, RankGroup | None]:
+    """Return the ranks among which runs are dealt out, and those that share what one of them gets."""
+    pair = isinstance(group, tuple) and len(group) == 2
+    check_order(function, order, pair=pair)
+    ring, inside = group if pair else (group, None)
+    return rank_group(function, ring), rank_group(function, inside) if pair else None
+
+
+def _cut(x: Tensor, runs: Sequence[tuple[int, int]]) -> Tensor:
+    parts = [x[:, start:stop] for start, stop in runs]
+    return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, 1)
 
 
 def _tokens_of(function: str, batch: Any) -> tuple[str, tuple[int, ...]] | None:
-    """Name and shape of the first tensor; every other has as many tokens."""
+    """Return the name and shape of the first tensor; every other has as many tokens."""
     if not isinstance(batch, Mapping):
         fail_type(function, "batch", "a mapping of tensors", type(batch).__name__)
     first = None
@@ -88,7 +124,15 @@ def _tokens_of(function: str, batch: Any) -> tuple[str, tuple[int, ...]] | None:
 
 
 @not_compiled
-def context_attention(q: Tensor, k: Tensor, v: Tensor, attend: Attend | None = None, *, group: Any = None) -> Tensor:
+def context_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attend: Attend | None = None,
+    *,
+    documents: Tensor | None = None,
+    group: Any = None,
+) -> Tensor:
     """Attention of this rank's tokens to those of all ranks.
 
     `attend` sees all tokens, in order, of some heads: anything that computes each group of heads by itself, such as a
@@ -99,6 +143,7 @@ def context_attention(q: Tensor, k: Tensor, v: Tensor, attend: Attend | None = N
         k, v: [B, kv_heads, S / R, d or another dim], kv_heads a divisor of heads. Where R does not divide kv_heads, they
             are repeated first, to the least common multiple of both.
         attend: (q, k, v) of all tokens -> [B, heads / R, S, dim of v]; None is causal softmax attention.
+        documents: [B or 1, S] integers of all tokens; attend is then called with `documents` as well.
         group: a process group, a DeviceMesh of one dim, or None for all ranks.
     Returns:
         [B, heads, S / R, dim of v].
@@ -111,8 +156,9 @@ def context_attention(q: Tensor, k: Tensor, v: Tensor, attend: Attend | None = N
         y = context_attention(q, k, v, partial(causal_attention, window=4096), group=mesh["cp"])
     """
     over = rank_group("context_attention", group)
-    _check_heads(over, q, k, v)
+    check_heads(over, q, k, v)
     attend = attend or causal_attention
+    attend = attend if documents is None else partial(attend, documents=documents)
     if not over.several:
         return attend(q, k, v)
     dealt = context_heads(over.function, q.shape[1], k.shape[1], over.size)
@@ -128,25 +174,22 @@ def context_attention(q: Tensor, k: Tensor, v: Tensor, attend: Attend | None = N
     return _to_tokens(over, y, q.shape[1])
 
 
-def _check_heads(over: RankGroup, q: Tensor, k: Tensor, v: Tensor) -> None:
+def check_heads(over: RankGroup, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Check that q, k and v are [B, heads, tokens, d], of the same tokens, the key heads a divisor of the query heads.
+
+    Raises:
+        SpecError: they do not fit each other. TypeError: what is no tensor. UnsupportedError: a DTensor.
+    """
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             fail_type(over.function, name, "an array", type(x).__name__)
         refuse_dtensor(over.function, name, x, "Convert it with to_local().")
-        if x.dim() != 4:
-            fail(over.function, name, "of shape [B, heads, tokens, d]", show_shape(tuple(x.shape)))
-    shapes = ", ".join(f"{name} is {show_shape(tuple(x.shape))}" for name, x in (("q", q), ("k", k), ("v", v)))
-    if k.shape[1] != v.shape[1] or not k.shape[1] or q.shape[1] % k.shape[1]:
-        rule = "heads whose number divides the query heads, as many for both"
-        fail(over.function, "k, v", rule, f"{k.shape[1]} and {v.shape[1]}", shapes=shapes)
-    if (q.shape[0], q.shape[2]) != (k.shape[0], k.shape[2]) or k.shape[::2] != v.shape[::2] or q.shape[3] != k.shape[3]:
-        fail(
-            over.function, "q, k, v", "of the same sequences and tokens, q and k of the same d", "others", shapes=shapes
-        )
+    layout = ("B", "heads", "tokens", "d")
+    check_attention_shapes(over.function, layout, tuple(q.shape), tuple(k.shape), tuple(v.shape))
 
 
 def _to_heads(over: RankGroup, dealt: ContextHeads, *arrays: Tensor) -> tuple[Tensor, ...]:
-    """q, k and v of this rank's tokens -> of its heads, in one exchange."""
+    """Exchange q, k and v of this rank's tokens for those of its heads, in one exchange."""
     q, *keys = arrays
     if dealt.copies > 1:
         keys = [x.repeat_interleave(dealt.copies, 1) for x in keys]

@@ -15,6 +15,7 @@ from shared_specs.layers import checks as layer_checks
 from tiled_torch.collectives.conjugates import Join, Keep, Sum, SumSplit, move
 from tiled_torch.collectives.groups import not_compiled, rank_group
 from tiled_torch.core.autocast import operand
+from tiled_torch.core.operands import has_values
 from tiled_torch.core.tensors import refuse_dtensor
 
 _NAME = "vocab_parallel_embedding"
@@ -105,7 +106,7 @@ def own_rows(
     """
     missing = (ids < 0) | (ids >= part.vocab)
     read = ids.device.type == "cpu" and not torch.compiler.is_compiling()
-    if read and bool(missing.any()):
+    if read and has_values(ids) and bool(missing.any()):
         fail(function, "ids", f"in [0, {part.vocab})", int(ids[missing][0]))
     others = (ids < part.start) | (ids >= part.start + part.size)
     local = (ids - part.start).masked_fill(others, 0)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shared_specs.collectives import checks as collective_checks
 from shared_specs.config import TORCH, ParallelLinearOptions
-from shared_specs.errors import fail, fail_type
+from shared_specs.errors import fail, fail_type, fail_with
 from shared_specs.layers import checks as layer_checks
 from tiled_torch.collectives.conjugates import Join, Keep, Split, Sum, SumSplit, move
 from tiled_torch.collectives.groups import RankGroup, not_compiled, rank_group
@@ -128,7 +128,7 @@ def linear_with_frozen_weight(
     name = "linear_with_frozen_weight"
     if isinstance(weight, Tensor) and weight.requires_grad:
         advice = "column_parallel_linear computes the weight's gradient."
-        fail(name, "weight", "one that needs no gradient", "one that does", advice=advice)
+        fail_with(name, "weight needs a gradient", advice=advice)
     call = LinearArguments(name, "column", x, weight, bias, sequence_parallel, split_sizes, options, group)
     for option in ("gradient_accumulation_fusion", "defer_weight_grad"):
         if getattr(options, option):
@@ -235,7 +235,8 @@ class LinearArguments:
         )
         if deferred and not weight.is_leaf:
             advice = "Its gradient could not go on from there once backward is over."
-            fail(self.over.function, "weight", "a leaf with options.defer_weight_grad", "a result", advice=advice)
+            wrong = "weight is a result, and options.defer_weight_grad takes a leaf"
+            fail_with(self.over.function, wrong, advice=advice)
         return LinearCall(
             self.over,
             after_autocast(self.x, self.cast),

@@ -46,7 +46,7 @@ class LinearCall:
     limit: int = 0
 
     def whole(self, x: Tensor) -> Pending:
-        """x with the tokens of all ranks, on its way."""
+        """Return x with the tokens of all ranks, on its way."""
         x = x.to(self.dtype)
         return Pending(self.over, "", None, lambda: x) if self.gathered is None else self._gather(x, self.gathered)
 
@@ -117,7 +117,7 @@ class ParallelProduct(torch.autograd.Function):
 
 
 def deferred_weight_grad(weight: Tensor) -> int:
-    """Computes the gradient that backward left out (`ParallelLinearOptions.defer_weight_grad`); says from how many calls.
+    """Compute the gradient that backward left out (`ParallelLinearOptions.defer_weight_grad`); say from how many calls.
 
     It is added to `weight.grad`, or to `weight.main_grad` with gradient_accumulation_fusion. No autograd hook sees it.
     Under sequence parallelism x is gathered again, so that every rank of the group has to make this call. (In Megatron-LM the

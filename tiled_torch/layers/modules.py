@@ -90,7 +90,7 @@ class _ParallelLinear(ParallelLayer):
             fill(mine, whole if partition is None else own_slice(whole, over, partition.dim, partition.stride))
 
     def deferred_weight_grad(self) -> int:
-        """Computes what options.defer_weight_grad left out, for this layer's own weight: see `deferred_weight_grad`."""
+        """Compute what options.defer_weight_grad left out, for this layer's own weight: see `deferred_weight_grad`."""
         return 0 if self.weight is None else deferred_weight_grad(self.weight)
 
     def extra_repr(self) -> str:
@@ -297,7 +297,7 @@ class VocabParallelEmbedding(ParallelLayer):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """This rank's entries of a newly drawn whole; zero in the padding."""
+        """Draw the whole weight anew and keep this rank's entries; zero in the padding."""
         if self.weight.is_meta:
             return
         like = {"device": self.weight.device, "dtype": self.weight.dtype}

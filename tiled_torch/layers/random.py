@@ -18,7 +18,7 @@ from shared_specs.layers.random import RANDOM_STREAMS, derived_seed, stream_coor
 from tiled_torch.core import replay
 
 _DEFAULT = "tensor-parallel"
-State = dict[str, Tensor]  # the state of a generator for each kind of device
+GeneratorState = dict[str, Tensor]  # the state of a generator for each kind of device
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]  # of a forward, and of its replay
 _forks: list[tuple["RandomStates", str]] = []  # those under way, the innermost last: the default generators stand there
 _living: "weakref.WeakSet[RandomStates]" = weakref.WeakSet()
@@ -86,7 +86,7 @@ class RandomStates:
         _living.add(self)
 
     def add(self, name: str, seed: int) -> None:
-        """A new stream from a seed >= 0.
+        """Add a stream from a seed >= 0.
 
         Raises:
             SpecError: the name is taken, or another stream was made from the same seed. TypeError: no integer.
@@ -103,7 +103,7 @@ class RandomStates:
 
     @contextmanager
     def fork(self, name: str = _DEFAULT) -> Iterator[None]:
-        """Inside, the default generators draw from the stream, which goes on from there next time.
+        """Make the default generators draw from the stream inside this context; the next fork continues it.
 
         A stream is one sequence of numbers, whoever forks it: a fork inside one of the same stream goes on where the outer one
         stands, which then goes on behind the inner one's numbers (as Megatron-LM's tracker does it).
@@ -138,15 +138,15 @@ class RandomStates:
         self._cuda.graphsafe_set_state(state)
         return before
 
-    def states(self) -> dict[str, State]:
+    def states(self) -> dict[str, GeneratorState]:
         """Return the state of every stream, as `set_states` takes them: copies on the CPU, safe to store."""
         self._refuse_forked("RandomStates.states")
         return {name: {"cpu": cpu.clone(), **self._cuda_state(name)} for name, cpu in self._cpu.items()}
 
-    def _cuda_state(self, name: str) -> State:
+    def _cuda_state(self, name: str) -> GeneratorState:
         return {} if name not in self._on_cuda else {"cuda": self._on_cuda[name].get_state()}
 
-    def set_states(self, states: Mapping[str, State]) -> None:
+    def set_states(self, states: Mapping[str, GeneratorState]) -> None:
         """Go on where `states` was taken: the streams are those, and no others.
 
         Raises:
@@ -176,7 +176,7 @@ class RandomStates:
         self._cpu, self._on_cuda, self._seeds = {}, {}, {}
 
     def register(self, graph: "torch.cuda.CUDAGraph") -> None:
-        """Lets a CUDA graph fork the streams while it is captured, and advance them on every replay.
+        """Let a CUDA graph fork the streams while it is captured, and advance them on every replay.
 
         Raises:
             UnsupportedError: there is no CUDA device.
@@ -194,7 +194,7 @@ class RandomStates:
         """Pickled with its streams; the copy is one that `checkpoint` knows."""
         return _unpickled, (self.states(), self._seeds)
 
-    def _all_on_cuda(self) -> State:
+    def _all_on_cuda(self) -> GeneratorState:
         return {name: generator.get_state() for name, generator in self._on_cuda.items()}
 
     def _generator(self, state: Tensor) -> torch.Generator:
@@ -220,7 +220,7 @@ class Snapshot:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Inside, all streams stand where they stood, forked where they were; afterwards they are as they were."""
+        """Put all streams back to this state inside the context, forked as they were; the present state again afterwards."""
         with known():
             yield from self._restored()
 
@@ -246,7 +246,7 @@ class Snapshot:
 
 
 def _note_forked() -> None:
-    """The stream of the innermost fork stands where the default generator stands now."""
+    """Set the stream of the innermost fork to the present state of the default generator."""
     if _forks:
         states, name = _forks[-1]
         states._cpu[name] = torch.get_rng_state()
@@ -273,7 +273,10 @@ def _packing() -> Any:
 
 
 def replay_contexts(contexts: Callable[[], Contexts] | None = None) -> Contexts:
-    """Of one `torch.utils.checkpoint` whose replay draws from the named streams as they stand now. contexts: others inside."""
+    """Return the contexts of one `torch.utils.checkpoint` whose replay draws from the streams as they stand now.
+
+    contexts: others inside.
+    """
     forward, again = (nullcontext(), nullcontext()) if contexts is None else contexts()
     snapshot = Snapshot()
     return Together(lambda: (known(), forward)), Together(lambda: (snapshot.restored(), again))
@@ -307,7 +310,7 @@ def _refuse_other_replays() -> None:
         fail_with("RandomStates.fork", "this call is inside torch.utils.checkpoint", advice=advice)
 
 
-def _unpickled(states: dict[str, State], seeds: dict[str, int]) -> RandomStates:
+def _unpickled(states: dict[str, GeneratorState], seeds: dict[str, int]) -> RandomStates:
     found = RandomStates()
     found.set_states(states)
     found._seeds = seeds

@@ -1,6 +1,6 @@
 """Activations that backward computes again: with the named random streams, over tensor-parallel ranks, without an output."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
@@ -79,7 +79,7 @@ def _parted(function: str, group: Any, args: Sequence[Any]) -> AbstractContextMa
 
 @not_compiled
 def _check_alike(ranks: RankGroup, inputs: Sequence[Tensor]) -> None:
-    """Refuses inputs that ranks do not share, where a group meets their shapes for the first time.
+    """Refuse inputs that ranks do not share, where a group meets their shapes for the first time.
 
     Numbers of theirs are compared with room for roundings, which reductions of different orders may leave.
     """
@@ -102,7 +102,7 @@ def _samples(a: Tensor) -> Tensor:
     return torch.view_as_real(part).reshape(-1) if part.is_complex() else part
 
 
-class _Part:
+class _KeptPart:
     """This rank's part of a flattened tensor."""
 
     def __init__(self, tensor: Tensor, ranks: RankGroup) -> None:
@@ -117,12 +117,12 @@ def _is_parted(value: Any, ranks: RankGroup) -> bool:
     return type(value) is Tensor and value.numel() >= ranks.size
 
 
-def _part(tensor: Tensor, ranks: RankGroup) -> Tensor | _Part:
-    return _Part(tensor, ranks) if _is_parted(tensor, ranks) else tensor
+def _part(tensor: Tensor, ranks: RankGroup) -> Tensor | _KeptPart:
+    return _KeptPart(tensor, ranks) if _is_parted(tensor, ranks) else tensor
 
 
-def _whole(kept: Tensor | _Part) -> Tensor:
-    if not isinstance(kept, _Part):
+def _whole(kept: Tensor | _KeptPart) -> Tensor:
+    if not isinstance(kept, _KeptPart):
         return kept
     whole = transport.all_gather(kept.ranks, kept.local, 0).wait()
     return whole[: kept.shape.numel()].view(kept.shape)
@@ -150,9 +150,12 @@ class CheckpointWithoutOutput:
     Source: Megatron-LM's checkpointing without output storage; derived in shared_specs/README.md.
     """
 
+    retains_inputs = False  # whether an output that shares the memory of an argument is kept, instead of refused
+
     def __init__(self) -> None:
-        self._call: _Call | None = None
+        self._call: _CheckpointCall | None = None
         self._outputs: list[Tensor] = []
+        self._kept: set[int] = set()  # numbers of those that are not discarded
         self._inside = False
 
     @not_compiled
@@ -169,19 +172,22 @@ class CheckpointWithoutOutput:
             advice = "Make a new one for every call."
             fail_with(f"{_NAME}.checkpoint", "this object has been used for a call before", advice=advice)
         self._inside = _recomputed(_top_hooks(True))  # type: ignore[call-arg]
-        self._call = _Call(fn, args) if torch.is_grad_enabled() and not self._inside else None
+        self._call = _CheckpointCall(fn, args) if torch.is_grad_enabled() and not self._inside else None
         with self._call.dropping() if self._call is not None else nullcontext():
             results = fn(*args)
         self._outputs = [leaf for leaf in pytree.tree_leaves(results) if isinstance(leaf, Tensor)]
         given = {leaf.untyped_storage()._cdata for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)}
-        if any(output.untyped_storage()._cdata in given for output in self._outputs):
+        outputs = enumerate(self._outputs)
+        self._kept = {number for number, output in outputs if output.untyped_storage()._cdata in given}
+        if self._kept and not self.retains_inputs:
             self._outputs = []
-            fail(f"{_NAME}.checkpoint", "the output", "memory of its own", "a view of an argument")
+            advice = "Return a copy of it."
+            fail_with(f"{_NAME}.checkpoint", "the output shares the memory of an argument", advice=advice)
         return results
 
     @not_compiled
     def discard_output_and_register_recompute(self, hook_tensor: Tensor) -> None:
-        """Frees the output's storage; it is filled again when the gradient of `hook_tensor` is there.
+        """Free the output's storage; it is filled again when the gradient of `hook_tensor` is there.
 
         Args:
             hook_tensor: computed from the output; nothing else may read the output from now on until backward.
@@ -194,16 +200,18 @@ class CheckpointWithoutOutput:
             fail_type(function, "hook_tensor", "an array", type(hook_tensor).__name__)
         if not self._outputs:
             fail_with(function, "there is no output to discard", advice="Call checkpoint first.")
-        call, outputs = self._call, self._outputs
+        call, outputs, kept = self._call, self._outputs, self._kept
         needed = call is not None and any(output.requires_grad for output in outputs)
         if needed and not hook_tensor.requires_grad:
-            fail(function, "hook_tensor", "computed from the output with gradients", "one without")
+            advice = "Compute it from the output, with gradients enabled."
+            fail_with(function, "hook_tensor needs no gradient, while the output does", advice=advice)
         sizes = [output.untyped_storage().nbytes() for output in outputs]
         if needed:
             waiting = [call]  # emptied by the first backward: later ones find the output there
-            hook_tensor.register_hook(lambda _: _refill(waiting.pop(), outputs, sizes) if waiting else None)
-        for output in () if self._inside else outputs:
-            output.untyped_storage().resize_(0)
+            hook_tensor.register_hook(lambda _: _refill(waiting.pop(), outputs, sizes, kept) if waiting else None)
+        for number, output in enumerate(() if self._inside else outputs):
+            if number not in kept:
+                output.untyped_storage().resize_(0)
         self._call, self._outputs = None, []
 
 
@@ -219,10 +227,14 @@ def _recomputed(hooks: Any) -> bool:
     return True
 
 
-def _refill(call: "_Call | None", outputs: Sequence[Tensor], sizes: Sequence[int]) -> None:
-    """Puts the values back where they were; the storage is written, not the tensor, whose version others remember."""
+def _refill(
+    call: "_CheckpointCall | None", outputs: Sequence[Tensor], sizes: Sequence[int], kept: Container[int]
+) -> None:
+    """Write the values back into the storages: a write to the tensors would change versions that autograd remembers."""
     assert call is not None
-    for output, size, value in zip(outputs, sizes, call.compute_again(), strict=True):
+    for number, (output, size, value) in enumerate(zip(outputs, sizes, call.compute_again(), strict=True)):
+        if number in kept:
+            continue
         storage = output.untyped_storage()
         if value.untyped_storage().nbytes() != size or value.stride() != output.stride():
             got = f"one of {value.untyped_storage().nbytes()} bytes"
@@ -231,7 +243,7 @@ def _refill(call: "_Call | None", outputs: Sequence[Tensor], sizes: Sequence[int
         storage.copy_(value.untyped_storage())
 
 
-class _Call:
+class _CheckpointCall:
     """A call whose saved tensors are dropped and computed again, once, when the first of them is asked for."""
 
     def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -245,7 +257,7 @@ class _Call:
         self.saved: dict[int, Tensor] = {}
 
     def dropping(self) -> AbstractContextManager[Any]:
-        """Inside, autograd keeps only a number for each tensor that it saves."""
+        """Make autograd keep, inside this context, only a number for each tensor that it saves."""
 
         def forget(_: Tensor) -> int:
             self.count += 1
@@ -259,7 +271,7 @@ class _Call:
         return self.saved.pop(number)
 
     def compute_again(self) -> list[Tensor]:
-        """Runs fn once more; keeps what autograd saves and returns the outputs."""
+        """Run fn again; keep the tensors that autograd saves and return the outputs."""
         if any(tensor._version != version for tensor, version in self.versions):
             raise RuntimeError(error_text(_NAME, "an argument", "left as it was", "one that was written to"))
         found: list[Tensor] = []

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from shared_specs.config import TORCH
 from shared_specs.errors import UnsupportedError, error_text, fail_type
 from shared_specs.linear import checks as linear_checks
-from tiled_torch.core.partitioned import gathered, whole_shape
+from tiled_torch.core.partitioned import gathering, whole_shape
 from tiled_torch.core.tensors import is_dtensor
 from tiled_torch.linear.sums import add_partial, shared_input
 
@@ -151,7 +151,7 @@ class TiledLinear(nn.Module):
             for out_id, in_id, rows, columns in self.grid():
                 tile = self._tile(out_id, in_id)
                 bias = getattr(tile, "bias", None)
-                with gathered(tile.weight, bias):
+                with gathering(tile.weight, bias):
                     linear.weight[rows, columns] = _full(tile.weight)
                     if bias is not None:
                         linear.bias[rows] = _full(bias)
@@ -161,7 +161,7 @@ class TiledLinear(nn.Module):
         return linear.train(self.training)
 
     def copy_params_from(self, other: nn.Module) -> None:
-        """Copies the weight and bias of a plain layer of the same size into the tiles.
+        """Copy the weight and bias of a plain layer of the same size into the tiles.
 
         Tiles sharded over ranks (`fully_shard`) take their parts of it, without communication; a sharded plain layer is
         gathered, so that all of its ranks have to call this. So are tiles under ZeRO-3, one by one.
@@ -169,10 +169,10 @@ class TiledLinear(nn.Module):
         self._copy(*self._whole_of(f"{type(self).__name__}.copy_params_from", "", other))
 
     def reset_parameters(self) -> None:
-        """Draws every parameter of the tiles anew, uniformly within 1/sqrt(in_features), as nn.Linear does."""
+        """Draw every parameter of the tiles anew, uniformly within 1/sqrt(in_features), as nn.Linear does."""
         bound = 1 / math.sqrt(self.in_features)
         for parameter in self.parameters():
-            with gathered(parameter, write=True):
+            with gathering(parameter, write=True):
                 nn.init.uniform_(parameter, -bound, bound)
 
     def grid(self) -> list[tuple[int, int, slice, slice]]:
@@ -192,7 +192,7 @@ class TiledLinear(nn.Module):
         return self.combine_outputs(outputs)
 
     def split_input(self, x: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
-        """x as its input splits: views of it, or x itself where it is already split."""
+        """Return x as its input splits: views of it, or x itself where it is already split."""
         name = type(self).__name__
         if not self.input_is_already_split:
             if not isinstance(x, Tensor):
@@ -236,11 +236,11 @@ class TiledLinear(nn.Module):
 
     @torch.no_grad()
     def _copy(self, weight: Tensor, bias: Tensor | None) -> None:
-        with gathered(weight, bias):
+        with gathering(weight, bias):
             weight, bias = _full(weight), None if bias is None else _full(bias)
             for out_id, in_id, rows, columns in self.grid():
                 tile = self._tile(out_id, in_id)
-                with gathered(tile.weight, getattr(tile, "bias", None), write=True):
+                with gathering(tile.weight, getattr(tile, "bias", None), write=True):
                     _copy_into(tile.weight, weight[rows, columns])
                     if bias is not None and in_id == len(self.in_sizes) - 1:
                         _copy_into(tile.bias, bias[rows])
@@ -299,7 +299,7 @@ def _full(tensor: Any) -> Tensor:
 
 
 def _copy_into(parameter: Any, whole: Tensor) -> None:
-    """Of a DTensor this rank's part, which it cuts out of its own copy of the whole."""
+    """Copy a value in; of a DTensor this rank's part, which it cuts out of its own copy of the whole."""
     if is_dtensor(parameter):
         from torch.distributed.tensor import distribute_tensor
 

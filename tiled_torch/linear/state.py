@@ -48,7 +48,7 @@ def whole_state_dict(module: nn.Module, tensors: Mapping[str, Any] | None = None
 
 
 def _whole(layer: TiledLinear, prefix: str, state: dict[str, Any]) -> dict[str, Any]:
-    """Takes the tiles' entries out of `state`; the whole weight and bias that they are chunks of."""
+    """Take the tiles' entries out of `state` and return the whole weight and bias that they are chunks of."""
     weights: list[tuple[Tensor, tuple[int, ...]]] = []
     biases: list[tuple[Tensor, tuple[int, ...]]] = []
     for out_id, in_id, rows, columns in layer.grid():

@@ -16,7 +16,7 @@ _NARROW = (torch.bfloat16, torch.float16)
 
 
 def shared_input(x: Tensor, tiles: int) -> Callable[[], Tensor]:
-    """x for each of several tiles, without a copy of it; its gradient is summed in float32 and rounded once.
+    """Return x for each of several tiles, without a copy of it; its gradient is summed in float32 and rounded once.
 
     A tensor subclass (DTensor) is handed out as it is, and so is a dual tensor of forward mode, whose tangent the nodes below
     would drop: its gradient is summed in its own dtype.

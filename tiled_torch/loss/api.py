@@ -16,7 +16,7 @@ from torch import Tensor
 from shared_specs.collectives.sequence_plan import SequencePlan
 from shared_specs.config import TORCH, LossOptions, LossResult, Tiling
 from shared_specs.core import checks
-from shared_specs.errors import UnsupportedError, fail, fail_type
+from shared_specs.errors import UnsupportedError, fail_type, fail_with
 from shared_specs.loss import checks as loss_checks
 from shared_specs.loss import costs as loss_costs
 from shared_specs.loss.sequence_costs import plan_sequence_loss
@@ -28,9 +28,11 @@ from tiled_torch.core.gradients import local_main_grad, main_grad_of, returned_g
 from tiled_torch.core.operands import check_tensor
 from tiled_torch.core.replay import refuse_transforms
 from tiled_torch.core.tensors import device_kind, dtype_name, refuse_second_order, wide_dtype
-from tiled_torch.loss import call, compiled, with_tangents
-from tiled_torch.loss.call import Operands, Problem
+from tiled_torch.loss import call as loss_call
+from tiled_torch.loss import compiled, with_tangents
+from tiled_torch.loss.call import LossCall, Operands
 from tiled_torch.loss.loops import Needs, Ranks, SplitTokens, scaled
+from tiled_torch.loss.math import Rules
 
 _NAME = "tiled_linear_cross_entropy"
 _UNTILED = "; differentiate the untiled loss, or use tiled_jax."
@@ -59,7 +61,7 @@ def tiled_linear_cross_entropy(
             language model shifts them before), or loss.ignore_index.
         loss: what is computed and returned. See shared_specs.config.LossOptions.
         num_shards: at most this many shards of T, >= 1; None lets the plan choose. See shared_specs.shards.
-        tiling: the long form of num_shards, which it excludes; vocab_shards also cuts the vocabulary.
+        tiling: the long form of num_shards, which it excludes; vocab_shards also vocab_shards the vocabulary.
         backend: "auto", "eager" or "triton"; a backend named explicitly runs or raises.
     Returns:
         The loss: a scalar, or [same leading dims] with reduction="none", float32 (float64 for float64). With
@@ -91,8 +93,10 @@ def tiled_linear_cross_entropy(
         if tensor is not None or name != "bias":
             check_tensor(_NAME, name, tensor, split if name in ("weight", "bias") else whole)
     given = Given(_NAME, x, weight, targets, bias, loss)
-    plan, cuts, chosen = given.check(num_shards, tiling, backend, weight.shape[0] if isinstance(weight, Tensor) else 0)
-    return given.run(plan, cuts, weight.shape[0], backend=chosen)
+    plan, vocab_shards, chosen = given.check(
+        num_shards, tiling, backend, weight.shape[0] if isinstance(weight, Tensor) else 0
+    )
+    return given.run(plan, vocab_shards, weight.shape[0], backend=chosen)
 
 
 class Given(NamedTuple):
@@ -132,9 +136,11 @@ class Given(NamedTuple):
         for argument in ("class_weight", "num_valid"):
             value = getattr(loss, argument)
             if isinstance(value, Tensor) and value.requires_grad:
-                fail(name, f"loss.{argument}", "free of requires_grad", "a tensor that requires grad")
+                fail_with(
+                    name, f"loss.{argument} requires a gradient, which a loss does not compute", advice="Detach it."
+                )
             if tangents.carry_tangents([value]):
-                fail(name, f"loss.{argument}", "free of tangents", "a dual tensor")
+                fail_with(name, f"loss.{argument} has a tangent, which a loss does not carry", advice="Detach it.")
             number = argument == "num_valid" and isinstance(value, int | float)
             if not isinstance(value, Tensor | None) and not number:
                 rule = "a number or a 0-d array" if argument == "num_valid" else "an array"
@@ -156,13 +162,13 @@ class Given(NamedTuple):
         if tangents.carry_tangents(tensors.values()):
             tangents.refuse_kernels(name, backend)
         over_ranks, entries = entries is not None, self.weight.shape[0] if entries is None else entries
-        cuts = min(tiling.vocab_shards or 1, max(1, entries))
+        vocab_shards = min(tiling.vocab_shards or 1, max(1, entries))
         shape = loss_costs.LossShape.of(
             loss,
             tokens=checks.flat_tokens(self.x.shape),
             hidden=self.x.shape[-1],
             vocab=entries,
-            vocab_shards=cuts,
+            vocab_shards=vocab_shards,
             itemsize=dtype.itemsize,
             weight_itemsize=self.weight.dtype.itemsize,
             copied=over_ranks and loss.gradients_with_loss(dtype_name(dtype)),
@@ -173,17 +179,17 @@ class Given(NamedTuple):
             "kernels": chosen == "triton",
         }
         if tokens is not None:
-            return plan_sequence_loss(name, shape, tokens, **options), cuts, chosen
+            return plan_sequence_loss(name, shape, tokens, **options), vocab_shards, chosen
         if torch.compiler.is_exporting():
             device = options["device"]
             peak = partial(loss_costs.loss_peak_bytes, shape, device=device, kernels=options["kernels"])
-            return exporting.symbolic_plan(name, shape.tokens, tiling, device=device, peak=peak), cuts, chosen
-        return loss_costs.plan_loss(name, shape, **options), cuts, chosen
+            return exporting.symbolic_plan(name, shape.tokens, tiling, device=device, peak=peak), vocab_shards, chosen
+        return loss_costs.plan_loss(name, shape, **options), vocab_shards, chosen
 
     def run(
         self,
         plan: ShardPlan | SequencePlan,
-        cuts: int,
+        vocab_shards: int,
         vocab: int,
         start: int = 0,
         ranks: Ranks | None = None,
@@ -201,36 +207,35 @@ class Given(NamedTuple):
         backends.record_run(self.function, backend)
         options = replace(self.loss, class_weight=None, num_valid=None)
         dtype = after_autocast(self.x, autocast_dtype(self.x))
-        problem = Problem(
-            self.function, options, plan.shard_tokens, cuts, dtype, vocab, start, ranks, backend, split, owners
-        )
+        rules, shards = Rules(options, vocab), (plan.shard_tokens, vocab_shards)
+        call = LossCall(self.function, rules, *shards, dtype, start, ranks, backend, split, owners)
         number = _number(self.loss.num_valid, self.x)
         given = Operands(self.x, self.weight, self.bias, self.targets, self.loss.class_weight, number)
         grads = torch.is_grad_enabled()
         needs = Needs(*(grads and a is not None and a.requires_grad for a in given[:3]))
         if dual:
-            value, *found = with_tangents.loss(given, problem)
+            value, *found = with_tangents.loss(given, call)
         elif torch.compiler.is_compiling():
-            value, *found = self._compiled(given, problem, needs)
-        elif problem.with_loss:
-            value, right = WithGradients.apply(*given, problem, needs)[:2]
+            value, *found = self._compiled(given, call, needs)
+        elif call.with_loss:
+            value, right = WithGradients.apply(*given, call, needs)[:2]
             found = [None, None, None, right]
         else:
-            value, *found = Recomputed.apply(*given, problem)
+            value, *found = Recomputed.apply(*given, call)
         named: dict[str, Any] = dict(zip(("log_probs", "lse", "entropy", "accuracy"), found, strict=True))
         return LossResult(value, **{name: named[name] for name in options.outputs}) if options.outputs else value
 
-    def _compiled(self, given: Operands, problem: Problem, needs: Needs) -> tuple[Tensor, *tuple[Tensor | None, ...]]:
+    def _compiled(self, given: Operands, call: LossCall, needs: Needs) -> tuple[Tensor, *tuple[Tensor | None, ...]]:
         if any(main_grad_of(a) is not None for a in (self.weight, self.bias)):
             raise UnsupportedError(
                 f"{self.function}: main_grad must be None under torch.compile, got a buffer. A compiled backward returns "
                 "gradients; compile around the loss, or let the optimizer read .grad."
             )
-        static = compiled.Static.of(problem)
+        static = compiled.Static.of(call)
         # What a program will be asked for is not known where it is exported: it computes gradients when somebody wants them.
-        if not problem.with_loss or torch.compiler.is_exporting():
-            return compiled.values(*given, *static)
-        value, right = compiled.with_gradients(*given, *static, list(needs))[:2]
+        if not call.with_loss or torch.compiler.is_exporting():
+            return compiled.values_op(*given, *static)
+        value, right = compiled.with_gradients_op(*given, *static, list(needs))[:2]
         return value, None, None, None, right
 
 
@@ -247,7 +252,7 @@ class WithGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor | None, ...]:
-        return call.with_gradients(Operands(*args[:6]), *args[6:])
+        return loss_call.with_gradients(Operands(*args[:6]), *args[6:])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
@@ -257,19 +262,19 @@ class WithGradients(torch.autograd.Function):
         # All but the factor: only a second backward computes the gradients from them again.
         ctx.save_for_backward(*inputs[:6])
         # Not saved tensors: they become the gradients in place, and nothing else may see them.
-        ctx.found, ctx.factor, ctx.problem = found, factor, inputs[6]
-        _remember(ctx, inputs[:3], ctx.problem.owners)
+        ctx.found, ctx.factor, ctx.call = found, factor, inputs[6]
+        _remember(ctx, inputs[:3], ctx.call.owners)
 
     @staticmethod
     def backward(ctx: Any, dvalue: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         if dvalue is None:
             return (None,) * 8
-        problem: Problem = ctx.problem
-        refuse_second_order(problem.function, _UNTILED)
+        call: LossCall = ctx.call
+        refuse_second_order(call.function, _UNTILED)
         found, ctx.found = ctx.found, None
         if found is None:
             needs = Needs(*ctx.needs_input_grad[:3])
-            found = list(call.with_gradients(Operands(*ctx.saved_tensors), problem, needs)[3:])
+            found = list(loss_call.with_gradients(Operands(*ctx.saved_tensors), call, needs)[3:])
         grads = _returned(ctx, found, dvalue.to(ctx.factor.dtype) * ctx.factor)
         return *grads, None, None, None, None, None
 
@@ -279,7 +284,7 @@ class Recomputed(torch.autograd.Function):
 
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor | None, ...]:
-        return call.values(Operands(*args[:6]), args[6])
+        return loss_call.values(Operands(*args[:6]), args[6])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
@@ -289,18 +294,18 @@ class Recomputed(torch.autograd.Function):
         # x, weight, bias: logits are computed again; targets, class_weight, num_valid: what they are compared with;
         # lse, entropy: what exp(logits) is normalised with.
         ctx.save_for_backward(*inputs[:6], lse, entropy)
-        ctx.problem = inputs[6]
-        _remember(ctx, inputs[:3], ctx.problem.owners)
+        ctx.call = inputs[6]
+        _remember(ctx, inputs[:3], ctx.call.owners)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
-        problem: Problem = ctx.problem
+        call: LossCall = ctx.call
         needs = Needs(*ctx.needs_input_grad[:3])
         if all(d is None for d in upstream[:4]) or not any(needs):
             return (None,) * 7
-        refuse_second_order(problem.function, _UNTILED)
+        refuse_second_order(call.function, _UNTILED)
         *given, lse, entropy = ctx.saved_tensors
-        found, scale = call.gradients(upstream, Operands(*given), (lse, entropy), problem, needs)
+        found, scale = loss_call.gradients(upstream, Operands(*given), (lse, entropy), call, needs)
         return *_returned(ctx, [found.dx, found.dweight, found.dbias], scale), None, None, None, None
 
 

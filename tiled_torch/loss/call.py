@@ -9,12 +9,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shared_specs.config import LossOptions
 from shared_specs.core import checks
 from shared_specs.loss import checks as loss_checks
 from shared_specs.shards import ShardPlan
 from tiled_torch.core.autocast import without_autocast
-from tiled_torch.core.operands import is_fake
+from tiled_torch.core.operands import has_values
 from tiled_torch.core.row_shards import Rows
 from tiled_torch.core.tensors import dtype_name, rows_of, wide_dtype
 from tiled_torch.loss import math as loss_math
@@ -28,10 +27,10 @@ from tiled_torch.loss.loops import (
     losses,
     losses_and_gradients,
 )
-from tiled_torch.loss.math import Coefficients, Labels
+from tiled_torch.loss.math import Coefficients, Labels, Rules
 from tiled_torch.loss.steps import EAGER, LossSteps
 
-Parts = tuple[Tensor | None, Tensor | None, Tensor | None]
+OutputParts = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 class Operands(NamedTuple):
@@ -46,18 +45,18 @@ class Operands(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Problem:
-    """The static part of one call. options: without its arrays. split: where the tokens are split over ranks.
+class LossCall:
+    """All that is static about one call; the plan of forward is the plan of backward.
 
+    function: whose name errors say. split: where the tokens are split over ranks.
     owners: the whole parameters, where weight and bias are this rank's parts of them; else None.
     """
 
     function: str
-    options: LossOptions
+    rules: Rules
     shard_tokens: int
-    cuts: int
+    vocab_shards: int
     dtype: torch.dtype
-    vocab: int
     start: int = 0
     ranks: Ranks | None = None
     backend: str = "eager"
@@ -66,11 +65,11 @@ class Problem:
 
     @property
     def with_loss(self) -> bool:
-        """Whether the gradients are computed with the loss."""
-        return self.options.gradients_with_loss(dtype_name(self.dtype))
+        """Return whether the gradients are computed with the loss."""
+        return self.rules.options.gradients_with_loss(dtype_name(self.dtype))
 
     def rows(self, given: Operands) -> Rows:
-        """x, shard by shard."""
+        """Return x, shard by shard."""
         if self.split is not None:
             return self.split.rows(rows_of(given.x))
         return Rows(rows_of(given.x), ShardPlan(checks.flat_tokens(given.x.shape), self.shard_tokens))
@@ -83,30 +82,30 @@ class Problem:
         return torch.ops.aten._unsafe_view(values if self.split is None else self.split.own(values), dims)
 
     def reduced(self, values: Tensor, factor: Tensor, dims: torch.Size) -> Tensor:
-        return self.result(values, dims) if self.options.reduction == "none" else values.sum() * factor
+        return self.result(values, dims) if self.rules.options.reduction == "none" else values.sum() * factor
 
     def head(self, given: Operands) -> Head:
         bias = None if given.bias is None else given.bias.to(self.dtype)
         steps = _steps_named(self.backend)
-        return Head(given.weight.to(self.dtype), bias, self.vocab, self.start, self.cuts, self.ranks, steps)
+        return Head(given.weight.to(self.dtype), bias, self.rules, self.start, self.vocab_shards, self.ranks, steps)
 
     def labels(self, given: Operands) -> Labels:
         """Return the labels of the targets; on a CPU an error for one that does not exist, on every rank."""
-        targets, ignore = given.targets.reshape(-1), self.options.ignore_index
+        targets, ignore = given.targets.reshape(-1), self.rules.options.ignore_index
         if self.split is not None:
             (targets,) = self.split.everywhere([targets], ignore)
-        if targets.device.type == "cpu" and not is_fake(targets):
-            missing = loss_math.first_missing_target(targets, self.vocab, ignore)
+        if targets.device.type == "cpu" and has_values(targets):
+            missing = loss_math.first_missing_target(targets, self.rules.vocab, ignore)
             if missing is not None:
-                loss_checks.fail_target(self.function, missing, self.vocab, ignore)
-        return loss_math.labels_of(targets, self.vocab, given.class_weight, ignore, wide_dtype(self.dtype))
+                loss_checks.fail_target(self.function, missing, self.rules.vocab, ignore)
+        return loss_math.make_labels(self.rules, targets, given.class_weight, wide_dtype(self.dtype))
 
     def factors(self, labels: Labels, num_valid: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the factors of the sums of the losses and of the right tokens; 0 for a mean of nothing.
 
         A num_valid of 0 beside tokens that count is a division by zero and gives an infinity, as it would outside.
         """
-        if self.options.reduction != "mean":
+        if self.rules.options.reduction != "mean":
             one = labels.counted.new_ones(())
             return one, one
         weight, count = labels.weight.sum(), labels.counted.sum()
@@ -114,33 +113,32 @@ class Problem:
         return tuple(torch.where(nothing == 0, 0.0, a.reciprocal()) for nothing, a in pairs)  # type: ignore[return-value]
 
 
-def with_gradients(given: Operands, problem: Problem, needs: Needs) -> tuple[Tensor | None, ...]:
+def with_gradients(given: Operands, call: LossCall, needs: Needs) -> tuple[Tensor | None, ...]:
     """Return the loss, the accuracy, the factor of the gradients, and dx [T, H], dweight and dbias before that factor."""
     with without_autocast(given.x):
-        labels, head, rows = problem.labels(given), problem.head(given), problem.rows(given)
-        parts: Parts = (None, None, None)
+        labels, head, rows = call.labels(given), call.head(given), call.rows(given)
+        parts: OutputParts = (None, None, None)
         if any(needs):
-            tokens, found, size = losses_and_gradients(rows, head, labels, problem.options, needs)
+            tokens, found, size = losses_and_gradients(rows, head, labels, needs)
             parts = (found.dx, found.dweight, found.dbias)
         else:
-            tokens, size = losses(rows, head, labels, problem.options, entropy=False), 1.0
-        factor, count = problem.factors(labels, given.num_valid)
+            tokens, size = losses(rows, head, labels), 1.0
+        factor, count = call.factors(labels, given.num_valid)
         dims = given.targets.shape
-        value, right = problem.reduced(tokens.loss, factor, dims), problem.reduced(tokens.right, count, dims)
+        value, right = call.reduced(tokens.loss, factor, dims), call.reduced(tokens.right, count, dims)
         return value, right, factor * size, *parts
 
 
-def values(given: Operands, problem: Problem) -> tuple[Tensor | None, ...]:
+def values(given: Operands, call: LossCall) -> tuple[Tensor | None, ...]:
     """Return the loss, log_probs, lse, entropy (None where not asked for) and the accuracy."""
     with without_autocast(given.x):
-        labels, head, rows = problem.labels(given), problem.head(given), problem.rows(given)
-        entropy = "entropy" in problem.options.outputs
-        tokens = losses(rows, head, labels, problem.options, entropy=entropy)
-        factor, count = problem.factors(labels, given.num_valid)
+        labels, head, rows = call.labels(given), call.head(given), call.rows(given)
+        tokens = losses(rows, head, labels)
+        factor, count = call.factors(labels, given.num_valid)
         dims = given.targets.shape
-        value, right = problem.reduced(tokens.loss, factor, dims), problem.reduced(tokens.right, count, dims)
+        value, right = call.reduced(tokens.loss, factor, dims), call.reduced(tokens.right, count, dims)
         of_tokens = (
-            None if a is None else problem.result(a, dims) for a in (tokens.log_probs, tokens.lse, tokens.entropy)
+            None if a is None else call.result(a, dims) for a in (tokens.log_probs, tokens.lse, tokens.entropy)
         )
         return value, *of_tokens, right
 
@@ -149,7 +147,7 @@ def gradients(
     upstream: tuple[Tensor | None, ...],
     given: Operands,
     saved: tuple[Tensor, Tensor | None],
-    problem: Problem,
+    call: LossCall,
     needs: Needs,
 ) -> tuple[Gradients, Tensor]:
     """Return gradients from the upstream ones of the loss, log_probs, lse and entropy, and the factor that still multiplies
@@ -158,25 +156,25 @@ def gradients(
     saved: lse and entropy as `values` gave them; the logits are computed again.
     """
     with without_autocast(given.x):
-        labels, head, rows = problem.labels(given), problem.head(given), problem.rows(given)
-        upstream, (lse, entropy) = _everywhere(upstream, saved, problem)
-        k = _coefficients(upstream, lse, labels, problem, given.num_valid)
-        return gradients_of(rows, head, labels, problem.options, needs, (lse, entropy), k)
+        labels, head, rows = call.labels(given), call.head(given), call.rows(given)
+        upstream, (lse, entropy) = _everywhere(upstream, saved, call)
+        k = _coefficients(upstream, lse, labels, call, given.num_valid)
+        return gradients_of(rows, head, labels, needs, (lse, entropy), k)
 
 
 def _everywhere(
-    upstream: tuple[Tensor | None, ...], saved: tuple[Tensor, Tensor | None], problem: Problem
+    upstream: tuple[Tensor | None, ...], saved: tuple[Tensor, Tensor | None], call: LossCall
 ) -> tuple[tuple[Tensor | None, ...], tuple[Tensor, Tensor | None]]:
     """Return numbers per token as [T]; of tokens that are split over ranks by one collective, whatever is None on this rank."""
     lse, entropy = (None if a is None else a.reshape(-1) for a in saved)
     assert lse is not None
-    if problem.split is None:
+    if call.split is None:
         return upstream, (lse, entropy)
-    per_token = [problem.options.reduction == "none", *(name in problem.options.outputs for name in _PER_TOKEN)]
+    per_token = [call.rules.options.reduction == "none", *(name in call.rules.options.outputs for name in _PER_TOKEN)]
     mine = [lse, *([] if entropy is None else [entropy])]
     for d in (d for d, wanted in zip(upstream, per_token, strict=False) if wanted):
         mine.append(torch.zeros_like(lse) if d is None else d.reshape(-1).to(lse.dtype))
-    found = iter(problem.split.everywhere(mine))
+    found = iter(call.split.everywhere(mine))
     kept = next(found), (None if entropy is None else next(found))
     return tuple(next(found) if wanted else d for d, wanted in zip(upstream, per_token, strict=False)), kept
 
@@ -185,19 +183,19 @@ _PER_TOKEN = ("log_probs", "lse", "entropy")
 
 
 def _coefficients(
-    upstream: tuple[Tensor | None, ...], lse: Tensor, labels: Labels, problem: Problem, num_valid: Tensor | None
+    upstream: tuple[Tensor | None, ...], lse: Tensor, labels: Labels, call: LossCall, num_valid: Tensor | None
 ) -> Coefficients:
-    """From the upstream gradients of the loss, log_probs, lse and entropy. [T] each."""
+    """Return the coefficients, [T] each, from the upstream gradients of the loss, log_probs, lse and entropy."""
     dvalue, dlog_probs, dlse, dentropy = (None if d is None else d.reshape(-1).to(lse.dtype) for d in upstream[:4])
-    k = loss_math.loss_coefficients(lse, labels, problem.options, problem.vocab)
-    factor, _ = problem.factors(labels, num_valid)
-    g = lse.new_zeros(()) if dvalue is None else dvalue if problem.options.reduction == "none" else dvalue * factor
+    k = loss_math.loss_coefficients(call.rules, labels, lse)
+    factor, _ = call.factors(labels, num_valid)
+    g = lse.new_zeros(()) if dvalue is None else dvalue if call.rules.options.reduction == "none" else dvalue * factor
     # 0 for ignored tokens even where the upstream gradient or lse is not finite
     k = Coefficients(*(None if part is None else torch.where(labels.counted == 0, 0.0, part * g) for part in k))  # type: ignore[arg-type]
     a, b = k.a, k.b
     if dlog_probs is not None:
-        pull = torch.where(labels.counted == 0, 0.0, dlog_probs * labels.counted)
-        a, b = a - pull, b - pull
+        of_nll = torch.where(labels.counted == 0, 0.0, dlog_probs * labels.counted)
+        a, b = a - of_nll, b - of_nll
     if dlse is not None:
         a = a + dlse
     return Coefficients(a, b, k.c, dentropy)

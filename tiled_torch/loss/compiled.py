@@ -11,36 +11,37 @@ from torch import Tensor
 
 from shared_specs.config import LossOptions
 from tiled_torch.core.tensors import wide_dtype
-from tiled_torch.loss import call
-from tiled_torch.loss.call import Operands, Problem
+from tiled_torch.loss import call as loss_call
+from tiled_torch.loss.call import LossCall, Operands
 from tiled_torch.loss.loops import Needs, scaled
+from tiled_torch.loss.math import Rules
 
-Parts = tuple[Tensor, Tensor, Tensor]
+MadeParts = tuple[Tensor, Tensor, Tensor]
 
 
 class Static(NamedTuple):
     """The part of a call that is no tensor, as operators take it: numbers may be symbolic, words may not."""
 
-    sizes: list[int]  # shard_tokens, cuts, vocab, ignore_index
+    sizes: list[int]  # shard_tokens, vocab_shards, vocab, ignore_index
     factors: list[float]  # label_smoothing, z_loss, logit_scale, and logit_softcap where there is one
     words: str  # function, backend, reduction and outputs, separated by commas
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, problem: Problem) -> "Static":
-        o = problem.options
+    def of(cls, call: LossCall) -> "Static":
+        o = call.rules.options
         softcap = [] if o.logit_softcap is None else [o.logit_softcap]
         return cls(
-            [problem.shard_tokens, problem.cuts, problem.vocab, o.ignore_index],
+            [call.shard_tokens, call.vocab_shards, call.rules.vocab, o.ignore_index],
             [o.label_smoothing, o.z_loss, o.logit_scale, *softcap],
-            ",".join((problem.function, problem.backend, o.reduction, *o.outputs)),
-            problem.dtype,
+            ",".join((call.function, call.backend, o.reduction, *o.outputs)),
+            call.dtype,
         )
 
     @property
-    def problem(self) -> Problem:
+    def call(self) -> LossCall:
         """Return the call of which this was made."""
-        shard_tokens, cuts, vocab, ignore_index = self.sizes
+        shard_tokens, vocab_shards, vocab, ignore_index = self.sizes
         label_smoothing, z_loss, logit_scale, *softcap = self.factors
         function, backend, reduction, *outputs = self.words.split(",")
         options = LossOptions(
@@ -52,7 +53,7 @@ class Static(NamedTuple):
             reduction=reduction,  # type: ignore[arg-type]
             outputs=tuple(outputs),  # type: ignore[arg-type]
         )
-        return Problem(function, options, shard_tokens, cuts, self.dtype, vocab, backend=backend)
+        return LossCall(function, Rules(options, vocab), shard_tokens, vocab_shards, self.dtype, backend=backend)
 
 
 def _filled(a: Tensor | None, like: Tensor) -> Tensor:
@@ -60,7 +61,7 @@ def _filled(a: Tensor | None, like: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("tiled_mlp::loss_with_gradients", mutates_args=())
-def with_gradients(
+def with_gradients_op(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -76,14 +77,14 @@ def with_gradients(
     """Return the loss, the accuracy, the factor of the gradients, and the unscaled gradients (empty where nobody needs
     them).
     """
-    problem = Static(list(sizes), list(factors), words, dtype).problem
+    call = Static(list(sizes), list(factors), words, dtype).call
     given = Operands(x, weight, bias, targets, class_weight, num_valid)
-    *results, dx, dweight, dbias = call.with_gradients(given, problem, Needs(*needs))
+    *results, dx, dweight, dbias = loss_call.with_gradients(given, call, Needs(*needs))
     parts = (None if dx is None else dx.view(x.shape), dweight, dbias)
     return tuple(_filled(a, x) for a in (*results, *parts))  # type: ignore[return-value]
 
 
-@with_gradients.register_fake
+@with_gradients_op.register_fake
 def _(x, weight, bias, *args):  # type: ignore[no-untyped-def]
     dtype, needs = args[-2:]
     wide = wide_dtype(dtype)
@@ -113,11 +114,11 @@ def _scale_gradients(ctx: Any, dvalue: Tensor, *_: Tensor) -> tuple[Tensor | Non
     return *grads, *(None for _ in range(3 + len(Static._fields) + 1))
 
 
-with_gradients.register_autograd(_scale_gradients, setup_context=_keep_gradients)
+with_gradients_op.register_autograd(_scale_gradients, setup_context=_keep_gradients)
 
 
 @torch.library.custom_op("tiled_mlp::loss_values", mutates_args=())
-def values(
+def values_op(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -130,15 +131,15 @@ def values(
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the loss, log_probs, lse, entropy (empty where not asked for) and the accuracy."""
-    problem = Static(list(sizes), list(factors), words, dtype).problem
+    call = Static(list(sizes), list(factors), words, dtype).call
     given = Operands(x, weight, bias, targets, class_weight, num_valid)
-    return tuple(_filled(a, x) for a in call.values(given, problem))  # type: ignore[return-value]
+    return tuple(_filled(a, x) for a in loss_call.values(given, call))  # type: ignore[return-value]
 
 
-@values.register_fake
+@values_op.register_fake
 def _(x, weight, bias, targets, class_weight, num_valid, *args):  # type: ignore[no-untyped-def]
-    problem = Static(*args).problem
-    options, wide = problem.options, wide_dtype(problem.dtype)
+    call = Static(*args).call
+    options, wide = call.rules.options, wide_dtype(call.dtype)
 
     def rows(asked: bool = True) -> Tensor:
         return x.new_empty(targets.shape, dtype=wide) if asked else x.new_empty(0)
@@ -168,12 +169,12 @@ def backward(
     words: str,
     dtype: torch.dtype,
     needs: Sequence[bool],
-) -> Parts:
+) -> MadeParts:
     upstream = (dvalue, dlog_probs, dlse, dentropy if dentropy.numel() else None)
-    problem = Static(list(sizes), list(factors), words, dtype).problem
+    call = Static(list(sizes), list(factors), words, dtype).call
     given = Operands(x, weight, bias, targets, class_weight, num_valid)
     saved = (lse, entropy if entropy.numel() else None)
-    found, scale = call.gradients(upstream, given, saved, problem, Needs(*needs))
+    found, scale = loss_call.gradients(upstream, given, saved, call, Needs(*needs))
     pairs = zip((found.dx, found.dweight, found.dbias), (x, weight, bias), strict=True)
     grads = [None if d is None or a is None else scaled(d, scale, a.dtype).view(a.shape) for d, a in pairs]
     return tuple(_filled(a, x) for a in grads)  # type: ignore[return-value]
@@ -200,4 +201,4 @@ def _call_backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
     return *grads, *(None for _ in range(3 + len(Static._fields)))
 
 
-values.register_autograd(_call_backward, setup_context=_keep_operands)
+values_op.register_autograd(_call_backward, setup_context=_keep_operands)

@@ -10,13 +10,12 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from shared_specs.config import LossOptions
 from shared_specs.shards import ShardPlan
 from tiled_torch.core.gradients import GradientSum
 from tiled_torch.core.row_shards import Rows
 from tiled_torch.core.tensors import wide_dtype
 from tiled_torch.loss import math as loss_math
-from tiled_torch.loss.math import Coefficients, Columns, Labels, Statistics
+from tiled_torch.loss.math import Coefficients, Labels, Part, Rules, Statistics
 from tiled_torch.loss.steps import EAGER, LossSteps
 
 
@@ -46,37 +45,42 @@ class SplitTokens(Protocol):
 
 @dataclass(frozen=True)
 class Head:
-    """A linear head, or one rank's partition of it: logits of the entries [start, start + weight.shape[0]) of `vocab`.
+    """A linear head, or one rank's partition of it: logits of the entries [start, start + weight.shape[0]) of the vocabulary.
 
-    weight: [v, H] and bias: [v] or None, in the compute dtype. cuts: how many vocabulary shards.
+    weight: [v, H] and bias: [v] or None, in the compute dtype.
     """
 
     weight: Tensor
     bias: Tensor | None
-    vocab: int
+    rules: Rules
     start: int = 0
-    cuts: int = 1
+    vocab_shards: int = 1
     ranks: Ranks | None = None
     steps: LossSteps = EAGER
 
     @property
-    def pieces(self) -> tuple[slice, ...]:
-        """Rows of the weight, one slice per vocabulary shard; none longer than the first. An empty one without entries."""
-        plan = ShardPlan(self.weight.shape[0], -(-self.weight.shape[0] // self.cuts) or 1)
-        return tuple(slice(*span) for span in plan.spans or ((0, 0),))
+    def parts(self) -> tuple[Part, ...]:
+        """Return the vocabulary shards; none longer than the first. An empty one without entries."""
+        plan = ShardPlan(self.weight.shape[0], -(-self.weight.shape[0] // self.vocab_shards) or 1)
+        return tuple(Part(self.start + start, self.start + stop) for start, stop in plan.spans or ((0, 0),))
 
-    def columns(self, piece: slice) -> Columns:
-        return Columns(self.start + piece.start, self.start + piece.stop)
+    def own(self, part: Part) -> slice:
+        """Return which rows of the weight a part has."""
+        return slice(part.start - self.start, part.stop - self.start)
 
-    def logits(self, x: Tensor, piece: slice, buffer: Tensor) -> Tensor:
-        """Return [t, v] of one vocabulary shard, written into the buffer."""
-        width = piece.stop - piece.start
-        out = buffer[: x.shape[0] * width].view(x.shape[0], width)
-        w = self.weight[piece]
-        return torch.mm(x, w.T, out=out) if self.bias is None else torch.addmm(self.bias[piece], x, w.T, out=out)
+    def logits(self, x: Tensor, part: Part, buffer: Tensor) -> Tensor:
+        """Return [t, v] of one part, written into the buffer."""
+        out, own = self.in_buffer(x, part, buffer), self.own(part)
+        w = self.weight[own]
+        return torch.mm(x, w.T, out=out) if self.bias is None else torch.addmm(self.bias[own], x, w.T, out=out)
+
+    def in_buffer(self, x: Tensor, part: Part, buffer: Tensor) -> Tensor:
+        """Return the place of the logits [t, v] of one part in the buffer."""
+        return buffer[: x.shape[0] * part.entries].view(x.shape[0], part.entries)
 
     def buffer(self, plan: ShardPlan) -> Tensor:
-        return self.weight.new_empty(plan.longest * self.pieces[0].stop)
+        """Return room for the logits of the longest shard of tokens and of the vocabulary."""
+        return self.weight.new_empty(plan.longest * self.parts[0].entries)
 
 
 class Needs(NamedTuple):
@@ -99,9 +103,9 @@ class Tokens(NamedTuple):
     def __getitem__(self, rows: slice) -> "Tokens":  # type: ignore[override]
         return Tokens(*(None if part is None else part[rows] for part in self))  # type: ignore[arg-type]
 
-    def write(self, found: Statistics, labels: Labels, options: LossOptions, vocab: int) -> None:
+    def write(self, rules: Rules, labels: Labels, found: Statistics) -> None:
         """The results of one shard into these rows."""
-        self.loss.copy_(loss_math.token_losses(found, labels, options, vocab))
+        self.loss.copy_(loss_math.token_losses(rules, labels, found))
         self.log_probs.copy_(torch.where(labels.counted == 0, 0.0, -found.nll * labels.counted))
         self.lse.copy_(found.lse)
         self.right.copy_(found.right * labels.counted)
@@ -133,21 +137,21 @@ class Gradients:
         wide = wide_dtype(w.dtype)
         self.dweight = torch.empty(w.shape, dtype=wide, device=w.device) if needs.weight else None
         self.dbias = torch.empty(w.shape[0], dtype=wide, device=w.device) if needs.bias else None
-        parts = (self.dweight, self.dbias)
         self.sums = [
-            [None if part is None else GradientSum.into(part[piece]) for part in parts] for piece in head.pieces
+            [None if a is None else GradientSum.into(a[head.own(part)]) for a in (self.dweight, self.dbias)]
+            for part in head.parts
         ]
         # With vocabulary shards a 16-bit dx is summed in float32, one shard of tokens at a time: [t, H].
         self.dx_sum: Tensor | None = None
 
     def add(self, x: Tensor, dlogits: Tensor, number: int, shard: int) -> None:
-        """One vocabulary shard of one shard of tokens. x: [t, H]; dlogits: [t, v] of piece `number`."""
+        """Add one vocabulary shard of one shard of tokens. x: [t, H]; dlogits: [t, v] of part `number`."""
         weight_sum, bias_sum = self.sums[number]
         if self.rows is not None:
             if number == 0:
                 self.into = self.rows.start(shard)
             self._add_dx(dlogits, number)
-            if number == len(self.head.pieces) - 1:
+            if number == len(self.head.parts) - 1:
                 self.into = None
                 self.rows.done()
         if weight_sum is not None:
@@ -156,9 +160,9 @@ class Gradients:
             bias_sum.add_rows(dlogits)
 
     def _add_dx(self, dlogits: Tensor, number: int) -> None:
-        w, into = self.head.weight[self.head.pieces[number]], self.into
+        w, into = self.head.weight[self.head.own(self.head.parts[number])], self.into
         assert into is not None
-        last = len(self.head.pieces) - 1
+        last = len(self.head.parts) - 1
         if last and into.dtype != wide_dtype(into.dtype):
             if number == 0:
                 self.dx_sum = torch.zeros_like(into, dtype=wide_dtype(into.dtype))
@@ -178,8 +182,8 @@ class Gradients:
 
     def finish(self) -> "Gradients":
         """Zeros where no shard wrote; dx summed over the holders of the vocabulary."""
-        for part in (part for pair in self.sums for part in pair if part is not None):
-            part.finish()
+        for one in (one for pair in self.sums for one in pair if one is not None):
+            one.finish()
         if self.rows is not None:
             self.rows.finish()
         if self.dx is not None and self.summed is not None:
@@ -187,45 +191,42 @@ class Gradients:
         return self
 
 
-def losses(rows: Rows, head: Head, labels: Labels, options: LossOptions, *, entropy: bool) -> Tokens:
+def losses(rows: Rows, head: Head, labels: Labels) -> Tokens:
     """Return results per token, without gradients: 2 THV FLOP. x in any dtype that the head's converts from."""
-    tokens, buffer = empty_tokens(rows, entropy=entropy), head.buffer(rows.plan)
+    tokens, buffer = empty_tokens(rows, entropy=head.rules.entropy), head.buffer(rows.plan)
     for _, place, x in rows.shards(head.weight.dtype):
         of_shard = labels[place]
-        found = _statistics(x, head, of_shard, options, buffer, entropy=entropy, keep=False)
-        tokens[place].write(found, of_shard, options, head.vocab)
+        found = _statistics(x, head, of_shard, buffer, keep=False)
+        tokens[place].write(head.rules, of_shard, found)
         del x  # may be a copy: before the next one is made
     return tokens
 
 
-def losses_and_gradients(
-    rows: Rows, head: Head, labels: Labels, options: LossOptions, needs: Needs
-) -> tuple[Tokens, Gradients, Tensor]:
+def losses_and_gradients(rows: Rows, head: Head, labels: Labels, needs: Needs) -> tuple[Tokens, Gradients, Tensor]:
     """Return results per token, the gradients of the sum of the losses, and the number that still multiplies these.
 
     6 THV FLOP, 8 with vocabulary shards. The number is a power of two by which class weights and logit_scale are divided, so
     that dlogits keep their precision in float16.
     """
-    tokens, buffer = empty_tokens(rows, entropy=False), head.buffer(rows.plan)
+    rules, tokens, buffer = head.rules, empty_tokens(rows, entropy=False), head.buffer(rows.plan)
     size, sized = labels.weight.new_ones(()), labels  # near 1 already, but for class weights and a scale
-    if labels.class_weight is not None or abs(options.logit_scale) != 1.0:
-        size = loss_math.size_of_losses(labels, options, head.vocab)
+    if labels.class_weight is not None or abs(rules.options.logit_scale) != 1.0:
+        size = loss_math.size_of_losses(rules, labels)
         sized = labels.over(size)
     gradients = Gradients(rows, head, needs)
-    kept = len(head.pieces) == 1
+    kept = len(head.parts) == 1
     for shard, place, x in rows.shards(head.weight.dtype):
         of_shard, of_sized = labels[place], sized[place]
         if kept and head.ranks is None:
-            logits = head.logits(x, head.pieces[0], buffer)
-            columns = head.columns(head.pieces[0])
-            found = head.steps.fused_gradient_(logits, of_sized, columns, options, head.vocab)
-            tokens[place].write(found, of_shard, options, head.vocab)
+            logits = head.logits(x, head.parts[0], buffer)
+            found = head.steps.statistics_and_gradient_(rules, logits, head.parts[0], of_sized)
+            tokens[place].write(head.rules, of_shard, found)
             gradients.add(x, logits, 0, shard)
         else:
-            found = _statistics(x, head, of_shard, options, buffer, entropy=False, keep=kept)
-            tokens[place].write(found, of_shard, options, head.vocab)
-            of_rows = found.lse, None, loss_math.loss_coefficients(found.lse, of_sized, options, head.vocab)
-            _add_gradients(x, head, of_sized, options, buffer, of_rows, gradients, shard, kept=kept)
+            found = _statistics(x, head, of_shard, buffer, keep=kept)
+            tokens[place].write(head.rules, of_shard, found)
+            of_rows = found.lse, loss_math.loss_coefficients(rules, of_sized, found.lse), None
+            _add_gradients(x, head, of_sized, buffer, of_rows, gradients, shard, kept=kept)
         del x
     return tokens, gradients.finish(), size
 
@@ -234,7 +235,6 @@ def gradients_of(
     rows: Rows,
     head: Head,
     labels: Labels,
-    options: LossOptions,
     needs: Needs,
     saved: tuple[Tensor, Tensor | None],
     k: Coefficients,
@@ -246,25 +246,22 @@ def gradients_of(
     """
     buffer = head.buffer(rows.plan)
     gradients = Gradients(rows, head, needs)
-    scale = loss_math.size_of_gradients(k, labels, options)
+    scale = loss_math.size_of_gradients(head.rules, labels, k)
     k = Coefficients(*(None if part is None else part / scale for part in k))  # type: ignore[arg-type]
     lse, entropy = saved
     for shard, place, x in rows.shards(head.weight.dtype):
-        of_rows = (lse[place], None if entropy is None else entropy[place], k[place])
-        _add_gradients(x, head, labels[place], options, buffer, of_rows, gradients, shard, kept=False)
+        of_rows = lse[place], k[place], None if entropy is None else entropy[place]
+        _add_gradients(x, head, labels[place], buffer, of_rows, gradients, shard, kept=False)
         del x
     return gradients.finish(), scale
 
 
-def _statistics(
-    x: Tensor, head: Head, labels: Labels, options: LossOptions, buffer: Tensor, *, entropy: bool, keep: bool
-) -> Statistics:
-    """Of one shard of tokens over the whole vocabulary; with `keep` the buffer still holds the logits afterwards."""
+def _statistics(x: Tensor, head: Head, labels: Labels, buffer: Tensor, *, keep: bool) -> Statistics:
+    """Return one shard's statistics over the whole vocabulary; with `keep` the buffer holds the logits afterwards."""
     found: Statistics | None = None
-    for piece in head.pieces:  # never none
-        logits, columns = head.logits(x, piece, buffer), head.columns(piece)
-        of_piece = head.steps.statistics(logits, labels, columns, options, moment=entropy, keep=keep)
-        found = of_piece if found is None else found.merge(of_piece)
+    for part in head.parts:  # never none
+        of_part = head.steps.statistics(head.rules, head.logits(x, part, buffer), part, labels, keep=keep)
+        found = of_part if found is None else found.merge(of_part)
     assert found is not None
     if head.ranks is None:
         return found
@@ -276,19 +273,17 @@ def _add_gradients(
     x: Tensor,
     head: Head,
     labels: Labels,
-    options: LossOptions,
     buffer: Tensor,
-    of_rows: tuple[Tensor, Tensor | None, Coefficients],
+    of_rows: tuple[Tensor, Coefficients, Tensor | None],
     gradients: Gradients,
     shard: int,
     *,
     kept: bool,
 ) -> None:
-    """Adds one shard of tokens. of_rows: its lse, entropy and coefficients; with `kept` its logits are in the buffer."""
-    for number, piece in enumerate(head.pieces):
-        width = piece.stop - piece.start
-        logits = buffer[: x.shape[0] * width].view(x.shape[0], width) if kept else head.logits(x, piece, buffer)
-        head.steps.gradient_(logits, of_rows, labels, head.columns(piece), options)
+    """Add one shard of tokens. of_rows: its lse, coefficients and entropy; with `kept` its logits are in the buffer."""
+    for number, part in enumerate(head.parts):
+        logits = head.in_buffer(x, part, buffer) if kept else head.logits(x, part, buffer)
+        head.steps.gradient_(head.rules, logits, part, labels, *of_rows)
         gradients.add(x, logits, number, shard)
 
 
@@ -303,6 +298,6 @@ def scaled(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     out = gradient if gradient.dtype == dtype else torch.empty_like(gradient, dtype=dtype)
     if gradient.dim() == 1:
         return out.copy_(gradient.to(wide).mul_(scale))
-    for block in loss_math.blocks(gradient):
-        out[block] = gradient[block].to(wide).mul_(scale)
+    for rows in loss_math.row_slices(gradient):
+        out[rows] = gradient[rows].to(wide).mul_(scale)
     return out

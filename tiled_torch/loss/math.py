@@ -1,7 +1,8 @@
 """Elementwise work of the cross entropy on a few rows of logits at a time. No loops over shards, no autograd.
 
-Letters: r rows (tokens), v columns (entries of one vocabulary shard), V the whole vocabulary. Work is float32 (float64 for
-float64): in place where the logits have that dtype, else on a widened copy of the block. Formulas: shared_specs/README.md.
+Letters: r rows (tokens), v entries of one part of the vocabulary, V the whole vocabulary; z, lse, nll, p, ω, A, B, C, D as
+in `shared_specs/README.md`. Work is float32 (float64 for
+float64): in place where the logits have that dtype, else on a widened copy of these rows.
 """
 
 from collections.abc import Iterator
@@ -16,7 +17,25 @@ from shared_specs.loss.costs import LOSS_ELEMENTS
 from tiled_torch.core.tensors import device_kind, wide_dtype
 
 
-def blocks(logits: Tensor) -> Iterator[slice]:
+@dataclass(frozen=True)
+class Rules:
+    """All that is static about the loss of a token: the options without their arrays, and V."""
+
+    options: LossOptions
+    vocab: int
+
+    @property
+    def smooth(self) -> bool:
+        """Return whether Σ ω z is needed, for label smoothing."""
+        return bool(self.options.label_smoothing)
+
+    @property
+    def entropy(self) -> bool:
+        """Return whether the entropy is asked for."""
+        return "entropy" in self.options.outputs
+
+
+def row_slices(logits: Tensor) -> Iterator[slice]:
     """Yield slices of the rows with about LOSS_ELEMENTS logits each."""
     elements = LOSS_ELEMENTS[device_kind(logits.device)]
     step = max(1, elements // max(1, logits.shape[1]))
@@ -29,36 +48,36 @@ class Labels:
     """The labels of each token, [T] each, and the weights of the vocabulary.
 
     Args:
-        index: the target, 0 where there is none. counted: 1, 0 where ignored, NaN where the target does not exist.
+        target: the entry, 0 where there is none. counted: 1, 0 where ignored, NaN where the target does not exist.
         weight: class weight of the target, times counted.
         class_weight: [V] or None. total_weight: its sum, or V.
     """
 
-    index: Tensor
+    target: Tensor
     counted: Tensor
     weight: Tensor
     class_weight: Tensor | None
     total_weight: Tensor | float
 
     def __getitem__(self, rows: slice) -> "Labels":
-        parts = self.index[rows], self.counted[rows], self.weight[rows]
+        parts = self.target[rows], self.counted[rows], self.weight[rows]
         return Labels(*parts, self.class_weight, self.total_weight)
 
     def over(self, size: Tensor) -> "Labels":
         """Return the same for losses divided by a number: their coefficients are linear in `counted` and `weight`."""
-        return Labels(self.index, self.counted / size, self.weight / size, self.class_weight, self.total_weight)
+        return Labels(self.target, self.counted / size, self.weight / size, self.class_weight, self.total_weight)
 
 
-def labels_of(targets: Tensor, vocab: int, class_weight: Tensor | None, ignore_index: int, wide: torch.dtype) -> Labels:
-    """targets: [T] integers."""
-    valid = targets != ignore_index
-    exists = (targets >= 0) & (targets < vocab)
-    index = torch.where(valid & exists, targets, 0).long()
+def make_labels(rules: Rules, targets: Tensor, class_weight: Tensor | None, wide: torch.dtype) -> Labels:
+    """Return the labels of targets [T], class weights [V] given whole."""
+    valid = targets != rules.options.ignore_index
+    exists = (targets >= 0) & (targets < rules.vocab)
+    target = torch.where(valid & exists, targets, 0).long()
     counted = torch.where(valid & ~exists, torch.nan, valid.to(wide))
     if class_weight is None:
-        return Labels(index, counted, counted, None, float(vocab))
+        return Labels(target, counted, counted, None, float(rules.vocab))
     class_weight = class_weight.to(wide)
-    return Labels(index, counted, counted * class_weight[index], class_weight, class_weight.sum())
+    return Labels(target, counted, counted * class_weight[target], class_weight, class_weight.sum())
 
 
 def first_missing_target(targets: Tensor, vocab: int, ignore_index: int) -> int | None:
@@ -67,30 +86,33 @@ def first_missing_target(targets: Tensor, vocab: int, ignore_index: int) -> int 
     return int(targets[missing][0]) if bool(missing.any()) else None
 
 
-class Columns(NamedTuple):
-    """Which entries of the vocabulary some logits are for: [start, stop) of V."""
+class Part(NamedTuple):
+    """A run of the vocabulary, which some logits are for: the entries [start, stop) of V."""
 
     start: int
     stop: int
 
+    @property
+    def entries(self) -> int:
+        return self.stop - self.start
+
     def local(self, labels: Labels) -> tuple[Tensor, Tensor]:
         """Return the target's column, 0 where it is not among these, and 1 where it is: [r, 1] and [r]."""
-        inside = (labels.index >= self.start) & (labels.index < self.stop)
-        return torch.where(inside, labels.index - self.start, 0)[:, None], inside.to(labels.counted.dtype)
+        inside = (labels.target >= self.start) & (labels.target < self.stop)
+        return torch.where(inside, labels.target - self.start, 0)[:, None], inside.to(labels.counted.dtype)
 
     def weights(self, labels: Labels) -> Tensor | None:
         return None if labels.class_weight is None else labels.class_weight[self.start : self.stop]
 
 
 class Statistics(NamedTuple):
-    """Sums over logits z, [r] each: their maximum m, Σ exp(z - m), z of the target (0 where it is elsewhere)
-    and, where asked for, Σ ω z and Σ exp(z - m) (z - m)."""
+    """Sums over the logits z of a part of the vocabulary, all [r]; two parts make one (`merge`)."""
 
-    top: Tensor
-    total: Tensor
-    target: Tensor
-    weighted: Tensor | None
-    moment: Tensor | None
+    top: Tensor  # the largest z
+    total: Tensor  # Σ exp(z - top)
+    target: Tensor  # z of the target, 0 where another part has it
+    weighted: Tensor | None  # Σ ω z, for smoothing
+    moment: Tensor | None  # Σ exp(z - top) (z - top), for the entropy
 
     def below(self, top: Tensor) -> list[Tensor]:
         """Return the sums as they are relative to a larger maximum: those that add up over parts of the vocabulary."""
@@ -132,11 +154,9 @@ class Statistics(NamedTuple):
         return (self.target == self.top).to(self.top.dtype)
 
 
-def transformed(
-    logits: Tensor, options: LossOptions, *, slope: bool, copy: bool = False
-) -> tuple[Tensor, Tensor | None]:
+def transform(rules: Rules, logits: Tensor, *, slope: bool, copy: bool = False) -> tuple[Tensor, Tensor | None]:
     """z [r, v] in the wide dtype, over the logits themselves where they have it, and dz/dlogits where it is no number."""
-    z = logits.to(wide_dtype(logits.dtype), copy=copy)
+    z, options = logits.to(wide_dtype(logits.dtype), copy=copy), rules.options
     if options.logit_scale != 1.0:
         z.mul_(options.logit_scale)
     if options.logit_softcap is None:
@@ -146,31 +166,32 @@ def transformed(
     return z.mul_(options.logit_softcap), bent
 
 
-def exponentials_(z: Tensor, labels: Labels, columns: Columns, *, weighted: bool, moment: bool) -> Statistics:
+def statistics_(rules: Rules, z: Tensor, part: Part, labels: Labels) -> Statistics:
     """Return statistics of z [r, v]; leaves exp(z - max) in it. Of no entries (a rank may have none) they change no union."""
     if not z.shape[1]:
         none, zero = z.new_full((z.shape[0],), -torch.inf), z.new_zeros(z.shape[0])
-        return Statistics(none, zero, zero, zero if weighted else None, zero if moment else None)
+        return Statistics(none, zero, zero, zero if rules.smooth else None, zero if rules.entropy else None)
     top = z.amax(1)
-    column, inside = columns.local(labels)
+    column, inside = part.local(labels)
     target = z.gather(1, column)[:, 0] * inside
-    weights = columns.weights(labels)
-    sum_weighted = None if not weighted else z.sum(1) if weights is None else z @ weights
+    weights = part.weights(labels)
+    weighted = None if not rules.smooth else z.sum(1) if weights is None else z @ weights
     z.sub_(top[:, None])
-    if not moment:
-        return Statistics(top, z.exp_().sum(1), target, sum_weighted, None)
+    if not rules.entropy:
+        return Statistics(top, z.exp_().sum(1), target, weighted, None)
     shifted = z.clone()
     total = z.exp_().sum(1)
-    return Statistics(top, total, target, sum_weighted, shifted.mul_(z).sum(1))
+    return Statistics(top, total, target, weighted, shifted.mul_(z).sum(1))
 
 
-def token_losses(found: Statistics, labels: Labels, options: LossOptions, vocab: int) -> Tensor:
+def token_losses(rules: Rules, labels: Labels, found: Statistics) -> Tensor:
     """Return [r]: the loss of each token, 0 where ignored."""
+    options = rules.options
     loss = (1 - options.label_smoothing) * labels.weight * found.nll
     if options.label_smoothing:
         assert found.weighted is not None
         smooth = labels.total_weight * found.lse - found.weighted
-        loss = loss + labels.counted * (options.label_smoothing / vocab) * smooth
+        loss = loss + labels.counted * (options.label_smoothing / rules.vocab) * smooth
     if options.z_loss:
         loss = loss + labels.counted * options.z_loss * found.lse.square()
     return torch.where(labels.counted == 0, 0.0, loss)
@@ -188,12 +209,13 @@ class Coefficients(NamedTuple):
         return Coefficients(*(None if part is None else part[rows] for part in self))  # type: ignore[arg-type]
 
 
-def loss_coefficients(lse: Tensor, labels: Labels, options: LossOptions, vocab: int) -> Coefficients:
-    """For an upstream gradient of 1 on every token's loss."""
+def loss_coefficients(rules: Rules, labels: Labels, lse: Tensor) -> Coefficients:
+    """Return the coefficients of the sum of the losses: for an upstream gradient of 1 on every token's."""
+    options = rules.options
     b = labels.weight if not options.label_smoothing else (1 - options.label_smoothing) * labels.weight
     a, c = b, None
     if options.label_smoothing:
-        c = labels.counted * (options.label_smoothing / vocab)
+        c = labels.counted * (options.label_smoothing / rules.vocab)
         a = a + c * labels.total_weight
     if options.z_loss:
         a = a + (2 * options.z_loss) * labels.counted * lse
@@ -211,68 +233,63 @@ def power_of_two(sizes: Tensor, factor: float = 1.0) -> Tensor:
     return torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent - 1)
 
 
-def size_of_losses(labels: Labels, options: LossOptions, vocab: int) -> Tensor:
+def size_of_losses(rules: Rules, labels: Labels) -> Tensor:
     """Return []: how large the gradients of the sum of the losses in the logits are, but for what z_loss adds; a power of
     two.
     """
-    k = loss_coefficients(labels.weight, labels, replace(options, z_loss=0.0), vocab)  # no log-sum-exp has a part in it
-    return size_of_gradients(k, labels, options)
+    without_lse = replace(rules, options=replace(rules.options, z_loss=0.0))
+    return size_of_gradients(rules, labels, loss_coefficients(without_lse, labels, labels.weight))
 
 
-def size_of_gradients(k: Coefficients, labels: Labels, options: LossOptions) -> Tensor:
+def size_of_gradients(rules: Rules, labels: Labels, k: Coefficients) -> Tensor:
     """Return []: how large the gradients in the logits are that have these coefficients; a power of two."""
-    share = k.c if k.c is None or labels.class_weight is None else k.c * labels.class_weight.abs().amax()
-    parts = [part.abs() for part in (k.a, k.b, share, k.d) if part is not None]
-    return power_of_two(torch.stack(parts), options.logit_scale)
+    c = k.c if k.c is None or labels.class_weight is None else k.c * labels.class_weight.abs().amax()
+    parts = [part.abs() for part in (k.a, k.b, c, k.d) if part is not None]
+    return power_of_two(torch.stack(parts), rules.options.logit_scale)
 
 
 def pull_back_(
-    p: Tensor, factor: Tensor, k: Coefficients, labels: Labels, columns: Columns, scale: float, slope: Tensor | None
+    rules: Rules, p: Tensor, part: Part, labels: Labels, factor: Tensor, k: Coefficients, slope: Tensor | None
 ) -> Tensor:
-    """dlogits over p [r, v]: factor p - B [target] - C ω, through scale or slope. factor: [r], or [r, v] with entropy."""
+    """dlogits over p [r, v]: factor p - B [target] - C ω, times the slope. factor: [r], or [r, v] with entropy."""
     if not p.shape[1]:
         return p
     p.mul_(factor if factor.dim() == 2 else factor[:, None])
-    column, inside = columns.local(labels)
+    column, inside = part.local(labels)
     p.scatter_(1, column, p.gather(1, column) - (k.b * inside)[:, None])
     if k.c is not None:
-        weights = columns.weights(labels)
+        weights = part.weights(labels)
         if weights is None:
             p.sub_(k.c[:, None])
         else:
             p.addr_(k.c, weights, alpha=-1)
     if slope is not None:
         return p.mul_(slope)
+    scale = rules.options.logit_scale
     return p if scale == 1.0 else p.mul_(scale)
 
 
-def fused_gradient_(logits: Tensor, labels: Labels, columns: Columns, options: LossOptions, vocab: int) -> Statistics:
+def statistics_and_gradient_(rules: Rules, logits: Tensor, part: Part, labels: Labels) -> Statistics:
     """Return statistics of whole rows of logits [r, V], which become dlogits for an upstream gradient of 1 per token."""
-    z, slope = transformed(logits, options, slope=True)
-    found = exponentials_(z, labels, columns, weighted=bool(options.label_smoothing), moment=False)
-    k = loss_coefficients(found.lse, labels, options, vocab)
-    pull_back_(z, k.a / found.total, k, labels, columns, options.logit_scale, slope)
+    z, slope = transform(rules, logits, slope=True)
+    found = statistics_(rules, z, part, labels)
+    k = loss_coefficients(rules, labels, found.lse)
+    pull_back_(rules, z, part, labels, k.a / found.total, k, slope)
     if z is not logits:
         logits.copy_(z)
     return found
 
 
 def gradient_(
-    logits: Tensor,
-    lse: Tensor,
-    entropy: Tensor | None,
-    k: Coefficients,
-    labels: Labels,
-    columns: Columns,
-    options: LossOptions,
+    rules: Rules, logits: Tensor, part: Part, labels: Labels, lse: Tensor, k: Coefficients, entropy: Tensor | None
 ) -> None:
     """Logits [r, v] become dlogits, from the log-sum-exp (and entropy) of the whole vocabulary."""
-    z, slope = transformed(logits, options, slope=True)
+    z, slope = transform(rules, logits, slope=True)
     z.sub_(lse[:, None])
     factor = k.a
     if k.d is not None and entropy is not None:  # p log p is 0 where p is
         factor = z.add(entropy[:, None]).mul_(k.d[:, None]).neg_().add_(k.a[:, None])
     p = z.exp_()
-    pull_back_(p, factor, k, labels, columns, options.logit_scale, slope)
+    pull_back_(rules, p, part, labels, factor, k, slope)
     if p is not logits:
         logits.copy_(p)

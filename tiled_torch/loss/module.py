@@ -12,7 +12,7 @@ from shared_specs.core import checks
 from shared_specs.loss import checks as loss_checks
 from tiled_torch import backends
 from tiled_torch.core.params import as_operand, check_dtype
-from tiled_torch.core.partitioned import gathered, whole_shape
+from tiled_torch.core.partitioned import gathering, whole_shape
 from tiled_torch.loss.api import tiled_linear_cross_entropy
 
 _NAME = "TiledLinearCrossEntropy"
@@ -91,10 +91,10 @@ class TiledLinearCrossEntropy(nn.Module):
         return module
 
     def reset_parameters(self) -> None:
-        """Draws every parameter anew, uniformly within 1/sqrt(H), as nn.Linear does."""
+        """Draw every parameter anew, uniformly within 1/sqrt(H), as nn.Linear does."""
         bound = 1 / math.sqrt(whole_shape(self.weight)[1])
         for parameter in self.parameters():
-            with gathered(parameter, write=True):
+            with gathering(parameter, write=True):
                 nn.init.uniform_(parameter, -bound, bound)
 
     def forward(self, x: Tensor, targets: Tensor, *, num_valid: Any = None) -> Tensor | LossResult:

@@ -23,14 +23,15 @@ from tiled_torch.collectives import transport
 from tiled_torch.collectives.consistency import agree
 from tiled_torch.collectives.groups import RankGroup, not_compiled, rank_group
 from tiled_torch.core.autocast import operand
-from tiled_torch.core.operands import is_fake
+from tiled_torch.core.operands import has_values
 from tiled_torch.core.replay import refuse_transforms
 from tiled_torch.core.tangents import refuse_tangents
 from tiled_torch.core.tensors import is_dtensor, refuse_dtensor, refuse_second_order, wide_dtype
 from tiled_torch.loss import math as loss_math
 from tiled_torch.loss.api import Given
-from tiled_torch.loss.math import Coefficients, Columns, Statistics
+from tiled_torch.loss.math import Coefficients, Labels, Part, Rules
 from tiled_torch.loss.split_tokens import SplitSequence
+from tiled_torch.loss.steps import EAGER
 
 _ENTRIES = "the number of entries, without vocab_size,"
 _LOGITS, _HEAD = "vocab_parallel_cross_entropy", "vocab_parallel_linear_cross_entropy"
@@ -122,27 +123,27 @@ def vocab_parallel_linear_cross_entropy(
     entries = None if part is None else max(weight.shape[0], -(-part.vocab // over.size))  # the same on every rank
     tokens = _tokens(over, x, sequence_parallel, split_sizes)
     vocab = 0 if part is None else part.vocab
-    plan, cuts, chosen = given.check(num_shards, tiling, backend, vocab, entries, tokens)
+    plan, vocab_shards, chosen = given.check(num_shards, tiling, backend, vocab, entries, tokens)
     assert part is not None
     if part.size < weight.shape[0]:
         given = given._replace(weight=weight[: part.size], bias=None if bias is None else bias[: part.size])
     alike = weight.shape[0] if vocab_size is None and not split_by_mesh else None
-    call = (plan, cuts, part.vocab, part.start, Group(over))
-    return _agreed(given, call, {_ENTRIES: alike, "sequence_parallel": sequence_parallel}, owners, chosen)
+    call = (plan, vocab_shards, part.vocab, part.start, Group(over))
+    return _run_alike(given, call, {_ENTRIES: alike, "sequence_parallel": sequence_parallel}, owners, chosen)
 
 
 @not_compiled
-def _agreed(given: Given, call: Any, alike: dict[str, Any], owners: Any, backend: str) -> Tensor | LossResult:
-    """Runs a call that all ranks make alike."""
+def _run_alike(given: Given, call: Any, alike: dict[str, Any], owners: Any, backend: str) -> Tensor | LossResult:
+    """Run a call that all ranks make alike."""
     refuse_transforms(given.function, "the untiled loss")  # before the ranks say anything to each other
     refuse_tangents(given.function, "the untiled loss", (given.x, given.weight, given.bias))
-    plan, cuts, vocab, _, ranks = call
+    plan, vocab_shards, vocab, _, ranks = call
     wanted, operands = torch.is_grad_enabled(), (given.x, given.weight, given.bias)
     alike |= {
         "vocab_size": vocab,
         "the tokens of x": plan.tokens,
         "shard_tokens": plan.shard_tokens,
-        "vocab_shards": cuts,
+        "vocab_shards": vocab_shards,
         "loss": replace(given.loss, class_weight=None, num_valid=None),
         "dtypes": (given.x.dtype, given.weight.dtype),
         "x.requires_grad": wanted and given.x.requires_grad,
@@ -154,7 +155,7 @@ def _agreed(given: Given, call: Any, alike: dict[str, Any], owners: Any, backend
 
 
 def _tokens(over: RankGroup, x: Any, sequence_parallel: Any, split_sizes: Any) -> tuple[int, ...] | None:
-    """Local tokens of every rank; None where x is whole, or so wrong that `Given.check` refuses it."""
+    """Return the number of local tokens of every rank; None where x is whole, or so wrong that `Given.check` refuses it."""
     if not isinstance(x, Tensor) or x.dim() < 2:
         return None
     flat, shape = checks.flat_tokens(x.shape), tuple(x.shape)
@@ -205,7 +206,7 @@ def vocab_parallel_cross_entropy(
     loss_checks.check_vocab_parallel_logits(_LOGITS, *(operand(a, None) for a in (logits, target)))
     if part is None:
         part = _partition(over, vocab_size, logits.shape[-1])
-    if target.device.type == "cpu" and not is_fake(target):
+    if target.device.type == "cpu" and has_values(target):
         missing = loss_math.first_missing_target(target, part.vocab, options.ignore_index)
         if missing is not None:
             loss_checks.fail_target(_LOGITS, missing, part.vocab, options.ignore_index)
@@ -224,19 +225,14 @@ def vocab_parallel_cross_entropy(
 class _OfLogits(torch.autograd.Function):
     @staticmethod
     def forward(logits: Tensor, target: Tensor, options: LossOptions, part: VocabPartition, ranks: Group) -> Any:
-        rows, labels, columns = _rows_and_labels(logits, target, options, part)
-        parts: list[Statistics] = []
-        for block in loss_math.blocks(rows):
-            z, _ = loss_math.transformed(rows[block], options, slope=False, copy=True)
-            smooth = bool(options.label_smoothing)
-            parts.append(loss_math.exponentials_(z, labels[block], columns, weighted=smooth, moment=False))
-        if not parts:
+        rules, rows, labels, own = _given(logits, target, options, part)
+        if not rows.shape[0]:
             empty = logits.new_zeros(target.shape, dtype=wide_dtype(logits.dtype))
             return empty, empty.clone()
-        local = Statistics(*(None if c[0] is None else torch.cat(c) for c in zip(*parts, strict=True)))  # type: ignore[arg-type]
+        local = EAGER.statistics(rules, rows, own, labels, keep=True)
         top = ranks.maximum_(local.top.clone())
         found = local.above(top, list(ranks.sum_(torch.stack(local.below(top)))))
-        return loss_math.token_losses(found, labels, options, part.vocab).view(target.shape), found.lse
+        return loss_math.token_losses(rules, labels, found).view(target.shape), found.lse
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
@@ -251,24 +247,23 @@ class _OfLogits(torch.autograd.Function):
         refuse_second_order(_LOGITS)
         options, part = ctx.options, ctx.part
         dlogits = torch.zeros_like(logits, memory_format=torch.contiguous_format)
-        rows, labels, columns = _rows_and_labels(dlogits, target, options, part)
+        rules, rows, labels, own = _given(dlogits, target, options, part)
         given = logits.reshape(target.numel(), logits.shape[-1])[:, : part.size]
-        k = loss_math.loss_coefficients(lse, labels, options, part.vocab)
+        k = loss_math.loss_coefficients(rules, labels, lse)
         upstream = dloss.reshape(-1).to(lse.dtype)
         k = Coefficients(*(None if a is None else torch.where(labels.counted == 0, 0.0, a * upstream) for a in k))  # type: ignore[arg-type]
-        for block in loss_math.blocks(rows):
-            rows[block] = given[block]
-            loss_math.gradient_(rows[block], lse[block], None, k[block], labels[block], columns, options)
+        rows.copy_(given)
+        EAGER.gradient_(rules, rows, own, labels, lse, k, None)
         return dlogits, None, None, None, None
 
 
-def _rows_and_labels(
+def _given(
     logits: Tensor, target: Tensor, options: LossOptions, part: VocabPartition
-) -> tuple[Tensor, loss_math.Labels, Columns]:
-    rows = logits.reshape(target.numel(), logits.shape[-1])[:, : part.size]
-    wide = wide_dtype(logits.dtype)
-    labels = loss_math.labels_of(target.reshape(-1), part.vocab, None, options.ignore_index, wide)
-    return rows, labels, Columns(part.start, part.start + part.size)
+) -> tuple[Rules, Tensor, Labels, Part]:
+    """Return what the steps take of given logits: rules, rows without padding, labels, and this rank's entries."""
+    rules, rows = Rules(options, part.vocab), logits.reshape(target.numel(), logits.shape[-1])[:, : part.size]
+    labels = loss_math.make_labels(rules, target.reshape(-1), None, wide_dtype(logits.dtype))
+    return rules, rows, labels, Part(part.start, part.start + part.size)
 
 
 def _partition(over: RankGroup, vocab_size: int | None, local: int) -> VocabPartition:
@@ -281,7 +276,6 @@ def _local(
 ) -> tuple[Tensor, Any, VocabPartition]:
     """This rank's part of a DTensor that is split along the vocabulary, `dim`: it, the group, and which entries it has."""
     from torch.distributed.tensor import Shard
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     mesh, placements = whole.device_mesh, whole.placements
     if mesh.ndim != 1 or not isinstance(placements[0], Shard) or placements[0].dim % whole.dim() != dim:
@@ -290,5 +284,6 @@ def _local(
     if group is not None or vocab_size is not None:
         given = "group" if group is not None else "vocab_size"
         fail(function, given, "left out beside a DTensor", group if group is not None else vocab_size)
-    shape, offset = compute_local_shape_and_global_offset(whole.shape, mesh, placements)
-    return whole.to_local(), mesh.get_group(), VocabPartition(offset[dim], shape[dim], whole.shape[dim])
+    local, vocab = whole.to_local(), whole.shape[dim]
+    start = min(mesh.get_local_rank() * -(-vocab // mesh.size()), vocab)  # full chunks first, then less
+    return local, mesh.get_group(), VocabPartition(start, local.shape[dim], vocab)

@@ -20,7 +20,7 @@ class SplitSequence:
         return GatheredRows(self.over, self.plan, x)
 
     def everywhere(self, values: list[Tensor], fill: float = 0) -> list[Tensor]:
-        """One collective for all of them. They have one dtype."""
+        """Gather the arrays, all of one dtype, in one collective."""
         most, shards, t = max(self.plan.tokens), len(self.plan), self.plan.shard_tokens
         mine = values[0].new_full((1, len(values), most), fill)
         for row, value in zip(mine[0], values, strict=True):

@@ -3,72 +3,63 @@
 import torch
 from torch import Tensor
 
-from shared_specs.config import LossOptions
 from tiled_torch.loss.kernels.cross_entropy import cross_entropy
-from tiled_torch.loss.math import Coefficients, Columns, Labels, Statistics
+from tiled_torch.loss.math import Coefficients, Labels, Part, Rules, Statistics
 from tiled_torch.loss.steps import LossSteps
 
 
 class KernelLossSteps(LossSteps):
     """float32, bfloat16 and float16 logits; nothing is widened but inside the kernel."""
 
-    def statistics(
-        self, logits: Tensor, labels: Labels, columns: Columns, options: LossOptions, *, moment: bool, keep: bool
-    ) -> Statistics:
-        return _statistics(logits, labels, columns, options, 0, moment=moment, gradient=False)
-
-    def fused_gradient_(
-        self, logits: Tensor, labels: Labels, columns: Columns, options: LossOptions, vocab: int
-    ) -> Statistics:
-        return _statistics(logits, labels, columns, options, vocab, moment=False, gradient=True)
+    def statistics(self, rules: Rules, logits: Tensor, part: Part, labels: Labels, *, keep: bool) -> Statistics:
+        return _statistics(rules, logits, part, labels, gradient=False)
 
     def gradient_(
         self,
+        rules: Rules,
         logits: Tensor,
-        of_rows: tuple[Tensor, Tensor | None, Coefficients],
+        part: Part,
         labels: Labels,
-        columns: Columns,
-        options: LossOptions,
+        lse: Tensor,
+        k: Coefficients,
+        entropy: Tensor | None,
     ) -> None:
-        lse, entropy, k = of_rows
         zero = torch.zeros_like(lse)
-        coefficients = torch.stack([zero if part is None else part for part in k])
+        coefficients = torch.stack([zero if of_rows is None else of_rows for of_rows in k])
         d = k.d is not None and entropy is not None
-        _launch(logits, labels, columns, options, 0, (lse, entropy, coefficients), None, k.c is not None, d)
+        _launch(rules, logits, part, labels, (lse, entropy, coefficients), None, k.c is not None, d)
+
+    def statistics_and_gradient_(self, rules: Rules, logits: Tensor, part: Part, labels: Labels) -> Statistics:
+        return _statistics(rules, logits, part, labels, gradient=True)
 
 
-def _statistics(
-    logits: Tensor, labels: Labels, columns: Columns, options: LossOptions, vocab: int, *, moment: bool, gradient: bool
-) -> Statistics:
-    t, width = logits.shape
+def _statistics(rules: Rules, logits: Tensor, part: Part, labels: Labels, *, gradient: bool) -> Statistics:
+    t, entries = logits.shape
     found = torch.empty((5, t), dtype=torch.float32, device=logits.device)
-    if not width:  # a rank without entries: what changes no union
+    if not entries:  # a rank without entries: what changes no union
         found.zero_()[0] = -torch.inf
-    given = (None, None, None)
-    _launch(logits, labels, columns, options, vocab, given, found, False, False, moment=moment, gradient=gradient)
-    top, total, target, weighted, moments = found
-    return Statistics(top, total, target, weighted if options.label_smoothing else None, moments if moment else None)
+    _launch(rules, logits, part, labels, (None, None, None), found, False, False, gradient=gradient)
+    top, total, target, weighted, moment = found
+    return Statistics(top, total, target, weighted if rules.smooth else None, moment if rules.entropy else None)
 
 
 def _launch(
+    rules: Rules,
     logits: Tensor,
+    part: Part,
     labels: Labels,
-    columns: Columns,
-    options: LossOptions,
-    vocab: int,
     given: tuple[Tensor | None, Tensor | None, Tensor | None],
     found: Tensor | None,
     c: bool,
     d: bool,
     *,
-    moment: bool = False,
     gradient: bool = True,
 ) -> None:
-    total = labels.total_weight
+    options, total = rules.options, labels.total_weight
     if not isinstance(total, Tensor):
         total = labels.counted.new_full((), total)
     cross_entropy(
-        logits, labels.index, labels.counted, labels.weight, labels.class_weight, total, *given, found, vocab,
-        columns.start, options.logit_scale, options.logit_softcap, options.label_smoothing, options.z_loss, moment,
+        logits, labels.target, labels.counted, labels.weight, labels.class_weight, total, *given, found, rules.vocab,
+        part.start, options.logit_scale, options.logit_softcap, options.label_smoothing, options.z_loss, rules.entropy,
         gradient, c, d,
     )  # fmt: skip

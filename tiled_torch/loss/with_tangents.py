@@ -10,44 +10,44 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from shared_specs.config import LossOptions
 from shared_specs.shards import ShardPlan
 from tiled_torch.core.autocast import without_autocast
 from tiled_torch.core.tensors import rows_of, wide_dtype
-from tiled_torch.loss.call import Operands, Problem
-from tiled_torch.loss.math import Labels
+from tiled_torch.loss.call import LossCall, Operands
+from tiled_torch.loss.math import Labels, Rules
 
 
-def loss(given: Operands, problem: Problem) -> tuple[Tensor, ...]:
+def loss(given: Operands, call: LossCall) -> tuple[Tensor, ...]:
     """Return the results of `call.values`, with tangents. Vocabulary shards become shorter shards of tokens: as many logits."""
-    options, rows = problem.options, rows_of(given.x)
+    rows = rows_of(given.x)
     with without_autocast(given.x):
-        labels, weight = problem.labels(given), given.weight.to(problem.dtype)
-        bias = None if given.bias is None else given.bias.to(problem.dtype)
-        plan = ShardPlan(rows.shape[0], max(1, problem.shard_tokens // problem.cuts))
-        found = [_of_no_tokens(rows.new_empty(0, dtype=wide_dtype(problem.dtype)))] * (not len(plan))
+        labels, weight = call.labels(given), given.weight.to(call.dtype)
+        bias = None if given.bias is None else given.bias.to(call.dtype)
+        plan = ShardPlan(rows.shape[0], max(1, call.shard_tokens // call.vocab_shards))
+        found = [_of_no_tokens(rows.new_empty(0, dtype=wide_dtype(call.dtype)))] * (not len(plan))
         for start, stop in plan.spans:
-            logits = F.linear(rows[start:stop].to(problem.dtype), weight, bias)
-            found.append(_of_logits(logits, labels[start:stop], options, problem.vocab))
+            logits = F.linear(rows[start:stop].to(call.dtype), weight, bias)
+            found.append(_of_logits(call.rules, logits, labels[start:stop]))
         loss, log_probs, lse, entropy, right = map(torch.cat, zip(*found, strict=True))
-        factor, count = problem.factors(labels, given.num_valid)
+        factor, count = call.factors(labels, given.num_valid)
         dims = given.targets.shape
-        value, right = problem.reduced(loss, factor, dims), problem.reduced(right, count, dims)
-        return value, *(problem.result(a, dims) for a in (log_probs, lse, entropy)), right
+        value, right = call.reduced(loss, factor, dims), call.reduced(right, count, dims)
+        return value, *(call.result(a, dims) for a in (log_probs, lse, entropy)), right
 
 
 def _of_no_tokens(empty: Tensor) -> tuple[Tensor, ...]:
     return (empty,) * 5
 
 
-def _of_logits(logits: Tensor, labels: Labels, options: LossOptions, vocab: int) -> tuple[Tensor, ...]:
-    """Loss, log_probs, lse, entropy and accuracy of each token [t] from logits [t, V]."""
+def _of_logits(rules: Rules, logits: Tensor, labels: Labels) -> tuple[Tensor, ...]:
+    """Return the loss, log_probs, lse, entropy and accuracy of each token [t] from logits [t, V]."""
+    options, vocab = rules.options, rules.vocab
     z = logits.to(wide_dtype(logits.dtype)) * options.logit_scale
     if options.logit_softcap is not None:
         z = options.logit_softcap * torch.tanh(z / options.logit_softcap)
     lse = z.logsumexp(1)
     log_p, ignored = z - lse[:, None], labels.counted == 0
-    nll = -log_p.gather(1, labels.index[:, None])[:, 0]
+    nll = -log_p.gather(1, labels.target[:, None])[:, 0]
     value = (1 - options.label_smoothing) * labels.weight * nll
     if options.label_smoothing:
         omega = (
@@ -59,10 +59,10 @@ def _of_logits(logits: Tensor, labels: Labels, options: LossOptions, vocab: int)
     zero = torch.zeros_like(nll)
     log_probs = torch.where(ignored, zero, -nll * labels.counted)
     entropy = zero
-    if "entropy" in options.outputs:
+    if rules.entropy:
         p = log_p.exp()
         entropy = -torch.where(p == 0, 0.0, p * log_p).sum(1)
     with torch.no_grad():
         primal = forward_ad.unpack_dual(z).primal if forward_ad._current_level >= 0 else z
-        hit = primal.gather(1, labels.index[:, None])[:, 0] == primal.amax(1)
+        hit = primal.gather(1, labels.target[:, None])[:, 0] == primal.amax(1)
     return torch.where(ignored, zero, value), log_probs, lse, entropy, hit.to(z.dtype) * labels.counted

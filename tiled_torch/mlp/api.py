@@ -104,7 +104,7 @@ def tiled_mlp(
     steps = "deterministic" if tiling.deterministic else chosen
     kind = mlp_compiled.CompiledCall if torch.compiler.is_compiling() else MLPCall
     call = kind("tiled_mlp", dtype, activation, plan.shard_tokens, steps, kept_start(plan, tiling.keep))
-    return run(x, operands, call)
+    return run_checked(x, operands, call)
 
 
 def kept_start(plan: ShardPlan, keep: float) -> int:
@@ -205,7 +205,7 @@ def _check_kinds(function: str, x: Any, weights: Mapping[str, Any], biases: Any)
     return biases
 
 
-def run(x: Tensor, weights: Weights, call: MLPCall) -> Tensor:
+def run_checked(x: Tensor, weights: Weights, call: MLPCall) -> Tensor:
     """Return the checked call, differentiable. Of one that is exported autograd has what its operators bring along."""
     if torch.compiler.is_exporting():
         kept = call.kept(x, weights) if call.kept_start < checks.flat_tokens(x.shape) else None

@@ -55,11 +55,11 @@ class MLPCall:
     owners: tuple[Tensor | None, ...] = (None,) * 6
 
     def rows(self, x: Tensor) -> Rows:
-        """x, shard by shard."""
+        """Return x, shard by shard."""
         return Rows(rows_of(x), ShardPlan(checks.flat_tokens(x.shape), self.shard_tokens))
 
     def kept(self, x: Tensor, w: Weights) -> tuple[Tensor, Tensor]:
-        """gate and up of the rows from `kept_start` on."""
+        """Return gate and up of the rows from `kept_start` on."""
         rows, first = self.rows(x), self.kept_start
         count = rows.plan.tokens - first
         if not count:

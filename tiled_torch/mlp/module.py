@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from shared_specs.config import TORCH, Activation, Tiling
-from shared_specs.errors import fail
+from shared_specs.errors import UnsupportedError, error_text, fail, fail_type
 from shared_specs.mlp import checks as mlp_checks
 from tiled_torch import backends
 from tiled_torch.core.gradients import fused_halves
 from tiled_torch.core.params import as_operand, check_dtype
-from tiled_torch.core.partitioned import gathered, whole_shape
+from tiled_torch.core.partitioned import gathering, whole_shape
 from tiled_torch.mlp.api import tiled_mlp
 
 
@@ -23,13 +23,42 @@ def projection_order(names: Iterable[str]) -> list[str]:
     return sorted(names, key=lambda name: (order.index(name[2:]), name[0] == "b"))
 
 
+def _bias_of_plain(function: str, name: str, layer: Any) -> dict[str, Any]:
+    """Return the bias of an nn.Linear by the name of its projection, if it has one.
+
+    Raises:
+        TypeError: no module. UnsupportedError: the layer is more than its weight and bias.
+    """
+    if not isinstance(layer, nn.Module):
+        fail_type(function, name, "an nn.Linear", type(layer).__name__)
+    hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
+    reason = type(layer).__name__ if type(layer) is not nn.Linear else "one with hooks" if any(hooks) else None
+    reason = "one with a forward of its own" if reason is None and "forward" in vars(layer) else reason
+    if reason is not None:
+        advice = "A layer that has to be called is a part of a module for tile."
+        raise UnsupportedError(error_text(function, name, "a plain nn.Linear", reason, advice=advice))
+    return {} if layer.bias is None else {name: layer.bias}
+
+
+def _as_layer(weight: Any, bias: Any) -> nn.Linear | None:
+    """Return a layer of these parameters themselves; None without a weight."""
+    if weight is None:
+        return None
+    layer = nn.Linear(1, 1, bias=bias is not None, device="meta")
+    layer.out_features, layer.in_features = weight.shape
+    layer.weight = weight
+    if bias is not None:
+        layer.bias = bias
+    return layer
+
+
 class MLPParameters:
     """The part of a module that owns an MLP's parameters: which of them are which operand."""
 
     w_down: Any
 
     def _pair(self, prefix: str) -> tuple[Tensor | None, Tensor | None]:
-        """Gate and up of weights or biases, as views of the fused parameter where there is one."""
+        """Return gate and up of weights or biases, as views of the fused parameter where there is one."""
         fused = getattr(self, f"{prefix}_gate_up", None)
         if fused is not None:
             return fused_halves(fused)
@@ -127,8 +156,70 @@ class TiledMLP(MLPParameters, nn.Module):
             w_gate, w_up: [I, H]; w_gate None for a plain MLP. w_down: [H_out, I]. biases: any of gate, up, down.
             fused_gate_up: gate and up are concatenated into one parameter (one copy), which is frozen where both of them are.
         """
-        function = "TiledMLP.from_weights"
-        weights, given = mlp_checks.mlp_operands(function, w_gate, w_up, w_down, biases)
+        options = activation, w_gate is not None, fused_gate_up, num_shards, keep, tiling, backend
+        return cls._around("TiledMLP.from_weights", (w_gate, w_up, w_down), biases, *options)
+
+    @classmethod
+    def from_linears(
+        cls,
+        gate: nn.Module | None,
+        up: nn.Module,
+        down: nn.Module,
+        *,
+        activation: Activation = "silu",
+        num_shards: int | None = None,
+        keep: float = 0.0,
+        tiling: Tiling | None = None,
+        backend: str = "auto",
+    ) -> Self:
+        """Return a module around existing layers, whose parameters become its own: the same ones, not copies.
+
+        Args:
+            gate, up, down: nn.Linear [..., H] -> [..., I], the same, [..., I] -> [..., H_out]; gate None for a plain MLP.
+        Raises:
+            SpecError: sizes or dtypes of the layers disagree. TypeError: one is no module.
+            UnsupportedError: one is more than an nn.Linear (LoRA around it, hooks), which has to be called.
+        Example:
+            >>> up, down = nn.Linear(8, 12), nn.Linear(12, 8)
+            >>> TiledMLP.from_linears(nn.Linear(8, 12), up, down, num_shards=4).w_up is up.weight
+            True
+        """
+        function, layers = "TiledMLP.from_linears", {"gate": gate, "up": up, "down": down}
+        biases: dict[str, Tensor] = {}
+        for name, layer in layers.items():
+            if layer is not None or name != "gate":
+                biases |= _bias_of_plain(function, name, layer)
+        weights: Any = tuple(None if layer is None else layer.weight for layer in layers.values())
+        options = activation, gate is not None, False, num_shards, keep, tiling, backend
+        return cls._around(function, weights, biases, *options)
+
+    def to_linears(self) -> tuple[nn.Linear | None, nn.Linear, nn.Linear]:
+        """Return gate (None in a plain MLP), up and down as layers of the same parameters.
+
+        Raises:
+            SpecError: gate and up are one parameter.
+        """
+        if self.fused_gate_up:
+            fail("TiledMLP.to_linears", "fused_gate_up", "False", True, advice="A layer has a parameter of its own.")
+        weights, biases = self._operands()
+        gate, up, down = (_as_layer(w, biases.get(name)) for w, name in zip(weights, mlp_checks.BIASES, strict=True))
+        assert up is not None
+        assert down is not None
+        return gate, up, down
+
+    @classmethod
+    def _around(
+        cls,
+        function: str,
+        operands: tuple[Any, Any, Any],
+        biases: Mapping[str, Tensor] | None,
+        activation: Activation,
+        gated: bool,
+        fused_gate_up: bool,
+        *options: Any,
+    ) -> Self:
+        """Return a module around weights (gate, up, down) and biases, once they are right. function: in messages."""
+        weights, given = mlp_checks.mlp_operands(function, *operands, biases)
         seen = {name: as_operand(function, name, w) for name, w in weights.items()}
         seen_biases = {name: as_operand(function, f"biases[{name!r}]", b) for name, b in given.items()}
         mlp_checks.check_mlp_weights(function, weights=seen, biases=seen_biases, activation=activation, names=TORCH)
@@ -136,8 +227,8 @@ class TiledMLP(MLPParameters, nn.Module):
             mlp_checks.check_fused_biases(function, tuple(given))
         module = cls.__new__(cls)
         nn.Module.__init__(module)
-        module._set_options(activation, w_gate is not None, fused_gate_up, num_shards, keep, tiling, backend)
-        module.intermediate_size, module.hidden_size = w_up.shape
+        module._set_options(activation, gated, fused_gate_up, *options)
+        module.intermediate_size, module.hidden_size = weights["w_up"].shape
         named = {name.removeprefix("w_"): w for name, w in weights.items()}
         module._adopt("w", named, fused_gate_up)
         module._adopt("b", given, fused_gate_up)
@@ -164,10 +255,10 @@ class TiledMLP(MLPParameters, nn.Module):
             setattr(self, f"{prefix}_{name}", parameter)
 
     def reset_parameters(self) -> None:
-        """Draws every parameter anew, uniformly within 1/sqrt(inputs), as nn.Linear does."""
+        """Draw every parameter anew, uniformly within 1/sqrt(inputs), as nn.Linear does."""
         for name, parameter in self.named_parameters():
             inputs = whole_shape(getattr(self, "w" + name[1:]))[1]
-            with gathered(parameter, write=True):
+            with gathering(parameter, write=True):
                 nn.init.uniform_(parameter, -1 / math.sqrt(inputs), 1 / math.sqrt(inputs))
 
     def forward(self, x: Tensor) -> Tensor:

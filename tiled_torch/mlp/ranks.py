@@ -27,7 +27,7 @@ from tiled_torch.core.replay import refuse_transforms
 from tiled_torch.core.row_shards import Rows
 from tiled_torch.core.tangents import refuse_tangents
 from tiled_torch.core.tensors import is_dtensor, refuse_dtensor, rows_of
-from tiled_torch.mlp.api import EAGER_ORDER, checked, plan_for, plan_options, run, shape_of, tiled_mlp
+from tiled_torch.mlp.api import EAGER_ORDER, checked, plan_for, plan_options, run_checked, shape_of, tiled_mlp
 from tiled_torch.mlp.loops import Kept, MLPCall
 from tiled_torch.mlp.steps import Weights
 
@@ -123,8 +123,8 @@ def tensor_parallel_mlp(
     steps = "deterministic" if tiling.deterministic else chosen
     split = plan if isinstance(plan, SequencePlan) else None
     kept = plan.kept_start(tiling.keep)
-    call = _Call(_NAME, dtype, activation, plan.shard_tokens, steps, kept, owners, over=over, split=split)
-    return _agreed(x, operands, call)
+    call = _RanksMLPCall(_NAME, dtype, activation, plan.shard_tokens, steps, kept, owners, over=over, split=split)
+    return _run_alike(x, operands, call)
 
 
 _NAMES = ("w_gate", "w_up", "w_down", "biases['gate']", "biases['up']", "biases['down']")  # as in Weights
@@ -183,14 +183,14 @@ def _check_placement(name: str, tensor: Any, mesh: Any) -> None:
 
 
 @dataclass(frozen=True)
-class _Call(MLPCall):
+class _RanksMLPCall(MLPCall):
     """A call over ranks. split: where the tokens are split over them too; else y and dx are summed once they are written."""
 
     over: RankGroup = field(kw_only=True)
     split: SequencePlan | None = field(kw_only=True)
 
     def agree(self, x: Tensor, w: Weights) -> None:
-        """Refuses what would leave ranks waiting for each other; without split tokens the shards are each rank's own."""
+        """Refuse what would leave ranks waiting for each other; without split tokens the shards are each rank's own."""
         split, wanted = self.split, torch.is_grad_enabled()
         said = {
             "sequence_parallel": split is not None,
@@ -233,9 +233,9 @@ class _Call(MLPCall):
 
 
 @not_compiled
-def _agreed(x: Tensor, weights: Weights, call: _Call) -> Tensor:
-    """Runs a call that all ranks make alike."""
+def _run_alike(x: Tensor, weights: Weights, call: _RanksMLPCall) -> Tensor:
+    """Run a call that all ranks make alike."""
     refuse_transforms(_NAME, "the untiled MLP")  # before the ranks say anything to each other
     refuse_tangents(_NAME, "the untiled MLP", (x, *weights))
     call.agree(x, weights)
-    return run(x, weights, call)
+    return run_checked(x, weights, call)

@@ -84,7 +84,7 @@ class TensorParallelTiledMLP(MLPParameters, ParallelLayer):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draws every parameter anew, uniformly within 1/sqrt(inputs of the whole layer), as nn.Linear does.
+        """Draw every parameter anew, uniformly within 1/sqrt(inputs of the whole layer), as nn.Linear does.
 
         Also after `to_empty` of a module made on the meta device, and of parameters that are sharded once more.
         """

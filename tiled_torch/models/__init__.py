@@ -1,5 +1,6 @@
 """Hugging Face models with tiled MLPs."""
 
+from tiled_torch.models.auto import AutoTiledModelForCausalLM as AutoTiledModelForCausalLM
 from tiled_torch.models.tiling import tile_model as tile_model
 from tiled_torch.models.tiling import tiling_paths as tiling_paths
 from tiled_torch.models.tiling import untile_model as untile_model

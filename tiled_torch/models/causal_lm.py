@@ -1,12 +1,13 @@
 """The loss of a Hugging Face causal language model, tiled: `model(..., labels=...).loss` without the logits.
 
-The formula is that of transformers' ForCausalLMLoss: labels shifted by one unless `shift_labels` is given, the sum divided
-by `num_items_in_batch` where it is given, the mean over valid labels otherwise. `outputs.logits` are computed when they are
-read.
+The formula is that of transformers' ForCausalLMLoss: labels shifted by one unless `shift_labels` is given, the sum divided by
+`num_items_in_batch` where it is given, the mean over valid labels otherwise. Where position_ids restart, the last token of a
+document predicts nothing, as if its successor's label were ignored, which transformers leaves to who packs. `outputs.logits`
+are computed when they are read.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import fields
 from functools import cache, wraps
@@ -15,7 +16,6 @@ from typing import Any, get_args
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import ModelOutput, can_return_tuple
 
@@ -23,8 +23,13 @@ from shared_specs.config import LossOptions, Tiling
 from shared_specs.errors import UnsupportedError, error_text
 from tiled_torch.core.autocast import autocast_dtype
 from tiled_torch.core.partitioned import called_once, is_partitioned
+from tiled_torch.core.tensors import wide_dtype
+from tiled_torch.layers.documents import documents_of_positions, shifted_labels
 from tiled_torch.loss.api import tiled_linear_cross_entropy
-from tiled_torch.models.family import forward_in_place_of, reason_linear_is_not_plain
+from tiled_torch.models.attention import for_documents
+from tiled_torch.models.experts import aux_loss
+from tiled_torch.models.family import reason_linear_is_not_plain
+from tiled_torch.models.heads.swap import is_swapped
 from tiled_torch.models.later import LaterOutputs, later_outputs
 from tiled_torch.models.logits import adjusted, lazy_logits, refused_logits
 from tiled_torch.models.pickling import Remade
@@ -49,7 +54,7 @@ MULTIMODAL = frozenset({
     "Gemma3ForConditionalGeneration", "LlavaForConditionalGeneration", "Mistral3ForConditionalGeneration",
     "Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration",
 })  # fmt: skip
-KNOWN = PLAIN | SOFTCAPPED | SCALED.keys() | MULTIMODAL
+KNOWN = PLAIN | SOFTCAPPED | SCALED.keys() | MULTIMODAL | aux_loss.WITH_EXPERTS
 SPLIT = "vocab_parallel_linear_cross_entropy"
 WITHOUT_LABELS = "it was called without labels, which makes the logits of all tokens"
 
@@ -58,16 +63,6 @@ def is_causal_lm(module: nn.Module) -> bool:
     """Return whether the module is of a class whose loss is known, also after tiling or sharding changed its class."""
     names = {base.__name__ for base in type(module).__mro__}
     return bool(names & KNOWN) and hasattr(module, "lm_head")
-
-
-def reason_head_stays(module: nn.Module) -> str | None:
-    """Return why the loss of a model with a head is not tiled; None where it is, or where there is no head."""
-    if isinstance(module, TiledCausalLM) or not (isinstance(module, PreTrainedModel) and hasattr(module, "lm_head")):
-        return None
-    if not is_causal_lm(module):
-        return f"the loss of {type(module).__name__} is none that is known"
-    found = forward_in_place_of(module, KNOWN)
-    return None if found is None else f"its forward is {found}"
 
 
 def reason_logits_are_needed(model: Any) -> str | None:
@@ -88,48 +83,83 @@ def loss_path(model: Any) -> str:
     reason = reason_logits_are_needed(model)
     if reason is not None:
         return f"untiled: {reason}"
-    reason = reason_linear_is_not_plain("lm_head", model.lm_head, gathered=True)
+    reason = reason_linear_is_not_plain("lm_head", model.lm_head, gathered=True, unit=True)
     return "tiled_linear_cross_entropy" if reason is None else f"tiled_loss: {reason}"
 
 
 def loss_options(model: Any, num_valid: Any, ignore_index: int) -> LossOptions:
     """Return the options of the model's own logits and loss."""
     names = {base.__name__ for base in type(model).__mro__}
-    scale = next((read(model) for name, read in SCALED.items() if name in names), 1.0)
+    scale = next((read(model) for name, read in (SCALED | aux_loss.SCALED_EXPERTS).items() if name in names), 1.0)
     cap = model.config.final_logit_softcapping if names & SOFTCAPPED else None
     return LossOptions(ignore_index=ignore_index, logit_scale=scale, logit_softcap=cap, num_valid=num_valid)
 
 
-def shifted(labels: Tensor, ignore_index: int) -> Tensor:
-    """Return the label that each position predicts: the next one; none for the last."""
-    return F.pad(labels[..., 1:], (0, 1), value=ignore_index)
+def documents_of_call(given: Mapping[str, Any]) -> Tensor | None:
+    """Return which document every token is in, by positions that restart, where transformers looks at them; None elsewhere."""
+    positions, mask = given.get("position_ids"), given.get("attention_mask")
+    if not isinstance(positions, Tensor) or positions.dim() != 2:
+        return None
+    told = mask is None and given.get("past_key_values") is None
+    return documents_of_positions(positions) if told else None
 
 
 def linear_loss(
     model: Any, hidden: Tensor, targets: Tensor, options: LossOptions, tiling: Tiling, backend: str
 ) -> Tensor:
     """Return the loss of hidden states, through whichever path the head allows."""
-    head = model.lm_head
-    if reason_linear_is_not_plain("lm_head", head, gathered=True) is None:
+    return loss_through(model.lm_head, hidden, targets, options, tiling, backend)
+
+
+def loss_through(
+    head: Any,
+    hidden: Tensor,
+    targets: Tensor,
+    options: LossOptions,
+    tiling: Tiling,
+    backend: str,
+    finish: Callable[[Tensor], Tensor] | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Return the loss of hidden states through a head that is called head or lm_head.
+
+    finish: what becomes of the head's result, where that is more than the options say; it is then called for every shard.
+    bias: [V], added to a plain head's result besides its own.
+    """
+    if finish is None and reason_linear_is_not_plain("lm_head", head, gathered=True, unit=True) is None:
 
         def fused(hidden: Tensor) -> Any:
+            added = head.bias if bias is None else bias if head.bias is None else head.bias + bias
             return tiled_linear_cross_entropy(
-                hidden, head.weight, targets, bias=head.bias, loss=options, tiling=tiling, backend=backend
+                hidden, head.weight, targets, bias=added, loss=options, tiling=tiling, backend=backend
             )
 
         is_plain = reason_linear_is_not_plain("lm_head", head) is None
         return fused(hidden) if is_plain else called_once(head, fused, hidden)
 
-    def sums(hidden: Tensor, targets: Tensor) -> Tensor:
-        logits = adjusted(head(hidden).float(), options)
-        return F.cross_entropy(
-            logits.flatten(0, -2), targets.flatten(), ignore_index=options.ignore_index, reduction="sum"
-        )
+    rules: dict[str, Any] = {"ignore_index": options.ignore_index, "weight": options.class_weight}
+    rules["label_smoothing"] = options.label_smoothing
 
-    count = options.num_valid
-    if count is None:
-        count = (targets != options.ignore_index).sum().clamp(min=1)
-    return tiled_loss(sums, hidden, targets, tiling=tiling) / count
+    def sums(hidden: Tensor, targets: Tensor) -> Tensor:
+        logits = head(hidden)
+        logits = adjusted(_wide(logits), options) if finish is None else _wide(finish(logits))
+        return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="sum", **rules)
+
+    total = tiled_loss(sums, hidden, targets, tiling=tiling)
+    return total if options.reduction == "sum" else total / _denominator(targets, options)
+
+
+def _wide(logits: Tensor) -> Tensor:
+    return logits.to(wide_dtype(logits.dtype))
+
+
+def _denominator(targets: Tensor, options: LossOptions) -> Any:
+    if options.num_valid is not None:
+        return options.num_valid
+    valid = targets != options.ignore_index
+    if options.class_weight is None:
+        return valid.sum().clamp(min=1)
+    return options.class_weight[targets[valid]].sum()
 
 
 Outputs = tuple[type[Any], type[Any], tuple[str, ...]]
@@ -163,14 +193,24 @@ def _forward_of(untiled: type[nn.Module]) -> Callable[..., Any]:
         given = dict(zip(names, args, strict=False))
         if len(args) > len(names) or any(name in given for name in kwargs):
             return untiled.forward(self, *args, **kwargs)  # raises what Python raises
+        if is_swapped(self.lm_head):  # inside a model whose head it is too, and whose loss
+            self._ran = None
+            return untiled.forward(self, *args, **kwargs)
         given |= {name: value for name, value in kwargs.items() if name in names}
         extra = {name: value for name, value in kwargs.items() if name not in names}
+        told = for_documents(self, given | extra)
+        if "documents" in told:
+            args, kwargs = (), told
+            given = {name: value for name, value in told.items() if name in names}
+            extra = {name: value for name, value in told.items() if name not in names}
         with nullcontext() if torch.compiler.is_compiling() else inside_forward():
             path = _path_of(self, given.get("labels"), extra.get("shift_labels"))
-            report(self, path)
             if path.startswith("untiled"):
+                report(self, path)
                 return untiled.forward(self, *args, **kwargs)
-            return _with_loss(self, given, extra, made)
+            found = _with_loss(self, given, extra, made)
+            report(self, path)  # past what called it inside its own forward
+            return found
 
     return forward
 
@@ -214,13 +254,20 @@ def _with_loss(model: Any, given: dict[str, Any], extra: dict[str, Any], made: O
     labels, keep = given.pop("labels", None), given.pop("logits_to_keep", 0)
     count, targets = extra.pop("num_items_in_batch", None), extra.pop("shift_labels", None)
     ignore_index = extra.pop("ignore_index", -100)
+    documents = extra["documents"] if "documents" in extra else documents_of_call(given)
+    balances = aux_loss.asks_for_router_logits(model, given)
     outputs = model.model(**given, **extra)
     hidden = outputs.last_hidden_state
-    targets = shifted(labels, ignore_index) if targets is None else targets.reshape(hidden.shape[:-1])
+    if targets is None:
+        targets = shifted_labels(labels, documents, ignore_index)
+    else:
+        targets = targets.reshape(hidden.shape[:-1])
     options = loss_options(model, count, ignore_index)
     loss = model._linear_loss(model, hidden, targets.to(hidden.device), options, model._tiling, model._backend)
     kind, later, rest = made
     found = {name: getattr(outputs, name, None) for name in rest}
+    if balances:
+        loss, found["aux_loss"] = aux_loss.balanced(model, loss, outputs, given.get("attention_mask"))
     rows = _kept(hidden, keep)
     if "_linear_loss" in vars(model):
         return kind(loss=loss, logits=refused_logits(rows, model.config.get_text_config().vocab_size), **found)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -15,9 +16,9 @@ from tiled_torch.models.pickling import Remade
 
 @dataclass(frozen=True)
 class MLPWeights:
-    """The arguments of `tiled_mlp` as one module holds them; weights are [out, in]."""
+    """The arguments of `tiled_mlp` as one module holds them; weights are [out, in]. w_gate None: two matrices."""
 
-    w_gate: Tensor
+    w_gate: Tensor | None
     w_up: Tensor
     w_down: Tensor
     biases: dict[str, Tensor]
@@ -56,22 +57,38 @@ ACTIVATION_CLASSES: dict[str, Activation] = {
 
 def activation_of(module: nn.Module) -> Activation | None:
     """Return the specification's name of an activation module; None where it has none."""
+    kind = type(module)
+    if not is_of("torch", kind) and not is_of("transformers", kind):  # whose name says nothing
+        return None
     if isinstance(module, nn.GELU) and module.approximate == "tanh":
         return "gelu_tanh"
-    return ACTIVATION_CLASSES.get(type(module).__name__)
+    return ACTIVATION_CLASSES.get(kind.__name__)
+
+
+def is_of(package: str, kind: type[Any]) -> bool:
+    """Return whether a package defines a class: one of somebody else may have the same name, and compute something else."""
+    return kind.__module__.partition(".")[0] == package
+
+
+def home_of(module: nn.Module) -> type[Any]:
+    """Return the class that a module's forward is of: not the one that a subclass with another forward comes from."""
+    return next(base for base in type(module).__mro__ if "forward" in vars(base) and not issubclass(base, Remade))
 
 
 def present_biases(**biases: Tensor | None) -> dict[str, Tensor]:
     return {name: bias for name, bias in biases.items() if bias is not None}
 
 
-def reason_linear_is_not_plain(name: str, linear: Any, *, gathered: bool = False) -> str | None:
+def reason_linear_is_not_plain(name: str, linear: Any, *, gathered: bool = False, unit: bool = False) -> str | None:
     """Return why a projection is more than its weight and bias; None where it is a plain nn.Linear.
 
-    gathered: ZeRO-3's hooks do not count, since somebody else gathers its parameters.
+    gathered: ZeRO-3's hooks do not count, since somebody else gathers its parameters. unit: nor does it that the layer is a
+    unit of FSDP2, since it is called once, around all shards.
     """
-    if type(linear) is not nn.Linear:
-        kind = type(linear)
+    kind = type(linear)
+    if unit and is_unit(linear):
+        return reason_called(name, linear, gathered=gathered, unit=True)
+    if kind is not nn.Linear:
         return f"{name} is {f'{kind.__module__}.' if kind.__name__ == 'Linear' else ''}{kind.__name__}"  # peft's, say
     reason = reason_called(name, linear, gathered=gathered)
     if reason is not None:
@@ -82,22 +99,53 @@ def reason_linear_is_not_plain(name: str, linear: Any, *, gathered: bool = False
     return None
 
 
-def reason_called(name: str, module: nn.Module, *, gathered: bool = False) -> str | None:
-    """Return why a module has to be called; None where its formula is all that it does. gathered: but for ZeRO-3's hooks."""
+def is_unit(module: Any) -> bool:
+    """Return whether a module is what `fully_shard` makes of nn.Linear."""
+    bases = getattr(type(module), "_kind", type(module)).__bases__  # _kind: of a head that is swapped
+    return bases[1:] == (nn.Linear,) and bases[0].__name__ == "FSDPModule"
+
+
+def dtype_of_unit(unit: Any, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which a unit of FSDP2 hands on its results. dtype: of what its layer computes in its parameters'."""
+    policy = unit._get_fsdp_state()._mp_policy
+    return policy.output_dtype or policy.param_dtype or dtype
+
+
+def parts_of_unit(unit: Any) -> list[Tensor]:
+    """Return this rank's parts of the parameters of a unit of FSDP2, gathered now or not: what an optimizer changes."""
+    state = unit._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # of a torch before several groups
+    return [parameter.sharded_param for group in groups for parameter in group.fsdp_params]
+
+
+def reason_called(
+    name: str, module: nn.Module, *, gathered: bool = False, unit: bool = False, known: Collection[int] = ()
+) -> str | None:
+    """Return why a module has to be called; None where its formula is all that it does.
+
+    gathered: but for ZeRO-3's hooks. unit: but for FSDP2's. known: numbers of hooks that somebody else sees to.
+    """
     if "forward" in vars(module):
         return f"{name} has a forward of its own"
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    found = (hook for kind in hooks for hook in getattr(module, kind).values())
-    return f"{name} has hooks" if any(not (gathered and is_hook(hook)) for hook in found) else None
+    found = (hook for kind in hooks for number, hook in getattr(module, kind).items() if number not in known)
+    engines = (gathered and is_hook, unit and _is_hook_of_units)
+    others = (hook for hook in found if not any(engine and engine(hook) for engine in engines))
+    return f"{name} has hooks" if any(True for _ in others) else None
+
+
+def _is_hook_of_units(hook: Callable[..., Any]) -> bool:
+    return getattr(hook, "__module__", "").startswith("torch.distributed.fsdp.")
 
 
 def forward_in_place_of(module: nn.Module, known: Collection[str]) -> str | None:
-    """Return the forward that a module runs instead of the one of a class whose name is known; None where it runs that one."""
+    """Return the forward that a module runs instead of the one of a class of transformers whose name is known; None where it
+    runs that one."""
     own = vars(module).get("forward")
     if own is not None:
         return getattr(own, "__name__", type(own).__name__)
-    home = next(base for base in type(module).__mro__ if "forward" in vars(base) and not issubclass(base, Remade))
+    home = home_of(module)
     function = inspect.unwrap(vars(home)["forward"])
-    if home.__name__ not in known or function.__module__ != home.__module__:
-        return f"{function.__module__}.{function.__qualname__}"
-    return None
+    if home.__name__ in known and function.__module__ == home.__module__ and is_of("transformers", home):
+        return None
+    return f"{function.__module__}.{function.__qualname__}"

@@ -92,7 +92,7 @@ def _meta(lazy: Tensor) -> Meta:
 
 
 def _copied(func: Any, lazy: LazyTensor, args: Any, kwargs: Any) -> LazyTensor:
-    """Of values that nobody has read: made from scratch, since those of `lazy` may be changed in place."""
+    """Return a copy of values that were not read yet, made anew: those of `lazy` may be changed in place."""
     make = lazy.values_of.make
     meta = lazy.shape, kwargs.get("dtype") or lazy.dtype, torch.device(kwargs.get("device") or lazy.device)
     return LazyTensor(Values(lambda: func(make(), *args, **kwargs)), meta)

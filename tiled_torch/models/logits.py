@@ -1,7 +1,9 @@
 """The logits of a tiled model beside its loss: there for whoever reads them, and computed only then."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,8 +15,8 @@ from shared_specs.errors import UnsupportedError
 from tiled_torch.core.autocast import after_autocast
 from tiled_torch.core.replay import RandomState, random_state, random_state_kept, set_random_state
 from tiled_torch.core.tensors import refuse_second_order
-from tiled_torch.models.family import reason_linear_is_not_plain
-from tiled_torch.models.lazy import LazyTensor, Values
+from tiled_torch.models.family import is_unit, parts_of_unit, reason_linear_is_not_plain
+from tiled_torch.models.lazy import LazyTensor, Meta, Values
 
 Mark = tuple[int, int, int]
 CHANGED = (
@@ -28,10 +30,11 @@ class LogitsHead:
     """The head and the hidden states of one forward, as that forward found them."""
 
     module: Any
-    options: LossOptions
+    finish: Callable[[Tensor], Tensor]  # what the model makes of the head's result
     cast: torch.dtype | None  # of autocast
     changed: bool
     random: RandomState | None  # of the generators; None: the module is its weight and bias
+    stand_in: Callable[[Values, Meta], LazyTensor] = LazyTensor
 
     def logits(self, rows: Tensor, parameters: tuple[Tensor, ...]) -> Tensor:
         if self.random is None:
@@ -39,12 +42,16 @@ class LogitsHead:
             with _autocast(rows, None):
                 found = F.linear(rows, *operands)
         else:
-            if any(now is not then for now, then in zip(self.module.parameters(), parameters, strict=True)):
+            if not is_unit(self.module) and self.has_others(parameters):  # a unit gathers its own
                 raise RuntimeError(CHANGED)
             with _autocast(rows, self.cast), random_state_kept(rows.device):
                 set_random_state(rows.device, self.random)
                 found = self.module(rows)
-        return adjusted(found, self.options)
+        return self.finish(found)
+
+    def has_others(self, parameters: tuple[Tensor, ...]) -> bool:
+        """Return whether the module's parameters are others than these by now."""
+        return any(now is not then for now, then in zip(self.module.parameters(), parameters, strict=True))
 
 
 def adjusted(logits: Tensor, options: LossOptions) -> Tensor:
@@ -65,14 +72,21 @@ def lazy_logits(
     """
     module = model.lm_head
     is_plain = reason_linear_is_not_plain("lm_head", module) is None
-    head = LogitsHead(module, options, cast, changed, None if is_plain else random_state(rows.device))
+    finish = partial(adjusted, options=options)
+    head = LogitsHead(module, finish, cast, changed, None if is_plain else random_state(rows.device))
     vocab = module.weight.shape[0] if is_plain else model.config.get_text_config().vocab_size
     shape = torch.Size((*rows.shape[:-1], vocab))
-    return _Logits.apply(head, shape, rows, *module.parameters())  # a plain layer's are weight and bias, in this order
+    return logits_of(head, rows, shape, after_autocast(rows, cast))
+
+
+def logits_of(head: LogitsHead, rows: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Return what stands for the logits of rows: of this shape and dtype, made by `head` when they are read."""
+    # A plain layer's parameters are weight and bias, in this order.
+    return _Logits.apply(head, (shape, dtype, rows.device), rows, *head.module.parameters())
 
 
 def refused_logits(rows: Tensor, vocab: int) -> Tensor:
-    """Of a head that is split over ranks: to read them on one rank would be to wait for the others."""
+    """Return logits that refuse to be read: those of a split head need a collective of all ranks."""
 
     def make() -> Tensor:
         text = "outputs.logits: the head is split over ranks, so that its logits are not computed beside a tiled loss."
@@ -85,11 +99,12 @@ class _Logits(torch.autograd.Function):
     """The node of logits that do not exist; backward computes the head again, for its gradients."""
 
     @staticmethod
-    def forward(ctx: Any, head: LogitsHead, shape: torch.Size, rows: Tensor, *parameters: Tensor) -> Tensor:
+    def forward(ctx: Any, head: LogitsHead, meta: Meta, rows: Tensor, *parameters: Tensor) -> Tensor:
         ctx.head = head
         ctx.save_for_backward(rows, *parameters)
         ctx.set_materialize_grads(False)
-        needed = (rows, *parameters, *head.module.buffers())
+        owned = parts_of_unit(head.module) if is_unit(head.module) else parameters
+        needed = (rows, *owned, *head.module.buffers())
         marks = [_mark(tensor) for tensor in needed]
 
         def make() -> Tensor:
@@ -97,7 +112,7 @@ class _Logits(torch.autograd.Function):
                 raise RuntimeError(CHANGED)
             return head.logits(rows, parameters)
 
-        return LazyTensor(Values(make), (shape, after_autocast(rows, head.cast), rows.device))
+        return head.stand_in(Values(make), meta)
 
     @staticmethod
     def backward(ctx: Any, *dlogits: Tensor | None) -> Any:
@@ -107,6 +122,8 @@ class _Logits(torch.autograd.Function):
         refuse_second_order("outputs.logits", ". Call the model without labels.", "Their backward")
         if ctx.head.changed:
             raise RuntimeError(CHANGED)
+        if any(ctx.needs_input_grad[3:]):
+            _refuse_parts(ctx.head, tuple(parameters))
         # Not the rows themselves: a tied weight is among what they were made from.
         operands = (rows.detach().requires_grad_(ctx.needs_input_grad[2]), *parameters)
         with torch.enable_grad():
@@ -114,6 +131,15 @@ class _Logits(torch.autograd.Function):
         wanted = [a for a, needs in zip(operands, ctx.needs_input_grad[2:], strict=True) if needs]
         gradients = iter(torch.autograd.grad(found, wanted, dlogits[0], allow_unused=True))
         return None, None, *(next(gradients) if needs else None for needs in ctx.needs_input_grad[2:])
+
+
+def _refuse_parts(head: LogitsHead, parameters: tuple[Tensor, ...]) -> None:
+    """Refuse a gradient that would not reach the weights: a unit of FSDP2 had not gathered them, or freed them since then."""
+    gathered = all(type(p) is nn.Parameter and p.untyped_storage().nbytes() for p in parameters)
+    if is_unit(head.module) and (not gathered or head.has_others(parameters)):
+        text = "outputs.logits: their gradient does not reach the weights of a head that is a unit of FSDP2 of its own."
+        advice = "Call the model without labels, or give the head to the unit of the whole model."
+        raise UnsupportedError(f"{text} {advice}")
 
 
 def _autocast(rows: Tensor, dtype: torch.dtype | None) -> AbstractContextManager[object]:

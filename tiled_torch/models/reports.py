@@ -23,7 +23,7 @@ _here = _Here()
 
 @contextmanager
 def inside_forward() -> Iterator[None]:
-    """While a tiled causal language model runs its own forward."""
+    """Mark that a tiled causal language model runs its own forward, inside this context."""
     _here.depth += 1
     try:
         yield

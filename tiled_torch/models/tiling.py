@@ -4,13 +4,10 @@ A module keeps its attributes and parameters and only changes its class, to a su
 keys, hooks, `save_pretrained` and sharding engines see the same module as before.
 """
 
-from collections.abc import Callable
+import warnings
 from dataclasses import replace
-from functools import cache
-from types import MethodType
 from typing import Any, Literal
 
-import torch
 from torch import nn
 
 from shared_specs.config import TORCH, Tiling
@@ -19,30 +16,29 @@ from shared_specs.errors import UnsupportedError, error_text, fail_type
 from shared_specs.layers.scope import check_block_tiling, check_scope
 from tiled_torch import backends
 from tiled_torch.core import partitioned
-from tiled_torch.mlp.api import tiled_mlp
-from tiled_torch.models.block.function import LAYERS
+from tiled_torch.models.block.families import BLOCK_FAMILIES as BLOCKS
 from tiled_torch.models.block.layer import TiledBlock, TiledNorm, block_class, is_block, norm_class, reason_not_block
-from tiled_torch.models.causal_lm import TiledCausalLM, is_causal_lm, loss_path, reason_head_stays, tiled_causal_lm
-from tiled_torch.models.family import (
-    Family,
-    activation_of,
-    forward_in_place_of,
-    reason_called,
-    reason_linear_is_not_plain,
-)
-from tiled_torch.models.llama import LLAMA
-from tiled_torch.models.phi3 import PHI3
-from tiled_torch.models.pickling import Remade
-from tiled_torch.models.reports import ALONE, note_layers, report, warn_untiled
-from tiled_torch.tile.api import tile
-
-FAMILIES = (LLAMA, PHI3)
+from tiled_torch.models.causal_lm import TiledCausalLM, loss_path
+from tiled_torch.models.experts.marker import OfExperts
+from tiled_torch.models.experts.module import TiledExperts, TiledRouter, path_of_experts, tile_experts
+from tiled_torch.models.heads.model import TiledAnyLM, decoder_of, head_of, is_exact, path_before
+from tiled_torch.models.mlps.chunk import TiledChunk, chunk_path
+from tiled_torch.models.mlps.found import Found
+from tiled_torch.models.mlps.inline import TiledInline, inline_path
+from tiled_torch.models.mlps.survey import Survey, survey
+from tiled_torch.models.mlps.tiled import FAMILIES as FAMILIES
+from tiled_torch.models.mlps.tiled import Tiled as Tiled
+from tiled_torch.models.mlps.tiled import family_of as family_of
+from tiled_torch.models.mlps.tiled import known_of, reason_not_plain
+from tiled_torch.models.mlps.tiled import path_now as path_now
+from tiled_torch.models.reports import ALONE
 
 
 def tile_model(
     model: nn.Module,
     *,
     scope: Literal["mlp", "block"] = "mlp",
+    strict: bool = False,
     num_shards: int | None = None,
     keep: float = 0.0,
     tiling: Tiling | None = None,
@@ -51,35 +47,56 @@ def tile_model(
     """Return the same model, its MLPs and its loss computed shard by shard from now on. Parameters and state_dict keys do not
     change.
 
-    An MLP whose projections are plain linear layers runs through `tiled_mlp`; one with LoRA adapters, quantised or
-    separately sharded projections, or hooks on them, through `tile`. `tiling_paths` tells which did.
+    MLPs are found by their linear layers. One runs through `tiled_mlp` where its class is known, or where a probe of its own
+    code (a small copy of it, in float64, that reads no weight) equals that formula to rounding; through `tile` where its
+    results are token-wise and more than that: LoRA adapters, quantised or separately sharded projections, hooks, dropout,
+    factors, norms. In a layer whose own forward calls `fc1` and `fc2` (OPT, BART) what comes between them is followed; where
+    it is more than an activation (dropout that drops, say), or they have hooks, the MLP is computed whole. What is neither
+    stays as it is, which a warning and `tiling_paths` tell with the reason.
 
-    Of a causal language model the loss is tiled as well: `model(..., labels=labels).loss` is the model's own
-    (`num_items_in_batch` and `shift_labels` included; 0 where every label is ignored). `.logits` are there as before, with
-    their gradients, and computed only when they are read (torch.compile: when an attribute or an item of the outputs is).
-    They are those of the forward: after the optimizer's step to read them for the first time is a RuntimeError.
-    `logits_to_keep` chooses logits; the loss is always that of all labels. Where a loss runs another way than through
-    `tiled_linear_cross_entropy`, a warning says why, once.
+    A mixture of experts is tiled where transformers knows its class by `use_experts_implementation`, and Llama 4's: each router
+    and its experts take a shard of tokens at a time. Only the rows that chose an expert are computed, its second product is not
+    recomputed, and weight gradients are summed in float32 one expert at a time. Hooks, recorded router logits and the term that
+    balances experts, which is part of the loss where it is the model's own, are those of all tokens. For kernels of somebody's
+    (`experts_implementation`), or more than the formula in them, experts run through `tile`. keep has no meaning for experts; a
+    memory budget is for the rows of one of them.
+
+    Of every language model with a head and labels the loss is tiled too: `model(..., labels=labels).loss` is the model's own
+    (`num_items_in_batch` and `shift_labels` included; 0 where every label is ignored). Classes that are known run a forward of
+    ours, which torch.compile traces; any other runs its own, with a head whose logits are followed to their cross entropy, and
+    made where anything else reads them; so does a module that is not transformers', with an `lm_head` and a forward that takes
+    `labels` or `targets`. `.logits` are there as before, with their gradients, and computed only when they are
+    read (torch.compile: when an attribute or an item of the outputs is). They are those of the forward: after the optimizer's
+    step to read them for the first time is a RuntimeError. Of a head that is a unit of FSDP2 by itself they have values; their
+    gradient is an UnsupportedError where the unit's weights are not gathered.
+
+    `logits_to_keep` chooses logits; of known classes the loss is always that of all labels. Where a loss runs another way than
+    through `tiled_linear_cross_entropy`, a warning says why, once.
+
+    Documents may be packed into a sequence: where `position_ids` restart, without a mask and a cache, attention stays within
+    documents as in transformers, of Llama, Mistral, Qwen and Gemma models with its "sdpa" one document after the other, without
+    its mask of all tokens, and the last token of a document predicts nothing in the loss of known classes (in others' it does
+    what it does in transformers: give it the label -100).
 
     Under ZeRO-3 an MLP, and the head with its loss, are gathered once around all shards; nothing has to be marked. Its engine
     may come first, but not where MLPs have adapters (LoRA): these become its leaf modules, for which x has to require grad
     (`model.enable_input_require_grads()`) and which one backward may run through once.
 
     Args:
-        model: a Hugging Face model, or any module, that contains MLPs of a known family (Llama, Mistral, Qwen, Gemma,
-            Phi-3, ...); changed in place.
-        scope: "mlp": the MLPs and the loss. "block": of Llama, Mistral, Qwen2 and Qwen3 also the rest of every decoder layer
-            but attention; such a layer keeps its input alone, in host memory where checkpointing offloads. `tiling_paths` says
-            why one runs its MLP alone by shards. It excludes keep, a memory budget and a backend.
+        model: a Hugging Face model, or a part of one; changed in place.
+        scope: "mlp": the MLPs and the loss. "block": of the families of `models/block/families.py` also the rest of every
+            decoder layer but attention; such a layer keeps its input alone, in host memory where checkpointing offloads, and
+            in training fills no cache. Compilers leave it as it is. `tiling_paths` says why one runs its MLP alone by shards.
+            It excludes keep, a memory budget and a backend.
+        strict: True refuses a model of which anything would stay as it is, or of whose loss that is not known beforehand.
         num_shards, keep, tiling, backend: as in `tiled_mlp`, for every MLP; for the loss too, where keep has no meaning.
     Returns:
         The model itself.
     Raises:
         SpecError, TypeError: a number out of its range.
-        UnsupportedError: no MLP of a known family, with scope="block" no such layer or an option it excludes; a forward that is
-            not its class's, or an activation that is not in the specification, or MLPs with adapters in a ZeRO-3 engine;
-            nothing changed. In calls under ZeRO-3: a head that is no plain linear layer; x that needs no gradient of an MLP
-            with adapters.
+        UnsupportedError: there is nothing that can be tiled, or, with strict, something that cannot; with scope="block" no
+            layer of those families or an option it excludes; MLPs with adapters in a ZeRO-3 engine; nothing changed. In calls
+            under ZeRO-3: a head that is no plain linear layer; x that needs no gradient of an MLP with adapters.
     Memory: with scope="block" see shared_specs.layers.block_costs.eager_block_row_bytes.
     Source: derived in shared_specs/README.md.
     Example:
@@ -97,57 +114,93 @@ def tile_model(
         check_block_tiling("tile_model", options, backend)
     if not isinstance(model, nn.Module):
         fail_type("tile_model", "model", "a torch.nn.Module", type(model).__name__)
-    found = [(name, module, family_of(module)) for name, module in model.named_modules()]
-    known = [(name, module, family) for name, module, family in found if family is not None]
-    if not known:
-        names = sorted({type(module).__name__ for name, module in model.named_modules() if name.endswith("mlp")})
-        rule = "a model with MLPs of a known family: " + ", ".join(family.name for family in FAMILIES)
-        got = f"MLP classes {', '.join(names)}" if names else type(model).__name__
-        advice = "Use tile(module) for a token-wise module of another kind."
-        raise UnsupportedError(error_text("tile_model", "model", rule, got, advice=advice))
-    for name, module, family in known:
-        activation = getattr(module, family.activation)
-        if activation_of(activation) is None:
-            rule, got = "one of the specification's", type(activation).__name__
-            raise UnsupportedError(error_text("tile_model", f"activation of {name}", rule, got))
-        replaced = forward_in_place_of(module, family.classes)
-        if replaced is not None:
-            rule, advice = (
-                "that of its class in transformers",
-                "Tile the model before what replaces it (accelerate's hooks, say).",
-            )
-            raise UnsupportedError(error_text("tile_model", f"forward of {name}", rule, replaced, advice=advice))
-        has_hooks = partitioned.gathers(getattr(module, family.projections[0]))
-        reason = reason_not_plain(module) if has_hooks and not isinstance(module, Tiled) else None
-        if reason is not None:
-            _refuse_after_engine("tile_model", f"one that has its hooks, and {reason}")
+    seen = survey(model)
+    _refuse_what_is_seen(model, seen, strict=strict)
     if scope == "block":
         _tile_blocks(model, options)
     else:
         _untile_blocks(model)
-    for _, module, _ in known:
-        if not isinstance(module, Tiled):
-            module.__class__ = _tiled_class(type(module))
-        module._tiling, module._backend = options, backend  # type: ignore[assignment]
-    for module in model.modules():
-        reason = reason_head_stays(module)
-        if reason is not None:
-            warn_untiled(type(module).__name__, reason, "Its MLPs are tiled, its logits are made whole.")
-        elif is_causal_lm(module):
-            if not isinstance(module, TiledCausalLM):
-                module.__class__ = tiled_causal_lm(type(module))
-            module._tiling, module._backend = replace(options, keep=0.0), backend  # type: ignore[assignment]
-            decoder: Any = module.get_decoder()  # type: ignore[operator]  # not a tower of images, which `generate` calls alone
-            watcher: Any = next((inner for inner in decoder.modules() if isinstance(inner, Tiled)), None)
-            if watcher is not None:
-                watcher._model_name = type(module).__name__
+    for module, made_by in (*seen.mlps.values(), *seen.chunks.values(), *seen.inline.values(), *seen.heads.values()):
+        tiled: Any = module
+        if not isinstance(module, Tiled | TiledChunk | TiledInline | TiledCausalLM):
+            tiled.__class__ = made_by(type(module))
+        tiled._tiling, tiled._backend = options, backend
+    tile_experts(model, options)
+    for name, found in seen.found.items():
+        seen.mlps[name][0]._found = found  # type: ignore[assignment]
+    for module, _ in seen.heads.values():
+        module._tiling = replace(options, keep=0.0)  # type: ignore[assignment]
+        _watch_layers(module)
+    for module, reason in seen.left.values():
+        vars(module)["_left"] = reason
+    _tell_what_is_left(model, seen)
     return model
+
+
+def _refuse_what_is_seen(model: nn.Module, seen: Survey, *, strict: bool) -> None:
+    """Refuse a model of which nothing can be tiled, or, with strict, not everything; and what a ZeRO-3 engine has already."""
+    left = {name: reason for name, (_, reason) in seen.left.items()}
+    if strict or not seen.layers:
+        paths = {f"{name}.head".removeprefix("."): head_path(module) for name, (module, _) in seen.heads.items()}
+        left |= {name: path for name, path in paths.items() if path.startswith(("untiled", "unknown"))}
+        if not seen.layers and all(path.startswith("untiled") for path in paths.values()):
+            rule = "one with an MLP, or a causal language model's loss, that can be tiled"
+            got = "; ".join((type(model).__name__, *(_named(name, reason) for name, reason in list(left.items())[:3])))
+            advice = "Use tile(module) for a token-wise module of another kind."
+            raise UnsupportedError(error_text("tile_model", "model", rule, got, advice=advice))
+    if strict:
+        inside = {name: inline_path(module) for name, (module, _) in seen.inline.items()}
+        left |= {name: path for name, path in inside.items() if path.startswith("untiled")}
+    if strict and left:
+        name, reason = next(iter(left.items()))
+        got = _named(name, reason) + (f", and {len(left) - 1} more" if len(left) > 1 else "")
+        advice = "Pass strict=False to tile the others; tiling_paths then says what was left."
+        raise UnsupportedError(
+            error_text("tile_model", "model", "tiled as a whole with strict=True", got, advice=advice)
+        )
+    for name, (module, _) in seen.mlps.items():
+        known = seen.found.get(name) or known_of(module)
+        if known is None or isinstance(module, Tiled) or not partitioned.gathers(getattr(module, known.projections[0])):
+            continue
+        reason = known.reason(module) if isinstance(known, Found) else reason_not_plain(module)
+        if reason is not None:
+            _refuse_after_engine("tile_model", f"one that has its hooks, and {reason}")
+
+
+def _named(name: str, reason: str) -> str:
+    """A reason behind the name of its module; the model itself has none."""
+    return f"{name}: {reason}" if name else reason
+
+
+def _tell_what_is_left(model: nn.Module, seen: Survey) -> None:
+    """Warn once of what tile_model leaves as it is."""
+    names: dict[str, list[str]] = {}
+    for name, (_, reason) in seen.left.items():
+        names.setdefault(reason, []).append(name)
+    for reason, found in names.items():
+        stays = f" and {len(found) - 1} more stay as they are" if len(found) > 1 else " stays as it is"
+        text = f"tile_model: {found[0]}{stays} in {type(model).__name__}: {reason}."
+        warnings.warn(text, UserWarning, stacklevel=3)
+
+
+def _watch_layers(model: Any) -> None:
+    """Let one MLP of a language model see whether the model's own forward is used."""
+    decoder: Any = decoder_of(model)  # not a tower of images, which `generate` calls alone
+    layers = () if decoder is None else decoder.modules()
+    watcher: Any = next((inner for inner in layers if isinstance(inner, Tiled | TiledInline | TiledExperts)), None)
+    if watcher is not None:
+        watcher._model_name = type(model).__name__
+
+
+def head_path(model: Any) -> str:
+    """Return how the loss of a model would run now."""
+    return loss_path(model) if is_exact(model) else path_before(model)
 
 
 def _tile_blocks(model: nn.Module, options: Tiling) -> None:
     blocks: list[Any] = [module for module in model.modules() if isinstance(module, TiledBlock) or is_block(module)]
     if not blocks:
-        rule = "a decoder of a family whose blocks are known: " + ", ".join(sorted(LAYERS))
+        rule = "a decoder of a family whose blocks are known: " + ", ".join(sorted(BLOCKS))
         advice = "Use scope='mlp'."
         raise UnsupportedError(error_text("tile_model", "model", rule, type(model).__name__, advice=advice))
     for block in blocks:
@@ -189,20 +242,37 @@ def untile_model(model: nn.Module) -> nn.Module:
         fail_type("untile_model", "model", "a torch.nn.Module", type(model).__name__)
     if any(isinstance(m, Tiled) and partitioned.gathers(m) and m._z3_leaf for m in model.modules()):
         _refuse_after_engine("untile_model", "one in which it gathers tiled MLPs as a whole")
+    made = [module for module in model.modules() if isinstance(module, MADE)]
+    others = [module for module in made if type(module) is not type(module)._made_by(module._untiled)]
+    if others:
+        advice = "Untile the model before wrapping it."
+        got = type(others[0]).__name__
+        raise UnsupportedError(
+            error_text("untile_model", "model", "free of classes added after tiling", got, advice=advice)
+        )
     for module in model.modules():
-        if not isinstance(module, Tiled | TiledCausalLM | TiledBlock | TiledNorm):
-            continue
-        if type(module) is not type(module)._made_by(module._untiled):
-            advice = "Untile the model before wrapping it."
-            got = type(module).__name__
-            raise UnsupportedError(
-                error_text("untile_model", "model", "free of classes added after tiling", got, advice=advice)
-            )
+        vars(module).pop("_left", None)
+    for module in made:
         tiled: Any = module
         tiled.__class__ = tiled._untiled
-        for name in (*Tiled.__annotations__, *TiledCausalLM.__annotations__, *TiledBlock.__annotations__):
-            vars(tiled).pop(name, None)
+        for kind in MADE:
+            for name in getattr(kind, "__annotations__", ()):
+                vars(tiled).pop(name, None)
     return model
+
+
+MADE = (
+    Tiled,
+    TiledChunk,
+    TiledInline,
+    TiledCausalLM,
+    TiledAnyLM,
+    TiledBlock,
+    TiledNorm,
+    TiledExperts,
+    TiledRouter,
+    OfExperts,
+)
 
 
 def _refuse_after_engine(function: str, got: str) -> None:
@@ -211,9 +281,11 @@ def _refuse_after_engine(function: str, got: str) -> None:
 
 
 def tiling_paths(model: nn.Module) -> dict[str, str]:
-    """Name of every tiled MLP -> "tiled_mlp", or "tile" and the reason why its projections are not plain.
+    """Name of every tiled MLP -> "tiled_mlp", or "tile" and the reason why its projections are not plain; of experts ->
+    "tiled_experts", or how else they run and why, and of their routers -> "tile"; of every other MLP that `tile_model` saw ->
+    "untiled" and why it stays as it is. With scope="block" of every layer too -> "tiled_block", or why its MLP runs alone.
 
-    Of a causal language model also its head -> "tiled_linear_cross_entropy", or how else its loss runs and why.
+    Of a language model also its head -> "tiled_linear_cross_entropy", or how else its loss runs and why.
     Each is what the last call did; before the first, and where only compiled code ran, what a call would do now.
 
     Args:
@@ -234,119 +306,21 @@ def tiling_paths(model: nn.Module) -> dict[str, str]:
         elif isinstance(module, TiledBlock):
             reason = reason_not_block(module)
             paths[name] = module._block_ran or ("tiled_block" if reason is None else f"mlp: {reason}")
-            within += (f"{name}.",) if paths[name] == "tiled_block" else ()
-        elif isinstance(module, TiledCausalLM):
+            within += (f"{name}.",) if paths[name].startswith("tiled_block") else ()
+        elif isinstance(module, TiledExperts | TiledRouter):
+            paths[name] = path_of_experts(module)
+        elif isinstance(module, TiledChunk):
+            paths[name] = module._ran or chunk_path(module)  # type: ignore[arg-type]  # a mixin of modules
+        elif isinstance(module, TiledInline):
+            paths[name] = module._ran or inline_path(module)
+        if isinstance(module, TiledCausalLM):
             inside: Any = module.modules()  # type: ignore[attr-defined]  # a mixin of modules
-            alone = any(isinstance(inner, Tiled) and inner._alone for inner in inside)
-            path = f"untiled: {ALONE}" if alone else module._ran or loss_path(module)
-            paths[f"{name}.lm_head".removeprefix(".")] = path
-        elif (reason := reason_head_stays(module)) is not None and any(isinstance(m, Tiled) for m in module.modules()):
-            paths[f"{name}.lm_head".removeprefix(".")] = f"untiled: {reason}"
+            alone = any(isinstance(inner, Tiled | TiledInline | TiledExperts) and inner._alone for inner in inside)
+            path = f"untiled: {ALONE}" if alone else module._ran or head_path(module)
+            head, _ = head_of(module) or ("lm_head", None)
+            place = f"{name}.{head}".removeprefix(".")
+            if place not in paths or module._ran:  # else the model around this one has the loss
+                paths[place] = path
+        elif "_left" in vars(module):
+            paths.setdefault(name, f"untiled: {vars(module)['_left']}")
     return paths
-
-
-def path_now(mlp: Any) -> str:
-    """Return how a tiled MLP would run now."""
-    if mlp._run_split is not None:
-        return "tensor_parallel_mlp"
-    reason = reason_not_plain(mlp)
-    return "tiled_mlp" if reason is None else f"tile: {reason}"
-
-
-def family_of(module: nn.Module) -> Family | None:
-    """Return the family a module belongs to, by the name of its class or of the class it had before tiling or sharding."""
-    if not any(hasattr(module, family.projections[0]) for family in FAMILIES):
-        return None
-    names = {base.__name__ for base in type(module).__mro__}
-    return next((family for family in FAMILIES if names & family.classes), None)
-
-
-def reason_not_plain(module: nn.Module) -> str | None:
-    """Return why a projection is more than its weight and bias; None where every one is a plain nn.Linear."""
-    family = family_of(module)
-    reasons = (
-        reason_linear_is_not_plain(name, getattr(module, name), gathered=True)
-        for name in (family.projections if family else ())
-    )
-    return next((reason for reason in (*reasons, _reason_of_activation(module, family)) if reason is not None), None)
-
-
-def _reason_of_activation(module: nn.Module, family: Family | None) -> str | None:
-    """Return why what a module calls between its projections is not what `tile_model` found there."""
-    if family is None:
-        return None
-    name, activation = family.activation, getattr(module, family.activation)
-    if activation_of(activation) is None:
-        return f"{name} is {type(activation).__name__}"
-    return reason_called(name, activation, gathered=True)
-
-
-class Tiled(Remade):
-    """Marker and forward of a tiled MLP; comes before the original class in the order of methods."""
-
-    _untiled: type[nn.Module]
-    _tiling: Tiling
-    _backend: str
-    _run_split: Callable[[Any], Any] | None = (
-        None  # what `parallelize` lets run where the projections are split over ranks
-    )
-    _ran: str | None = None
-    _told: tuple[str, ...] = ()
-    _leaf: bool | None = None
-    _model_name: str = (
-        ""  # of the causal language model, in one MLP of it, which sees whether the model's own forward is used
-    )
-    _alone: bool = False
-
-    @property
-    def _z3_leaf(self: Any) -> bool:
-        """Return the answer to ZeRO-3's question to a module: whether all that is inside is gathered around all shards,
-        without hooks of its own.
-
-        Where the projections are called, that is; where only their weights are used, `gather_around` is enough, and has none
-        of a leaf's limits. It stays as it was when the engine's hooks were made.
-        """
-        if self._leaf is None:
-            family = family_of(self)
-            has_hooks = family is not None and partitioned.gathers(getattr(self, family.projections[0]))
-            self._leaf = not has_hooks and reason_not_plain(self) is not None
-        return self._leaf
-
-    @_z3_leaf.setter
-    def _z3_leaf(self, flag: bool) -> None:
-        self._leaf = flag
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        partitioned.refuse_early_gradient(self, args)  # type: ignore[arg-type]  # a mixin of modules
-        path = path_now(self)
-        if path == "tiled_mlp" and (kwargs or len(args) != 1):
-            path = "tile: it was called with more than x"
-        report(self, path)
-        if not torch.compiler.is_compiling() and self._model_name:  # equal blocks share one compilation
-            note_layers(self)
-        if self._run_split is not None:
-            return self._run_split(*args, **kwargs)
-        if path != "tiled_mlp":
-            whole = MethodType(self._untiled.forward, self)  # tile knows the parameters of a forward's module
-            return tile(whole, tiling=self._tiling)(*args, **kwargs)
-        family = family_of(self)  # type: ignore[arg-type]
-        assert family is not None
-        for name in family.projections:
-            partitioned.gather_around(self, getattr(self, name)._parameters.values())  # type: ignore[arg-type]
-        operands = family.operands(self)
-        return tiled_mlp(
-            args[0],
-            operands.w_gate,
-            operands.w_up,
-            operands.w_down,
-            biases=operands.biases,
-            activation=activation_of(getattr(self, family.activation)) or "silu",
-            tiling=self._tiling,
-            backend=self._backend,
-        )
-
-
-@cache
-def _tiled_class(untiled: type[nn.Module]) -> type[nn.Module]:
-    attributes = {"_untiled": untiled, "__module__": untiled.__module__, "_made_by": staticmethod(_tiled_class)}
-    return type(f"Tiled{untiled.__name__}", (Tiled, untiled), attributes)

@@ -46,9 +46,6 @@ from tiled_torch.layers import random as _random
 from tiled_torch.layers.context import context_attention as context_attention
 from tiled_torch.layers.context import context_slice as context_slice
 from tiled_torch.layers.embedding import vocab_parallel_embedding as vocab_parallel_embedding
-from tiled_torch.layers.grad_norm import clip_grad_norm_ as clip_grad_norm_
-from tiled_torch.layers.grad_norm import get_grad_norm as get_grad_norm
-from tiled_torch.layers.grad_norm import reduce_sequence_parallel_grads as reduce_sequence_parallel_grads
 from tiled_torch.layers.inference import InferencePath as InferencePath
 from tiled_torch.layers.inference import inference_path as inference_path
 from tiled_torch.layers.inference import norm_column_parallel_linear as norm_column_parallel_linear
@@ -60,11 +57,15 @@ from tiled_torch.layers.linear_autodiff import deferred_weight_grad as deferred_
 from tiled_torch.layers.modules import ColumnParallelLinear as ColumnParallelLinear
 from tiled_torch.layers.modules import RowParallelLinear as RowParallelLinear
 from tiled_torch.layers.modules import VocabParallelEmbedding as VocabParallelEmbedding
+from tiled_torch.layers.parameters.grad_norm import clip_grad_norm_ as clip_grad_norm_
+from tiled_torch.layers.parameters.grad_norm import get_grad_norm as get_grad_norm
+from tiled_torch.layers.parameters.grad_norm import reduce_sequence_parallel_grads as reduce_sequence_parallel_grads
+from tiled_torch.layers.parameters.state import sharded_state_dict as sharded_state_dict
 from tiled_torch.layers.random import RandomStates as RandomStates
 from tiled_torch.layers.random import seed_parallel as seed_parallel
 from tiled_torch.layers.recompute import CheckpointWithoutOutput as CheckpointWithoutOutput
 from tiled_torch.layers.recompute import checkpoint as checkpoint
-from tiled_torch.layers.state import sharded_state_dict as sharded_state_dict
+from tiled_torch.layers.ring import ring_attention as ring_attention
 from tiled_torch.linear.state import whole_state_dict as whole_state_dict
 from tiled_torch.loss.ranks import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
 from tiled_torch.loss.ranks import vocab_parallel_linear_cross_entropy as vocab_parallel_linear_cross_entropy
@@ -122,6 +123,7 @@ __all__ = [
     "reduce_scatter_to_sequence_parallel_region",
     "reduce_sequence_parallel_grads",
     "register_plan",
+    "ring_attention",
     "row_parallel_linear",
     "row_parallel_linear_residual_norm",
     "scatter_to_sequence_parallel_region",

@@ -14,9 +14,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shared_specs.config import DataParallel, ParallelConfig, TensorParallel
 from shared_specs.errors import UnsupportedError, error_text, fail, fail_type, fail_with
-from shared_specs.layers.scope import check_block_ranks
 from shared_specs.plans.applied import applied_lines
-from shared_specs.plans.checks import check_axis_order, check_parallel_config, refuse_context
+from shared_specs.plans.checks import (
+    check_axis_order,
+    check_parallel_config,
+    check_ring,
+    refuse_context,
+    refuse_context_kind,
+)
 from tiled_torch.collectives.consistency import check_everywhere
 from tiled_torch.collectives.same_batch import compare_first_batch
 from tiled_torch.core.tensors import dtype_name
@@ -42,9 +47,14 @@ def parallelize(model: nn.Module, mesh: DeviceMesh | None, config: ParallelConfi
     In this order: float8 products, tensor parallelism, context parallelism, activation checkpointing, torch.compile of each
     block, data parallelism. Every rank calls it with the same model and configuration. What the loss is does not change:
     with tensor and with context parallelism every rank of the axis is given the same batch, with data parallelism its own
-    part of it, and gradients are means over these. With context parallelism a rank computes with its own run of the tokens
-    (`context_slice`), of which logits and hidden states are; the loss is that of all. The logger "tiled_torch" says what was
-    applied, a line of level INFO for each step, on the first rank of the mesh.
+    part of it, and gradients are means over these. With context parallelism a rank computes with its own part of the tokens
+    (`context_slice`, "zigzag" with rings), of which logits and hidden states are; the loss is that of all. Documents are
+    packed by `position_ids` that restart. The logger "tiled_torch" says what was applied, a line of level INFO for each
+    step, on the first rank of the mesh.
+
+    With `DataParallel(loss_mean="tokens")` a causal language model, which all data ranks call with labels, returns the mean
+    over all of their labels that count, on every rank, and gradients are that mean's. `num_items_in_batch` says how many count
+    in all micro-batches of this rank's step, where there are several: their losses then add up to the mean over all of them.
 
     Args:
         model: of a kind that has a plan: Hugging Face Llama, Mistral, Qwen and Gemma models (also after `tile_model`), Phi-3
@@ -71,12 +81,14 @@ def parallelize(model: nn.Module, mesh: DeviceMesh | None, config: ParallelConfi
     """
     plan = check_everywhere(_NAME, mesh, lambda: _checked(model, mesh, config), lambda: _said(model, mesh, config))
     submesh: Any = mesh
+    inside = model
     tiled = _tiled_in(model)
     if config.float8:
         use_float8(model, plan)
     if config.tensor is not None:
         apply_tensor_parallel(model, _along(submesh, config.tensor.axis), config.tensor, plan)
     fronts = _apply_context(model, submesh, config.data, plan)
+    fronts = [*_apply_token_mean(model, submesh, config.data, plan), *fronts]  # it counts in whole sequences
     if config.tensor is not None and plan.same_batch:  # in front of everything: nothing was cut or gathered yet
         fronts = [*_compare_batches(model, _along(submesh, config.tensor.axis), config.tensor), *fronts]
     if config.checkpointing is not None:
@@ -87,7 +99,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh | None, config: ParallelConfi
         model = apply_data_parallel(model, submesh, config.data, plan)
     # In front of what fully_shard has put there: for what they refuse, nothing was gathered.
     for hook in reversed(fronts):
-        model._forward_pre_hooks.move_to_end(hook, last=False)  # type: ignore[attr-defined]
+        inside._forward_pre_hooks.move_to_end(hook, last=False)  # type: ignore[attr-defined]
     setattr(model, _MARK, config)
     if mesh is None or not any(mesh.get_coordinate() or ()):
         for line in applied_lines(config, mesh_sizes(mesh), tiled):
@@ -123,11 +135,24 @@ def _compare_batches(model: nn.Module, mesh: Any, tensor: TensorParallel) -> lis
 
 def _apply_context(model: nn.Module, mesh: Any, data: DataParallel | None, plan: Plan) -> list[int]:
     """Return which hooks in front of the model's forward context parallelism has put there."""
-    if data is None or data.context_axis is None or mesh[data.context_axis].size() == 1:
+    if data is None or all(mesh[axis].size() == 1 for axis in data.context_axes):
         return []
     assert plan.context is not None
     before = set(model._forward_pre_hooks)
-    plan.context(model, _along(mesh, data.context_axis))
+    over = _along(mesh, data.context_axes[0]) if len(data.context_axes) == 1 else mesh[data.context_axes]
+    plan.context(model, over, *(() if data.context == "ulysses" else (data.context,)))
+    return [hook for hook in model._forward_pre_hooks if hook not in before]
+
+
+def _apply_token_mean(model: nn.Module, mesh: Any, data: DataParallel | None, plan: Plan) -> list[int]:
+    """Return the hook that counts in front of the model's forward, where there is one."""
+    axes = [] if data is None or data.loss_mean != "tokens" else [data.replicate_axis, data.shard_axis]
+    along = [_along(mesh, axis) for axis in axes if axis is not None and mesh[axis].size() > 1]
+    if not along:
+        return []
+    assert plan.token_mean is not None
+    before = set(model._forward_pre_hooks)
+    plan.token_mean(model, along)
     return [hook for hook in model._forward_pre_hooks if hook not in before]
 
 
@@ -160,11 +185,20 @@ def _checked(model: Any, mesh: Any, config: Any) -> Plan:
             advice = "Register a plan with styles."
             fail(_NAME, "config.tensor", "None for a model whose plan has no styles", "TensorParallel", advice=advice)
         plan.check(model, config.tensor, axes[config.tensor.axis])
+    if config.data is not None and config.data.loss_mean == "tokens" and plan.token_mean is None:
+        rule = "None or 'ranks' for a model whose loss is not its own"
+        advice = "Divide the sum of each rank's losses by the number of all ranks' labels, times the ranks."
+        raise UnsupportedError(error_text(_NAME, "config.data.loss_mean", rule, "'tokens'", advice=advice))
     if config.data is not None and config.data.context_axis is not None:
         if plan.context is None:
             refuse_context(_NAME, type(model).__name__, config.data.context_axis)
-        dividing = (*(() if config.tensor is None else (config.tensor.axis,)), config.data.context_axis)
-        plan.check_context(model, {axis: axes[axis] for axis in dividing})
+        if config.data.context not in plan.context_kinds:
+            refuse_context_kind(_NAME, type(model).__name__, config.data.context, plan.context_kinds)
+        dividing = {} if config.tensor is None else {config.tensor.axis: axes[config.tensor.axis]}
+        dividing |= {axis: 1 if axis == config.data.ring_axis else axes[axis] for axis in config.data.context_axes}
+        plan.check_context(model, dividing)
+        if config.data.ring_axis is not None:
+            check_ring(_NAME, getattr(getattr(model, "config", None), "attention_dropout", 0.0))
     return plan
 
 
@@ -172,7 +206,6 @@ def _check_blocks(blocks: Sequence[nn.Module], config: ParallelConfig) -> None:
     """Check what cannot be asked of layers that are one function each."""
     if not any(map(is_tiled_block, blocks)):
         return
-    check_block_ranks(_NAME, tensor=config.tensor is not None)
     check_checkpointing(_NAME, config.checkpointing, blocks)
     if config.float8:
         advice = "Such a layer is one function, which makes its products itself. Or use scope='mlp'."
@@ -218,7 +251,7 @@ def _check_paths(model: nn.Module, plan: Plan, config: ParallelConfig) -> None:
 
 
 def mesh_sizes(mesh: Any) -> dict[str, int]:
-    """Ranks by name of axis; empty for None."""
+    """Return the number of ranks by name of axis; empty for None."""
     if mesh is None:
         return {}
     if not isinstance(mesh, DeviceMesh):

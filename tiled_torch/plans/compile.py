@@ -41,7 +41,7 @@ def breaks_graph(block: nn.Module) -> bool:
     """Return whether an MLP of a block will go through `tile`, between two compiled graphs."""
     if not any(hasattr(module, "_tiling") for module in block.modules()):
         return False
-    from tiled_torch.models.tiling import Tiled, path_now
+    from tiled_torch.models.mlps.tiled import Tiled, path_now
 
     return any(isinstance(module, Tiled) and path_now(module).startswith("tile:") for module in block.modules())
 

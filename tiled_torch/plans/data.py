@@ -58,8 +58,9 @@ def sharding_mesh(mesh: DeviceMesh, data: DataParallel) -> DeviceMesh:
     if data.context_axis is None:
         names = (data.shard_axis,) if data.replicate_axis is None else (data.replicate_axis, data.shard_axis)
         return mesh[names]
-    name = f"{data.shard_axis}_{data.context_axis}"
-    flat = mesh[data.shard_axis, data.context_axis]._flatten(name)
+    axes = (data.shard_axis, *data.context_axes)
+    name = "_".join(axes)
+    flat = mesh[axes]._flatten(name)
     if data.replicate_axis is None:
         return flat
     if hasattr(DeviceMesh, "_concatenate"):

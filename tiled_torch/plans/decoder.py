@@ -21,9 +21,9 @@ from torch.distributed.tensor.parallel import (
 
 from shared_specs.config import TensorParallel
 from shared_specs.errors import UnsupportedError, error_text, fail
-from shared_specs.plans.checks import TensorSizes, check_divides
+from shared_specs.plans.checks import TensorSizes, check_divides, refuse_fused
 from tiled_torch.loss.ranks import vocab_parallel_cross_entropy
-from tiled_torch.plans.decoder_context import apply_context, check_context
+from tiled_torch.plans.decoder_context import apply_context, apply_token_mean, check_context
 from tiled_torch.plans.registry import Plan, register_plan
 from tiled_torch.plans.tensor_styles import Embedding, HeadStyle, Norm, Whole, check_embedding, run_mlp, split_loss
 
@@ -32,6 +32,7 @@ _ATTENTION, _MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_p
 # model_type -> the dim of the heads where queries and keys have norms of their own.
 HEAD_NORMS: Mapping[str, int | None] = {
     "llama": None, "mistral": None, "qwen2": None, "qwen3": 2, "gemma": None, "gemma2": None, "gemma3_text": 1,
+    "smollm3": None,
 }  # fmt: skip
 
 
@@ -48,12 +49,14 @@ def decoder_plan(model: Any) -> Plan:
         styles=lambda model, tensor: _styles(model, tensor, prefix),
         finish=lambda model, mesh, tensor: _finish(model, mesh, tensor, tied=tied),
         context=apply_context,
+        context_kinds=("ulysses", "ring", "2d"),
         check_context=check_context,
+        token_mean=apply_token_mean if hasattr(model, "lm_head") else None,
     )
 
 
 def fused_plan(model: Any) -> Plan:
-    """Of a decoder whose projections are fused (Phi-3): all but what divides them or their heads."""
+    """Return the plan of a decoder whose projections are fused (Phi-3): all but what divides them or their heads."""
     return replace(decoder_plan(model), check=_refuse_fused, context=None)
 
 
@@ -63,9 +66,7 @@ register_plan("phi3", fused_plan)
 
 
 def _refuse_fused(model: Any, *_: Any) -> None:
-    got = f"TensorParallel for {type(model).__name__}"
-    advice = "Its qkv_proj and gate_up_proj are fused: a rank's rows would be those of other heads. Shard it with config.data."
-    raise UnsupportedError(error_text(_NAME, "config.tensor", "None where projections are fused", got, advice=advice))
+    refuse_fused(_NAME, type(model).__name__, "qkv_proj and gate_up_proj")
 
 
 def _tied(model: Any) -> bool:
@@ -88,9 +89,24 @@ def _check(model: Any, tensor: TensorParallel, ranks: int) -> None:
                 path = f"layers.{number}.{name}"
                 advice = "Adapters and quantised layers cannot be split."
                 raise UnsupportedError(error_text(_NAME, path, "nn.Linear", kind.__name__, advice=advice))
+        reason = _reason_mlp_is_called(layer.mlp) if _has_tiled_mlp(layer) else None
+        if reason is not None:
+            advice = "Or untile_model(model) first."
+            rule, path = "of tiled_mlp's formula where it is tiled", f"layers.{number}.mlp"
+            raise UnsupportedError(error_text(_NAME, path, rule, reason, advice=advice))
     if _is_tiled(model) and not tensor.loss_parallel:
         advice = "Or untile_model(model) first."
         fail(_NAME, "config.tensor.loss_parallel", "True where the loss is tiled", False, advice=advice)
+
+
+def _has_tiled_mlp(layer: Any) -> bool:
+    return hasattr(layer.mlp, "_tiling")
+
+
+def _reason_mlp_is_called(mlp: Any) -> str | None:
+    from tiled_torch.models.mlps.tiled import reason_not_plain
+
+    return reason_not_plain(mlp)
 
 
 def _styles(model: Any, tensor: TensorParallel, prefix: str) -> dict[str, ParallelStyle]:
@@ -119,14 +135,14 @@ def _block_styles(model: Any, stream: Placement) -> dict[str, ParallelStyle]:
     # A tiled MLP reads the weights of its projections and gathers shard by shard; these styles then only split them.
     found |= {f"mlp.{name}": ColwiseParallel(input_layouts=stream) for name in _MLP[:-1]}
     found["mlp.down_proj"] = RowwiseParallel(output_layouts=stream, use_local_output=False)
-    if not hasattr(layer.mlp, "_tiling"):
+    if not _has_tiled_mlp(layer):
         found["mlp"] = Whole()
     return found
 
 
 def _finish(model: Any, mesh: DeviceMesh, tensor: TensorParallel, *, tied: bool) -> None:
     for layer in model.base_model.layers:
-        if hasattr(layer.mlp, "_tiling"):
+        if _has_tiled_mlp(layer):
             layer.mlp._run_split = MethodType(_mlp_runner(mesh, tensor.sequence_parallel), layer.mlp)
     if not hasattr(model, "lm_head"):
         return
@@ -139,15 +155,13 @@ def _finish(model: Any, mesh: DeviceMesh, tensor: TensorParallel, *, tied: bool)
 
 
 def _mlp_runner(mesh: DeviceMesh, sequence_parallel: bool) -> Any:
-    from tiled_torch.models.family import activation_of
-    from tiled_torch.models.tiling import family_of
+    from tiled_torch.models.mlps.tiled import activation_now, known_of
 
     def run(module: Any, x: Tensor) -> Tensor:
-        family = family_of(module)
-        assert family is not None
-        operands = family.operands(module)
-        activation = activation_of(getattr(module, family.activation)) or "silu"
-        options = {"activation": activation, "tiling": module._tiling, "backend": module._backend}
+        known = known_of(module)
+        assert known is not None
+        operands = known.operands(module)
+        options = {"activation": activation_now(module, known), "tiling": module._tiling, "backend": module._backend}
         weights = (operands.w_gate, operands.w_up, operands.w_down)
         return run_mlp(x, weights, operands.biases, options, mesh, sequence_parallel=sequence_parallel)
 

@@ -1,31 +1,38 @@
-"""Context parallelism of Hugging Face decoders: a batch is cut in front of the model, attention and loss are across ranks."""
+"""Hugging Face decoders whose loss is of several ranks: of context ranks, which cut a batch in front, and of data ranks."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shared_specs.errors import UnsupportedError, error_text, fail
+from shared_specs.config import ContextKind
+from shared_specs.errors import UnsupportedError, error_text, fail, show_shape
+from shared_specs.layers.ring import Order
 from shared_specs.plans.checks import check_context_heads, refuse_context
 from tiled_torch.collectives.conjugates import Sum, move
 from tiled_torch.collectives.groups import rank_group
 from tiled_torch.collectives.same_batch import check_same_batch
-from tiled_torch.layers.context import context_attention, context_slice
+from tiled_torch.layers.attention import causal_attention
+from tiled_torch.layers.context import context_attention, context_slice, whole_batch
+from tiled_torch.layers.documents import packed
+from tiled_torch.layers.ring import ring_attention
 
 _NAME = "parallelize"
 _FORWARD = "forward with context parallelism"
 # What a model is given of every token, and how else it is told of them.
 _CUT = ("input_ids", "inputs_embeds")
 _REFUSED = {
-    "position_ids": "Positions are those of the whole sequence; packed sequences need masks that are not there yet.",
     "past_key_values": "Generate with a model that was not parallelized.",
     "use_cache": "Generate with a model that was not parallelized.",
     "logits_to_keep": "Logits are those of this rank's tokens.",
     "output_attentions": "Weights of attention are nowhere written out.",
 }
-_KNOWN = (*_CUT, *_REFUSED, "attention_mask", "labels", "shift_labels", "num_items_in_batch")
+_KNOWN = (*_CUT, *_REFUSED, "position_ids", "attention_mask", "labels", "shift_labels", "num_items_in_batch")
 
 
 def check_context(model: Any, ranks: Mapping[str, int]) -> None:
@@ -59,42 +66,73 @@ def _rope_types(config: Any) -> set[Any]:
     return {one.get("rope_type", one.get("type")) for one in (given, *given.values()) if isinstance(one, dict)}
 
 
-def apply_context(model: Any, mesh: DeviceMesh) -> None:
-    """Let the model be called with whole sequences and compute with this rank's tokens of them."""
+def apply_context(model: Any, mesh: DeviceMesh, kind: ContextKind = "ulysses") -> None:
+    """Let the model be called with whole sequences and compute with this rank's tokens of them.
+
+    mesh: of one axis, with "2d" of two, that of the rings first.
+    """
     from tiled_torch.models.attention import route_attention
 
-    def route(q: Tensor, k: Tensor, v: Tensor, attend: Any) -> Tensor:
-        return context_attention(q, k, v, attend, group=mesh)
-
+    axes = [mesh[axis] for axis in mesh.mesh_dim_names or ()] if mesh.ndim > 1 else [mesh]
+    ring, heads = (axes[0] if kind != "ulysses" else None), (axes[-1] if kind != "ring" else None)
     attentions = [layer.self_attn for layer in model.base_model.layers]
-    route_attention(model, attentions, route)
+    route_attention(model, attentions, partial(_attend, ring, heads))
     for attention in attentions:
-        attention._context_ranks = mesh.size()
-    model.register_forward_pre_hook(_Cut(mesh), with_kwargs=True)
-    model.register_forward_hook(_Summed(mesh))
+        attention._context_ranks = 1 if heads is None else heads.size()
+    cut = _Cut(axes, "tokens") if ring is None else _Cut(axes, "zigzag")
+    model.register_forward_pre_hook(cut, with_kwargs=True)
+    model.register_forward_hook(SummedLoss(*axes))
+
+
+def _attend(
+    ring: DeviceMesh | None,
+    heads: DeviceMesh | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    documents: Any,
+    **options: Any,
+) -> Tensor:
+    """Return attention over a ring, over ranks that exchange tokens for heads, or over rings of those."""
+    if ring is None:
+        return context_attention(q, k, v, partial(causal_attention, **options), documents=documents, group=heads)
+    options.pop("dropout")  # none: `check_ring`
+    attend = partial(ring_attention, group=ring, **options)
+    if heads is None:
+        return attend(q, k, v, documents=documents)
+    return context_attention(q, k, v, attend, documents=documents, group=heads)
 
 
 class _Cut:
     """In front of the model: whole sequences become this rank's tokens, their positions and their shifted labels.
 
-    The loss of these is divided by the valid labels of all tokens, so that the ranks' losses add up to the whole's mean.
+    The loss of these is divided by the valid labels of all tokens, so that the ranks' losses add up to the whole's mean. Where
+    positions restart, attention is told of the documents of all tokens, and nothing is predicted at their seams.
     """
 
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self.mesh, self.compared = mesh, False
+    def __init__(self, axes: list[DeviceMesh], order: Order) -> None:
+        self.axes, self.compared = axes, False
+        self.order: Order = order
 
     def __call__(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
-        given = _named(model, args, kwargs)
+        given = arguments_of(model, args, kwargs)
         _check_given(given)
         ignore_index = given.get("ignore_index", -100)
-        whole = {name: given[name] for name in (*_CUT, "labels", "shift_labels") if given.get(name) is not None}
+        names = (*_CUT, "position_ids", "labels", "shift_labels")
+        whole = {name: given[name] for name in names if given.get(name) is not None}
         if not whole.keys().isdisjoint(("labels", "shift_labels")):
-            _check_loss(model)
+            check_decoder_loss(model)
         if not self.compared:  # who hands out batches wrongly does so in the first step
-            check_same_batch(_FORWARD, whole, self.mesh, "Each takes its own tokens of it.")
+            for axis in self.axes:
+                check_same_batch(_FORWARD, whole, axis, "Each takes its own tokens of it.")
             self.compared = True
-        mine = context_slice(whole, ignore_index=ignore_index, group=self.mesh)
+        group: Any = self.axes[0] if len(self.axes) == 1 else tuple(self.axes)
+        mine = context_slice(whole, ignore_index=ignore_index, order=self.order, group=group)
         given |= mine | {"attention_mask": None, "use_cache": False}
+        documents = packed(whole.get("position_ids"))
+        if documents is not None:
+            given["documents"] = documents
         targets = given.pop("shift_labels", None)
         if targets is not None:
             given |= {"labels": targets, "shift_labels": targets}
@@ -103,17 +141,19 @@ class _Cut:
         return (), given
 
 
-class _Summed:
-    """Behind the model: the loss of all ranks' tokens, the same on every rank."""
+class SummedLoss:
+    """Behind the model: the loss of all tokens of the ranks of these axes, the same on every rank."""
 
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self.mesh = mesh
+    def __init__(self, *axes: DeviceMesh) -> None:
+        self.axes = axes
 
     def __call__(self, model: Any, _: Any, outputs: Any) -> Any:
         # Every rank goes on with the whole loss, so that its backward sums what all of them ask for: the mean over the
         # ranks that sharded data parallelism takes of gradients is then that of equal parts.
         def total(loss: Tensor) -> Tensor:
-            return move(loss, rank_group(_FORWARD, self.mesh), Sum(), Sum())
+            for axis in self.axes:
+                loss = move(loss, rank_group(_FORWARD, axis), Sum(), Sum())
+            return loss
 
         if isinstance(outputs, tuple):
             return (total(outputs[0]), *outputs[1:]) if outputs and outputs[0].dim() == 0 else outputs
@@ -122,7 +162,53 @@ class _Summed:
         return outputs
 
 
-def _named(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def apply_token_mean(model: Any, meshes: Sequence[DeviceMesh]) -> None:
+    """Let the model, called with labels on every data rank, return the mean over all of their labels on each.
+
+    Engines average the gradients of the ranks' losses, which are means over unequal numbers of labels that count. Here each
+    rank's sum is divided by the number of all ranks', which they add up in front of the model; behind it the losses are added
+    up. Two numbers are exchanged in a call.
+
+    `num_items_in_batch`, where it is given, is how many labels count in all micro-batches of this rank's step; the ranks' are
+    added up, and the losses of the micro-batches add up to the mean over all of them.
+
+    Args:
+        meshes: of one axis each, along which batches differ.
+    """
+    model.register_forward_pre_hook(_Counted(meshes), with_kwargs=True)
+    model.register_forward_hook(SummedLoss(*meshes))
+
+
+class _Counted:
+    """In front of the model: what its loss is divided by."""
+
+    def __init__(self, meshes: Sequence[DeviceMesh]) -> None:
+        self.meshes = meshes
+
+    def __call__(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = arguments_of(model, args, kwargs)
+        names = ("labels", "shift_labels", "position_ids")
+        whole = {name: given[name] for name in names if given.get(name) is not None}
+        if whole.keys().isdisjoint(("labels", "shift_labels")):
+            return None
+        check_decoder_loss(model)
+        ignore_index = given.get("ignore_index", -100)
+        # What is counted is what the loss is of: nothing across a seam of documents, in untiled models neither.
+        targets = whole_batch(whole, ignore_index)["shift_labels"]
+        count = given.get("num_items_in_batch")
+        if count is None:
+            count = (targets != ignore_index).sum()
+        total = self._of_all(torch.as_tensor(count).to(targets.device, torch.int64))
+        return (), given | {"labels": targets, "shift_labels": targets, "num_items_in_batch": total}
+
+    def _of_all(self, count: Tensor) -> Tensor:
+        total = count.clone()  # a tensor that a caller gave stays
+        for mesh in self.meshes:
+            dist.all_reduce(total, group=mesh.get_group())
+        return total.clamp(min=1)
+
+
+def arguments_of(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return all arguments of a call by their names."""
     found = dict(inspect.signature(type(model).forward).bind(model, *args, **kwargs).arguments)
     found.pop("self", None)
@@ -135,6 +221,10 @@ def _check_given(given: Mapping[str, Any]) -> None:
         value = given.get(name)
         if value is not None and not (isinstance(value, int) and value == 0):
             fail(_FORWARD, name, "left out", type(value).__name__, advice=advice)
+    positions = given.get("position_ids")
+    if positions is not None and not (isinstance(positions, Tensor) and positions.dim() == 2):
+        got = show_shape(tuple(positions.shape)) if isinstance(positions, Tensor) else type(positions).__name__
+        fail(_FORWARD, "position_ids", "[B or 1, tokens], of whole sequences", got)
     mask = given.get("attention_mask")
     if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2 and bool(mask.all())):
         advice = (
@@ -148,7 +238,12 @@ def _check_given(given: Mapping[str, Any]) -> None:
             )
 
 
-def _check_loss(model: Any) -> None:
+def check_decoder_loss(model: Any) -> None:
+    """Check that the model's loss is a mean over tokens, of which ranks can compute parts.
+
+    Raises:
+        UnsupportedError: it is another one.
+    """
     loss = getattr(model.loss_function, "__name__", type(model.loss_function).__name__)
     if loss != "ForCausalLMLoss":
         advice = "Compute it from the logits and the labels of context_slice."
@@ -156,6 +251,6 @@ def _check_loss(model: Any) -> None:
 
 
 def _valid(whole: Mapping[str, Tensor], ignore_index: int) -> Tensor:
-    """Return how many labels count in the whole sequences."""
-    targets = whole["shift_labels"] if "shift_labels" in whole else whole["labels"][:, 1:]
+    """Return how many labels count in the whole sequences, none at the end of a document."""
+    targets = whole_batch(whole, ignore_index)["shift_labels"]
     return (targets != ignore_index).sum().clamp(min=1)

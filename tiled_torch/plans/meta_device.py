@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shared_specs.errors import fail
+from shared_specs.errors import fail, fail_with
 from tiled_torch.collectives.initialise import Parts, fill_local
 
 _NAME = "materialize"
@@ -56,12 +56,8 @@ def materialize(
 def _check(model: nn.Module, weights: Mapping[str, Parts]) -> None:
     parameters = dict(model.named_parameters())
     for name in parameters.keys() ^ weights.keys():
-        fail(
-            _NAME,
-            "weights",
-            "one for every parameter",
-            f"{'none' if name in parameters else 'one too many'} for {name}",
-        )
+        wrong = "weights has none for the parameter" if name in parameters else "weights has one for no parameter:"
+        fail_with(_NAME, f"{wrong} {name}", advice="Give one for every parameter.")
     for name, whole in weights.items():
         if whole.shape != parameters[name].shape:
             fail(_NAME, f"weights['{name}']", f"of shape {list(parameters[name].shape)}", list(whole.shape))
@@ -98,7 +94,8 @@ def _initialise(model: nn.Module, path: str, module: nn.Module, seed: int, *, dr
     for name, tensor in ((whole if drawn else {}) | module._buffers).items():
         if tensor is not None and tensor.is_floating_point() and bool(tensor.isnan().any()):
             advice = "Set it in reset_parameters(), or in _init_weights() of the model."
-            fail(_NAME, f"{path}.{name}".removeprefix("."), "set by its module", "left as it was", advice=advice)
+            whole_name = f"{path}.{name}".removeprefix(".")
+            fail_with(_NAME, f"{whole_name} was not set by its module", advice=advice)
     for name, parameter in own.items():
         fill_local(parameter, whole[name])
 

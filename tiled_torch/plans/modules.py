@@ -28,7 +28,7 @@ def check_mlp(module: TiledMLP, tensor: TensorParallel, ranks: int) -> None:
     check_divides(_NAME, sizes, tensor.axis, ranks)
 
 
-def check_loss(module: TiledLinearCrossEntropy, tensor: TensorParallel, ranks: int) -> None:
+def check_loss_module(module: TiledLinearCrossEntropy, tensor: TensorParallel, ranks: int) -> None:
     """Check that a TiledLinearCrossEntropy can be split over so many ranks.
 
     Raises:
@@ -47,5 +47,5 @@ register_plan(TiledLinear, Plan(blocks=""))
 register_plan(TiledMLP, Plan(blocks="", check=check_mlp, styles=_mlp_styles, same_batch=False))
 register_plan(
     TiledLinearCrossEntropy,
-    Plan(blocks="", check=check_loss, styles=lambda *_: {"": TiledLossStyle()}, same_batch=False),
+    Plan(blocks="", check=check_loss_module, styles=lambda *_: {"": TiledLossStyle()}, same_batch=False),
 )

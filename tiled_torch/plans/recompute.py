@@ -147,7 +147,7 @@ def every_second_product() -> Any:
 
 
 def most_expensive() -> Any:
-    """Those of mode "op"."""
+    """Return the contexts of one selective checkpoint of mode "op"."""
     forward, again = create_selective_checkpoint_contexts(_Operators())
     if torch.compiler.is_compiling():
         return forward, again  # the compiler takes no others, and collectives of `transport` are in no graph

@@ -1,6 +1,6 @@
 """Plans: where a kind of model has its blocks and ends, and how tensor parallelism splits them; users add their own."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from shared_specs.config import TensorParallel
+from shared_specs.config import ContextKind, TensorParallel
 from shared_specs.errors import UnsupportedError, error_text, fail
 
 
@@ -36,7 +36,11 @@ class Plan:
             False where ranks are called with tokens of their own.
         context: (model, mesh of one axis) -> None; lets the model, called with whole sequences, compute with this rank's
             tokens of them; None where there is no context parallelism. See `context_slice` and `context_attention`.
-        check_context: (model, ranks of the axes that divide heads by name, context's last) -> None; as `check`.
+        context_kinds: of `DataParallel.context`, those that `context` knows. For others than "ulysses" it is called with the
+            kind as well, for "2d" with a mesh of two axes.
+        check_context: (model, ranks of the axes that divide heads by name, context's last; a ring's as 1) -> None; as `check`.
+        token_mean: (model, meshes of one axis each) -> None; lets the model's loss be the mean over the labels of all ranks of
+            these axes, the same on each; None where the loss is not the model's own. See `DataParallel.loss_mean`.
     """
 
     blocks: str
@@ -46,8 +50,10 @@ class Plan:
     styles: Callable[[Any, TensorParallel], Mapping[str, ParallelStyle]] | None = None
     finish: Callable[[Any, DeviceMesh, TensorParallel], None] = _nothing
     same_batch: bool = True
-    context: Callable[[Any, DeviceMesh], None] | None = None
+    context: Callable[..., None] | None = None
+    context_kinds: tuple[ContextKind, ...] = ("ulysses",)
     check_context: Callable[[Any, Mapping[str, int]], None] = _nothing
+    token_mean: Callable[[Any, Sequence[DeviceMesh]], None] | None = None
 
     def blocks_of(self, model: nn.Module) -> list[nn.Module]:
         """Return the layers of this model, in order."""

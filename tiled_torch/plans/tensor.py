@@ -8,6 +8,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from shared_specs.config import TensorParallel
+from tiled_torch.models.block.shards import BlockRanks
+from tiled_torch.plans.recompute import is_tiled_block
 from tiled_torch.plans.registry import Plan
 from tiled_torch.plans.tensor_styles import whole_gradients
 
@@ -15,12 +17,22 @@ from tiled_torch.plans.tensor_styles import whole_gradients
 def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, tensor: TensorParallel, plan: Plan) -> None:
     """Split the model over `mesh`, one axis, as its plan says."""
     assert plan.styles is not None
+    blocks: list[Any] = [block for block in plan.blocks_of(model) if is_tiled_block(block)]
+    before = set().union(*map(_hooks_of, blocks))
     for path, style in plan.styles(model, tensor).items():
         parallelize_module(model, mesh, {path: style} if path else style)
     plan.finish(model, mesh, tensor)
     whole_gradients(model)
+    for block in blocks:
+        block._block_ranks = BlockRanks(mesh, tensor.sequence_parallel, frozenset(_hooks_of(block) - before))
     if tensor.asynchronous:
         _overlap(mesh)
+
+
+def _hooks_of(block: nn.Module) -> set[int]:
+    """Return the numbers of the hooks of all modules inside: the styles', when they have been applied."""
+    found = (inner for inner in block.modules() if inner is not block)
+    return {number for inner in found for number in (*inner._forward_pre_hooks, *inner._forward_hooks)}
 
 
 def reason_not_asynchronous() -> str | None:

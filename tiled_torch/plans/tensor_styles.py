@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, partial
+from math import prod
 from typing import Any, Literal
 
 import torch
@@ -12,8 +13,13 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle
 
 from shared_specs.collectives.partitions import VocabPartition
+from shared_specs.collectives.sequence_plan import SequencePlan, plan_sequence
 from shared_specs.config import LossOptions
 from shared_specs.errors import UnsupportedError, error_text
+from shared_specs.layers.block_costs import WIDE
+from tiled_torch.collectives.conjugates import Join, SumSplit, move
+from tiled_torch.collectives.groups import rank_group
+from tiled_torch.core.tensors import device_kind
 from tiled_torch.layers.embedding import own_rows
 from tiled_torch.loss.module import TiledLinearCrossEntropy
 from tiled_torch.loss.ranks import vocab_parallel_linear_cross_entropy
@@ -76,7 +82,7 @@ class Norm(ParallelStyle):
         if self.result == "split":
             return y
         # FSDP2 warns where a module returns a view, which to_local is.
-        return y.to_local() if self.result == "local" else gathered(y).clone()
+        return y.to_local() if self.result == "local" else gather_whole(y).clone()
 
 
 class Whole(ParallelStyle):
@@ -117,7 +123,7 @@ class HeadStyle(ColwiseParallel):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module = super()._apply(Whole()._apply(module, device_mesh), device_mesh)
         if self.gathered:
-            module.register_forward_hook(lambda _, __, y: gathered(y).clone())  # a view otherwise, as above
+            module.register_forward_hook(lambda _, __, y: gather_whole(y).clone())  # a view otherwise, as above
         return module
 
 
@@ -150,8 +156,10 @@ def check_tokens(ids: Sequence[int], layout: Placement, ranks: int) -> None:
 class Embedding(ParallelStyle):
     """An `nn.Embedding` split by vocabulary whose result is a DTensor in `layout`; ids are the same on every rank.
 
-    A rank looks up the rows that it holds, and the parts are added. Under torch's RowwiseParallel every rank makes and keeps
-    the whole [V, H] gradient, and the layer cannot be compiled: its mask travels in a placement.
+    A rank looks up the rows that it holds, and the parts are added; where the layout splits the tokens, of as many tokens at a
+    time as a shard has, so that those of all ranks, [T, H], are never there (in compiled code they are). Under torch's
+    RowwiseParallel every rank makes and keeps the whole [V, H] gradient, and the layer cannot be compiled: its mask travels in
+    a placement.
     """
 
     def __init__(self, layout: Placement) -> None:
@@ -179,9 +187,39 @@ class _SplitEmbedding(nn.Embedding):
         start = min(mesh.get_local_rank() * chunk, vocab)
         weight = self.weight.to_local()
         part = VocabPartition(start, weight.shape[0], vocab)
-        rows = own_rows("Embedding", gathered(ids), weight, part, padding_idx=self.padding_idx)
+        ids = gather_whole(ids)
+        shards = _shards_of_positions(ids, self._layout, mesh.size())
+        if len(shards) > 1 and not torch.compiler.is_compiling():  # which plans memory itself
+            return self._in_shards(ids, weight, part, shards)
+        rows = own_rows("Embedding", ids, weight, part, padding_idx=self.padding_idx)
         whole = DTensor.from_local(rows, mesh, [Partial()], run_check=False)
         return whole.redistribute(placements=[self._layout])
+
+    def _in_shards(self: Any, ids: Tensor, weight: Tensor, part: VocabPartition, shards: SequencePlan) -> Tensor:
+        """Gradients of the shards are added in float32; the last axis of ids is split."""
+        dim, over = ids.dim() - 1, rank_group("Embedding", self._tensor_mesh)
+        summed = weight.float() if weight.requires_grad and weight.element_size() < WIDE else weight
+        starts = [sum(shards.tokens[:rank]) for rank in range(len(shards.tokens))]
+        found = []
+        for shard in range(len(shards)):
+            spans = [(start + shards.span(rank, shard)[0], size) for rank, (start, size) in
+                     enumerate(zip(starts, shards.sizes(shard), strict=True))]  # fmt: skip
+            own = torch.cat([ids.narrow(dim, start, size) for start, size in spans], dim)
+            rows = own_rows("Embedding", own, summed.to(weight.dtype), part, padding_idx=self.padding_idx)
+            found.append(move(rows, over, SumSplit(dim, shards.sizes(shard)), Join(dim, shards.sizes(shard))))
+        shape = torch.Size((*ids.shape, weight.shape[1]))
+        return _of_parts(torch.cat(found, dim), shape, self._tensor_mesh, self._layout)
+
+
+def _shards_of_positions(ids: Tensor, layout: Placement, ranks: int) -> SequencePlan:
+    """Return how the positions of all sequences are cut that the ranks have of [B, S] ids; one shard where they have none."""
+    length, batch = ids.shape[-1], ids.shape[:-1].numel()
+    if layout != Shard(ids.dim() - 1) or ids.numel() == 0:
+        return SequencePlan((length,), max(length, 1))
+    positions = _parts_of(length, ranks)
+    tokens = tuple(batch * own for own in positions)
+    rows = plan_sequence("Embedding", tokens, device=device_kind(ids.device)).shard_tokens
+    return SequencePlan(positions, max(1, rows // batch))
 
 
 @cache
@@ -247,16 +285,25 @@ def run_mlp(
     sizes = local_tokens(x, dim, mesh.size()) if sequence_parallel else None
     y = call(x.to_local(), *weights, split_sizes=sizes)
     shape = torch.Size((*x.shape[:-1], y.shape[-1]))
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(y, mesh, [layout], run_check=False, shape=shape, stride=stride)
+    return _of_parts(y, shape, mesh, layout)
+
+
+def _of_parts(own: Tensor, shape: torch.Size, mesh: DeviceMesh, layout: Placement) -> DTensor:
+    """Return a contiguous DTensor of parts that may be of unequal sizes."""
+    stride = tuple(prod(size or 1 for size in shape[dim + 1 :]) for dim in range(len(shape)))
+    return DTensor.from_local(own, mesh, [layout], run_check=False, shape=shape, stride=stride)
 
 
 def local_tokens(x: Tensor, dim: int, ranks: int) -> tuple[int, ...]:
-    """Return tokens (leading dims flattened) of every rank of a DTensor whose `dim` is split: full chunks first, then less."""
-    length = x.shape[dim]
+    """Return tokens (leading dims flattened) of every rank of a DTensor whose `dim` is split."""
+    others = x.shape[:-1].numel() // max(x.shape[dim], 1)
+    return tuple(others * own for own in _parts_of(x.shape[dim], ranks))
+
+
+def _parts_of(length: int, ranks: int) -> tuple[int, ...]:
+    """Return how many of a dim every rank of a DTensor has: full chunks first, then less."""
     chunk = -(-length // ranks)
-    others = x.shape[:-1].numel() // max(length, 1)
-    return tuple(others * max(0, min(length, (rank + 1) * chunk) - rank * chunk) for rank in range(ranks))
+    return tuple(max(0, min(length, (rank + 1) * chunk) - rank * chunk) for rank in range(ranks))
 
 
 class TiledLossStyle(ParallelStyle):
@@ -293,14 +340,14 @@ def split_loss(x: Tensor, weight: Tensor, targets: Tensor, *, loss: LossOptions 
     run = partial(vocab_parallel_linear_cross_entropy, loss=loss, **options)
     dim = x.dim() - 2
     if not isinstance(x, DTensor) or x.placements != (Shard(dim),) or not loss.gradients_in_forward:
-        return run(gathered(x), weight, targets)
+        return run(gather_whole(x), weight, targets)
     ranks, rank = x.device_mesh.size(), x.device_mesh.get_local_rank()
     chunk = -(-x.shape[dim] // ranks)
     mine = targets.narrow(dim, min(rank * chunk, x.shape[dim]), x.to_local().shape[dim])
     return run(x.to_local(), weight, mine, sequence_parallel=True, split_sizes=local_tokens(x, dim, ranks))
 
 
-def gathered(x: Tensor) -> Tensor:
+def gather_whole(x: Tensor) -> Tensor:
     """Return the whole of a DTensor on every rank; its gradient has to be the same on all of them."""
     if not isinstance(x, DTensor):
         return x

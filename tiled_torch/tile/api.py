@@ -20,7 +20,7 @@ from shared_specs.tile.checks import check_tile
 from tiled_torch.core import replay
 from tiled_torch.core.tensors import device_kind, refuse_second_order
 from tiled_torch.tile import forward_mode, token_layout
-from tiled_torch.tile.call import Call
+from tiled_torch.tile.call import Around, TiledCall, alone
 from tiled_torch.tile.state import mode_of
 
 _UNTILED = "; differentiate fn itself, or use tiled_jax."
@@ -84,10 +84,18 @@ def tile(fn: Callable[..., Any], *, num_shards: int | None = None, tiling: Tilin
 
 
 class Tiled:
-    """The result of `tile`. function: the public function called, for its messages."""
+    """The result of `tile`. function: the public function called, for its messages. around: makes the context in
+    which all shards run, of forward and, told True, of backward.
+    """
 
-    def __init__(self, fn: Callable[..., Any], tiling: Tiling, function: str = "tile") -> None:
-        self.fn, self.tiling, self.function = fn, tiling, function
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        tiling: Tiling,
+        function: str = "tile",
+        around: Around = alone,
+    ) -> None:
+        self.fn, self.tiling, self.function, self.around = fn, tiling, function, around
 
     def __repr__(self) -> str:
         return f"tile({self.fn!r}, tiling={self.tiling!r})"
@@ -100,12 +108,13 @@ class Tiled:
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         replay.refuse_transforms(self.function, "fn")
         layout, tensors = token_layout.split(self.fn, args, kwargs, function=self.function)
-        with mode_of(tensors):
+        with mode_of(tensors), self.around(False):
             return self._run_split(layout, tensors)
 
     def _run_split(self, layout: token_layout.Layout, tensors: list[Tensor]) -> Any:
         device = tensors[layout.rowed.index(True)].device
-        call = Call(self.fn, layout, plan_of(layout, self.tiling, device), tensors, device)
+        call = TiledCall(self.fn, layout, plan_shards(layout, self.tiling, device), tensors, device)
+        call.around = self.around
         token = call.units.open(device)
         with torch.no_grad():
             flat = layout.flat(tensors)
@@ -122,11 +131,12 @@ class Tiled:
         return pytree.tree_unflatten(results, call.spec)
 
 
-def plan_of(layout: token_layout.Layout, tiling: Tiling, device: torch.device) -> ShardPlan:
+def plan_shards(layout: token_layout.Layout, tiling: Tiling, device: torch.device) -> ShardPlan:
+    """Return the shards of the tokens of a call."""
     return plan_tiling(layout.tokens, tiling, device=device_kind(device))
 
 
-def _with_none(call: Call, results: tuple[Tensor, ...]) -> list[Tensor | None]:
+def _with_none(call: TiledCall, results: tuple[Tensor, ...]) -> list[Tensor | None]:
     given = iter(results)
     return [None if form is None else next(given) for form in call.forms]
 
@@ -135,7 +145,7 @@ class TileSave(torch.autograd.Function):
     """Packs the arguments; owns the backward. Outputs: one anchor for each differentiable result."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, token: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, call: TiledCall, token: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.call = call
         ctx.set_materialize_grads(False)
         # Arguments: fn is computed again from them. What fn captures it finds by itself; versions guard it.
@@ -155,7 +165,7 @@ class TileSave(torch.autograd.Function):
         if forward_mode.active() and any(forward_mode.tangent_of(danchor) is not None for danchor in danchors):
             forward_mode.refuse(call.layout.function)
         own = len(call.needs)
-        with mode_of(saved):
+        with mode_of(saved), call.around(True):
             return (None, token, *call.backward(saved[:own], saved[own:], danchors))
 
 
@@ -163,7 +173,7 @@ class TileRun(torch.autograd.Function):
     """Computes the results from detached operands; saves nothing and hands their gradients to the anchors."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, flat: list[Tensor], *anchors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, call: TiledCall, flat: list[Tensor], *anchors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         results = call.forward(flat)
         pairs = list(zip(results, call.differentiable, strict=True))

@@ -1,7 +1,7 @@
 """One call of a tiled function: its probe, its loop over shards, and the loop of its backward. No autograd nodes."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,9 +20,16 @@ from tiled_torch.tile.state import Override, State, is_fake, refuse_written_argu
 from tiled_torch.tile.versions import Versions
 
 PROBE_TOKENS = 2  # with one token, [1, t, ...] and [t, 1, ...] would look alike
+Around = Callable[[bool], AbstractContextManager[Any]]
 
 
-class Call:
+def alone(backward: bool) -> AbstractContextManager[Any]:
+    """Return a context that does nothing."""
+    del backward
+    return nullcontext()
+
+
+class TiledCall:
     """The state that forward leaves for backward; autograd sees every tensor that is kept."""
 
     def __init__(
@@ -49,9 +56,10 @@ class Call:
         self.captures: list[captures.Capture] = []
         self.state: State | None = None
         self.versions: Versions | None = None
+        self.around: Around = alone
 
     def probe(self, flat: Sequence[Tensor]) -> None:
-        """Runs fn on the first tokens for the form of its results and the tensors it reaches; leaves no other trace."""
+        """Run fn on the first tokens for the form of its results and the tensors it reaches. No other trace remains."""
         tokens = min(PROBE_TOKENS, self.layout.tokens)
         since = captures.now()
         with (
@@ -185,7 +193,7 @@ class Call:
         return iter([next(found) if tensor.requires_grad else None for tensor in everything])
 
     def _rows_of(self, doutputs: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """For every result its gradient as rows, None where it has none."""
+        """Return the gradient of every result as rows; None where it has none."""
         given = iter(doutputs)
         return [
             form.rows(d, self.layout.tokens) if form and differentiable and (d := next(given)) is not None else None

@@ -53,7 +53,7 @@ def modules_of(fn: Any) -> list[nn.Module]:
 
 
 def tensors_of(fn: Any) -> list[Tensor]:
-    """Tensors that a function can be seen to use, in the same places."""
+    """Return the tensors that a function can be seen to use, in the same places."""
     return [item for item in _used_by(fn) if isinstance(item, Tensor)]
 
 
@@ -132,12 +132,12 @@ def reached(results: Sequence[Tensor], derived: Iterable[Edge], since: int) -> t
         if type(node).__name__ == "AccumulateGrad":
             leaves[id(node.variable)] = node.variable  # type: ignore[attr-defined]
         elif node._sequence_nr() < since:
-            _refuse_history(node)
+            _refuse_outside_graph(node)
         ahead.extend((after, i) for after, i in node.next_functions if after is not None)
     return list(leaves.values()), list(edges)
 
 
-def _refuse_history(node: Node) -> None:
+def _refuse_outside_graph(node: Node) -> None:
     rule = "a leaf or an argument of fn"
     advice = "Pass it to the tiled function as an argument; its gradient is then returned."
     got = f"the result of {node.name()}, computed outside fn"
@@ -167,7 +167,7 @@ def captures_of(
 
 
 def refuse_late(results: Sequence[Tensor], known: Sequence[Tensor], since: int) -> None:
-    """SpecError if results depend on a leaf that is not known: its gradient would be lost."""
+    """Raise SpecError if results depend on a leaf that is not known: its gradient would be lost."""
     ids = {id(tensor) for tensor in known}
     for leaf in reached(results, (), since)[0]:
         if id(leaf) not in ids:

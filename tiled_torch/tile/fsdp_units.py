@@ -41,13 +41,13 @@ class Units:
         self.refused = [module for module in modules if _is_engine(module) and module not in self.allowed]
 
     def check(self, module: nn.Module) -> None:
-        """UnsupportedError if the module that fn calls communicates, and is not one of the units."""
+        """Refuse a module that fn calls and that communicates, but is not one of the units: UnsupportedError."""
         refuse_called(module)
         if self.loaded and _is_engine(module) and module not in self.allowed:
             _refuse(module, None)
 
     def open(self, device: torch.device) -> Tensor | None:
-        """Gathers every unit. Returns a token whose gradient, computed last, makes each unit reduce its gradients."""
+        """Gather every unit. Return a token whose gradient, computed last, makes each unit reduce its gradients."""
         if not self.states:
             return None
         token = torch.zeros((), device=device, requires_grad=torch.is_grad_enabled())
@@ -56,13 +56,13 @@ class Units:
         return token
 
     def close(self, anchors: Sequence[Tensor]) -> None:
-        """Frees the units; gradients of the anchors gather them again before backward."""
+        """Free the units. The gradients of the anchors gather them again before backward."""
         for unit, state in reversed(self.states):
             state._post_forward(unit, (), tuple(anchors))
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """While shards run, a unit's hooks neither gather nor free: the state FSDP2 itself has for recomputation."""
+        """Keep the units' hooks from gathering and freeing while shards run: FSDP2's own state for recomputation."""
         with ExitStack() as stack:
             for module in self.refused:
                 stack.callback(module.register_forward_pre_hook(_refuse).remove)
@@ -112,7 +112,7 @@ def _refuse(module: nn.Module, _: Any) -> None:
 
 
 def _check_policy(unit: nn.Module, state: Any) -> None:
-    """Older releases do not cast a unit's inputs in the state that `paused` sets."""
+    """Refuse a policy of older releases, which do not cast a unit's inputs in the state that `paused` sets."""
     policy = state._mp_policy
     if not (policy.cast_forward_inputs and policy.param_dtype) or hasattr(state, "_cast_forward_inputs"):
         return

@@ -19,7 +19,7 @@ from tiled_torch.core import replay
 from tiled_torch.core.replay import is_capturing
 from tiled_torch.core.tensors import wide_dtype
 from tiled_torch.tile import token_layout
-from tiled_torch.tile.api import Tiled, plan_of
+from tiled_torch.tile.api import Tiled, plan_shards
 from tiled_torch.tile.captures import modules_of
 from tiled_torch.tile.fsdp_units import Units
 from tiled_torch.tile.probe import watched
@@ -105,7 +105,7 @@ def _same_module(fn: Callable[..., Any], columns: Callable[..., Any]) -> Callabl
 
 @torch.no_grad()
 def _refuse_mean(fn: Callable[..., Any], x: Tensor, args: tuple[Any, ...], options: Tiling) -> None:
-    """SpecError where fn's scalars are seen to be means. Looks once for a function and its kinds of arguments."""
+    """Raise SpecError where fn's scalars are seen to be means. Looks once for a function and its kinds of arguments."""
     layout, tensors = token_layout.split(fn, (x, *args), {}, function=_NAME)
     if not layout.tokens or torch._C._are_functorch_transforms_active() or any(map(is_fake, tensors)):
         return
@@ -127,7 +127,7 @@ def _refuse_mean(fn: Callable[..., Any], x: Tensor, args: tuple[Any, ...], optio
         found = pytree.tree_leaves(fn(*cut))
         return [float(a) for a in found if isinstance(a, Tensor) and a.dim() == 0 and a.is_floating_point()]
 
-    plan = plan_of(layout, options, x.device)
+    plan = plan_shards(layout, options, x.device)
     with replay.random_state_kept(x.device), watched(modules, units.check):
         told = means.look(_NAME, means.samples(layout.tokens, plan.shard_tokens), scalars)
     _LOOKS.done(fn, arguments, told=told)

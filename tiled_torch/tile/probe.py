@@ -18,7 +18,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tiled_torch.tile.state import (
-    FEW,
+    SMALL_BYTES,
     Bindings,
     Slot,
     State,
@@ -57,7 +57,7 @@ class Watch(TorchDispatchMode):
 
     @property
     def generators(self) -> list[torch.Generator]:
-        """Those that were passed to an operation; the default ones only where they were passed too."""
+        """Return the generators that were passed to an operation; a default one only where it was passed too."""
         return [generator for generator, _ in self._generators.values()]
 
     def see(self, module: nn.Module) -> None:
@@ -88,17 +88,17 @@ class Watch(TorchDispatchMode):
         for module, ran in self.called.items():
             for tensor in () if ran else module._buffers.values():
                 # Nobody has seen what it writes, and not every write has a new version (batch norm's, those to .data).
-                if tensor is not None and (slot := slot_of(tensor)).nbytes <= FEW:
+                if tensor is not None and (slot := slot_of(tensor)).nbytes <= SMALL_BYTES:
                     late[key_of(tensor)] = slot
         return State(function, followed, others, {**late, **self.written}, bool(self.written or self.bound))
 
     def tables(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-        """Of every module its tables, each with a copy of what the run found there."""
+        """Return the tables of every module, each with a copy of what the run found there."""
         for bindings in self.modules.values():
             yield from zip(bindings.tables, bindings.found, strict=True)
 
     def parameters(self, module: nn.Module | None) -> Iterator[Tensor]:
-        """Those of a module, and of those that the run called."""
+        """Return the parameters of a module, and of the modules that the run called."""
         yield from () if module is None else module.parameters()
         for called in self.called:
             yield from (p for p in called._parameters.values() if p is not None)
@@ -116,7 +116,7 @@ class Watch(TorchDispatchMode):
             yield from bindings.tensors()
 
     def refuse_writes(self, function: str) -> None:
-        """SpecError where the run wrote to its arguments, or values that need a gradient to what is not its own."""
+        """Raise SpecError where the run wrote to its arguments, or values that need a gradient to what is not its own."""
         if any(key in self._own for key in self.written):
             refuse_written_argument(function)
         refuse_history(function, self._targets)

@@ -26,7 +26,7 @@ class RowGradient:
         self.rows[start:stop] = part
 
     def result(self) -> Tensor | None:
-        """None where no shard depends on the tensor, as in the untiled function."""
+        """Return the gradient; None where no shard depends on the tensor, as in the untiled function."""
         if self.rows is not None:
             for start, stop in self.missing:
                 self.rows[start:stop] = 0
@@ -61,7 +61,7 @@ class WholeGradient:
             self.acc.add_(part)
 
     def result(self) -> Tensor | None:
-        """None where no shard depends on the tensor, or where its gradient already is in `main_grad`."""
+        """Return the gradient; None where no shard depends on the tensor, or where its gradient already is in `main_grad`."""
         if not self.reached:
             return None
         if self.main_grad is None:

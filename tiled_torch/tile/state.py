@@ -16,7 +16,7 @@ Override = tuple[Table, Any, Any]  # a table, and what a name in it is bound to 
 
 # Bytes of one tensor. Up to so many are copied for every shard. Of a larger one that fn writes there is a single copy, of
 # before the first shard: the recomputed shards write it again, in order.
-FEW = 2**16
+SMALL_BYTES = 2**16
 
 
 def is_fake(tensor: Any) -> bool:
@@ -65,13 +65,13 @@ class _TensorSlot:
 
 
 def plain_storage(tensor: Any) -> UntypedStorage | None:
-    """None where it has no bytes of its own: subclasses, sparse and meta tensors."""
+    """Return a tensor's storage; None where it has no bytes of its own: subclasses, sparse and meta tensors."""
     plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_meta
     return tensor.untyped_storage() if plain else None
 
 
 def key_of(tensor: Tensor) -> int:
-    """Equal for tensors that share memory, as far as that can be seen."""
+    """Return a number that is equal for tensors that share memory, as far as that can be seen."""
     strided = type(tensor) in (Tensor, nn.Parameter) or is_fake(tensor)
     return tensor.untyped_storage()._cdata if strided and tensor.layout is torch.strided else id(tensor)
 
@@ -111,7 +111,7 @@ class Bindings:
         return any(map(_differ, self.tables, self.found))
 
     def now(self, last: Held) -> Held:
-        """As they are; `last` itself where nothing has changed since."""
+        """Return the values as they are now; `last` itself where nothing has changed since."""
         if not any(map(_differ, self.tables, last)):
             return last
         return tuple(_copy(t) if _differ(t, old) else old for t, old in zip(self.tables, last, strict=True))
@@ -183,10 +183,10 @@ class State:
         self._small: dict[int, tuple[Tensor, Slot]] = {}  # what a later shard might write
 
     def record(self) -> None:
-        """A shard begins."""
+        """Note the state in which a shard begins."""
         last = self.frames[-1] if self.frames else None
         held = self._held(tuple(self.followed.found) if last is None else last.held)
-        copies = {key: s.copy() for key, s in self.written.items() if last is None or s.nbytes <= FEW}
+        copies = {key: s.copy() for key, s in self.written.items() if last is None or s.nbytes <= SMALL_BYTES}
         if last is None or held is not last.held:
             self._small |= self._new_small(held)
         for key, (tensor, slot) in self._small.items():
@@ -214,7 +214,7 @@ class State:
 
     @contextmanager
     def again(self, overrides: Sequence[Override]) -> Iterator[Callable[[int], None]]:
-        """Yields what puts back the state that a shard found; afterwards all stands as it does now."""
+        """Put back the state that a shard found, inside this context; afterwards the present state again."""
         later = [(bindings, list(map(_copy, bindings.tables))) for bindings in (self.followed, self.others)]
         frames = [_Frame(self.followed.usable(frame.held, overrides), frame.copies) for frame in self.frames]
         slots = {key: slot for key, slot in self.written.items() if any(key in frame.copies for frame in frames)}
@@ -254,7 +254,7 @@ class State:
             key = key_of(value)
             if key not in self.written and key not in self._small:
                 slot = slot_of(value)
-                if slot.nbytes <= FEW:
+                if slot.nbytes <= SMALL_BYTES:
                     found[key] = value, slot
         return found
 
@@ -279,7 +279,7 @@ def refuse_written_argument(function: str) -> Never:
 
 
 def refuse_history(function: str, tensors: Iterable[Tensor]) -> None:
-    """SpecError where fn wrote values that need a gradient into a tensor: forward keeps no graph for it."""
+    """Raise SpecError where fn wrote values that need a gradient into a tensor: forward keeps no graph for it."""
     for tensor in tensors:
         if tensor.grad_fn is not None:
             tensor.detach_()

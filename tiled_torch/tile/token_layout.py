@@ -3,8 +3,6 @@
 No autograd here: `split` describes a call, `Layout.shard` cuts a shard out of it, `Form` says how a result is stored.
 """
 
-import inspect
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,18 +13,19 @@ from torch.utils import _pytree as pytree
 
 from shared_specs.errors import fail, fail_type, show_shape
 from shared_specs.tile import checks as tile_checks
+from shared_specs.tile import token_layout
+from shared_specs.tile.token_layout import TokenLayout, first_name, has_rows, leading_dims
 from tiled_torch.core.tensors import refuse_dtensor
 
 
 @dataclass(frozen=True)
-class Layout:
+class Layout(TokenLayout):
     """The arguments of one call without their tensors, so that it can outlive them.
 
     Args:
         others: flattened arguments, None where a tensor stands. positions: where the tensors stand.
         rowed: per tensor, whether it has one row per token and is cut; the others are passed whole.
-        lead: leading dims of x. batched: x has three or more dims, so a shard is [1, t, ...] and not [t, ...].
-        function: the public function called, for its messages.
+        lead, function: as in `TokenLayout`.
     """
 
     others: tuple[Any, ...]
@@ -36,18 +35,10 @@ class Layout:
     lead: tuple[int, ...]
     function: str = "tile"
 
-    @property
-    def tokens(self) -> int:
-        return math.prod(self.lead)
-
-    @property
-    def batched(self) -> bool:
-        return len(self.lead) > 1
-
     def flat(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return every rowed tensor as [T, ...] (a copy only where leading dims cannot be merged), the others as they are."""
         merged = zip(tensors, self.rowed, strict=True)
-        return [t.reshape(self.tokens, *t.shape[len(self.lead) :]) if rowed else t for t, rowed in merged]
+        return [t.reshape(self.flat_shape(tuple(t.shape))) if rowed else t for t, rowed in merged]
 
     def pieces(self, flat: Sequence[Tensor], start: int, stop: int) -> list[Tensor]:
         """Return tokens start to stop of every rowed tensor, the others whole; [t, ...]."""
@@ -65,44 +56,27 @@ def split(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], *, function: str = "tile"
 ) -> tuple[Layout, list[Tensor]]:
     """Return the layout of a call and its tensors; SpecError or TypeError where x cannot be cut."""
-    x = args[0] if args else kwargs.get(_first_name(fn))
+    x = args[0] if args else kwargs.get(first_name(fn.forward if isinstance(fn, nn.Module) else fn))
     if not isinstance(x, Tensor):
         fail_type(function, "x, the first argument,", "an array", type(x).__name__)
-    if x.dim() < 2:
-        fail(function, "x", "[tokens, hidden] or more dims", show_shape(tuple(x.shape)))
+    lead = leading_dims(function, tuple(x.shape))
     leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
     positions = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
     tensors = [leaves[i] for i in positions]
     for tensor in tensors:
         refuse_dtensor(function, "an argument of fn", tensor, _TO_LOCAL)
-    lead = tuple(x.shape[:-1])
-    rowed = tuple(t is x or _has_rows(t, lead) for t in tensors)
+    rowed = tuple(t is x or (has_rows(tuple(t.shape), lead) and not isinstance(t, nn.Parameter)) for t in tensors)
     others = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
     return Layout(others, spec, positions, rowed, lead, function), tensors
-
-
-def _has_rows(tensor: Tensor, lead: tuple[int, ...]) -> bool:
-    return tuple(tensor.shape[: len(lead)]) == lead and not isinstance(tensor, nn.Parameter)
-
-
-def _first_name(fn: Callable[..., Any]) -> str:
-    """Name of fn's first parameter, for a call that gives x by name."""
-    try:
-        return next(iter(inspect.signature(fn.forward if isinstance(fn, nn.Module) else fn).parameters), "")
-    except ValueError:  # a builtin without a signature
-        return ""
 
 
 _TO_LOCAL = "Convert it with to_local(), or let the parallel plan of fn's own layers do it."
 
 
 @dataclass(frozen=True)
-class Form:
-    """How one result is stored: rows [T, *rest], seen as [*lead, *rest] where the shard's was [1, t, *rest]."""
+class Form(token_layout.Form):
+    """How one result is stored, and as what."""
 
-    shape: tuple[int, ...]
-    rest: tuple[int, ...]
-    batched: bool
     dtype: torch.dtype
     device: torch.device
 
@@ -116,9 +90,6 @@ class Form:
     def rows(self, whole: Tensor, tokens: int) -> Tensor:
         return whole.reshape(tokens, *self.rest)
 
-    def shard_shape(self, t: int) -> tuple[int, ...]:
-        return (1, t, *self.rest) if self.batched else (t, *self.rest)
-
 
 def form_of(index: int, result: Any, t: int, layout: Layout) -> Form | None:
     """Return the form of fn's result number `index` for a shard of t tokens; None for a result that is None."""
@@ -127,21 +98,14 @@ def form_of(index: int, result: Any, t: int, layout: Layout) -> Form | None:
     if not isinstance(result, Tensor):
         fail_type(layout.function, f"output {index} of fn", "an array or None", type(result).__name__)
     refuse_dtensor(layout.function, f"output {index} of fn", result, _TO_LOCAL)
-    shape = tuple(result.shape)
-    if layout.batched and shape[:2] == (1, t):
-        rest, batched = shape[2:], True
-    elif shape[:1] == (t,):
-        rest, batched = shape[1:], False
-    else:
-        tile_checks.fail_rows(layout.function, index, shape, t)
-    lead = layout.lead if batched else (layout.tokens,)
-    return Form((*lead, *rest), rest, batched, result.dtype, result.device)
+    form = layout.form(index, tuple(result.shape), t)
+    return Form(form.shape, form.rest, form.batched, result.dtype, result.device)
 
 
 def write(
     function: str, index: int, result: Any, form: Form | None, rows: Tensor | None, start: int, stop: int
 ) -> None:
-    """Stores one shard's result in its rows, after checking that it has the form of the others."""
+    """Store one shard's result in its rows, after checking that it has the form of the others."""
     if form is None or rows is None or result is None:
         if form is not None or result is not None:
             fail(function, f"output {index} of fn", "None for every shard or for none", _show(result))

@@ -27,7 +27,7 @@ class Versions:
         self.others = _versions(tensor for tensor in others if id(tensor) not in seen)
 
     def check_forward(self, written: Container[int]) -> None:
-        """SpecError where a later shard wrote what the first tokens did not. written: keys of what may be written."""
+        """Raise SpecError where a later shard wrote what the first tokens did not. written: keys that may be."""
         for tensor, version in (*self.reached, *self.others):
             if tensor._version != version and key_of(tensor) not in written:
                 refuse_late_write(self.function, f"a tensor of shape {show_shape(tuple(tensor.shape))}")

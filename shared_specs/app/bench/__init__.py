@@ -1,1 +1,1 @@
-"""Benchmarks: workloads, records, and the tables that the README makes of them."""
+"""Benchmarks: workloads, records, and the tables that the documents show of them."""

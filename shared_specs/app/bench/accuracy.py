@@ -21,7 +21,7 @@ WEIGHTS = ("dw_gate", "dw_up", "dw_down")
 
 
 def inputs_of(workload: AccuracyWorkload) -> dict[str, Array]:
-    """x and dy [T, H], w_gate and w_up [H, I], w_down [I, H] in the workload's dtype, the same for both halves."""
+    """Return x and dy [T, H], w_gate and w_up [H, I], w_down [I, H] in the workload's dtype, the same for both halves."""
     return make_inputs(case_of(workload))
 
 

@@ -49,7 +49,7 @@ class Op(Protocol):
 def run_bench(options: BenchOptions, half: str, ops: Mapping[str, Op]) -> int:
     """Measure one operation, its parity tests first: a table a workload and a record. Return 0. ops: by `--op`."""
     op = ops[options.op]
-    parity = require_parity(half, "loss" if options.op == "loss" else "mlp")
+    parity = require_parity(half, "loss" if options.op in ("loss", "model") else "mlp")
     print(f"parity: {parity}", flush=True)
     chosen = [workload for workload in WORKLOADS[options.op] if options.workload in (None, workload.name)]
     results = [row for workload in chosen for row in op.measure(workload, options.turns)]
@@ -99,7 +99,7 @@ def measure_times(
 
 
 def require_parity(half: str, op: str) -> str:
-    """Runs the op's parity tests of one half; InputError unless they are green. Returns pytest's closing line."""
+    """Run the op's parity tests of one half; InputError unless they are green. Return pytest's closing line."""
     tests = ROOT / "tests" / op / f"test_both_{op}.py"
     if not tests.exists():
         raise InputError("bench: the parity tests must be there, got none. Run it from a checkout of the repository.")

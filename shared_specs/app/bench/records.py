@@ -86,7 +86,7 @@ def make_record(
 
 
 def write_record(folder: str | Path, record: dict[str, Any]) -> Path:
-    """Writes `<kind>_<half>_<date>.json` and returns its path; an existing file is never replaced."""
+    """Write `<kind>_<half>_<date>.json` and return its path; an existing file is never replaced."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     stamp = record["date"].replace(":", "").replace("-", "")

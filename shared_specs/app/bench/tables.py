@@ -1,4 +1,4 @@
-"""The tables of the README, generated from benchmark records. `python -m shared_specs.app.bench.tables` writes them in place.
+"""The documents' tables, generated from benchmark records. `python -m shared_specs.app.bench.tables` writes them in place.
 
 A table stands between `<!-- table: NAME -->` and `<!-- end -->`; a test fails when a table differs from its records.
 """
@@ -9,14 +9,20 @@ from pathlib import Path
 from typing import Any
 
 from shared_specs.app.bench.records import read_records
+from shared_specs.app.plan.decoder import MODELS
+from shared_specs.app.plan.published import NOT_COMPARABLE, PUBLISHED
+from shared_specs.app.plan.record import KIND as PLAN_KIND
+from shared_specs.app.plan.simulated import predicted_device
+from shared_specs.app.plan.step import Setting
 from shared_specs.kernels import roofline
 from shared_specs.mlp import costs as mlp_costs
 from shared_specs.shards import ShardPlan
 
 ROOT = Path(__file__).parents[3]
-README, RECORDS = ROOT / "README.md", ROOT / "benchmarks" / "records"
+RECORDS = ROOT / "benchmarks" / "records"
 BLOCK = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.S)
 MIB, GIB = 2**20, 2**30
+HALVES = {"tiled_torch": "PyTorch", "tiled_jax": "JAX"}
 
 Record = dict[str, Any]
 
@@ -37,13 +43,14 @@ def _lines(header: list[str], rows: list[list[str]]) -> list[str]:
     return ["| " + " | ".join(row) + " |" for row in [header, ["---"] * len(header), *rows]]
 
 
-def _rows(header: list[str], rows: list[list[str]], source: Record) -> str:
-    lines = _lines(header, rows)
-    hardware = source["hardware"]
-    versions = ", ".join(f"{name} {version}" for name, version in source["versions"].items())
-    memory = f"{hardware['memory_bytes'] / GIB:.0f} GiB"
-    lines += ["", f"{source['date'][:10]}, {hardware['cpu']}, {hardware['cores']} cores, {memory}; {versions}.", ""]
-    return "\n".join(lines)
+def _rows(header: list[str], rows: list[list[str]], *sources: Record) -> str:
+    lines = [*_lines(header, rows), ""]
+    for source in sources:
+        hardware = source["hardware"]
+        versions = ", ".join(f"{name} {version}" for name, version in source["versions"].items())
+        memory = f"{hardware['memory_bytes'] / GIB:.0f} GiB"
+        lines.append(f"{source['date'][:10]}, {hardware['cpu']}, {hardware['cores']} cores, {memory}; {versions}.")
+    return "\n".join([*lines, ""])
 
 
 def op_table(records: list[Record], op: str, half: str, jax: str = "") -> str:
@@ -97,6 +104,69 @@ def accuracy_table(records: list[Record], half: str) -> str:
     return _rows(["variant", "worst weight-gradient error", "error / plain, worst weight"], rows, record)
 
 
+def model_table(records: list[Record]) -> str:
+    """Return the errors of a whole model's loss and of its worst gradient, plain and tiled, in both halves."""
+    found = {name: latest(records, "model", half) for half, name in HALVES.items()}
+    sources = {name: record for name, record in found.items() if record is not None}
+    if not sources:
+        return "No record yet.\n"
+    rows = [
+        [f"{name}, {row['variant']}", *(f"{row[error]:.1e}" for error in ("loss_error", "worst_gradient_error"))]
+        for name, record in sources.items()
+        for row in record["results"]
+    ]
+    header = ["SmolLM2-135M, float32", "error of the loss", "error of the worst gradient"]
+    return _rows(header, rows, *sources.values())
+
+
+# Column of the table of alternatives -> its variant in the records.
+ALTERNATIVES = {
+    "plain": "plain",
+    "checkpoint": "checkpoint",
+    "Liger": "liger",
+    "DeepSpeed": "deepspeed",
+    "**this**": "tiled",
+}
+# Counted by a dispatch mode, and tried on two CPU ranks: Liger-Kernel ead96b61 and DeepSpeed 0.19.8 with torch 2.13, 2026-08.
+OF_ALTERNATIVES = {
+    "products, of T H I": ["9", "11", "12", "12", "**11**"],
+    "products in a checkpoint (non-reentrant)": ["11", "", "15", "15", "**11**"],
+    "DDP": ["yes", "yes", "no", "no", "yes"],
+    "FSDP2 around layers": ["yes", "yes", "yes", "yes", "yes"],
+    "ZeRO-3": ["yes", "yes", "no", "yes, where shards divide", "yes"],
+    "dropout inside": ["yes", "yes", "wrong", "wrong", "yes"],
+    "`torch.compile(fullgraph=True)`": ["yes", "yes", "no", "no", "yes"],
+    "hooks of a weight fire": ["once", "once", "once a shard", "once a shard", "once"],
+}
+
+
+def alternatives_table(records: list[Record]) -> str:
+    """Return what one MLP takes in PyTorch, plain, checkpointed and tiled by others and here: records, and what was tried."""
+    measured, accuracy = (latest(records, kind, "tiled_torch") for kind in ("mlp", "accuracy"))
+    if measured is None or accuracy is None:
+        return "No record yet.\n"
+    workload = measured["results"][0]["workload"]
+    of_mlp = {row["variant"]: row for row in measured["results"] if row["workload"] == workload}
+    errors = {row["variant"]: row for row in accuracy["results"] if "left_out" not in row}
+
+    def cells(rows: dict[str, Record], name: str, show: Callable[[float], str]) -> list[str]:
+        found = [rows.get(variant, {}).get(name) for variant in ALTERNATIVES.values()]
+        return ["" if value is None else show(value) for value in found]
+
+    numbers = {
+        "peak MiB (a)": cells(of_mlp, "peak_bytes", lambda size: f"{size / MIB:.0f}"),
+        "time / plain (a)": cells(of_mlp, "ratio_to_plain", lambda ratio: f"{ratio:.2f}"),
+        "worst weight-gradient error, bfloat16 (b)": cells(errors, "worst_weight_error", lambda error: f"{error:.2%}"),
+    }
+    rows = [[name, *found] for name, found in {**numbers, **OF_ALTERNATIVES}.items()]
+    shards = accuracy["results"][0]["shards"]
+    notes = f"(a) {workload}, float32, on a CPU, `keep=0`. (b) {shards} shards, against float64.\n"
+    notes += (
+        "Below them: Liger-Kernel ead96b61 and DeepSpeed 0.19.8, tried on a CPU and on two ranks of it in 2026-08.\n"
+    )
+    return _rows(["", *ALTERNATIVES], rows, measured) + notes
+
+
 def mesh_table(records: list[Record]) -> str:
     """Time, a device's temporary bytes and the collectives of a step on a mesh, of every variant and workload."""
     record = latest(records, "mesh")
@@ -124,7 +194,7 @@ def demo_table(records: list[Record], kind: str) -> str:
     return _rows(header, rows, record)
 
 
-# What the README's rows of a GPU are of: one MLP of Llama-3-8B, bfloat16, in shards of 8192 tokens.
+# What the rows of a GPU are of: one MLP of Llama-3-8B, bfloat16, in shards of 8192 tokens.
 GPU_SHAPE = mlp_costs.MLPShape(tokens=131072, hidden=4096, intermediate=14336, itemsize=2, weight_itemsize=2)
 GPU_PLAN = ShardPlan(GPU_SHAPE.tokens, 8192)
 GPU_KIND = f"gpu-mlp-8b-{GPU_SHAPE.tokens}-{GPU_PLAN.shard_tokens}-main"
@@ -154,6 +224,43 @@ def gpu_table(records: list[Record]) -> str:
     return "\n".join(_lines(header, rows)) + "\n"
 
 
+def simulated_table(records: list[Record]) -> str:
+    """Bytes of a GPU by the formulas beside those of the newest simulation of every model, length and number of GPUs."""
+    found: dict[tuple[Any, ...], tuple[Record, Record]] = {}
+    for record in records:
+        if record["kind"] == PLAN_KIND:
+            for result in record["results"]:
+                found[record["half"], result["model"], result["tokens"], result["gpus"]] = record, result
+    if not found:
+        return "No record yet.\n"
+    rows = []
+    for (half, model, tokens, gpus), (_, result) in sorted(
+        found.items(), key=lambda item: (item[0][:2], item[0][3], item[0][2])
+    ):
+        predicted = predicted_device(MODELS[model], Setting(**result["set"]))
+        sizes = [size / GIB for size in (predicted, result["simulated_bytes"], result["simulated_host_bytes"])]
+        ratio = predicted / result["simulated_bytes"]
+        rows.append([half, model, f"{tokens}", f"{gpus}", *(f"{size:.1f}" for size in sizes), f"{ratio:.3f}"])
+    header = ["half", "model", "tokens", "GPUs", "formulas, GiB a GPU", "simulated", "and on the host", "ratio"]
+    newest = {record["half"]: record for record, _ in sorted(found.values(), key=lambda pair: pair[0]["date"])}
+    return _rows(header, rows, *(newest[half] for half in sorted(newest)))
+
+
+def published_table() -> str:
+    """Return what others have published beside what `plan` says of the same hardware and setup."""
+    rows = []
+    for each in PUBLISHED:
+        planned = each.planned()
+        numbers = [
+            f"{each.figure:g} {each.unit}",
+            f"{planned:.0f} {each.unit}" if planned >= 1000 else f"{planned:.3g} {each.unit}",
+            f"{planned / each.figure:.2f}",
+        ]
+        rows.append([each.source, each.what, *numbers, each.assumption])
+    rows += [[source, what, "", "not comparable", "", why] for source, what, why in NOT_COMPARABLE]
+    return "\n".join(_lines(["source", "what", "published", "`plan`", "ratio", "assumptions"], rows)) + "\n"
+
+
 TABLES: dict[str, Callable[[list[Record]], str]] = {
     "mlp-torch": lambda records: op_table(records, "mlp", "tiled_torch"),
     "mlp-jax": lambda records: op_table(records, "mlp", "tiled_jax", jax="0.10"),
@@ -165,7 +272,11 @@ TABLES: dict[str, Callable[[list[Record]], str]] = {
     "mesh-jax": mesh_table,
     "accuracy-torch": lambda records: accuracy_table(records, "tiled_torch"),
     "accuracy-jax": lambda records: accuracy_table(records, "tiled_jax"),
+    "model": model_table,
+    "alternatives": alternatives_table,
     "gpu-mlp": gpu_table,
+    "plan": simulated_table,
+    "published": lambda _: published_table(),
     "demo": lambda records: demo_table(records, "demo"),
     "demo-long": lambda records: demo_table(records, "demo-long"),
 }
@@ -176,9 +287,19 @@ def render(text: str, records: list[Record]) -> str:
     return BLOCK.sub(lambda match: match[1] + TABLES[match[2]](records) + match[3], text)
 
 
+def documents() -> list[Path]:
+    """Return the files that may hold tables: the README and the pages of docs/."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
 def main() -> None:
-    """Rewrites the README's tables."""
-    README.write_text(render(README.read_text(encoding="utf-8"), read_records(RECORDS)), encoding="utf-8")
+    """Rewrites the tables of all documents."""
+    records = read_records(RECORDS)
+    for path in documents():
+        text = path.read_text(encoding="utf-8")
+        written = render(text, records)
+        if written != text:
+            path.write_text(written, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 """The framework-free body of `tune`: candidates of a kernel's block sizes, timed in turn, and the entries they become."""
 
 import contextlib
+import errno
+import os
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -10,8 +12,8 @@ from typing import Any
 
 from shared_specs.app.gpu.bench import Pack, measuring, packing, record, show
 from shared_specs.app.gpu.supervisor import Job, Rows
-from shared_specs.app.options import TuneOptions
-from shared_specs.kernels.blocks import CANDIDATES, TUNED, Blocks, Kernels, Paths, write_tuned
+from shared_specs.app.options import InputError, TuneOptions
+from shared_specs.kernels.blocks import CANDIDATES, TUNED, VARIABLE, Blocks, Kernels, Paths, user_table, write_tuned
 
 # Seconds of one candidate that hangs or compiles too long; seconds that the ways to make an MLP may take.
 FIRST_SECONDS = 30.0
@@ -25,19 +27,19 @@ def tune_on_gpu(
     half: str,
     packages: Iterable[str],
     ways: Iterable[str],
-    table: Path | None = None,
 ) -> int:
     """Times every candidate, then the ways to make an MLP with the fastest, and writes the table.
 
     An op none of whose candidates was right and in time keeps its entry. Returns 1 where a candidate was wrong.
 
     Args:
-        ways: the fields of `Paths` that this half chooses. table: what is written, the project's own where none is named;
-            with `toy` a copy of it.
+        ways: the fields of `Paths` that this half chooses. What is written is `options.table` or the user's own; with `toy` a
+            copy of it.
     """
+    table = _table_of(options)
     if options.toy:
         options = replace(options, **TOY)
-    table, shapes = table or Path(TUNED), shapes_of(options, kernels)
+    shapes = shapes_of(options, kernels)
     facts = {name: getattr(options, name) for name in ("hidden", "intermediate", "vocab", "tokens", "toy")}
     first = Job(
         name="tune",
@@ -75,13 +77,36 @@ def tune_on_gpu(
             print(", ".join(f"{part}: {way}" for part, way in parts.items()))
         if options.toy:
             copy = pack.folder / table.name
-            copy.write_text(table.read_text())
+            copy.write_text(table.read_text() if table.exists() else "[]")
             table = copy
         write_tuned(entries, table)
         if table.parent != pack.folder:
             (pack.folder / table.name).write_text(table.read_text())
-    print(f"{len(entries)} entries written to {table}; commit it together with a record")
+    print(f"{len(entries)} entries written to {table}")
     return 1 if wrong else 0
+
+
+def _table_of(options: TuneOptions) -> Path:
+    """Return the table to write.
+
+    Raises:
+        InputError: there is none, or it could not be written.
+    """
+    table = user_table() if options.table is None else Path(options.table)
+    if options.toy:
+        return table or Path(TUNED.name)  # of which a copy is written
+    if table is None:
+        raise InputError(f"tune: --table must be given where {VARIABLE} is empty, which says that there is no table.")
+    place = next(folder for folder in table.absolute().parents if folder.exists())
+    try:
+        if table.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        with tempfile.TemporaryFile(dir=place):
+            return table
+    except OSError as error:
+        raise InputError(
+            f"tune: --table must be a file that can be written, got {table} ({error.strerror})."
+        ) from error
 
 
 def shapes_of(options: TuneOptions, kernels: Kernels) -> dict[str, tuple[int, ...]]:
@@ -104,7 +129,7 @@ def _pack_of(options: TuneOptions, name: str) -> Iterator[Pack]:
     """As `packing`; without --out nothing of it is kept but the table."""
     with contextlib.ExitStack() as stack:
         out = options.out or stack.enter_context(tempfile.TemporaryDirectory())
-        with packing(Path(out), f"gpu-{name}") as pack:
+        with packing(Path(out), f"gpu-{name}", kept=options.out is not None) as pack:
             yield pack
 
 

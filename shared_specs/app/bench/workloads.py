@@ -150,12 +150,32 @@ MESH_WORKLOADS = (
         reason="fully-sharded weights under plain jit: they are gathered once a pass, not once a shard",
     ),
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelWorkload:
+    """One sequence of real text through a whole model in float32, of which errors are measured and no time."""
+
+    name: str
+    tokens: int
+    reason: str
+
+
+MODEL_WORKLOADS = (
+    ModelWorkload(
+        name="smollm2-135m-512-tokens",
+        tokens=512,
+        reason="the default model of `finetune` on the default text: what a user's loss and gradients are off by",
+    ),
+)
+
 Workload = MLPWorkload | LossWorkload | AccuracyWorkload | MeshWorkload
-WORKLOADS: dict[str, Sequence[Workload]] = {
+WORKLOADS: dict[str, Sequence[Workload | ModelWorkload]] = {
     "mlp": MLP_WORKLOADS,
     "loss": LOSS_WORKLOADS,
     "accuracy": ACCURACY_WORKLOADS,
     "mesh": MESH_WORKLOADS,
+    "model": MODEL_WORKLOADS,
 }
 
 

@@ -14,21 +14,29 @@ from rich.console import Console
 from rich.table import Table
 
 from shared_specs.app.bench.records import make_record
+from shared_specs.app.demo.contexts import VARIANTS, Measured, draw_contexts
 from shared_specs.app.finetune.plain_memory import plain_step
 from shared_specs.app.memory import machine_bytes
-from shared_specs.app.plots import GIB, save_figure
-from shared_specs.app.progress import show_bytes
+from shared_specs.app.plots import save_figure
+from shared_specs.app.progress import GIB, show_bytes
 from shared_specs.tolerances import DEMO_LOSS_RTOL
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One process of the demo; `flags` are those of `finetune`, `long` marks the step at a context made for tiling."""
+    """One process of the demo.
+
+    Attributes:
+        flags: of `finetune`.
+        long: whether it is the step at a context made for tiling.
+        variant: of `contexts.VARIANTS`, for the picture of memory against context; None where it is no point there.
+    """
 
     label: str
     package: str
     flags: tuple[str, ...]
     long: bool = False
+    variant: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +62,7 @@ class Result:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of the fastest step: the first one allocates and compiles."""
+        """Return the tokens per second of the fastest step: the first one allocates and compiles."""
         return max(record["tokens_per_second"] for record in self.steps)
 
     @property
@@ -63,9 +71,17 @@ class Result:
         step = plain_step(self.start["config"], self.tokens * self.start["options"]["batch"])
         return self.start["bytes_before_model"] + step.peak
 
+    @property
+    def predicted_bytes(self) -> int | None:
+        """Return what the picture's curve says of the process in its first step; None where the run is no point there."""
+        if self.run.variant is None:
+            return None
+        model = VARIANTS[self.run.variant].model_bytes(self.start["config"], self.tokens)
+        return self.start["bytes_before_model"] + model
+
 
 def largest_difference(results: Sequence[Result]) -> float:
-    """Largest relative difference of a step's loss between any two runs."""
+    """Return the largest relative difference of a step's loss between any two runs."""
     worst = 0.0
     for losses in zip(*(result.losses for result in results), strict=True):
         worst = max(worst, (max(losses) - min(losses)) / min(losses))
@@ -90,17 +106,27 @@ def table(results: Sequence[Result]) -> Table:
 
 
 def picture(results: Sequence[Result], path: Path) -> None:
-    """Losses of the runs with several steps, and the peak memory of all beside the prediction and the machine's own."""
-    figure = Figure(figsize=(11, 4), layout="constrained")
+    """Losses of the runs with several steps, and memory against context; of long runs alone bars beside the prediction."""
+    figure = Figure(figsize=(11, 5), layout="constrained")
     FigureCanvasAgg(figure)
     several = [result for result in results if len(result.steps) > 1]
     if several:
         loss, memory = figure.subplots(1, 2)
         _draw_losses(loss, several)
+        start = several[0].start
+        draw_contexts(memory, start["config"], start["bytes_before_model"], measured(results))
     else:
-        memory = figure.subplots()
-    _draw_memory(memory, results)
+        _draw_memory(figure.subplots(), results)
     save_figure(figure, path)
+
+
+def measured(results: Sequence[Result]) -> list[Measured]:
+    """Return the points of the picture of memory against context."""
+    return [
+        Measured(variant=result.run.variant, tokens=result.tokens, peak_bytes=result.steps[0]["peak_bytes"])
+        for result in results
+        if result.run.variant is not None
+    ]
 
 
 def _draw_losses(axes: Axes, results: Sequence[Result]) -> None:
@@ -143,6 +169,8 @@ def record(kind: str, results: Sequence[Result], seconds: float) -> dict[str, An
             "losses": result.losses,
             "peak_bytes": result.peak_bytes,
             "plain_peak_bytes_predicted": result.plain_peak_bytes,
+            "first_step_peak_bytes": result.steps[0]["peak_bytes"],
+            "first_step_bytes_predicted": result.predicted_bytes,
             "tokens_per_second": result.tokens_per_second,
             "seconds": [step["seconds"] for step in result.steps],
         }

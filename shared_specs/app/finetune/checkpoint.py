@@ -11,7 +11,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from shared_specs.app.finetune.processes import ALONE, Team, agreed
+from shared_specs.app.finetune.processes import ALONE, Team, succeed_everywhere
 from shared_specs.app.finetune.stored import stored_arrays, write_arrays
 from shared_specs.app.finetune.trainer import TrainerState
 from shared_specs.app.models.tokenizer import ModelTokenizer
@@ -46,7 +46,7 @@ class Checkpoint:
 
     @property
     def shards(self) -> Path:
-        """The folder that all ranks wrote into."""
+        """Return the folder that all ranks wrote into."""
         return self.folder / _SHARDS
 
 
@@ -163,7 +163,7 @@ def _write(
 
     # Nobody writes before the folder is there, nor renames it before all have written.
     for work in (begin, lambda: write(partial), finish):
-        agreed(team, writing(target.parent, work))
+        succeed_everywhere(team, writing(target.parent, work))
 
 
 def _put(partial: Path, target: Path) -> None:

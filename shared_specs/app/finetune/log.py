@@ -2,8 +2,10 @@
 
 import contextlib
 import json
+import os
+import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from shared_specs.app.options import InputError
 
@@ -38,6 +40,27 @@ class NoLog:
 
     def close(self) -> None:
         pass
+
+
+class Lines:
+    """The records of a run on the standard output, one a line, for `--json`. A reader that is gone does not end the run."""
+
+    def __init__(self) -> None:
+        self._stream: TextIO | None = sys.stdout
+
+    def write(self, event: str, **values: Any) -> None:
+        """Print one record, `{"event": event, ...}`."""
+        if self._stream is None:
+            return
+        try:
+            print(json.dumps({"event": event, **values}), file=self._stream, flush=True)
+        except OSError as error:
+            if self._stream is sys.__stdout__:  # what is left in its buffer would fail again at the end
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            self._stream = None
+            with contextlib.suppress(OSError):
+                reason = error.strerror or str(error)
+                print(f"finetune: --json cannot be written ({reason}); the run goes on, see its log.", file=sys.stderr)
 
 
 def read_log(folder: Path) -> list[dict[str, Any]]:
@@ -82,12 +105,12 @@ def _damaged(folder: Path, reason: str) -> InputError:
     return InputError(f"finetune: --out {folder} holds a damaged {LOG_NAME}: {reason}. Start again in a new --out.")
 
 
-def step_records(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def step_records(records: list[dict[str, Any]], event: str = "step") -> list[dict[str, Any]]:
     """Return the record of each step, in order; a step that was done again after a resume counts once, the last time.
 
-    A step whose loss was no number, with which a run ends, is left out.
+    A step whose loss was no number, with which a run ends, is left out. event: "eval" for the evaluations after them.
     """
     steps = {
-        record["step"]: record for record in records if record["event"] == "step" and isinstance(record["loss"], float)
+        record["step"]: record for record in records if record["event"] == event and isinstance(record["loss"], float)
     }
     return [steps[step] for step in sorted(steps)]

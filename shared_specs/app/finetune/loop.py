@@ -7,7 +7,6 @@ import sys
 import time
 from datetime import UTC, datetime
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +20,23 @@ from shared_specs.app.finetune.checkpoint import (
     save_sharded_checkpoint,
     write_folder,
 )
-from shared_specs.app.finetune.log import NoLog, RunLog, read_log, step_records
-from shared_specs.app.finetune.processes import USER_ERRORS, OutputError, Team, agreed
+from shared_specs.app.finetune.context import check_context, context_axes
+from shared_specs.app.finetune.log import Lines, NoLog, RunLog, read_log, step_records
+from shared_specs.app.finetune.processes import USER_ERRORS, OutputError, Team, succeed_everywhere
 from shared_specs.app.finetune.run_inputs import RunInputs, prepare
+from shared_specs.app.finetune.schedule import learning_rate
+from shared_specs.app.finetune.step_progress import BACKWARD, RECOMPUTED_BACKWARD, StepProgress
 from shared_specs.app.finetune.trainer import Trainer
 from shared_specs.app.memory import PeakMemory, resident_bytes
 from shared_specs.app.models.weights import write_config, write_model
-from shared_specs.app.options import FinetuneOptions
+from shared_specs.app.options import FinetuneOptions, flag
 from shared_specs.app.output import try_out, writing
+from shared_specs.app.plan.run import planned_run
 from shared_specs.app.plots import plot_runs
 from shared_specs.app.progress import RunProgress
 from shared_specs.app.signals import StopRequest, exit_code
+from shared_specs.config import NAMES
+from shared_specs.version import own_version
 
 PLOT_NAME = "run.png"
 MODEL_NAME = "model"
@@ -49,9 +54,14 @@ def finetune(trainer: Trainer, options: FinetuneOptions, console: Console | None
         UnsupportedError, SpecError: the half cannot train this model with these options; nothing was written.
     """
     options.check()
+    options, said = planned_run(options, "torch" if trainer.name == NAMES["torch"].package else "jax")
+    options.check()
     team, stop = trainer.join(options), StopRequest()
     try:
-        return _finetune(trainer, team, stop, options, console or Console(quiet=team.rank != 0))
+        console = console or Console(quiet=team.rank != 0, stderr=options.json)
+        for line in said:
+            console.print(line, highlight=False)
+        return _finetune(trainer, team, stop, options, console)
     except OutputError as error:
         raise OutputError(f"{error} {_kept(options)}") from error
     except USER_ERRORS:
@@ -68,15 +78,15 @@ def finetune(trainer: Trainer, options: FinetuneOptions, console: Console | None
 
 
 def _finetune(trainer: Trainer, team: Team, stop: StopRequest, options: FinetuneOptions, console: Console) -> int:
-    job = agreed(team, lambda: _prepared(trainer, team, options))
-    agreed(team, lambda: try_out(job.out))  # once every process has seen that the folder is empty
+    job = succeed_everywhere(team, lambda: _prepared(trainer, team, options))
+    succeed_everywhere(team, lambda: try_out(job.out))  # once every process has seen that the folder is empty
     before = resident_bytes()
-    agreed(team, lambda: _load(trainer, job))  # a file may be damaged where one process reads it only
-    log = agreed(team, writing(job.out, lambda: _opened_log(team, job.out)))
+    succeed_everywhere(team, lambda: _load(trainer, job))  # a file may be damaged where one process reads it only
+    log = succeed_everywhere(team, writing(job.out, lambda: _opened_log(team, job.out)))
     try:
         header = _header(trainer, team, job) | {"bytes_before_model": before}
-        agreed(team, writing(job.out, lambda: log.write("resume" if options.resume else "start", **header)))
-        return _Run(trainer, team, job, log, console).run(stop)
+        succeed_everywhere(team, writing(job.out, lambda: log.write("resume" if options.resume else "start", **header)))
+        return _TrainingRun(trainer, team, job, log, console).run(stop)
     finally:
         log.close()
 
@@ -90,6 +100,7 @@ def _opened_log(team: Team, out: Path) -> RunLog | NoLog:
 
 def _prepared(trainer: Trainer, team: Team, options: FinetuneOptions) -> RunInputs:
     job = prepare(options, trainer.shard_format, team)
+    check_context(job.config, options)
     if options.memory_budget is not None:
         check_budget(job.config, options, trainer.buffers(job.config, options))
     return job
@@ -107,27 +118,41 @@ def _load(trainer: Trainer, job: RunInputs) -> None:
         trainer.load_state(job.checkpoint.state)
 
 
-class _Run:
+class _TrainingRun:
     """One process's part of a run."""
 
     def __init__(self, trainer: Trainer, team: Team, job: RunInputs, log: RunLog | NoLog, console: Console) -> None:
         self.trainer, self.team, self.job, self.log = trainer, team, job, log
         self.options = job.options
+        self.lines = Lines() if self.options.json and team.rank == 0 else None
         self.saved = job.done if job.checkpoint else -1
         self.progress = RunProgress(job.options.steps, job.done, console)
-        self.began = time.perf_counter()
+        recomputed = job.options.checkpointing or job.options.scope == "block"
+        self.layers = StepProgress(
+            self.progress.within,
+            backward=RECOMPUTED_BACKWARD if recomputed else BACKWARD,
+            micro_batches=job.options.grad_accumulation,
+        )
+        if team.rank == 0:
+            trainer.watch(self.layers.heard)
 
     def run(self, stop: StopRequest) -> int:
         step, asked = self.job.done, None
         with self.progress, stop.listen(self.progress.say):
             self.progress.say(_summary(self.trainer, self.team, self.job))
+            for name, was in self.job.changed.items():
+                self.progress.say(f"{flag(name)} was {was} before, and is {getattr(self.options, name)} from here on")
+            if step == 0:
+                self._evaluate(step)
             while step < self.options.steps and asked is None:
-                loss = self._step(step)
-                if not math.isfinite(loss):
-                    return self._diverged(step + 1, loss)
+                wrong = self._step(step)
+                if wrong is not None:
+                    return self._diverged(step + 1, wrong)
                 step += 1
                 # A signal may have come to some processes only, or to one of them a step earlier.
                 asked = next((signal for signal in self.team.gather(stop.signal) if signal is not None), None)
+                if asked is None and (step % self.options.evaluated_every == 0 or step == self.options.steps):
+                    self._evaluate(step)
                 if step % self.options.save_every == 0 and step < self.options.steps and asked is None:
                     self._save(step)
             self._save(step)
@@ -139,29 +164,53 @@ class _Run:
         return exit_code(asked) if step < self.options.steps else 0
 
     def _log(self, event: str, **values: Any) -> None:
-        agreed(self.team, writing(self.job.out, lambda: self.log.write(event, **values)))
+        succeed_everywhere(self.team, writing(self.job.out, lambda: self.log.write(event, **values)))
+        if self.lines is not None:
+            self.lines.write(event, **values)
 
-    def _step(self, step: int) -> float:
-        """Step `step`, counted from 0, measured and written down."""
-        tokens = self.job.windows.batch(step, self.options.batch)
+    def _evaluate(self, step: int) -> None:
+        """The mean loss of all tokens that are held out, after `step` steps; nothing where none is."""
+        held_out = self.job.held_out
+        if held_out is None:
+            return
+        start, total, tokens = time.perf_counter(), 0.0, 0
+        count = held_out.count(self.options.batch)
+        for number, batch in enumerate(held_out.batches(self.options.batch), 1):
+            total += self.trainer.evaluate(batch) * batch.valid
+            tokens += batch.valid
+            self.progress.evaluating(number, count)
+        loss, seconds = total / tokens, time.perf_counter() - start
+        shown = loss if math.isfinite(loss) else str(loss)
+        self._log("eval", step=step, loss=shown, tokens=tokens, seconds=seconds)
+        self.progress.say(f"held out after step {step}: loss {loss:.4f} of {tokens} tokens")
+
+    def _step(self, step: int) -> str | None:
+        """Step `step`, counted from 0, measured and written down. Return what of it is no number."""
+        sequences = self.options.batch * self.options.grad_accumulation
+        batch = self.job.data.at(step, sequences)
+        self.layers.begin()
         start = time.perf_counter()
         with PeakMemory() as peak:
-            loss = self.trainer.step(tokens)
+            loss = self.trainer.step(batch)
         seconds = time.perf_counter() - start
         device_peak = self.trainer.peak_memory_bytes()
         record = {
             "step": step + 1,
             "loss": loss,
+            "lr": float(learning_rate(self.options, step)),
             "seconds": seconds,
-            "tokens_per_second": self.options.batch * self.options.tokens / seconds,
+            "tokens_per_second": sequences * self.options.tokens / seconds,
             "peak_bytes": peak.bytes if device_peak is None else device_peak,
         }
+        if self.trainer.gradient_norm is not None:
+            record["gradient_norm"] = self.trainer.gradient_norm
+        wrong = [name for name in ("loss", "gradient_norm") if name in record and not math.isfinite(record[name])]
         # JSON has no NaN; the text of it says more than a file that strict readers refuse.
-        self._log("step", **record if math.isfinite(loss) else record | {"loss": str(loss)})
-        if math.isfinite(loss):
-            mean = (time.perf_counter() - self.began) / (step + 1 - self.job.done)
-            self.progress.step(record, mean * (self.options.steps - step - 1))
-        return loss
+        self._log("step", **record | {name: str(record[name]) for name in wrong})
+        if wrong:
+            return f"the {wrong[0].replace('_', ' ')} of step {step + 1} is {record[wrong[0]]}"
+        self.progress.step(record)
+        return None
 
     def _save(self, step: int) -> None:
         """Write the checkpoint of `step`, the plot, and after the last step the model."""
@@ -176,13 +225,15 @@ class _Run:
         elif step != self.saved:
             save_checkpoint(job.out, self.trainer.state(), job.record(step), job.config, job.files.tokenizer)
         self.saved = step
-        agreed(self.team, writing(job.out, self._plot))
+        succeed_everywhere(self.team, writing(job.out, self._plot))
         if step == self.options.steps:
             write_folder(job.out / MODEL_NAME, self._write_model, self.team)
 
     def _plot(self) -> None:
         if self.team.rank == 0:
-            plot_runs({self.trainer.name: step_records(read_log(self.job.out))}, self.job.out / PLOT_NAME)
+            log, name = read_log(self.job.out), self.trainer.name
+            held_out = {f"{name}, held out": step_records(log, "eval")} if self.job.held_out else {}
+            plot_runs({name: step_records(log)}, self.job.out / PLOT_NAME, held_out)
 
     def _write_model(self, folder: Path) -> None:
         weights = iter(self.trainer.full_weights())
@@ -193,10 +244,10 @@ class _Run:
             for _ in weights:  # each is made by all processes together, also when this one cannot write it
                 pass
 
-    def _diverged(self, step: int, loss: float) -> int:
-        """A loss that is no number ends the run; the checkpoint before it stays."""
+    def _diverged(self, step: int, wrong: str) -> int:
+        """End the run at a loss that is no number; the checkpoint before it stays."""
         self._log("end", step=step, signal=None, diverged=True)
-        self.progress.say(f"the loss of step {step} is {loss}: training diverged. Try a smaller --lr in a new --out.")
+        self.progress.say(f"{wrong}: training diverged. Try a smaller --lr in a new --out.")
         return 1
 
 
@@ -205,11 +256,14 @@ def _summary(trainer: Trainer, team: Team, job: RunInputs) -> str:
     tiling = "plain" if options.plain else "tiled"
     axes = " x ".join(f"{name} {getattr(options, name)}" for name in ("dp", "fsdp", "cp", "tp"))
     ranks = "" if options.ranks == 1 else f"{axes}, "
+    split = context_axes(options, job.config["num_attention_heads"])
+    ranks += "rings of {ring} x {cp} ranks, ".format(**split) if "ring" in split else ""
     ranks += "" if team.count == 1 else f"{team.count} processes, "
+    batches = "" if options.grad_accumulation == 1 else f"{options.grad_accumulation} x "
     return (
-        f"{trainer.name} finetune: {job.files.source.name}, {options.batch} x {options.tokens} tokens, "
+        f"{trainer.name} finetune: {job.files.source.name}, {batches}{options.batch} x {options.tokens} tokens, "
         f"{options.dtype}, {tiling}, {ranks}steps {job.done + 1} to {options.steps}, "
-        f"text of {len(job.windows.ids)} tokens"
+        f"{job.data.told}"
     )
 
 
@@ -232,17 +286,12 @@ def _header(trainer: Trainer, team: Team, job: RunInputs) -> dict[str, Any]:
         "half": trainer.name,
         "options": dataclasses.asdict(job.options),
         "config": job.config,
-        "text_tokens": len(job.windows.ids),
-        "text_sha256": job.windows.digest(),
+        "data": job.data.told,
+        "text_tokens": job.data.size,
+        "text_sha256": job.digest,
+        "day": job.day.isoformat(),
         "done": job.done,
         "processes": team.count,
-        "versions": versions | {"tiled-mlp": _own_version()},
+        "versions": versions | {"tiled-mlp": own_version()},
         "machine": f"{platform.system()} {platform.machine()}",
     }
-
-
-def _own_version() -> str:
-    try:
-        return metadata.version("tiled-mlp")
-    except metadata.PackageNotFoundError:
-        return "not installed"

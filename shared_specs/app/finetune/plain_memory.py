@@ -24,7 +24,7 @@ class PlainStep:
 
     @property
     def peak(self) -> int:
-        """The larger of two moments: backward begins (the kept log-softmax, its gradient and that of the logits), or
+        """Return the larger of two moments: backward begins (the kept log-softmax, its gradient and that of the logits), or
         the optimizer steps (gradients complete, activations gone).
         """
         return max(3 * self.weights + self.activations + 3 * self.logits, 4 * self.weights)

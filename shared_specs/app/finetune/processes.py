@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
+from shared_specs.app.finetune.context import context_axes, context_of
 from shared_specs.app.options import FinetuneOptions, InputError
 from shared_specs.app.signals import exit_code
 from shared_specs.config import Checkpointing, DataParallel, ParallelConfig, TensorParallel
@@ -86,7 +87,7 @@ def end_alone(lost: bool) -> None:
         os._exit(exit_code(signal.SIGINT) if interrupted else 1)
 
 
-def agreed(team: Team, work: Callable[[], _T]) -> _T:
+def succeed_everywhere(team: Team, work: Callable[[], _T]) -> _T:
     """Return the result of `work`, once it succeeded in every process.
 
     Raises:
@@ -124,28 +125,30 @@ def check_layout(options: FinetuneOptions, count: int, unit: str, advice: str) -
         raise InputError(f"finetune: {rule}, got {got}. {advice}")
 
 
-def layout(options: FinetuneOptions, *, equal_parts: bool) -> tuple[dict[str, int], ParallelConfig]:
+def layout(options: FinetuneOptions, heads: int, *, compiled: bool) -> tuple[dict[str, int], ParallelConfig]:
     """Return the axes of the mesh, name to size and outermost first, and what `parallelize` does along them.
 
     Axes of one rank are left out, but for that of the shards where there are others beside it: its engine also makes
     replicas and splits sequences. Replicas alone are DDP's.
 
     Args:
-        equal_parts: whether tokens between split layers can only be cut into equal parts (JAX; PyTorch's tensors may end
-            in shorter ones). Those that tp does not divide stay whole there.
+        heads: query heads of the model, by which `--context 2d` splits `--cp`.
+        compiled: whether the step is compiled whole (JAX). Tokens between split layers can then only be cut into equal parts,
+            and those that tp does not divide stay whole; the step has its micro-batches in it.
     """
     tensor = None
     if options.tp > 1:
         rows = options.batch // (options.dp * options.fsdp) * (options.tokens // options.cp)
-        tensor = TensorParallel(sequence_parallel=not equal_parts or rows % options.tp == 0)
+        tensor = TensorParallel(sequence_parallel=not compiled or rows % options.tp == 0)
     if options.fsdp == options.cp == options.tp == 1:
-        axes, data = {"dp_shard": options.dp}, DataParallel(engine="ddp")
+        axes, data = {"dp_shard": options.dp}, DataParallel(engine="ddp", loss_mean="tokens")
     else:
         replicas = {"dp_replicate": options.dp} if options.dp > 1 else {}
-        context = {"cp": options.cp} if options.cp > 1 else {}
+        context = context_axes(options, heads)
         shards = {"dp_shard": options.fsdp} if options.dp * options.fsdp * options.cp > 1 else {}
         axes = replicas | shards | context | ({"tp": options.tp} if tensor else {})
-        replicate, cut = next(iter(replicas), None), next(iter(context), None)
-        data = DataParallel(replicate_axis=replicate, context_axis=cut) if shards else None
+        replicate, attends = next(iter(replicas), None), context_of(context, options)
+        data = DataParallel(replicate_axis=replicate, **attends, loss_mean="tokens") if shards else None
     checkpointing = Checkpointing(offload=options.offload) if options.checkpointing or options.offload else None
-    return axes, ParallelConfig(tensor=tensor, checkpointing=checkpointing, data=data)
+    micro_batches = options.grad_accumulation if compiled else 1  # PyTorch's trainer has a loop over them
+    return axes, ParallelConfig(tensor=tensor, checkpointing=checkpointing, data=data, micro_batches=micro_batches)

@@ -12,20 +12,21 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from shared_specs.app.data.batches import Batch
 from shared_specs.app.finetune.budget import Buffers
 from shared_specs.app.finetune.processes import Team
+from shared_specs.app.finetune.step_progress import Heard
 from shared_specs.app.finetune.stored import Array
 from shared_specs.app.options import FinetuneOptions
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdamW:
-    """Hyperparameters of the optimizer of both halves; the learning rate is an option and constant."""
+    """Hyperparameters of the optimizer of both halves that are no options."""
 
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
-    weight_decay: float = 0.0
 
 
 ADAMW = AdamW()
@@ -55,6 +56,7 @@ class Trainer(Protocol):
     """
 
     name: str  # "tiled_torch" or "tiled_jax", for the log and the plot
+    gradient_norm: float | None  # of the last step, over all parameters of all ranks, before --clip; None without it
     shard_format: str  # what save_shards writes: noted in a checkpoint, and the only one that load_shards is given
 
     @property
@@ -98,19 +100,36 @@ class Trainer(Protocol):
                 `--rope-scale` is already in rope_parameters; a trainer does not look at options.rope_scale.
             weights: float32 by Hugging Face name, in files; `lm_head.weight` is absent where the head is tied. None where
                 load_shards follows.
-            options: tiling (plain, num_shards, shard_tokens, memory_budget, keep), checkpointing, dtype, lr, device.
+            options: tiling (plain, num_shards, shard_tokens, memory_budget, keep), checkpointing, dtype, device, and those of
+                the optimizer: lr, schedule and warmup (`schedule.learning_rate` of the updates done), weight_decay (of what
+                `schedule.decays`) and clip.
 
         Raises:
             UnsupportedError: something this half or machine cannot do; its text is shown to the user as one line.
         """
         ...
 
-    def step(self, tokens: np.ndarray) -> float:
-        """Return one AdamW update on `tokens`, [batch, context + 1] int32; returns the loss before the update.
+    def watch(self, heard: Heard) -> None:
+        """Call heard("forward" or "backward", layers), from the next step on, whenever one of the model's layers is through.
+
+        It may be called from other threads, and again for a layer that backward computes again. Called on process 0, after
+        `load`; a trainer whose steps are short may keep still.
+        """
+        ...
+
+    def step(self, batch: Batch) -> float:
+        """Do one AdamW update on a batch of options.batch x options.grad_accumulation rows; returns the loss before it.
 
         Every process is given the whole batch, takes its part, and returns the loss of the whole.
-        The loss is the mean cross-entropy in float32 of the next token: tokens[:, :-1] in, tokens[:, 1:] out. Returns
-        after the update is complete, so that the loop's clock and memory meter see the whole step.
+        The loss is the mean cross-entropy in float32 over all labels that count, of all micro-batches and ranks together.
+        Returns after the update is complete, so that the loop's clock and memory meter see the whole step.
+        """
+        ...
+
+    def evaluate(self, batch: Batch) -> float:
+        """Return the loss of options.batch rows, as `step` does of one micro-batch, without an update.
+
+        Some of the rows may have nothing to predict, but never all of them.
         """
         ...
 

@@ -15,7 +15,7 @@ from typing import Any
 from shared_specs.app.bench.records import make_record, write_record
 from shared_specs.app.bench.workloads import GPUSizes
 from shared_specs.app.gpu.supervisor import Job, Rows, run_jobs
-from shared_specs.app.options import BenchOptions
+from shared_specs.app.options import BenchOptions, InputError
 
 # What is measured, the most telling first; every width has its turn in each, so that no width comes last as a whole.
 # (op, group of it, seconds that a job of the narrowest width may take).
@@ -115,7 +115,7 @@ def measuring(
 def record(
     folder: Path, half: str, packages: Iterable[str], job: Job, rows: Rows, device: Mapping[str, Any], **facts: Any
 ) -> Path:
-    """Writes the record of one job."""
+    """Write the record of one job."""
     shape = {**job.facts, "dtype": job.dtype}
     made = make_record(f"gpu-{job.op}-{job.name}", half, packages, rows, gpu=dict(device), shape=shape, **facts)
     return write_record(folder, made)
@@ -161,8 +161,11 @@ class Pack:
 
 
 @contextmanager
-def packing(out: Path, name: str) -> Iterator[Pack]:
-    """A `Pack` whose archive is written whatever happens, a signal to end included."""
+def packing(out: Path, name: str, *, kept: bool = True) -> Iterator[Pack]:
+    """Yield a `Pack` whose archive is written whatever happens, a signal to end included, unless the call is refused.
+
+    kept: it says where that is.
+    """
     stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
     out.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="tiled-gpu-"))
@@ -173,10 +176,16 @@ def packing(out: Path, name: str) -> Iterator[Pack]:
         raise SystemExit(143)
 
     signal.signal(signal.SIGTERM, end)
+    refused = False
     try:
         yield pack
+    except InputError:
+        refused = not any(folder.glob("*.json"))  # before anything was measured
+        raise
     finally:
         signal.signal(signal.SIGTERM, before)
-        pack.write()
-        print(f"archive: {pack.archive}", flush=True)
+        if not refused:
+            pack.write()
+            if kept:
+                print(f"archive: {pack.archive}", flush=True)
         shutil.rmtree(folder, ignore_errors=True)

@@ -27,7 +27,7 @@ PROCESSES = 8
 
 
 def bounded(command: Sequence[str], seconds: float, log: Path) -> int:
-    """Runs a command, its output here and in the log; 124 where it was ended for its time."""
+    """Run a command, its output here and in the log; 124 where it was ended for its time."""
     with log.open("wb") as file:
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, process_group=0)
         timer_end = time.monotonic() + seconds

@@ -80,7 +80,7 @@ class Worker:
         self.events.put(None)
 
     def send(self, job: Mapping[str, Any]) -> None:
-        """A process that is gone by now is seen by its events."""
+        """Send a job to the worker. A worker that has ended by now is noticed by its events."""
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.write((json.dumps(job) + "\n").encode())
@@ -91,7 +91,7 @@ class Worker:
         return self.events.get(timeout=max(0.0, seconds))
 
     def kill(self) -> int:
-        """Ends it with all that it has started, waits, and returns its exit status."""
+        """End the worker with all that it has started, wait, and return its exit status."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -172,7 +172,7 @@ class Found:
             self.done.append(group)
 
     def give_up(self, group: str, reason: str) -> None:
-        """Every variant of the group that has no time is left out; a line of its own where none was named yet."""
+        """Leave out every variant of the group that has no time; a line of its own where none was named yet."""
         keys = [key for key in self.rows if key[0] == group] or [(group, "all")]
         for key in keys:
             if not self._times(key) and key not in self.left_out:
@@ -234,7 +234,7 @@ def run_jobs(
     spare: bool = True,
     imports: float = 120.0,
 ) -> Generator[tuple[Job, Rows, dict[str, Any]], None, None]:
-    """Yields every job with its rows and its device as it is done; after `seconds` the rest are not begun.
+    """Yield every job with its rows and its device as it is done; after `seconds` the rest are not begun.
 
     env: of the workers, beside this process's own. spare: a worker more is started while one runs. imports: seconds that a
     worker may take to begin. Raises InputError where a worker says that it cannot measure here at all.
@@ -268,7 +268,7 @@ def run_jobs(
 
 
 def _follow(worker: Worker, found: Found, left: float, end: float, imports: float) -> float:
-    """Takes the events of one worker, until it is done, dies, hangs, or the job's time is over.
+    """Take the events of one worker, until it is done, dies, hangs, or the job's time is over.
 
     Returns the seconds of the job's time that it took: from the first event on, when its imports are done.
     """

@@ -61,15 +61,15 @@ class Device(Protocol):
     def seconds(self, variant: Variant) -> float: ...
 
     def peak(self, variant: Variant) -> int | None:
-        """Runs it once and returns the most bytes that it had beyond those that were there; None where nobody counts."""
+        """Run the variant once and return its peak: bytes above those in use before. None where the device does not count."""
         ...
 
     def distances(self, found: Results, expected: Results) -> dict[str, tuple[float, float]]:
-        """Relative L2 distance of every result, whole and of its worst row; NaN where one is not finite."""
+        """Return the relative L2 distance of every result, whole and of its worst row; NaN where one is not finite."""
         ...
 
     def poisoned(self) -> AbstractContextManager[None]:
-        """Fills what is allocated with NaN, where it can, so that what nothing writes is seen."""
+        """Fill new memory with NaN where the device allows it, so that a read of memory that nothing wrote is seen."""
         ...
 
     def healthy(self) -> bool:
@@ -77,7 +77,7 @@ class Device(Protocol):
         ...
 
     def forget(self) -> None:
-        """Gives back what nobody holds any more."""
+        """Free the memory that is no longer in use."""
         ...
 
 

@@ -1,4 +1,11 @@
-"""A GGUF file of the architecture `llama` or `qwen2` in Hugging Face terms: configuration and dequantised weights."""
+"""A GGUF file of the architecture `llama` or `qwen2` in Hugging Face terms: configuration and dequantised weights.
+
+transformers reads such files too (`from_pretrained(gguf_file=...)`, 5.23), with the same float32 weights and, by its
+`AutoTokenizer`, the same token ids. It is not used, because it dequantises every tensor of the file in every process before
+the model has any of them (SmolLM2, 513 MiB in float32: a peak of 795 MiB above the imports, here 437 for one weight after
+another and less for the rows that a process keeps); because it needs torch, which the JAX half does not have, and accelerate;
+and because what is wrong with a file is said here in one line.
+"""
 
 from functools import partial
 from pathlib import Path
@@ -91,7 +98,7 @@ class GgufModel:
         return config
 
     def weights(self, config: dict[str, Any]) -> dict[str, StoredArray]:
-        """float32 weights with Hugging Face names and layouts.
+        """Return float32 weights with Hugging Face names and layouts.
 
         Raises:
             InputError: one of them is none of a decoder, or quantised in a way that NumPy code cannot undo.

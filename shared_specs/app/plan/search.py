@@ -1,18 +1,21 @@
 """What to set so that a context fits, how long a context fits with each lever, and the time that a step should take."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import lcm
+from math import gcd, lcm
 from typing import Any, NamedTuple
 
-from shared_specs.app.plan.decoder import Decoder
+from shared_specs.app.options import InputError, parse_size
+from shared_specs.app.plan.decoder import UNCUT, WHOLE, Decoder, tensor_ranks
 from shared_specs.app.plan.step import Parts, Setting, parts_of
 from shared_specs.config import Half
-from shared_specs.kernels.roofline import GPU
+from shared_specs.kernels.roofline import GPU, GPUS
+from shared_specs.layers.ring import ring_multiple
 
 # Of a GPU's products in 16 bits, what attention reaches on long sequences, forward and backward together: between the
 # causal forward and backward of FlashAttention-3 on an H100 (arXiv 2407.08608).
 ATTENTION_REACHED = 0.55
+NODE = 8  # GPUs of a node, between which the fastest links are
 LONGEST = 2**30  # tokens at which the search ends
 STEP = 1024  # tokens to which the longest context is rounded down
 
@@ -81,27 +84,32 @@ def plan(
     gpus: int = 1,
     gpu: GPU | None = None,
     half: Half = "torch",
+    tp: int | None = None,
     **work: Any,
 ) -> Plan:
     """Return what to set for a context, and how far every lever reaches.
 
-    The first setting that fits, in this order: state on the GPUs before state on the host, the fewest ranks that share a
-    sequence, and of the levers the first. Communication is in neither bytes nor seconds.
+    The first setting that fits, in this order: state on the GPUs before state on the host, the fewest ranks that split
+    layers, the fewest that share a sequence, and of the levers the first. Communication is in neither bytes nor seconds.
 
     Args:
         tokens: of a sequence. memory: bytes of one GPU. host: bytes of host memory for each GPU; None is as many as it takes.
         gpus: how many. gpu: its rates, for the time.
+        tp: ranks that split every layer; None tries as many as a node has where one alone does not do.
         work: fields of `Setting`: sequences, dtype, optimizer, shard_tokens.
     """
     base = Setting(tokens=tokens, gpus=gpus, half=half, **work)
+    tensors = splits(decoder, base, tp)
 
     def fits(setting: Setting) -> bool:
         parts = parts_of(decoder, setting)
         return parts.total <= memory and (host is None or parts.host <= host)
 
-    setting = next(filter(fits, _settings(decoder, base)), None)
-    levers = (*_LEVERS[half], Lever(_HOST.name, {**_LEVERS[half][-1].changes, **_HOST.changes}))
-    found = (_longest(decoder, lever, base, fits) for lever in levers)
+    setting = next(filter(fits, _settings(decoder, base, tensors)), None)
+    widest = contexts(decoder, replace(base, tensor=tensors[0] if setting is None else setting.tensor))[-1]
+    last = _LEVERS[half][-1].changes
+    levers = (*levers_of(decoder, widest), *(Lever(lever.name, last | lever.changes) for lever in _host_levers(half)))
+    found = (_reach(decoder, lever, widest, fits) for lever in levers)
     return Plan(
         decoder=decoder,
         tokens=tokens,
@@ -114,50 +122,122 @@ def plan(
     )
 
 
-def contexts(decoder: Decoder, gpus: int) -> list[int]:
-    """Return how many ranks may share a sequence: divisors of the GPUs and of the query heads, ascending."""
-    return [n for n in range(1, gpus + 1) if gpus % n == 0 and decoder.heads % n == 0]
+def levers_of(decoder: Decoder, setting: Setting) -> tuple[Lever, ...]:
+    """Return what may be set, what costs nothing first, but for state on the host.
+
+    With a ring something is tiled: of one in an untiled model on a GPU no formula is close enough. With windows, for which
+    transformers makes masks of all pairs, and in families with more norms or fused projections everything but attention is.
+    Where layers are split it is as well: there are formulas of that alone.
+    """
+    levers = _LEVERS[setting.half]
+    if decoder.window is not None or decoder.kind not in WHOLE or setting.tensor > 1:
+        return tuple(lever for lever in levers if lever.changes["scope"] == "block")
+    return levers if setting.ring == 1 else tuple(lever for lever in levers if lever.changes["scope"] != "none")
 
 
-def _settings(decoder: Decoder, base: Setting) -> Iterator[Setting]:
-    for host in ({}, _HOST.changes):
-        for ranks in contexts(decoder, base.gpus):
-            if base.tokens % ranks == 0:
-                for lever in _LEVERS[base.half]:
-                    yield replace(base, context=ranks, **lever.changes, **host)
+def memory_of(gpu: str, option: str) -> tuple[int, GPU | None]:
+    """Return bytes of a GPU, and its rates where it is one that is known. gpu: a name, or a size; option: for messages.
+
+    Raises:
+        InputError: it is neither.
+    """
+    found = GPUS.get(gpu.lower())
+    if found is not None:
+        return int(found.memory_bytes), found
+    if not gpu[:1].isdigit():
+        raise InputError(f"{option} must be one of {', '.join(GPUS)}, or a size such as 80GB, got {gpu}.")
+    return parse_size(gpu, option), None
 
 
-def _longest(decoder: Decoder, lever: Lever, base: Setting, fits: Callable[[Setting], bool]) -> Reach | None:
-    ranks = contexts(decoder, base.gpus)[-1]
-    unit = lcm(ranks, STEP)
+def splits(decoder: Decoder, base: Setting, tp: int | None) -> list[int]:
+    """Return the numbers of ranks that are tried as those that split every layer: the one that was asked for, or all that can
+    be in one node, since they wait for each other within each layer."""
+    if tp is not None:
+        return [tp]
+    return [ranks for ranks in tensor_ranks(decoder, base.gpus, base.half) if ranks <= NODE]
+
+
+def contexts(decoder: Decoder, base: Setting) -> list[Setting]:
+    """Return the setting with every number of ranks that may share a sequence, ascending: divisors of the GPUs that are left
+    of those that split layers.
+
+    They exchange tokens for heads where they divide the query heads of a rank. Otherwise as many as divide both do, in each
+    place of a ring (as `finetune.context.context_axes`).
+    """
+    gpus = base.gpus // base.tensor
+    most = 1 if decoder.kind in UNCUT else gpus
+    numbers = [n for n in range(1, most + 1) if gpus % n == 0]
+    heads = decoder.split(base.tensor).heads
+    return [_attending(replace(base, context=n), gcd(n, heads)) for n in numbers]
+
+
+def _attending(base: Setting, inside: int) -> Setting:
+    if inside == base.context:
+        return base
+    return replace(base, context_kind="ring") if inside == 1 else replace(base, context_kind="2d", inside=inside)
+
+
+def parts_of_sequence(setting: Setting) -> int:
+    """Return what divides the tokens of a sequence that the ranks of a context share.
+
+    In JAX those that split its layers, too, have as many rows each.
+    """
+    parts = setting.context if setting.ring == 1 else ring_multiple(setting.ring, setting.exchanging)
+    if setting.half == "torch":
+        return parts
+    return lcm(parts, setting.context * (setting.tensor // gcd(setting.tensor, setting.sequences)))
+
+
+def _host_levers(half: Half) -> tuple[Lever, ...]:
+    """A compiled step of JAX reads its parameters from the devices' memory (`parallelize` refuses cpu_offload)."""
+    return (_HOST,) if half == "torch" else ()
+
+
+def _settings(decoder: Decoder, base: Setting, tensors: Sequence[int]) -> Iterator[Setting]:
+    for host in ({}, *(lever.changes for lever in _host_levers(base.half))):
+        for tensor in tensors:
+            for shared in contexts(decoder, replace(base, tensor=tensor)):
+                if base.tokens % parts_of_sequence(shared) == 0:
+                    for lever in levers_of(decoder, shared):
+                        yield replace(shared, **lever.changes, **host)
+
+
+def _reach(decoder: Decoder, lever: Lever, base: Setting, fits: Callable[[Setting], bool]) -> Reach | None:
+    found = longest(replace(base, **lever.changes), fits)
+    return None if found is None else Reach(lever=lever.name, setting=found, parts=parts_of(decoder, found))
+
+
+def longest(base: Setting, fits: Callable[[Setting], bool]) -> Setting | None:
+    """Return the setting with as many tokens as fit, a multiple of STEP and of what the ranks share; None where none do."""
+    unit = lcm(parts_of_sequence(base), STEP)
 
     def at(units: int) -> Setting:
-        return replace(base, tokens=units * unit, context=ranks, **lever.changes)
+        return replace(base, tokens=units * unit)
 
     low, high = 0, LONGEST // unit
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(at(middle)) else (low, middle - 1)
-    return None if low == 0 else Reach(lever=lever.name, setting=at(low), parts=parts_of(decoder, at(low)))
+    return None if low == 0 else at(low)
 
 
-def step_flop(decoder: Decoder, setting: Setting) -> tuple[int, int]:
-    """Return FLOP of one step of all GPUs: of products with weights, and of attention (causal: half of all pairs).
+def step_flop(decoder: Decoder, setting: Setting, *, recomputed: bool = True) -> tuple[int, int]:
+    """Return FLOP of one step of all GPUs: of products with weights, and of attention (causal: `Decoder.pairs`).
 
     All products of a checkpointed layer but the down-projection, and its attention, are computed twice; attention's backward
-    is two and a half of its forwards; the loss has three products.
+    is two and a half of its forwards; the loss has three products. recomputed: False counts nothing twice.
     """
-    sequences = setting.sequences * (setting.gpus // setting.context)
+    sequences = setting.sequences * setting.data
     tokens = sequences * setting.tokens
-    again = decoder.layer_products - decoder.hidden * decoder.intermediate
+    again = decoder.layer_products - decoder.hidden * decoder.intermediate if recomputed else 0
     products = decoder.layers * (6 * decoder.layer_products + 2 * again) * tokens
     loss = 6 * decoder.hidden * decoder.vocab * tokens
-    forward = 2 * setting.tokens**2 * decoder.queries * sequences * decoder.layers
-    return products + loss, int(4.5 * forward)
+    forward = 4 * decoder.pairs(setting.tokens) * decoder.queries * sequences
+    return products + loss, int((4.5 if recomputed else 3.5) * forward)
 
 
-def step_seconds(decoder: Decoder, setting: Setting, gpu: GPU) -> float:
+def step_seconds(decoder: Decoder, setting: Setting, gpu: GPU, *, recomputed: bool = True) -> float:
     """Return how long a step should take if nothing but products and attention did."""
-    products, attention = step_flop(decoder, setting)
+    products, attention = step_flop(decoder, setting, recomputed=recomputed)
     reached = {2: gpu.flops_16, 4: gpu.flops_32}[setting.itemsize] * ATTENTION_REACHED
     return (products / gpu.flops(setting.itemsize) + attention / reached) / setting.gpus

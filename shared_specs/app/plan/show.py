@@ -1,6 +1,7 @@
 """`plan` as tables, as JSON and as a picture."""
 
 import json
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,13 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from shared_specs.app.options import InputError, PlanOptions, parse_size
-from shared_specs.app.plan.decoder import decoder_named
-from shared_specs.app.plan.search import Plan, plan
+from shared_specs.app.options import InputError, PlanOptions
+from shared_specs.app.plan.decoder import check_planned, check_tensor, decoder_named
+from shared_specs.app.plan.search import Plan, memory_of, plan
+from shared_specs.app.plan.simulated import Simulator, beside_simulation
 from shared_specs.app.plan.step import Parts, Setting
-from shared_specs.app.progress import show_bytes
+from shared_specs.app.progress import GIB, show_bytes
 from shared_specs.config import Half
-from shared_specs.kernels.roofline import GPUS
 
 _BAR = 40  # columns of the longest bar
 _NOTE = (
@@ -24,32 +25,48 @@ _NOTE = (
 )
 
 
-def show_plan(options: PlanOptions, half: Half, console: Console | None = None) -> int:
-    """Print the plan that the options ask for and return the exit code: 1 where the context fits with no setting."""
+def show_plan(options: PlanOptions, half: Half, simulator: Callable[[], Simulator] | None = None) -> int:
+    """Print the plan that the options ask for and return the exit code: 1 where the context fits with no setting.
+
+    simulator: imports that of the half; None where there is none.
+    """
+    if options.simulate and simulator is None:
+        raise InputError(
+            "plan: --simulate must be left out here. A half's step is what runs: python -m tiled_torch plan."
+        )
     found = plan_of(options, half)
+    beside = None
+    if options.simulate and simulator is not None and found.setting is not None:
+        beside = beside_simulation(found.decoder, found.setting, simulator())
+    stored = as_json(found) | ({} if beside is None else {"simulated": beside})
     if options.out is not None:
-        _write(found, Path(options.out))
+        _write(found, stored, Path(options.out))
     if options.json:
-        print(json.dumps(as_json(found), indent=2))
+        print(json.dumps(stored, indent=2))
     else:
-        _print(found, options, console or Console())
+        console = Console()
+        _print(found, options, console)
+        if beside is not None:
+            console.print(_beside(beside))
     return 0 if found.setting is not None else 1
 
 
 def plan_of(options: PlanOptions, half: Half) -> Plan:
-    """Return the plan; InputError where the model or the GPU is unknown."""
-    gpu = GPUS.get(options.gpu.lower())
-    if gpu is None and not options.gpu[:1].isdigit():
-        names = ", ".join(GPUS)
-        raise InputError(f"plan: --gpu must be one of {names}, or a size such as 80GB, got {options.gpu}.")
+    """Return the plan; InputError where the model or the GPU is unknown, or the half has no formulas of it."""
+    memory, gpu = memory_of(options.gpu, "plan: --gpu")
+    decoder = decoder_named(options.model)
+    check_planned(decoder, half, options.gpus)
+    if options.tp is not None:
+        check_tensor(decoder, options.tp, options.gpus, half)
     return plan(
-        decoder_named(options.model),
+        decoder,
         options.tokens,
-        memory=int(gpu.memory_bytes) if gpu is not None else parse_size(options.gpu, "plan: --gpu"),
+        memory=memory,
         host=options.host,
         gpus=options.gpus,
         gpu=gpu,
         half=half,
+        tp=options.tp,
         sequences=options.sequences,
         dtype=options.dtype,
         optimizer=options.optimizer,
@@ -80,18 +97,25 @@ def _bytes(parts: Parts) -> dict[str, int]:
 
 def what_to_set(setting: Setting) -> list[tuple[str, str]]:
     """Return the calls that make this setting, and what each is set to."""
-    data = setting.gpus // setting.context
     scope = {"none": "not tiled", "mlp": 'scope="mlp"', "block": 'scope="block"'}[setting.scope]
     model = "tile_model" if setting.half == "torch" else "models.Llama"
     shard = "" if setting.shard_tokens is None else f", shard_tokens={setting.shard_tokens}"
     offload = "offload=True" if setting.offload else "offload=False"
+    context, axes = f"{setting.context}", "context"
+    if setting.context_kind == "2d":
+        context, axes = f"{setting.ring} x {setting.inside}", "ring x context inside"
+    mesh = f"{setting.data} x {context} x {setting.tensor}: data and fully sharded x {axes} x tensor"
     lines = [
-        ("mesh", f"{data} x {setting.context}: data and fully sharded x context"),
+        ("mesh", mesh),
         (model, scope + shard),
         ("Checkpointing", f'mode="full", {offload}'),
     ]
-    if setting.host_state:
-        lines.append(("DataParallel", "cpu_offload=True"))
+    data_options = [f'context="{setting.context_kind}"'] * (setting.context > 1)
+    data_options += ["cpu_offload=True"] * setting.host_state
+    if data_options:
+        lines.append(("DataParallel", ", ".join(data_options)))
+    if setting.tensor > 1:
+        lines.append(("TensorParallel", "sequence_parallel=True, loss_parallel=True"))
     return lines
 
 
@@ -109,9 +133,9 @@ def _print(found: Plan, options: PlanOptions, console: Console) -> None:
         console.print(table)
         console.print(_bars(found.parts, found.memory))
         if found.seconds is not None:
-            sequences = found.setting.sequences * (found.gpus // found.setting.context)
+            sequences = found.setting.sequences * found.setting.data
             rate = sequences * found.tokens / found.seconds
-            console.print(f"A step should take {found.seconds:.3g} s at least: {rate:.0f} tokens/s.", highlight=False)
+            console.print(f"A step should take {found.seconds:,.0f} s at least: {rate:.0f} tokens/s.", highlight=False)
     table = Table(box=SIMPLE, title="Longest context, all GPUs in one", title_justify="left")
     for name in ("with", "tokens", "GPU", "host"):
         table.add_column(name, justify="left" if name == "with" else "right")
@@ -135,10 +159,28 @@ def _bars(parts: Parts, memory: int) -> Table:
     return table
 
 
-def _write(found: Plan, folder: Path) -> None:
+def _beside(beside: Mapping[str, Any]) -> Table:
+    """The formulas and the simulation next to each other, and what is on the device at the simulation's peak."""
+    run = beside["set"]
+    title = f"Simulated: {run['half']}, {run['dtype']}, on a {run['device']}; the peak is in: {beside['peak']}"
+    table = Table(box=SIMPLE, title=title, title_justify="left")
+    for name in ("bytes on each GPU", "formulas", "simulated", "formulas / simulated"):
+        table.add_column(name, justify="left" if name.startswith("bytes") else "right")
+    ratio = beside["predicted_bytes"] / beside["simulated_bytes"]
+    sizes = (show_bytes(beside[f"{name}_bytes"]) for name in ("predicted", "simulated"))
+    table.add_row("without the reserve", *sizes, f"{ratio:.3f}")
+    table.add_row("host", *(show_bytes(beside[f"{name}_host_bytes"]) for name in ("predicted", "simulated")), "")
+    for name, size in beside["moments"][beside["peak"]].items():
+        table.add_row(f"  {name}", "", show_bytes(size), "")
+    for name, count in beside["collectives"].items():
+        table.add_row(f"  {name}", "", f"{count} times", "")
+    return table
+
+
+def _write(found: Plan, stored: Mapping[str, Any], folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "plan.json").write_text(json.dumps(as_json(found), indent=2) + "\n", encoding="utf-8")
+        (folder / "plan.json").write_text(json.dumps(stored, indent=2) + "\n", encoding="utf-8")
         _draw(found, folder / "plan.png")
     except OSError as error:
         raise InputError(f"plan: --out cannot be written to: {error.strerror or error} ({folder}).") from error
@@ -149,7 +191,7 @@ def _draw(found: Plan, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    from shared_specs.app.plots import GIB, save_figure
+    from shared_specs.app.plots import save_figure
 
     figure = Figure(figsize=(9, 4.5), layout="constrained")
     FigureCanvasAgg(figure)

@@ -5,70 +5,24 @@ in another dtype, every layer checkpointed. Letters: T tokens of a rank, H hidde
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from math import lcm
+from typing import Any
 
+from shared_specs.app.models.decoders import DECODERS
 from shared_specs.app.plan.decoder import Decoder
-from shared_specs.config import Half
+from shared_specs.app.plan.setting import Scope as Scope
+from shared_specs.app.plan.setting import Setting as Setting
+from shared_specs.collectives.costs import gathered_plan, in_flight_bytes
+from shared_specs.collectives.sequence_plan import plan_sequence
 from shared_specs.layers.block_costs import WIDE, block_row_bytes, eager_block_moments
 from shared_specs.loss.costs import LossShape, compiled_loss_peak_bytes, loss_peak_bytes
-from shared_specs.mlp.costs import MLPShape, compiled_peak_bytes, peak_bytes
-from shared_specs.shards import ShardPlan, plan_tokens
+from shared_specs.loss.sequence_costs import sequence_loss_peak_bytes
+from shared_specs.mlp.costs import MLPShape, block_rows, compiled_peak_bytes, peak_bytes
 
-Scope = Literal["none", "mlp", "block"]
-Optimizer = Literal["adamw", "sgd"]
-ITEMSIZE = {"bfloat16": 2, "float32": 4}
 MOMENTS = {"adamw": 2, "sgd": 0}
 MASTER = 4  # bytes of a parameter, of its gradient and of each moment
 # What no tensor shows: CUDA's context, the communication library's buffers, what the allocator cannot use.
 RESERVE = 3 * 2**30
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """A choice of all that one may set, and the sizes of the work.
-
-    Attributes:
-        tokens: of a sequence. sequences: that a rank, or the ranks of a context together, work on at a time.
-        gpus: in all. context: ranks that cut every sequence among them.
-        scope: of `tile_model`; "none" is transformers' own layers and loss. offload: layers' inputs wait in host memory.
-        host_state: parameters, gradients and moments are in host memory (`DataParallel(cpu_offload=True)`).
-        shard_tokens: of a shard; None is what the library chooses.
-        device: "cpu" is what a test on one measures: no kernels, and products of 16-bit operands in float32.
-    """
-
-    tokens: int
-    sequences: int = 1
-    gpus: int = 1
-    context: int = 1
-    scope: Scope = "block"
-    offload: bool = False
-    host_state: bool = False
-    shard_tokens: int | None = None
-    dtype: str = "bfloat16"
-    optimizer: Optimizer = "adamw"
-    half: Half = "torch"
-    device: Literal["gpu", "cpu"] = "gpu"
-
-    @property
-    def rows(self) -> int:
-        """T: tokens that one rank has."""
-        return self.sequences * -(-self.tokens // self.context)
-
-    @property
-    def itemsize(self) -> int:
-        return ITEMSIZE[self.dtype]
-
-    @property
-    def stream(self) -> int:
-        """Bytes of a number between layers: in JAX float32 whatever the products are."""
-        return self.itemsize if self.half == "torch" else WIDE
-
-    @property
-    def shards(self) -> ShardPlan:
-        """How a rank's tokens are cut."""
-        if self.scope == "none":
-            return ShardPlan(self.rows, max(1, self.rows))
-        return plan_tokens(self.rows, shard_tokens=self.shard_tokens, device=self.device)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +49,7 @@ class Parts:
 
     @property
     def by_name(self) -> dict[str, int]:
-        """Every part that is on the GPU."""
+        """Return every part that is on the GPU."""
         return {name: size for name, size in vars(self).items() if name != "host"}
 
     @property
@@ -104,58 +58,94 @@ class Parts:
 
 
 def parts_of(decoder: Decoder, setting: Setting) -> Parts:
-    """Return the bytes of one step, at the higher of its two high points: a layer's backward or the loss."""
-    host = decoder.layers * setting.rows * decoder.hidden * setting.stream if setting.offload else 0
-    master = MASTER * decoder.parameters // setting.gpus
+    """Return the bytes of one step, at the highest of its high points: the last layer's backward, the first one's, the loss;
+    and the embedding's where it is split."""
+    decoder = decoder.split(setting.tensor)
+    host = decoder.layers * setting.own_rows * decoder.hidden * setting.stream if setting.offload else 0
+    master = MASTER * decoder.parameters // (setting.gpus // setting.tensor)
     state = {"weights": master, "gradients": master, "optimizer": MOMENTS[setting.optimizer] * master}
     if setting.host_state:
         host += sum(state.values())
         state = dict.fromkeys(state, 0)
-    layer = Parts(**state | _at_layer(decoder, setting), reserve=RESERVE, host=host)
-    # Gradients of the step before are gone; XLA has the room of its results from beginning to end.
-    gradients = 0 if setting.half == "torch" else state["gradients"]
-    loss = Parts(**state | {"gradients": gradients} | _at_loss(decoder, setting), reserve=RESERVE, host=host)
-    return max(layer, loss, key=lambda parts: parts.total)
+    # Gradients of the step before are gone, and those of this one come as inputs go; XLA has the room of its results from
+    # beginning to end.
+    early = {} if setting.half == "jax" else {"gradients": 0}
+    kept = 0 if setting.offload else decoder.layers
+    moments = [
+        early | _at_layer(decoder, setting, kept),  # the last layer's backward
+        {} if setting.half == "jax" else _at_layer(decoder, setting, min(kept, 1)),  # the first one's
+        early | _at_loss(decoder, setting),
+        _at_embedding(decoder, setting) if setting.half == "torch" and setting.tensor > 1 else {},
+    ]
+    found = (Parts(**state | moment, reserve=RESERVE, host=host) for moment in moments if moment)
+    return max(found, key=lambda parts: parts.total)
 
 
-def _at_layer(decoder: Decoder, setting: Setting) -> dict[str, int]:
-    """In the backward of a layer: the head's gradient waits, in PyTorch for those of the other ends, which are one unit."""
+def _at_layer(decoder: Decoder, setting: Setting, kept: int) -> dict[str, int]:
+    """In the backward of a layer: the head's gradient waits, in PyTorch for those of the other ends, which are one unit.
+
+    kept: inputs of layers that are on the device.
+    """
     b, layer = setting.itemsize, decoder.layer_parameters
     if setting.half == "torch":
         # The layer's weights, those of the next one on their way, the gradients of the one before, in float32, being cut.
-        gathered = (2 * b + MASTER) * layer + b * decoder.end_parameters
+        # What comes from host memory is there once more on its way.
+        units = 3 if setting.host_state else 2
+        gathered = (units * b + MASTER) * layer + b * decoder.end_parameters
     else:  # and the sums that `compiled_peak_bytes` does not count
         gathered = _gathered_by_xla(decoder, setting) + MASTER * (layer - 3 * decoder.hidden * decoder.intermediate)
-    kept = 0 if setting.offload else decoder.layers
-    inputs = kept * setting.rows * decoder.hidden * setting.stream
-    rows, shard = _layer_bytes(decoder, setting)
-    of_head = b * decoder.hidden * decoder.vocab
+    inputs = kept * setting.own_rows * decoder.hidden * setting.stream
+    rows, shard = _layer_bytes(decoder, setting, kept)
+    of_head = (
+        (b if setting.half == "torch" else MASTER) * decoder.hidden * decoder.vocab // vocab_ranks(decoder, setting)
+    )
     return {"gathered": gathered, "inputs": inputs, "attention": rows, "shard": shard, "loss": of_head}
 
 
-def _gathered_by_xla(decoder: Decoder, setting: Setting) -> int:
-    """One layer and the head, of the table no more than the rows that are asked for; on one GPU only what is cast."""
+def _gathered_by_xla(decoder: Decoder, setting: Setting, layers: int = 1) -> int:
+    """So many layers and the head, of the table no more than the rows that are asked for; on one GPU only what is cast."""
     alone = setting.gpus == 1 and setting.itemsize == MASTER
-    return 0 if alone else setting.itemsize * (decoder.layer_parameters + decoder.hidden * decoder.vocab)
+    head = decoder.hidden * decoder.vocab // vocab_ranks(decoder, setting)
+    return 0 if alone else setting.itemsize * (layers * decoder.layer_parameters + head)
+
+
+def vocab_ranks(decoder: Decoder, setting: Setting) -> int:
+    """Return how many devices split the vocabulary of the loss among them, with all tokens of each, instead of gathering the
+    head: in JAX, of one axis, where their tokens and gradients are less to move (`parallelize`)."""
+    alone = setting.context in (1, setting.gpus)  # both axes would cut the parameters
+    moved = 2 * setting.gpus * setting.rows * setting.itemsize
+    fewer = moved <= decoder.vocab * (setting.itemsize + MASTER)
+    return setting.gpus if setting.half == "jax" and setting.tensor == 1 and alone and fewer else 1
 
 
 def _at_loss(decoder: Decoder, setting: Setting) -> dict[str, int]:
-    """Where the loss is made, with its gradients: beside it the hidden states, normed, and their gradient."""
-    b, rows = setting.itemsize, setting.rows * decoder.hidden * setting.stream
-    shape = LossShape(tokens=setting.rows, hidden=decoder.hidden, vocab=decoder.vocab, itemsize=b, weight_itemsize=b)
-    if setting.scope == "none":  # transformers lets its 16-bit logits go
+    """Where the loss is made, with its gradients: beside it the hidden states, normed, and their gradient.
+
+    In JAX, where 16 bits are those of products alone, also these states in float32.
+    """
+    b, rows = setting.itemsize, setting.own_rows * decoder.hidden * setting.stream
+    ranks = vocab_ranks(decoder, setting)
+    entries = -(-decoder.vocab // ranks)
+    sizes: dict[str, Any] = {"hidden": decoder.hidden, "vocab": entries, "itemsize": b, "weight_itemsize": b}
+    shape = LossShape(tokens=setting.rows, copied=setting.tensor > 1, **sizes)
+    if setting.scope == "none" and not setting.chunked_loss:  # transformers lets its 16-bit logits go
         loss = 3 * MASTER * setting.rows * decoder.vocab
+    elif setting.half == "torch" and setting.tensor > 1:
+        loss = sequence_loss_peak_bytes(shape, setting.split_shards, device=setting.device, kernels=setting.fused)
     elif setting.half == "torch":
-        loss = loss_peak_bytes(shape, setting.shards, device=setting.device, kernels=setting.device == "gpu")
+        loss = loss_peak_bytes(shape, setting.shards, device=setting.device, kernels=setting.fused)
     else:
-        loss = compiled_loss_peak_bytes(shape, setting.shards, device=setting.device)
+        loss = _compiled_loss_bytes(shape, setting, ranks)
     inputs = (0 if setting.offload else decoder.layers) * rows
-    loss += b * decoder.hidden * decoder.vocab  # the head's gradient
+    if setting.half == "torch" or b == MASTER:  # in 16 bits JAX has but the sum that makes it
+        loss += b * decoder.hidden * entries  # the head's gradient
+    if setting.half == "jax" and setting.tensor > 1 and setting.device == "cpu":
+        loss += MASTER * decoder.hidden * entries  # zeros, to which the embedding's gradient is added later
     if setting.half == "jax":
         return {
-            "gathered": _gathered_by_xla(decoder, setting),
+            "gathered": _gathered_by_xla(decoder, setting, layers=0),
             "inputs": inputs,
-            "attention": rows,
+            "attention": rows if b == MASTER else 2 * rows,
             "shard": 0,
             "loss": loss,
         }
@@ -163,33 +153,84 @@ def _at_loss(decoder: Decoder, setting: Setting) -> dict[str, int]:
     return {"gathered": gathered, "inputs": inputs, "attention": 3 * rows, "shard": 0, "loss": loss}
 
 
-def _layer_bytes(decoder: Decoder, setting: Setting) -> tuple[int, int]:
-    """Of all tokens and of one shard, in the backward of a layer, without the kept inputs of all layers.
+def _compiled_loss_bytes(shape: LossShape, setting: Setting, ranks: int) -> int:
+    """Return the temporary bytes of the compiled loss, with the sum of the head's gradient in 16 bits.
+
+    Ranks that split the vocabulary, those of the layers or else `ranks`, have a shard's tokens of all. On a GPU logits in 16
+    bits are gone when the product of their gradient is made, of which the formula counts both.
+    """
+    shards, moved = setting.shards, 0
+    if setting.tensor > 1:
+        moved = in_flight_bytes(shape, setting.split_shards)
+    elif ranks > 1:
+        shared = plan_sequence(
+            "plan", (setting.rows,) * ranks, shard_tokens=setting.shard_tokens, device=setting.device
+        )
+        shards, moved = gathered_plan(shared), in_flight_bytes(shape, shared)
+    found = compiled_loss_peak_bytes(shape, shards, device=setting.device) + moved
+    if setting.device == "cpu" or shape.itemsize == MASTER:
+        return found
+    return found - shape.vocab * min(shape.itemsize * shards.longest, MASTER * shape.hidden)
+
+
+def _at_embedding(decoder: Decoder, setting: Setting) -> dict[str, int]:
+    """In the backward of an embedding that is split by vocabulary: the gradient of a rank's own tokens, and of a shard of all
+    ranks' tokens as it came and without the rows of others' entries; beside it those of all layers, and of the ends, whole.
+    """
+    kept = MASTER * decoder.layers * decoder.layer_parameters // (setting.gpus // setting.tensor)
+    return {
+        "gradients": 0 if setting.host_state else kept,
+        "gathered": (setting.itemsize + MASTER) * decoder.end_parameters,
+        "inputs": 0,
+        "attention": setting.own_rows * decoder.hidden * setting.itemsize,
+        "shard": 2 * setting.shards.longest * decoder.hidden * setting.itemsize,
+        "loss": 0,
+    }
+
+
+def _layer_bytes(decoder: Decoder, setting: Setting, kept: int) -> tuple[int, int]:
+    """Return the bytes of all tokens and of one shard in the backward of a layer, without the kept inputs of all layers.
 
     The larger of two moments: attention's backward, in which there is no shard, and that of a shard of the MLP.
     """
     b, t, rows = setting.itemsize, setting.shards.longest, setting.rows
-    sizes = {"hidden": decoder.hidden, "heads": decoder.heads, "kv_heads": decoder.kv_heads, "itemsize": b}
+    hidden = decoder.hidden // setting.tensor  # of a token, between the layers
+    sizes: dict[str, Any] = {
+        "hidden": hidden,
+        "heads": decoder.heads,
+        "kv_heads": decoder.kv_heads,
+        "itemsize": b,
+    }
     mlp = MLPShape(tokens=rows, hidden=decoder.hidden, intermediate=decoder.intermediate, itemsize=b, weight_itemsize=b)
-    exchanged = exchanged_row_bytes(decoder, setting)
     if setting.half == "jax":
-        row = block_row_bytes(**sizes, head_dim=decoder.head_dim)
-        return row * rows, compiled_peak_bytes(mlp, setting.shards, device=setting.device)
+        row = block_row_bytes(**sizes, head_dim=decoder.head_dim) + compiled_context_row_bytes(decoder, setting)
+        moved = 0 if setting.tensor == 1 else in_flight_bytes(mlp, setting.split_shards, upstream=decoder.hidden)
+        return row * rows, compiled_peak_bytes(mlp, setting.shards, device=setting.device) + moved
+    exchanged = exchanged_row_bytes(decoder, setting)
     if setting.scope == "block":
-        kept = 0 if setting.offload else decoder.layers
         attention, behind = (
-            row - kept * decoder.hidden * b
-            for row in eager_block_moments(**sizes, head_dim=decoder.head_dim, kept_layers=kept)
+            row + _window_row_bytes(decoder, setting) * (moment == 0) - kept * hidden * b
+            for moment, row in enumerate(eager_block_moments(**sizes, head_dim=decoder.head_dim, kept_layers=kept))
         )
         of_shard = BLOCK_ARRAYS * t * decoder.intermediate * b
+        if setting.device == "gpu" and not setting.fused:
+            of_shard += 5 * WIDE * block_rows(t, decoder.intermediate, "gpu") * decoder.intermediate
+        if setting.tensor > 1:  # what the MLP is given, and the gradient of what it returns, of every rank's tokens
+            of_shard += 2 * t * decoder.hidden * b
         found = max(((attention + exchanged[0]) * rows, 0), ((behind + exchanged[1]) * rows, of_shard), key=sum)
-        return found[0], found[1] + MASTER * decoder.layer_parameters  # the sums of the weight gradients
+        # The sums of the weight gradients; that of gate and up is rounded as one where they are.
+        fused = 2 * decoder.hidden * decoder.intermediate * b if len(DECODERS[decoder.kind].gate_up) == 1 else 0
+        return found[0], found[1] + MASTER * decoder.layer_parameters + fused
     attention, around_mlp = checkpointed_row_bytes(decoder, b)
+    if setting.ring > 1:
+        attention = max(attention, beside_ring_row_bytes(decoder, b) + exchanged[0])
+    else:
+        attention += exchanged[0]
     if setting.scope == "mlp":
-        own = peak_bytes(mlp, setting.shards, device=setting.device, kernels=setting.device == "gpu")
+        own = peak_bytes(mlp, setting.shards, device=setting.device, kernels=setting.fused)
     else:
         own = PLAIN_ARRAYS * rows * decoder.intermediate * b
-    return max(((attention + exchanged[0]) * rows, 0), (around_mlp * rows, own), key=sum)
+    return max((attention * rows, 0), (around_mlp * rows, own), key=sum)
 
 
 def exchanged_row_bytes(decoder: Decoder, setting: Setting) -> tuple[int, int]:
@@ -199,16 +240,58 @@ def exchanged_row_bytes(decoder: Decoder, setting: Setting) -> tuple[int, int]:
     scope="block" alone, whose attention waits for its backward. In the first then also the gradient of that output, what is on
     its way of one group, and gradients of a group, which is as many heads as leave every rank a key head. Key heads that are
     repeated, where there are fewer of them than ranks, are gone by then. XLA has room for all this in what is there.
+    In places of a ring what is exchanged is what the ring counts; attention's output and its gradient are there beside it.
     """
     if setting.context == 1:
         return 0, 0
     of_all = decoder.queries + 2 * decoder.keys
     waiting = of_all + decoder.queries
+    if setting.ring > 1:
+        ring = ring_row_bytes(decoder, setting)
+        both = setting.exchanging > 1 and setting.scope == "block"
+        return (ring + 2 * decoder.queries * setting.itemsize, waiting * setting.itemsize) if both else (ring, 0)
     if setting.scope != "block":
         return waiting * setting.itemsize, 0
-    groups = max(1, decoder.kv_heads // setting.context)
+    groups = max(1, decoder.kv_heads // setting.exchanging)
     more = decoder.queries + decoder.queries // groups + of_all // groups - of_all // decoder.kv_heads
     return (waiting + more) * setting.itemsize, waiting * setting.itemsize
+
+
+def ring_row_bytes(decoder: Decoder, setting: Setting) -> int:
+    """Return the bytes that one more token costs attention's backward in a ring, on the rank with most.
+
+    There are dq and this rank's own dk and dv, in float32, and with more than two ranks those of two others, of which one is on
+    its way, there and here; k and v of the next rank, on their way; and of one part the operands as kernels want them and what
+    they return, beside that of the part before. The first of all parts is causal, for which a CPU's kernel wants key heads
+    repeated. With scope="block" all this is of one key-value group, whose gradients are counted without a ring as well. Ranks
+    that exchange tokens for heads have as many more of the tokens as they have fewer heads; key heads that do not reach for all
+    of them are repeated, and a group is one head of a rank.
+    """
+    b, block = setting.itemsize, setting.scope == "block"
+    copies = lcm(decoder.kv_heads, setting.exchanging) // decoder.kv_heads
+    groups = max(1, decoder.kv_heads // setting.exchanging) if block else 1
+    queries, keys = decoder.queries // groups, 2 * copies * decoder.keys // groups
+    sums = 4 if setting.ring > 2 else 2
+    later = (WIDE + 5 * b) * queries + (sums * WIDE + 3 * b) * keys
+    first = (WIDE + 6 * b) * queries + (WIDE + 3 * b) * keys if setting.device == "cpu" else 0
+    return max(first, later) - (b * (queries + keys) if block else 0)
+
+
+def compiled_context_row_bytes(decoder: Decoder, setting: Setting) -> int:
+    """Return the bytes that one more token costs a context in the compiled attention of JAX, beside `block_row_bytes`.
+
+    For what ranks exchange there is room in what is there, but for key heads that are repeated, where they do not reach for all
+    ranks, and their gradients. In a ring dq is in float32, and k and v of the next rank are on their way. Beside this rank's
+    own dk and dv there are with more than two ranks those that are sent, that arrive and that are made, else those of the
+    other. Of four ranks a CPU's program has no loop over turns, and sends every k and v first.
+    """
+    copies = lcm(decoder.kv_heads, setting.exchanging) // decoder.kv_heads
+    keys, sums = 2 * copies * decoder.keys * setting.itemsize, 2 * copies * decoder.keys * WIDE
+    repeated = (keys + sums) // copies * (copies - 1)
+    if setting.ring == 1:
+        return repeated
+    at_once = 3 if setting.device == "cpu" and setting.ring == 4 else 1
+    return repeated + WIDE * decoder.queries + at_once * keys + (3 if setting.ring > 2 else 1) * sums
 
 
 # Arrays [t, I] and [T, I] at once in the backward of the MLP of a shard of scope="block", and of a whole untiled one.
@@ -221,6 +304,34 @@ def checkpointed_row_bytes(decoder: Decoder, itemsize: int) -> tuple[int, int]:
     The MLP's own are not counted. In 16 bits the norms and the rotary positions work in float32 and leave more behind.
     """
     heads = 2 * decoder.queries + 2 * decoder.keys + 2 * decoder.head_dim
-    attention, mlp = (17, 8) if itemsize < MASTER else (8, 5)
-    both = heads * itemsize + 4 * decoder.heads
+    attention, mlp = (17, 8) if itemsize < MASTER else (9, 5)
+    both = heads * itemsize + 4 * decoder.heads + head_norm_row_bytes(decoder, itemsize)
     return attention * decoder.hidden * itemsize + both, mlp * decoder.hidden * itemsize + both
+
+
+def beside_ring_row_bytes(decoder: Decoder, itemsize: int) -> int:
+    """Return the bytes that one more token costs beside a ring's backward in one of transformers' layers.
+
+    What the norm before it keeps (in 16 bits its input and what is normed in float32, and rounded), the gradient behind it, q,
+    k and v in part and attention's output. With a large H a layer has its peak elsewhere.
+    """
+    hidden = 7 if itemsize < MASTER else 5
+    both = 4 * decoder.heads + head_norm_row_bytes(decoder, itemsize)
+    return (hidden * decoder.hidden + 2 * decoder.queries) * itemsize + both
+
+
+def head_norm_row_bytes(decoder: Decoder, itemsize: int) -> int:
+    """Return the bytes that one more token costs the norms of heads in one of transformers' layers.
+
+    Of queries and keys what is normed in float32, and rounded.
+    """
+    return (decoder.queries + decoder.keys) * (WIDE + itemsize) if DECODERS[decoder.kind].head_norms else 0
+
+
+def _window_row_bytes(decoder: Decoder, setting: Setting) -> int:
+    """Return the bytes that one more token costs a window in attention's backward, of one key-value group.
+
+    Keys and values repeated for its query heads, with their gradients, and what blocks of queries return, apart and in one.
+    """
+    windowed = decoder.window is not None and decoder.window < setting.tokens
+    return 6 * decoder.queries // decoder.kv_heads * setting.itemsize if windowed else 0

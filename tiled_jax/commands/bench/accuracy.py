@@ -34,7 +34,7 @@ def variants(workload: AccuracyWorkload) -> dict[str, MLP]:
 
 
 def results_of(mlp: MLP, given: dict[str, jax.Array]) -> dict[str, Array]:
-    """y and every gradient, in float64."""
+    """Return y and every gradient, in float64."""
     operands = (given[name] for name in ("x", "w_gate", "w_up", "w_down", "dy"))
     found = jax.jit(y_and_gradients(mlp))(*operands)
     return {name: np.asarray(array).astype(np.float64) for name, array in zip(OF_MLP, found, strict=True)}

@@ -2,9 +2,9 @@
 
 from shared_specs.app.bench.bench import Op, run_bench
 from shared_specs.app.options import BenchOptions
-from tiled_jax.commands.bench import accuracy, loss, mesh, mlp
+from tiled_jax.commands.bench import accuracy, loss, mesh, mlp, model
 
-OPS: dict[str, Op] = {"mlp": mlp, "loss": loss, "accuracy": accuracy, "mesh": mesh}
+OPS: dict[str, Op] = {"mlp": mlp, "loss": loss, "accuracy": accuracy, "mesh": mesh, "model": model}
 
 
 def bench(options: BenchOptions) -> int:

@@ -36,7 +36,7 @@ def variants(shard_tokens: int) -> dict[str, Loss]:
 
 
 def losses(x: jax.Array, weight: jax.Array, targets: jax.Array) -> jax.Array:
-    """Of every token: [T]."""
+    """Return the loss of every token, [T]."""
     logits = jnp.dot(x, weight, precision="highest")
     of_target = jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
     return jax.nn.logsumexp(logits, axis=-1) - of_target

@@ -63,7 +63,7 @@ def of_program(name: str, program: Any) -> dict[str, Any]:
 
 
 def _arguments(workload: MeshWorkload, mesh: jax.sharding.Mesh) -> tuple[jax.Array, ...]:
-    """x and dy, their batch over all devices, and the weights, whole or sharded over all devices."""
+    """Return x and dy, their batch over all devices, and the weights, whole or sharded over all devices."""
     H, I = workload.hidden, workload.intermediate  # noqa: E741
     rng, lead = np.random.default_rng(0), (workload.sequences, workload.tokens)
     of_weights = P(AXES) if workload.sharded_weights else P()

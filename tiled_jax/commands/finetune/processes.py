@@ -134,8 +134,8 @@ def devices_of(name: str) -> list[jax.Device]:  # pyright: ignore[reportInvalidT
         raise UnsupportedError(f"finetune: --device must be cpu or auto here, got {name}. {advice}") from error
 
 
-def mesh_and_config(options: FinetuneOptions) -> tuple[jax.sharding.Mesh, ParallelConfig]:
-    """Return the devices as a mesh, and what `parallelize` does along each of its axes."""
-    axes, config = layout(options, equal_parts=True)
+def mesh_and_config(options: FinetuneOptions, heads: int) -> tuple[jax.sharding.Mesh, ParallelConfig]:
+    """Return the devices as a mesh, and what `parallelize` does along each of its axes. heads: of the model's queries."""
+    axes, config = layout(options, heads, compiled=True)
     devices = np.asarray(devices_of(options.device)[: options.ranks]).reshape(tuple(axes.values()))
     return jax.sharding.Mesh(devices, tuple(axes), axis_types=(jax.sharding.AxisType.Auto,) * len(axes)), config

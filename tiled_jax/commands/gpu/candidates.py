@@ -12,7 +12,7 @@ from shared_specs.config import LossOptions
 from shared_specs.kernels.blocks import CANDIDATES, Blocks
 from tiled_jax.commands.gpu.device import Program, variant
 from tiled_jax.commands.gpu.kernels import LAUNCHES, Operands, interpreted, kernel_questions
-from tiled_jax.loss.kernels.cross_entropy import Columns, RowSlopes, statistics_and_gradient
+from tiled_jax.loss.kernels.cross_entropy import Columns, RowCoefficients, statistics_and_gradient
 from tiled_jax.mlp.kernels.dgated import dgated
 from tiled_jax.mlp.kernels.glu_elementwise import glu_backward
 from tiled_jax.mlp.kernels.glu_up import glu_up
@@ -30,9 +30,9 @@ def _auxiliary(x: Array, w_gate: Array, w_up: Array, **options: Any) -> Array:
 
 def _loss(logits: Array, targets: Array, **options: Any) -> tuple[Array, ...]:
     ones = jnp.ones(logits.shape[0])
-    of_rows: Any = Columns(targets), RowSlopes(ones, ones)
+    of_rows: Any = Columns(targets), RowCoefficients(ones, ones)
     found, dlogits = interpreted(statistics_and_gradient)(logits, *of_rows, options=LossOptions(), **options)
-    return dlogits, found.best + jnp.log(found.total), found.target
+    return dlogits, found.top + jnp.log(found.total), found.target
 
 
 # Op -> (the question of `kernel_questions` whose operands, library's form and names of results it shares; its kernel there).

@@ -47,7 +47,7 @@ class Program:
         return jax.block_until_ready(self._compiled(*self._own()))
 
     def seconds(self) -> float:
-        """Of one launch; the copies are made before the clock starts."""
+        """Return the seconds of one launch; the copies are made before the clock starts."""
         if self._compiled is None:
             self()
         own = jax.block_until_ready([self._own() for _ in range(self._launches)])
@@ -60,7 +60,7 @@ class Program:
 
     @property
     def temp_bytes(self) -> int | None:
-        """Bytes that the compiled program uses above its arguments and results; None where it was never compiled."""
+        """Return the bytes that the compiled program uses above its arguments and results; None where it was never compiled."""
         analysis: Any = None if self._compiled is None else self._compiled.memory_analysis()
         return None if analysis is None else analysis.temp_size_in_bytes
 
@@ -126,7 +126,7 @@ class JaxDevice:
 
 
 def distance(found: jax.Array, expected: jax.Array) -> tuple[float, float]:
-    """Relative L2 distance of all elements, and of the worst row; NaN where something is not finite."""
+    """Return the relative L2 distance of all elements, and of the worst row; NaN where something is not finite."""
     if found.shape != expected.shape:
         raise ValueError(f"shape {found.shape} instead of {expected.shape}")
     if not found.size:

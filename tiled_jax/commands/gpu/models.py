@@ -36,7 +36,7 @@ def plain(x: jax.Array, w_gate: jax.Array, w_up: jax.Array, w_down: jax.Array) -
 
 
 def with_gradients(fn: MLP) -> Callable[..., Any]:
-    """y and every gradient, of the operands and dy."""
+    """Return y and every gradient, of the operands and dy."""
 
     def run(*arguments: jax.Array) -> Any:
         y, pull = jax.vjp(fn, *arguments[:-1])
@@ -230,7 +230,7 @@ class Losses:
 
 
 def losses(x: jax.Array, weight: jax.Array, targets: jax.Array) -> jax.Array:
-    """Of every token, [T], in float32 from logits in the dtype of x."""
+    """Return the loss of every token, [T], in float32 from logits in the dtype of x."""
     logits = (x @ weight).astype(jnp.float32)
     return jax.nn.logsumexp(logits, axis=-1) - jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
 

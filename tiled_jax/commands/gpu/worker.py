@@ -19,7 +19,10 @@ from tiled_jax.commands.gpu.kernels import kernel_questions
 from tiled_jax.commands.gpu.models import loss_groups, mlp_groups
 from tiled_jax.core.mosaic import ARCHITECTURE
 
-NO_GPU = "--device gpu needs a GPU that JAX sees, and there is none"
+NO_GPU = {
+    "bench": "--device gpu needs a GPU that JAX sees, and there is none",
+    "tune": "it needs a GPU that JAX sees, and there is none",
+}
 
 
 def groups_of(job: Mapping[str, Any]) -> Groups:
@@ -49,7 +52,8 @@ def refusal(job: Mapping[str, Any]) -> str | None:
     except RuntimeError as error:  # JAX_PLATFORMS names what is not there
         backend = f"{error}"
     if backend != "gpu":
-        return f"{'tune' if tuning else 'bench'}: {NO_GPU}."
+        command = "tune" if tuning else "bench"
+        return f"{command}: {NO_GPU[command]}."
     reason = backends.usable_backends()["pallas"]
     if tuning and reason is not None:
         return f"tune: a GPU must be there that the kernels run on. {reason}"

@@ -54,22 +54,22 @@ class Columns(NamedTuple):
 
 class RowStatistics(NamedTuple):
     """Float32 numbers [rows] of the real columns. Logits are compared before scale and softcap, negated where the scale is
-    negative, so that `best` is exactly the logit of a target that is the largest."""
+    negative, so that `top` is exactly the logit of a target that is the largest."""
 
-    best: jax.Array  # the largest of them; m is the z of it
+    top: jax.Array  # the largest of them; m is the z of it
     total: jax.Array  # Σ exp(z - m)
     target: jax.Array  # the target's, 0 where another part has it
     weighted: jax.Array | None  # Σ ω z, with label smoothing
-    spread: jax.Array | None  # Σ exp(z - m) (z - m), with the output "entropy"
+    moment: jax.Array | None  # Σ exp(z - m) (z - m), with the output "entropy"
 
 
-class RowSlopes(NamedTuple):
+class RowCoefficients(NamedTuple):
     """Float32 numbers [rows] of dz = A p - B [target] - C ω - D p (log p + entropy)."""
 
-    pull: jax.Array  # A
-    hit: jax.Array  # B
-    share: jax.Array | None = None  # C; None: 0
-    entropy_slope: jax.Array | None = None  # D; None: 0
+    a: jax.Array
+    b: jax.Array
+    c: jax.Array | None = None  # None: 0
+    d: jax.Array | None = None  # None: 0
     entropy: jax.Array | None = None
     of_lse: jax.Array | None = None  # what times the log-sum-exp belongs to A as well
 
@@ -85,28 +85,28 @@ def statistics(
     logits: jax.Array, columns: Columns, *, options: LossOptions, blocks: Blocks | None = None, interpret: Any = None
 ) -> RowStatistics:
     """Return the statistics of every row; the arguments of `statistics_and_gradient`."""
-    return _run(logits, columns, None, None, options, blocks, interpret)[0]
+    return _compile_and_launch(logits, columns, None, None, options, blocks, interpret)[0]
 
 
 def gradient(
     logits: jax.Array,
     columns: Columns,
-    slopes: RowSlopes,
-    best: jax.Array,
+    k: RowCoefficients,
+    top: jax.Array,
     total: jax.Array,
     *,
     options: LossOptions,
     blocks: Blocks | None = None,
     interpret: Any = None,
 ) -> jax.Array:
-    """dlogits [rows, v] for statistics of the whole vocabulary; the other arguments of `statistics_and_gradient`."""
-    return _run(logits, columns, slopes, (best, total), options, blocks, interpret)[1]
+    """Return dlogits [rows, v] for statistics of the whole vocabulary; the other arguments of `statistics_and_gradient`."""
+    return _compile_and_launch(logits, columns, k, (top, total), options, blocks, interpret)[1]
 
 
 def statistics_and_gradient(
     logits: jax.Array,
     columns: Columns,
-    slopes: RowSlopes,
+    k: RowCoefficients,
     *,
     options: LossOptions,
     blocks: Blocks | None = None,
@@ -117,7 +117,7 @@ def statistics_and_gradient(
     Args:
         logits: [rows, v], bfloat16 | float16 | float32; v a multiple of 128. Their memory becomes that of dlogits where
             the caller has no other use for them (but not inside a `shard_map` with check_vma=True of jax 0.11).
-        columns, slopes: what each row needs besides.
+        columns, k: what each row needs besides.
         options: logit_scale, logit_softcap, whether there is label_smoothing and whether "entropy" is among the outputs;
             the rest belongs to the caller.
         blocks: `columns` logits at a time, a power of two, and `resident`; None takes those of shared_specs.kernels.blocks.
@@ -126,29 +126,29 @@ def statistics_and_gradient(
     Raises:
         ValueError: v is no multiple of 128.
     """
-    return _run(logits, columns, slopes, None, options, blocks, interpret)
+    return _compile_and_launch(logits, columns, k, None, options, blocks, interpret)
 
 
-def _run(
+def _compile_and_launch(
     logits: jax.Array,
     columns: Columns,
-    slopes: RowSlopes | None,
+    k: RowCoefficients | None,
     known: tuple[jax.Array, jax.Array] | None,
     options: LossOptions,
     blocks: Blocks | None,
     interpret: Any,
 ) -> tuple[Any, Any]:
-    """Return statistics unless they are known, dlogits where there are slopes."""
+    """Return statistics unless they are known, dlogits where there are coefficients."""
     vocab = logits.shape[1]
     if vocab % COLUMN_MULTIPLE or vocab == 0:
         raise ValueError(f"cross_entropy: V must be a multiple of {COLUMN_MULTIPLE}, got {vocab}")
     chosen = blocks or default_blocks("cross_entropy", logits.dtype, (vocab,))
 
     @jax.jit  # without it jax 0.10 has no memory space for the operands
-    def launch(logits: jax.Array, columns: Columns, slopes: RowSlopes | None, known: Any) -> tuple[Any, Any]:
-        return _launch(logits, columns, slopes, known, options, chosen, interpret)
+    def launch(logits: jax.Array, columns: Columns, k: RowCoefficients | None, known: Any) -> tuple[Any, Any]:
+        return _launch(logits, columns, k, known, options, chosen, interpret)
 
-    return _mapped_over_rows(launch)(logits, columns, slopes, known)
+    return _mapped_over_rows(launch)(logits, columns, k, known)
 
 
 def _mapped_over_rows(launch: Callable[..., Any]) -> Callable[..., Any]:
@@ -163,8 +163,8 @@ def _mapped_over_rows(launch: Callable[..., Any]) -> Callable[..., Any]:
         if batched[1].weight:  # class weights are of columns
             found = lax.map(lambda example: run(*example), stacked)
         else:
-            logits, columns, slopes, known = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), stacked)
-            found = run(logits, columns._replace(weight=operands[1].weight), slopes, known)
+            logits, columns, k, known = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), stacked)
+            found = run(logits, columns._replace(weight=operands[1].weight), k, known)
             found = jax.tree.map(lambda a: a.reshape(size, -1, *a.shape[1:]), found)
         return found, jax.tree.map(lambda _: True, found)
 
@@ -174,7 +174,7 @@ def _mapped_over_rows(launch: Callable[..., Any]) -> Callable[..., Any]:
 def _launch(
     logits: jax.Array,
     columns: Columns,
-    slopes: RowSlopes | None,
+    k: RowCoefficients | None,
     known: tuple[jax.Array, jax.Array] | None,
     options: LossOptions,
     blocks: Blocks,
@@ -184,16 +184,16 @@ def _launch(
     sweep, score = _sweeps(vocab, blocks.columns), _scores(options)
     smooth, entropy = bool(options.label_smoothing), "entropy" in options.outputs
     sign = -1 if options.logit_scale < 0 else 1
-    given = jax.tree.leaves((columns, slopes, known))
-    structure = jax.tree.structure((columns, slopes, known))
+    given = jax.tree.leaves((columns, k, known))
+    structure = jax.tree.structure((columns, k, known))
     count = 0 if known is not None else 3 + smooth + entropy
     number = shaped_like((rows,), jnp.float32, logits, *given)
     in_place = takes_ref(interpret, logits, *given)
 
     def kernel(logits_gmem: Any, *rest: Any) -> None:
-        columns_gmem, slopes_gmem, known_gmem = jax.tree.unflatten(structure, rest[: len(given)])
+        columns_gmem, k_gmem, known_gmem = jax.tree.unflatten(structure, rest[: len(given)])
         numbers_gmem, dlogits_gmem = rest[len(given) :][:count], logits_gmem if in_place else rest[-1]
-        refs = logits_gmem, columns_gmem, slopes_gmem, known_gmem, numbers_gmem, dlogits_gmem
+        refs = logits_gmem, columns_gmem, k_gmem, known_gmem, numbers_gmem, dlogits_gmem
         if blocks.resident:
             plgpu.nd_loop((rows,), collective_axes=GRID_AXIS)(lambda loop: one_row(loop.index[0], *refs))
         else:
@@ -203,7 +203,7 @@ def _launch(
         row: Any,
         logits_gmem: Any,
         columns_gmem: Columns,
-        slopes_gmem: RowSlopes | None,
+        k_gmem: RowCoefficients | None,
         known_gmem: Any,
         numbers_gmem: Any,
         dlogits_gmem: Any,
@@ -221,58 +221,58 @@ def _launch(
             return a if columns_gmem.weight is None else a * columns_gmem.weight[pl.ds(first, size)]
 
         def add(first: Any, size: int, carry: Any) -> Any:
-            best, total, weighted, spread = carry
+            top, total, weighted, moment = carry
             a, _, or_padding = load(first, size)
             z, _ = score(a)
-            higher = jnp.maximum(best, jnp.max(or_padding(sign * a, _LEAST)))
-            top = score(sign * higher)[0]
-            shift = score(sign * best)[0] - top
-            e = or_padding(jnp.exp(z - top), 0.0)
+            higher = jnp.maximum(top, jnp.max(or_padding(sign * a, _LEAST)))
+            m = score(sign * higher)[0]
+            shift = score(sign * top)[0] - m
+            e = or_padding(jnp.exp(z - m), 0.0)
             factor = jnp.exp(shift)
             if smooth:
                 weighted += jnp.sum(or_padding(times_weight(z, first, size), 0.0))
             if entropy:
-                spread = factor * (spread + shift * total) + jnp.sum(jnp.where(e > 0, e * (z - top), 0.0))
-            return higher, factor * total + jnp.sum(e), weighted, spread
+                moment = factor * (moment + shift * total) + jnp.sum(jnp.where(e > 0, e * (z - m), 0.0))
+            return higher, factor * total + jnp.sum(e), weighted, moment
 
         if known_gmem is None:
             # Read before the first sweep, whose reductions keep every thread from the second one until all have read it.
             of_target = sign * logits_gmem[row, jnp.maximum(target, 0)].astype(jnp.float32)
             zero = jnp.float32(0)
-            best, total, weighted, spread = sweep(add, (jnp.float32(_LEAST), zero, zero, zero))
-            found = {"best": best, "total": total, "target": jnp.where(target >= 0, of_target, 0.0)}
-            found |= ({"weighted": weighted} if smooth else {}) | ({"spread": spread} if entropy else {})
+            top, total, weighted, moment = sweep(add, (jnp.float32(_LEAST), zero, zero, zero))
+            found = {"top": top, "total": total, "target": jnp.where(target >= 0, of_target, 0.0)}
+            found |= ({"weighted": weighted} if smooth else {}) | ({"moment": moment} if entropy else {})
             for ref, name in zip(numbers_gmem, found, strict=True):
                 ref[row] = found[name]
         else:
-            best, total = (ref[row] for ref in known_gmem)
-        if slopes_gmem is None:
+            top, total = (ref[row] for ref in known_gmem)
+        if k_gmem is None:
             return
 
-        at = RowSlopes._make(None if ref is None else ref[row] for ref in slopes_gmem)
-        top, log_total = score(sign * best)[0], jnp.log(total)
-        pull = at.pull if at.of_lse is None else at.pull + at.of_lse * (top + log_total)
+        k = RowCoefficients._make(None if ref is None else ref[row] for ref in k_gmem)
+        m, log_total = score(sign * top)[0], jnp.log(total)
+        a_of_row = k.a if k.of_lse is None else k.a + k.of_lse * (m + log_total)
 
         def write(first: Any, size: int, carry: Any) -> Any:
             a, column, or_padding = load(first, size)
-            z, bend = score(a)
-            log_p = z - top - log_total
+            z, slope = score(a)
+            log_p = z - m - log_total
             p = jnp.exp(log_p)
-            dz = p * pull
-            if at.entropy_slope is not None:
-                assert at.entropy is not None
-                dz -= at.entropy_slope * jnp.where(p > 0, p * (log_p + at.entropy), 0.0)
-            if at.share is not None:
-                dz -= at.share if columns_gmem.weight is None else times_weight(at.share, first, size)
-            dz -= jnp.where(column == target, at.hit, 0.0)
-            dlogits_gmem[row, pl.ds(first, size)] = or_padding(dz * bend, 0.0).astype(dtype)
+            dz = p * a_of_row
+            if k.d is not None:
+                assert k.entropy is not None
+                dz -= k.d * jnp.where(p > 0, p * (log_p + k.entropy), 0.0)
+            if k.c is not None:
+                dz -= k.c if columns_gmem.weight is None else times_weight(k.c, first, size)
+            dz -= jnp.where(column == target, k.b, 0.0)
+            dlogits_gmem[row, pl.ds(first, size)] = or_padding(dz * slope, 0.0).astype(dtype)
             return carry
 
         sweep(write, jnp.int32(0), backwards=True)
 
     call = launch_in_place(
         kernel,
-        (number,) * count + (() if in_place or slopes is None else (shaped_like(logits.shape, dtype, logits, *given),)),
+        (number,) * count + (() if in_place or k is None else (shaped_like(logits.shape, dtype, logits, *given),)),
         name="cross_entropy",
         grid=persistent_grid(rows, interpret, blocks.resident) if blocks.resident else {GRID_AXIS: rows},
         interpret=interpret,
@@ -282,7 +282,7 @@ def _launch(
         for ref, value in zip(state[1], call(state[0], *given), strict=True):
             ref[...] = value
 
-    if slopes is None:
+    if k is None:
         numbers, dlogits = call(logits, *given), None
     elif in_place:  # not by `jax.new_ref`, whose effects jax 0.10 does not let out of a custom_vmap
         dlogits, numbers = pl.run_state(write_over)((logits, tuple(zeros(number) for _ in range(count))))
@@ -290,13 +290,13 @@ def _launch(
         *numbers, dlogits = call(logits, *given)
     if not count:
         return None, dlogits
-    best, total, target, *rest = numbers
+    top, total, target, *rest = numbers
     weighted = rest.pop(0) if smooth else None
-    return RowStatistics(best, total, target, weighted, rest.pop(0) if entropy else None), dlogits
+    return RowStatistics(top, total, target, weighted, rest.pop(0) if entropy else None), dlogits
 
 
 def _scores(options: LossOptions) -> Callable[[jax.Array], tuple[jax.Array, jax.Array | float]]:
-    """z and dz/dlogit of logits or of one logit, in float32."""
+    """z and dz/dlogits of logits or of one logit, in float32."""
     scale, cap = options.logit_scale, options.logit_softcap
 
     def score(a: jax.Array) -> tuple[jax.Array, jax.Array | float]:

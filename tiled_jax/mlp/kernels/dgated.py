@@ -25,7 +25,7 @@ from tiled_jax.core.mosaic import (
     supports_transposed_reads,
     swizzled,
 )
-from tiled_jax.mlp.kernels.main_loop import MainLoop, block_rows_of, own_rows, rows_of_warpgroup
+from tiled_jax.mlp.kernels.main_loop import MainLoop, block_rows_of, rows_in_block, rows_of_warpgroup
 
 _SLOTS = 2  # pieces of a warpgroup's h on their way to global memory at once
 
@@ -78,7 +78,7 @@ def dgated(
         dy_gmem: Any, w_gmem: Any, gate_gmem: Any, up_gmem: Any, dgate_gmem: Any, dup_gmem: Any, h_gmem: Any
     ) -> None:
         warpgroup = lax.axis_index(WARPGROUP_AXIS)
-        mine = own_rows(blocks)
+        mine = rows_in_block(blocks)
 
         def step(dy_smem: Any, w_smem: Any, acc: Any) -> Any:
             """Return one block of H."""

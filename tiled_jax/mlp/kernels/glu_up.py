@@ -25,7 +25,7 @@ from tiled_jax.core.mosaic import (
     launch_persistent,
     swizzled,
 )
-from tiled_jax.mlp.kernels.main_loop import MainLoop, block_rows_of, own_rows, rows_of_warpgroup
+from tiled_jax.mlp.kernels.main_loop import MainLoop, block_rows_of, rows_in_block, rows_of_warpgroup
 
 _SLOTS = 2  # pieces of a warpgroup's results on their way to global memory at once
 
@@ -106,7 +106,7 @@ def _launch(
         bias_gmem = dict(zip(biases, refs, strict=False))
         out_gmem = dict(zip(names, refs[len(biases) :], strict=True))
         warpgroup = lax.axis_index(WARPGROUP_AXIS)
-        mine = own_rows(blocks)
+        mine = rows_in_block(blocks)
 
         def step(x_smem: Any, w_gate_smem: Any, w_up_smem: Any, accs: Any) -> Any:
             """Return one block of H."""

@@ -31,7 +31,7 @@ def block_rows_of(tokens: int, blocks: Blocks) -> int:
     return -(-tokens // (blocks.rows * blocks.cluster)) * blocks.cluster
 
 
-def own_rows(blocks: Blocks) -> Any:
+def rows_in_block(blocks: Blocks) -> Any:
     """Return the rows of a block that the calling warpgroup makes."""
     own = rows_of_warpgroup(blocks)
     return pl.ds(0 if blocks.turns else lax.axis_index(WARPGROUP_AXIS) * own, own)
@@ -53,7 +53,7 @@ class MainLoop:
         self.stages = min(blocks.stages, steps)
 
     def allocations(self, *sources: Any) -> Any:
-        """Of shared memory and barriers, for `pl.run_scoped`. sources: the operands whole, in device memory."""
+        """Return the shared memory and barriers, for `pl.run_scoped`. sources: the operands whole, in device memory."""
         if not self.blocks.turns:
             return self._pipeline(lambda run_steps: None).get_allocations(*sources)
         slots = [
@@ -71,7 +71,7 @@ class MainLoop:
         compute: Callable[[Any, Any, Any], None],
         allocations: Any,
     ) -> None:
-        """A program's share of a result of so many blocks, in the order of `blocks.group`; every warpgroup calls it.
+        """Run a program's share of a result of so many blocks, in the order of `blocks.group`; every warpgroup calls it.
 
         Args:
             sources: the operands of a block row and block column, in device memory, all of the summed dim.

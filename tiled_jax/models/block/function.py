@@ -3,7 +3,8 @@
 Forward: norm, projections and rotary positions of every shard; attention; output projection, residual, norm, MLP and residual
 of every shard. Backward: the first part and attention again; the second part, without the down product, whose gradient of x
 is written over that of the result and that of attention's output over it; attention's backward; the first part's.
-No product is made a third time, also where `jax.checkpoint` replays the layer: nobody uses what that would compute.
+No product is made a third time, but for those of q and k where heads are normed, and that of down is made again only where a
+norm follows it. This holds where `jax.checkpoint` replays the layer as well, as nobody uses what that would compute.
 """
 
 from collections.abc import Callable
@@ -13,27 +14,32 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax import lax
 
 from shared_specs.errors import UnsupportedError, error_text
 from shared_specs.layers.heads import context_heads
 from shared_specs.layers.scope import check_block_tiling
 from tiled_jax import backends
-from tiled_jax.collectives.conjugates import Axis, mesh_axis, transposed
+from tiled_jax.collectives.conjugates import Axis, exchange_parts, mesh_axis
 from tiled_jax.core.linear_call import Arrays, Saved, barrier, differentiable
 from tiled_jax.core.loops import Body, for_each, gradient_of, vary_over, varying_of
 from tiled_jax.core.own_tokens import Axes, TokenOp, as_typed, on_own_tokens
 from tiled_jax.core.products import wide
+from tiled_jax.layers import attention_blocks, ring_steps
 from tiled_jax.mlp.api import check_operands, make_call
 from tiled_jax.mlp.loops import MLPCall
 from tiled_jax.mlp.steps import XLA
 from tiled_jax.models.block import attention as block_attention
-from tiled_jax.models.block.steps import ATTENTION, FREQUENCIES, MLP, QKV, LayerSteps
-from tiled_jax.models.rope import rotary_frequencies
+from tiled_jax.models.block.params import QKV, apart, names_apart, parameters_of, together
+from tiled_jax.models.block.ranks import Here, OverTokens, block_ranks
+from tiled_jax.models.block.steps import BEFORE_ATTENTION, MLP, TURNS, LayerSteps
+from tiled_jax.models.config import LlamaConfig
+from tiled_jax.models.rope import turning
 
 Results = tuple[Arrays, Arrays]  # of rows, and sums over tokens
 _NAME = "Llama"
+FIRST = "first"  # of the operands: the first key that each query sees
+MASK = "mask"  # the keys that others than the query in their place see
 _rows, _set_rows = lax.dynamic_slice_in_dim, lax.dynamic_update_slice_in_dim
 
 
@@ -44,24 +50,60 @@ class _Block:
     steps: LayerSteps
     call: MLPCall
     sequences: int
-    context: str | None
+    heads_axis: str | None
+    ring_axis: str | None
 
     @property
     def block(self) -> int:
-        """Tokens of a block of attention."""
-        ranks = 1 if self.context is None else self.axis.size
-        heads, tokens = self.steps.config.num_attention_heads // ranks, self.call.plan.tokens // self.sequences * ranks
-        return block_attention.block_tokens(self.sequences, tokens, heads, backends.device_kind())
+        """Return the number of tokens of a block of attention."""
+        ranks = 1 if self.heads_axis is None else self.axis.size
+        tokens = self.call.plan.tokens * self.ranks.gathered // self.sequences * ranks
+        tokens, heads = tokens if self.ring_axis is None else tokens // 2, self.query_heads // ranks
+        return attention_blocks.block_tokens(self.sequences, tokens, heads, backends.device_kind())
+
+    @property
+    def scores(self) -> attention_blocks.Scoring:
+        config = self.steps.config
+        return attention_blocks.Scoring(config.attention_scale, config.attention_softcap)
 
     @property
     def axis(self) -> Axis:
-        return mesh_axis(_NAME, self.context)
+        return mesh_axis(_NAME, self.heads_axis)
+
+    def attend(self, operands: Arrays, qkv: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
+        """Return attention of the tokens that q has, and the log of the softmax's sums."""
+        (q, k, v), first = qkv, operands.get(FIRST)
+        if self.ring_axis is None:
+            return block_attention.forward(q, k, v, self.block, first, operands.get(MASK), self.scores)
+        return ring_steps.forward(q, k, v, mesh_axis(_NAME, self.ring_axis), self.block, first, self.scores)
+
+    def attend_backward(
+        self, operands: Arrays, qkv: list[jax.Array], lse: jax.Array, delta: jax.Array, dy: jax.Array
+    ) -> Arrays:
+        """Return the gradients of q, k and v of this device's tokens; the other arguments as `attend` has them."""
+        (q, k, v), first = qkv, operands.get(FIRST)
+        if self.ring_axis is None:
+            mask = operands.get(MASK)
+            d = block_attention.backward(q, k, v, lse, delta, dy, self.block, first, mask, self.scores)
+        else:
+            ring = mesh_axis(_NAME, self.ring_axis)
+            d = ring_steps.backward(q, k, v, lse, delta, dy, ring, self.block, first, self.scores)
+        return self.gradients_of_tokens(d)
 
     @property
     def copies(self) -> int:
-        """How often a key head is repeated, so that every device of the context has as many."""
-        config = self.steps.config
-        return context_heads(_NAME, config.num_attention_heads, config.num_key_value_heads, self.axis.size).copies
+        """Return how often a key head is repeated, so that every device of the context has as many."""
+        kv_heads = self.steps.config.num_key_value_heads // self.ranks.ranks
+        return context_heads(_NAME, self.query_heads, kv_heads, self.axis.size).copies
+
+    @property
+    def ranks(self) -> Here:
+        return self.steps.ranks
+
+    @property
+    def query_heads(self) -> int:
+        """Return this device's number of query heads, before the devices of a context share them."""
+        return self.steps.config.num_attention_heads // self.ranks.ranks
 
     @property
     def head_dim(self) -> int:
@@ -75,30 +117,30 @@ class _Block:
     def qkv(self, rows: Arrays) -> list[jax.Array]:
         """Return q, k and v of all tokens, of the heads with which this device attends."""
         q, k, v = (self.heads(rows[name]) for name in QKV)
-        if self.context is None:
+        if self.heads_axis is None:
             return [q, k, v]
         k, v = (jnp.repeat(a, self.copies, axis=2) for a in (k, v))
         return [self.of_heads(a) for a in (q, k, v)]
 
     def of_heads(self, a: jax.Array) -> jax.Array:
         """[sequences, this device's tokens, heads, d] -> [sequences, all tokens, heads / R, d]."""
-        return a if self.context is None else transposed(a, self.axis, 2, 1)
+        return a if self.heads_axis is None else exchange_parts(a, self.axis, 2, 1)
 
     def of_tokens(self, a: jax.Array) -> jax.Array:
         """The other way."""
-        return a if self.context is None else transposed(a, self.axis, 1, 2)
+        return a if self.heads_axis is None else exchange_parts(a, self.axis, 1, 2)
 
-    def gradients_of_tokens(self, d: block_attention.Gradients) -> Arrays:
+    def gradients_of_tokens(self, d: attention_blocks.Gradients) -> Arrays:
         """Return the gradients of q, k and v of this device's tokens, [T, columns], those of a repeated head added up."""
         found = {name: self.of_tokens(a) for name, a in d._asdict().items()}
-        if self.context is not None:
+        if self.heads_axis is not None:
             for name in ("k", "v"):
                 a = found[name]
                 found[name] = jnp.sum(a.reshape(*a.shape[:2], -1, self.copies, a.shape[-1]), axis=3)
         return {name: a.reshape(-1, a.shape[2] * a.shape[3]) for name, a in found.items()}
 
     def each(self, body: Callable[[Any, int, Any], Any], carry: Any, rows: Arrays, columns: int) -> Any:
-        """The carry after every shard of the tokens that this device has."""
+        """Return the carry after every shard of the tokens that this device has."""
         plan = self.call.on_device(rows["x"].shape[0], 0, columns).plan
         types = varying_of([*rows.values(), *jax.tree.leaves(carry)])
 
@@ -111,8 +153,8 @@ class _Block:
         return for_each(plan, Body(run, lambda ahead, carry: barrier((ahead, carry))), typed(carry))
 
     def cast(self, w: Arrays) -> Arrays:
-        """The matrices and biases in the dtype of the products, once for all shards."""
-        alone = ("s_", FREQUENCIES)
+        """Return the matrices and biases in the dtype of the products, once for all shards."""
+        alone = ("s_", TURNS)
         return {name: a if name.startswith(alone) else a.astype(self.steps.dtype) for name, a in w.items()}
 
     def sum_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -120,36 +162,72 @@ class _Block:
 
 
 def block_layer(
-    layer: Any, x: jax.Array, positions: jax.Array, sequences: int, *, context: str | None = None
+    layer: Any,
+    x: jax.Array,
+    positions: jax.Array,
+    sequences: int,
+    first: jax.Array | None = None,
+    *,
+    mask: jax.Array | None = None,
+    turns: jax.Array | None = None,
+    heads_axis: str | None = None,
+    ring_axis: str | None = None,
+    tensor: str | None = None,
+    sequence_parallel: bool = False,
 ) -> jax.Array:
     """Return what a `DecoderLayer` makes of x.
 
     Args:
-        layer: a DecoderLayer whose MLP is a TiledMLP.
+        layer: a DecoderLayer whose MLP is a TiledMLP; with `tensor` this device's parts of its parameters.
         x: [T, H], the residual stream, T = sequences * tokens. positions: [T] int32.
-        context: an axis of the surrounding `jax.shard_map` whose devices hold a run of the tokens of every sequence each, and
-            attend with some of the heads; see `layers.context`.
+        first: [sequences or 1, tokens] int32, for each of the tokens that attend here the place in the sequence of the first
+            key that it sees; None: that of the sequence.
+        mask: [sequences or 1, tokens] of booleans, the keys that others than the query in their place see; None: all. Of
+            devices that have all tokens of a sequence.
+        turns: how positions turn q and k, as `models.rope.turning` returns it; None: as the configuration's `rope` says.
+        heads_axis: an axis of the surrounding `jax.shard_map` whose devices hold a part of the tokens of every sequence each,
+            and attend with some of the heads; see `layers.context`.
+        ring_axis: one round which keys and values are sent; see `layers.ring`. With both the tokens of the devices of
+            `heads_axis` together are those of one device of the ring.
+        tensor: an axis whose devices have columns of q, k, v, gate and up, and rows of what follows them, each.
+        sequence_parallel: x is this device's run of the rows, [T / R, H], and a shard of them is gathered at a time; shards
+            are then of a device's own rows.
     Returns:
-        [T, H], dtype of x.
+        [T, H], dtype of x; [T / R, H] with sequence_parallel.
     Numerics: as DecoderLayer and `tiled_mlp`; gradients of all parameters are summed over shards in float32 and cast once.
+        Parts of sums over devices are rounded to the dtype of the products and added in float32.
     Memory: keeps x and the parameters. shared_specs.layers.block_costs.block_row_bytes.
     Derivatives: of forward and reverse mode, and of each other.
     """
-    operands = {"x": x, "positions": positions} | _parameters(layer)
-    return _layer(_static(layer, x, operands, sequences, context), operands)["y"]
+    if turns is None:
+        # An operand, because what a partitioner runs may have no constants.
+        turns = turning(layer.attention.config.rope, layer.attention.head_dim, positions)
+    operands = {"x": x, "positions": positions, TURNS: turns} | parameters_of(layer)
+    operands |= {name: a for name, a in ((FIRST, first), (MASK, mask)) if a is not None}
+    ranks = block_ranks(tensor, sequence_parallel)
+    of_parts = apart(layer.attention.config, operands)
+    return _layer(_static(layer, x, of_parts, sequences, heads_axis, ring_axis, ranks), operands)["y"]
 
 
-def _parameters(layer: Any) -> Arrays:
-    """s_* for the scales of norms, w_* and b_* for matrices and biases."""
-    w: dict[str, Any] = {"s_attention": layer.attention_norm.scale, "s_mlp": layer.mlp_norm.scale}
-    for name in "qkvo":
-        linear = getattr(layer.attention, name)
-        w |= {f"w_{name}": linear.kernel} | ({} if linear.bias is None else {f"b_{name}": linear.bias})
-    w |= {name: value for name, value in vars(layer.mlp).items() if isinstance(value, nnx.Param)}
-    return {name: value[...] for name, value in w.items()}
+def check_block_model(config: LlamaConfig) -> None:
+    """Check that the layers of a model have the parts that `block_layer` knows.
+
+    Raises:
+        UnsupportedError: it has experts.
+    """
+    if config.experts:
+        raise UnsupportedError(error_text(_NAME, "scope", "'mlp' for a model with experts", "'block'"))
 
 
-def _static(layer: Any, x: jax.Array, operands: Arrays, sequences: int, context: str | None) -> _Block:
+def _static(
+    layer: Any,
+    x: jax.Array,
+    operands: Arrays,
+    sequences: int,
+    heads_axis: str | None,
+    ring_axis: str | None,
+    ranks: Here,
+) -> _Block:
     attention, mlp = layer.attention, layer.mlp
     dtype = jnp.dtype(mlp.dtype or x.dtype)
     check_block_tiling(_NAME, mlp.config.tiling, mlp.config.backend)
@@ -169,8 +247,9 @@ def _static(layer: Any, x: jax.Array, operands: Arrays, sequences: int, context:
         mlp.config.backend,
         several=False,
     )
-    call = make_call(given, mlp.config.backend)
-    return _Block(LayerSteps(attention.config, dtype, call.steps), call, sequences, context)
+    call = make_call(given, mlp.config.backend, ranks.axis if isinstance(ranks, OverTokens) else None)
+    steps = LayerSteps(attention.config, dtype, call.steps, ranks)
+    return _Block(steps, call, sequences, heads_axis, ring_axis)
 
 
 def _refuse_explicit_axes(x: jax.Array) -> None:
@@ -187,11 +266,12 @@ class _LayerRules:
 
     @staticmethod
     def forward(block: _Block, operands: Arrays) -> Arrays:
+        operands = block.ranks.varied(apart(block.steps.config, operands))
         rows, w = _rows_and_weights(operands)
-        q, k, v = block.qkv(_own(block, _before, rows, _of_attention(block, w))[0])
-        a = block.of_tokens(block_attention.forward(q, k, v, block.block)[0])
-        rows = {"x": rows["x"], "a": a.reshape(rows["x"].shape[0], -1)}
-        return _own(block, _behind, rows, _of_mlp(w))[0]
+        qkv = block.qkv(_own(block, _before, rows, _of_attention(w))[0])
+        a = block.of_tokens(block.attend(operands, qkv)[0])
+        rows = {"x": rows["x"], "a": a.reshape(rows["positions"].shape[0], -1)}
+        return {"y": block.ranks.finished(_own(block, _behind, rows, _of_mlp(w))[0]["y"])}
 
     @staticmethod
     def save(block: _Block, operands: Arrays, wanted: tuple[str, ...]) -> tuple[Arrays, Saved]:
@@ -210,19 +290,22 @@ class _LayerRules:
     def gradients(block: _Block, saved: Saved, g: Arrays, wanted: tuple[str, ...]) -> Arrays:
         # Without the barrier XLA takes what forward computed, and keeps it.
         operands, dy = barrier((saved.arrays, g["y"]))
+        operands = block.ranks.varied(apart(block.steps.config, operands))
+        parts = names_apart(wanted)
         rows, w = _rows_and_weights(operands)
-        x, tokens = rows["x"], rows["x"].shape[0]
-        q, k, v = block.qkv(_own(block, _before, rows, _of_attention(block, w))[0])
-        a, lse = block_attention.forward(q, k, v, block.block)
+        dy = block.ranks.varied({"y": dy})["y"]
+        x, tokens = rows["x"], rows["positions"].shape[0]
+        qkv = block.qkv(_own(block, _before, rows, _of_attention(w))[0])
+        a, lse = block.attend(operands, qkv)
         # Attention is done before dy is written over.
         a, dy = barrier((a, dy))
         given = {"x": x, "a": block.of_tokens(a).reshape(tokens, -1), "dy": dy}
-        found, sums = _own(block, partial(_behind_backward, wanted=wanted), given, _of_mlp(w))
+        found, sums = _own(block, partial(_behind_backward, wanted=parts), given, _of_mlp(w))
         da, delta = block.of_heads(block.heads(found["a"])), block.of_heads(block.heads(found["delta"], 1))[..., 0]
-        d = block.gradients_of_tokens(block_attention.backward(q, k, v, lse, delta, da, block.block))
+        d = block.attend_backward(operands, qkv, lse, delta, da)
         given = rows | {"dx": found["x"]} | {f"d_{name}": value for name, value in d.items()}
-        found, more = _own(block, partial(_before_backward, wanted=wanted), given, _of_attention(block, w))
-        found = {name: value for name, value in (found | sums | more).items() if name in wanted}
+        found, more = _own(block, partial(_before_backward, wanted=parts), given, _of_attention(w))
+        found = together(found | sums | more, wanted)
         # The types of the operands themselves: the barrier may have joined those of its own.
         found = {name: gradient_of(saved.arrays[name], value) for name, value in found.items()}
         return {name: as_typed(saved.arrays[name], value) for name, value in found.items()}
@@ -230,50 +313,48 @@ class _LayerRules:
 
 def _rows_and_weights(operands: Arrays) -> tuple[Arrays, Arrays]:
     rows = {name: operands[name] for name in ("x", "positions")}
-    return rows, {name: a for name, a in operands.items() if name not in rows}
+    return rows, {name: a for name, a in operands.items() if name not in (*rows, FIRST, MASK)}
 
 
-def _of_attention(block: _Block, w: Arrays) -> Arrays:
-    # An operand, because what a partitioner runs may have no constants.
-    frequencies = jnp.asarray(rotary_frequencies(block.steps.config.rope, block.head_dim))
-    return {name: w[name] for name in ATTENTION if name in w} | {FREQUENCIES: frequencies}
+def _of_attention(w: Arrays) -> Arrays:
+    return {name: w[name] for name in (*BEFORE_ATTENTION, TURNS) if name in w}
 
 
 def _of_mlp(w: Arrays) -> Arrays:
-    return {name: a for name, a in w.items() if name not in ATTENTION}
+    return {name: a for name, a in w.items() if name not in (*BEFORE_ATTENTION, TURNS)}
 
 
 def _own(block: _Block, run: Callable[..., Results], rows: Arrays, w: Arrays) -> Results:
     """`run` of the tokens that every device has; parameters are whole."""
     columns = block.steps.config.intermediate_size
     op = TokenOp(partial(run, block, columns), column_dim=lambda name: None)
-    return on_own_tokens(block.call.split, op, rows, w)
+    return on_own_tokens(block.call.split, op)(rows, w)
 
 
-def _empty(rows: Arrays, columns: int, dtype: Any) -> jax.Array:
-    return jnp.zeros((rows["x"].shape[0], columns), dtype)
+def _empty(block: _Block, rows: Arrays, columns: int, dtype: Any) -> jax.Array:
+    return jnp.zeros((rows["x"].shape[0] * block.ranks.gathered, columns), dtype)
 
 
 def _before(block: _Block, columns: int, rows: Arrays, w: Arrays, axes: Axes) -> Results:
-    """q, k and v."""
+    """Return q, k and v of a shard."""
     cast = block.cast(w)
 
     def shard(start: Any, tokens: int, carry: Arrays) -> Arrays:
-        x, positions = (_rows(rows[name], start, tokens) for name in ("x", "positions"))
+        x, positions = _rows(rows["x"], start, tokens), block.ranks.rows(rows["positions"], start, tokens)
         found = block.steps.before(x, positions, cast)
-        return {name: _set_rows(carry[name], found[name], start, 0) for name in carry}
+        return {name: block.ranks.set_rows(carry[name], found[name], start) for name in carry}
 
-    carry = {name: _empty(rows, w[f"w_{name}"].shape[1], block.steps.dtype) for name in QKV}
+    carry = {name: _empty(block, rows, w[f"w_{name}"].shape[1], block.steps.dtype) for name in QKV}
     return block.each(shard, carry, rows | w, columns), {}
 
 
 def _behind(block: _Block, columns: int, rows: Arrays, w: Arrays, axes: Axes) -> Results:
-    """The layer's result."""
+    """Return the layer's result."""
     backends.record_run("tiled_mlp", block.steps.mlp.backend)
     cast = block.cast(w)
 
     def shard(start: Any, tokens: int, y: jax.Array) -> jax.Array:
-        x, a = (_rows(rows[name], start, tokens) for name in ("x", "a"))
+        x, a = _rows(rows["x"], start, tokens), block.ranks.rows(rows["a"], start, tokens)
         return _set_rows(y, block.steps.behind(x, a, cast), start, 0)
 
     y = jnp.zeros_like(rows["x"])
@@ -283,18 +364,18 @@ def _behind(block: _Block, columns: int, rows: Arrays, w: Arrays, axes: Axes) ->
 def _behind_backward(
     block: _Block, columns: int, rows: Arrays, w: Arrays, axes: Axes, *, wanted: tuple[str, ...]
 ) -> Results:
-    """The gradients of x, written over dy, and of attention's output, over it; of each head the sum of both of these."""
+    """Return the gradients of x, written over dy, and of attention's output, over it; of each head the sum of both of these."""
     cast, x = block.cast(w), rows["x"]
 
     def shard(start: Any, tokens: int, carry: tuple[Arrays, Arrays]) -> tuple[Arrays, Arrays]:
         of_rows, sums = carry
         # The barrier makes them rows of their own: XLA would read them from what is written over, and copy all of that first.
-        a, dy = barrier(tuple(_rows(of_rows[name], start, tokens) for name in ("a", "x")))
+        a, dy = barrier((block.ranks.rows(of_rows["a"], start, tokens), _rows(of_rows["x"], start, tokens)))
         dx, da, delta, sums = block.steps.behind_gradients(_rows(x, start, tokens), a, dy, cast, sums)
-        found = {"x": dx, "a": da, "delta": delta}
-        return {name: _set_rows(of_rows[name], found[name], start, 0) for name in of_rows}, sums
+        found = {name: block.ranks.set_rows(of_rows[name], d, start) for name, d in (("a", da), ("delta", delta))}
+        return found | {"x": _set_rows(of_rows["x"], dx, start, 0)}, sums
 
-    delta = _empty(rows, block.steps.config.num_attention_heads, wide(block.steps.dtype))
+    delta = _empty(block, rows, block.query_heads, wide(block.steps.dtype))
     carry = {"x": rows["dy"], "a": rows["a"], "delta": delta}
     found, sums = block.each(shard, (carry, _sums(block, w, wanted)), rows | w, columns)
     return found, {name: total if total.shape == w[name].shape else total[0] for name, total in sums.items()}
@@ -303,14 +384,15 @@ def _behind_backward(
 def _before_backward(
     block: _Block, columns: int, rows: Arrays, w: Arrays, axes: Axes, *, wanted: tuple[str, ...]
 ) -> Results:
-    """The gradient of x, added to what there is of it."""
+    """Return the gradient of x, added to what there is of it."""
     cast = block.cast(w)
 
     def shard(start: Any, tokens: int, carry: tuple[jax.Array, Arrays]) -> tuple[jax.Array, Arrays]:
         total, sums = carry
-        cut = {name: _rows(a, start, tokens) for name, a in rows.items() if name != "dx"}
+        cut = {name: block.ranks.rows(a, start, tokens) for name, a in rows.items() if name not in ("x", "dx")}
         d = {name: cut[f"d_{name}"] for name in QKV}
-        dx, sums = block.steps.before_gradients(cut["x"], cut["positions"], d, cast, sums)
+        x = _rows(rows["x"], start, tokens)
+        dx, sums = block.steps.before_gradients(x, cut["positions"], d, cast, sums)
         return _set_rows(total, _rows(total, start, tokens) + dx, start, 0), sums
 
     dx, sums = block.each(shard, (rows["dx"], _sums(block, w, wanted)), rows | w, columns)

@@ -2,9 +2,9 @@
 
 from shared_specs.app.bench.bench import Op, run_bench
 from shared_specs.app.options import BenchOptions, InputError
-from tiled_torch.commands.bench import accuracy, loss, mlp
+from tiled_torch.commands.bench import accuracy, loss, mlp, model
 
-OPS: dict[str, Op] = {"mlp": mlp, "loss": loss, "accuracy": accuracy}
+OPS: dict[str, Op] = {"mlp": mlp, "loss": loss, "accuracy": accuracy, "model": model}
 
 
 def bench(options: BenchOptions) -> int:

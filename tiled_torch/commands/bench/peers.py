@@ -52,7 +52,7 @@ def own_variants(mlp: PlainMLP) -> dict[str, Callable[[Tensor], Any]]:
 
 
 def results_of(forward: Callable[[Tensor], Any], mlp: PlainMLP, x: Tensor, dy: Tensor) -> dict[str, Array]:
-    """y and every gradient in the layout of the specification: weights [in, out]."""
+    """Return y and every gradient in the layout of the specification: weights [in, out]."""
     x.grad = None
     mlp.zero_grad(set_to_none=True)
     y = forward(x)

@@ -62,9 +62,9 @@ def join(options: FinetuneOptions, device: torch.device) -> Team:
     return ALONE if count == 1 else TorchTeam(options, device)
 
 
-def mesh_and_config(options: FinetuneOptions, device: torch.device) -> tuple[DeviceMesh, ParallelConfig]:
-    """Return the processes as a mesh, and what `parallelize` does along each of its axes."""
-    axes, config = layout(options, equal_parts=False)
+def mesh_and_config(options: FinetuneOptions, heads: int, device: torch.device) -> tuple[DeviceMesh, ParallelConfig]:
+    """Return the processes as a mesh, and what `parallelize` does along each of its axes. heads: of the model's queries."""
+    axes, config = layout(options, heads, compiled=False)
     return init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes)), config
 
 

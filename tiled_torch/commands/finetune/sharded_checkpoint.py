@@ -59,7 +59,7 @@ def load(folder: Path, parameters: Mapping[str, Tensor], optimizer: torch.optim.
 
 
 def empty_moments(parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, step: float) -> None:
-    """The optimizer's state after `step` updates, its moments zero and laid out as the parameters are."""
+    """Return the optimizer's state after `step` updates, its moments zero and laid out as the parameters are."""
     for parameter in parameters.values():
         moments = {name: torch.zeros_like(parameter.detach()) for name in _MOMENTS.values()}
         # Fused AdamW wants the count where the parameter is, on a GPU.

@@ -2,27 +2,33 @@
 
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from shared_specs.app.data.batches import IGNORED, Batch
 from shared_specs.app.finetune.budget import Buffers
 from shared_specs.app.finetune.processes import ALONE, Team
+from shared_specs.app.finetune.step_progress import Heard
 from shared_specs.app.finetune.stored import Array
-from shared_specs.app.finetune.trainer import ADAMW, TrainerState
+from shared_specs.app.finetune.trainer import TrainerState
+from shared_specs.app.models.decoders import DECODERS
 from shared_specs.app.options import FinetuneOptions
 from shared_specs.config import Checkpointing, ParallelConfig
 from shared_specs.errors import UnsupportedError
 from shared_specs.shards import KERNEL_MULTIPLE
 from tiled_torch import backends
-from tiled_torch.commands.finetune import processes, sharded_checkpoint
+from tiled_torch.commands.finetune import optimizing, processes, sharded_checkpoint
+from tiled_torch.commands.finetune.watched_layers import watch_layers
 from tiled_torch.core.tensors import device_kind
 
 _MOMENTS = {"m": "exp_avg", "v": "exp_avg_sq"}
@@ -35,6 +41,7 @@ class TorchTrainer:
     """
 
     name = "tiled_torch"
+    gradient_norm: float | None = None
     shard_format = sharded_checkpoint.FORMAT
     _team: Team = ALONE
 
@@ -70,14 +77,7 @@ class TorchTrainer:
         self._model: Any = self._spread(config, weights) if self.sharded else self._alone(config, weights)
         named = dict(self._model.named_parameters())
         self._parameters = {name.removeprefix("module."): parameter for name, parameter in named.items()}
-        self._optimizer = torch.optim.AdamW(
-            self._parameters.values(),
-            lr=options.lr,
-            betas=(ADAMW.beta1, ADAMW.beta2),
-            eps=ADAMW.eps,
-            weight_decay=ADAMW.weight_decay,
-            fused=True,  # no temporaries of the size of the model
-        )
+        self._optimizer = optimizing.adamw(self._parameters, options)
 
     def _alone(self, config: dict[str, Any], weights: Mapping[str, Array] | None) -> Any:
         model = self._tiled(build_model(config, weights, self._device))
@@ -96,7 +96,7 @@ class TorchTrainer:
         from tiled_torch.plans.api import parallelize
         from tiled_torch.plans.meta_device import materialize
 
-        mesh, parallel = processes.mesh_and_config(self._options, self._device)
+        mesh, parallel = processes.mesh_and_config(self._options, config["num_attention_heads"], self._device)
         if parallel.data is not None and parallel.data.engine == "ddp":
             return parallelize(self._tiled(build_model(config, weights, self._device)), mesh, parallel)
         model = parallelize(self._tiled(empty_model(config)), mesh, parallel)
@@ -113,32 +113,68 @@ class TorchTrainer:
             tile_model(model, scope=self._options.scope, tiling=self._tiling)
         return model
 
-    def step(self, tokens: np.ndarray) -> float:
+    def watch(self, heard: Heard) -> None:
+        watch_layers(getattr(self._model, "module", self._model).base_model.layers, heard)
+
+    def step(self, batch: Batch) -> float:
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
-        mine = tokens[processes.rows(self._options, self._team.rank)]
-        ids = torch.from_numpy(mine).to(self._device, torch.long)
-        loss = self._loss(ids[:, :-1], ids[:, 1:])
-        loss.backward()
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
-        mean = loss.detach()
-        if self.sharded:
-            # Parts of the batch are equal; ranks that split layers or sequences have the same loss.
-            dist.all_reduce(mean)
-            mean = mean / self._team.count
-        return mean.item()
+        parts, valid = self._mine(batch, self._options.grad_accumulation)
+        losses = []
+        for number, part in enumerate(parts, 1):
+            with self._reducing(last=number == len(parts)):
+                loss = self._loss_of(part, valid)
+                loss.backward()
+            losses.append(loss.detach())
+        norm = optimizing.update(self._optimizer, self._options)
+        self.gradient_norm = None if norm is None else norm.item()
+        return torch.stack(losses).sum().item()  # every rank has that of the whole
 
-    def _loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> float:
+        (part,), valid = self._mine(batch, 1)
+        self._model.eval()
+        try:
+            return self._loss_of(part, valid).item()
+        finally:
+            self._model.train()
+
+    def _mine(self, batch: Batch, micro_batches: int) -> tuple[list[Batch], torch.Tensor]:
+        """Return this rank's part of each micro-batch, and how many labels of them all count."""
+        parts = batch.micro_batches(micro_batches, processes.rows(self._options, self._team.rank))
+        return parts, torch.tensor(sum(part.valid for part in parts), device=self._device)
+
+    def _loss_of(self, part: Batch, valid: torch.Tensor) -> torch.Tensor:
+        arrays = part.arrays().items()
+        given = {name: torch.from_numpy(array).to(self._device, torch.long) for name, array in arrays}
+        return self._loss(given.pop("input_ids"), given.pop("shift_labels"), valid, **given)
+
+    def _reducing(self, *, last: bool) -> AbstractContextManager[None]:
+        """Let replicas add up their gradients after the last micro-batch alone; those of shards are never kept whole."""
+        if isinstance(self._model, DistributedDataParallel) and not last:
+            return self._model.no_sync()
+        if isinstance(self._model, FSDPModule):
+            self._model.set_requires_all_reduce(last)
+        return nullcontext()
+
+    def _loss(
+        self, inputs: torch.Tensor, targets: torch.Tensor, valid: torch.Tensor | None = None, **more: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the sum over this micro-batch, divided by `valid`, which of several ranks is added up; None counts here.
+
+        more: position_ids, of rows of several documents.
+        """
         with torch.autocast(self._device.type, self._dtype, enabled=self._dtype != torch.float32):
-            if self._tiling is not None or self._options.tp > 1 or self._options.cp > 1:
+            if self._tiling is not None or self.sharded:
                 # The model's own loss, of which ranks compute parts; targets are shifted already, but without labels
                 # transformers has no loss.
-                return self._model(input_ids=inputs, labels=targets, shift_labels=targets, use_cache=False).loss
-            logits = self._model(input_ids=inputs, use_cache=False).logits
+                more |= {"labels": targets, "shift_labels": targets}
+                return self._model(input_ids=inputs, num_items_in_batch=valid, use_cache=False, **more).loss
+            logits = self._model(input_ids=inputs, use_cache=False, **more).logits
         log_probabilities = logits.flatten(0, 1).float().log_softmax(-1)
         del logits
-        return F.nll_loss(log_probabilities, targets.flatten())
+        total = F.nll_loss(log_probabilities, targets.flatten(), reduction="sum")
+        return total / ((targets != IGNORED).sum() if valid is None else valid)
 
     def peak_memory_bytes(self) -> int | None:
         return torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else None
@@ -177,15 +213,21 @@ class TorchTrainer:
 
 
 def empty_model(config: dict[str, Any]) -> PreTrainedModel:
-    """transformers' own model of this model_type on the meta device, its attention in blocks (SDPA).
+    """Return transformers' own model of this model_type on the meta device, its attention in blocks (SDPA), if it has no caps.
 
     Raises:
-        UnsupportedError: transformers cannot make one of this configuration.
+        UnsupportedError: transformers cannot make one of this configuration, or stores its experts together.
     """
+    kind = DECODERS[config["model_type"]]
+    capped = "attn_logit_softcapping" in kind.defaults and config["attn_logit_softcapping"] is not None
+    attention = "eager" if capped else "sdpa"
+    if kind.experts:
+        text = "finetune: --model must be a decoder without experts in this half, got"
+        raise UnsupportedError(f"{text} {config['model_type']}. Train it with python -m tiled_jax finetune.")
     try:
         with torch.device("meta"):
             own = AutoConfig.for_model(**config)
-            return AutoModelForCausalLM.from_config(own, attn_implementation="sdpa", dtype=torch.float32)
+            return AutoModelForCausalLM.from_config(own, attn_implementation=attention, dtype=torch.float32)
     except Exception as error:  # transformers says by all kinds of it what is wrong with a configuration
         reason = f"{type(error).__name__}: {error}"
         text = "finetune: --model must have a configuration that transformers makes a model of"
@@ -211,7 +253,10 @@ def build_model(config: dict[str, Any], weights: Mapping[str, Array] | None, dev
 
 
 def with_positions(model: Any, device: torch.device) -> Any:
-    """Return the same model with the frequencies of its positions, a buffer that no state dict holds."""
+    """Return the same model with the buffers that no state dict holds: frequencies of positions, the scale of an embedding."""
+    embedding = model.model.embed_tokens
+    if hasattr(embedding, "scalar_embed_scale"):
+        embedding.embed_scale = torch.tensor(embedding.scalar_embed_scale, device=device)
     model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config).to(device)
     return model
 

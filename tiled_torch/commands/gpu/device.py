@@ -83,7 +83,7 @@ class TorchDevice:
 
 
 def distance(found: Tensor, expected: Tensor) -> tuple[float, float]:
-    """Relative L2 distance of all elements, and of the worst row; NaN where something is not finite."""
+    """Return the relative L2 distance of all elements, and of the worst row; NaN where something is not finite."""
     if found.shape != expected.shape:
         raise ValueError(f"shape {tuple(found.shape)} instead of {tuple(expected.shape)}")
     if not found.numel():

@@ -12,7 +12,7 @@ from shared_specs.config import LossOptions
 from shared_specs.kernels.blocks import DETERMINISTIC, Paths
 from shared_specs.kernels.roofline import GPU, passing, shard_work
 from shared_specs.mlp.costs import MLPShape
-from tiled_torch.loss.math import Columns, labels_of
+from tiled_torch.loss.math import Part, Rules, make_labels
 from tiled_torch.loss.steps import LossSteps
 from tiled_torch.loss.steps_kernels import KernelLossSteps
 from tiled_torch.mlp.kernels import glu_elementwise
@@ -85,7 +85,7 @@ class KernelInputs:
 
     @property
     def pass_bytes(self) -> float:
-        """Of reading or writing one [t, I] once."""
+        """Return the bytes of reading or writing one [t, I] once."""
         return float(self.t * self.i * self.dtype.itemsize)
 
 
@@ -275,14 +275,15 @@ def cross_entropy(
     """
     logits = draw(rows, vocab, like=dtype, device=device, scale=3.0)
     targets = torch.randint(0, vocab, (rows,), device=device)
-    labels = labels_of(targets, vocab, None, -100, torch.float32)
-    scratch, columns = torch.empty_like(logits), Columns(0, vocab)
+    rules = Rules(LossOptions(), vocab)
+    labels = make_labels(rules, targets, None, torch.float32)
+    scratch, part = torch.empty_like(logits), Part(0, vocab)
     traffic = 2.0 * logits.numel() * logits.itemsize
     model = None if gpu is None else passing(int(traffic)).seconds(gpu, logits.itemsize).total
 
     def way(steps: LossSteps, *, library: bool = False) -> Variant:
         def run() -> Any:
-            return steps.fused_gradient_(scratch, labels, columns, LossOptions(), vocab)
+            return steps.statistics_and_gradient_(rules, scratch, part, labels)
 
         def results() -> dict[str, Tensor]:
             scratch.copy_(logits)

@@ -19,7 +19,10 @@ from tiled_torch.commands.gpu.kernels import Question, kernel_questions
 from tiled_torch.commands.gpu.models import loss_groups, mlp_groups
 from tiled_torch.core import launch
 
-NO_GPU = "--device gpu needs a GPU that PyTorch sees, and there is none"
+NO_GPU = {
+    "bench": "--device gpu needs a GPU that PyTorch sees, and there is none",
+    "tune": "it needs a GPU that PyTorch sees, and there is none",
+}
 # Which question of `kernel_questions` an op answers, by which of its variants.
 TUNED = {
     "glu_up": ("up", "dual"),
@@ -81,7 +84,7 @@ def main() -> int:
     toy = job["facts"]["toy"]
     if not toy and not torch.cuda.is_available():
         command = "tune" if job["op"] in ("tune", "paths") else "bench"
-        emit({"event": "refused", "reason": f"{command}: {NO_GPU}."})
+        emit({"event": "refused", "reason": f"{command}: {NO_GPU[command]}."})
         return 0
     device = torch.device("cpu" if toy else "cuda")
     torch.manual_seed(0)

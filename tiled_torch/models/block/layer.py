@@ -1,5 +1,6 @@
 """The classes of a decoder layer that runs as one `Block` and of the norm behind the last; why a layer runs its MLP alone."""
 
+import inspect
 from contextlib import nullcontext
 from functools import cache, partial
 from types import MethodType
@@ -7,45 +8,63 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
+from shared_specs.collectives.sequence_plan import SequencePlan, plan_sequence
 from shared_specs.config import Tiling
 from shared_specs.shards import ShardPlan, plan_tokens
+from tiled_torch.collectives.consistency import agree
+from tiled_torch.collectives.groups import rank_group
 from tiled_torch.core import replay
 from tiled_torch.core.autocast import autocast_dtype
 from tiled_torch.core.gradients import main_grad_of
-from tiled_torch.core.operands import PLAIN
-from tiled_torch.core.tensors import device_kind
-from tiled_torch.models.block.function import LAYERS, Block, BlockCall
+from tiled_torch.core.operands import PLAIN_TENSORS
+from tiled_torch.core.tensors import device_kind, is_dtensor
+from tiled_torch.models.block.families import BLOCK_FAMILIES, family_of_block
+from tiled_torch.models.block.function import Block, BlockCall
 from tiled_torch.models.block.offload import input_on_host
-from tiled_torch.models.family import forward_in_place_of, reason_called
+from tiled_torch.models.block.parts import Unhooked
+from tiled_torch.models.block.shards import BlockRanks, ColumnShards, Shards, TokenShards, dealt, is_split
+from tiled_torch.models.family import forward_in_place_of, home_of, reason_called
 from tiled_torch.models.pickling import Remade
 from tiled_torch.models.reports import note_layers
 from tiled_torch.tile.api import tile
 from tiled_torch.tile.state import is_fake
 
-_LINEAR = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
-_LINEAR += ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+_NAME = "tile_model"
+BETWEEN = ", between two compiled graphs"  # what `tiling_paths` adds of a layer that a compiler left as it is
 
 
 def is_block(module: nn.Module) -> bool:
     """Return whether a module is a decoder layer of a known family that runs its class's own forward."""
-    return type(module).__name__ in LAYERS and forward_in_place_of(module, LAYERS) is None
+    return type(module).__name__ in BLOCK_FAMILIES and forward_in_place_of(module, BLOCK_FAMILIES) is None
 
 
 def reason_not_block(layer: Any) -> str | None:
     """Return why a layer cannot run as one `Block` now; None where it can."""
+    home = home_of(layer).__module__
+    for name in ("self_attn", "mlp"):  # whose formulas it computes
+        part = home_of(layer.get_submodule(name))
+        forward = inspect.unwrap(vars(part)["forward"])
+        if not part.__module__ == forward.__module__ == home:
+            return f"{name} runs {forward.__module__}.{forward.__qualname__}"
+    ranks: BlockRanks | None = layer._block_ranks
+    linears, known = family_of_block(layer).linears, frozenset() if ranks is None else ranks.hooks
     for name, module in layer.named_modules():
-        reason = reason_called(name, module) if name else None
+        reason = reason_called(name, module, known=known) if name else None
         if reason is not None:
             return reason
-        if name.startswith(_LINEAR) and next(module.buffers(recurse=False), None) is not None:
+        if name.startswith(linears) and next(module.buffers(recurse=False), None) is not None:
             return f"{name} has buffers"
     parameters = dict(layer.named_parameters())
     for name, parameter in parameters.items():
         if main_grad_of(parameter) is not None:
             return f"{name} has a main_grad"
-        if type(parameter) not in PLAIN:
+        if ranks is not None:
+            if not is_split(name, parameter, ranks, linears):
+                return f"{name} is split otherwise"
+        elif type(parameter) not in PLAIN_TENSORS:
             return f"{name} is {type(parameter).__name__}"
     missing = next((name for name in plain_linears(layer) if f"{name}.weight" not in parameters), None)
     return None if missing is None else f"{missing} has no weight of its own"
@@ -53,10 +72,10 @@ def reason_not_block(layer: Any) -> str | None:
 
 def plain_linears(layer: nn.Module) -> frozenset[str]:
     """Return the projections of which only weight and bias are used; adapters and what else is no nn.Linear are called."""
-    return frozenset(name for name in _LINEAR if type(layer.get_submodule(name)) is nn.Linear)
+    return frozenset(name for name in family_of_block(layer).linears if type(layer.get_submodule(name)) is nn.Linear)
 
 
-def _reason_of_call(x: Any, embeddings: Any, cache_given: bool, options: dict[str, Any]) -> str | None:
+def _reason_of_call(layer: Any, x: Any, embeddings: Any, cache_given: bool, options: dict[str, Any]) -> str | None:
     if not torch.is_grad_enabled():
         return "no gradient is asked for"
     if torch._C._are_functorch_transforms_active():
@@ -65,6 +84,8 @@ def _reason_of_call(x: Any, embeddings: Any, cache_given: bool, options: dict[st
         return "it was called with a cache"
     if not isinstance(x, Tensor) or x.dim() != 3 or not x.numel() or embeddings is None:
         return "it was called without x [B, S, H] or its rotary positions"
+    if is_dtensor(x) != (layer._block_ranks is not None):
+        return f"x is {type(x).__name__}"
     return "attention weights are asked for" if options.get("output_attentions") else None
 
 
@@ -74,30 +95,29 @@ class TiledBlock(Remade):
     _untiled: type[nn.Module]
     _block_tiling: Tiling
     _block_ran: str | None = None
+    _block_ranks: BlockRanks | None = None  # what `parallelize` says of a layer whose weights are split
     _offload: bool = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Nothing: transformers' wrapper would checkpoint what is its own checkpoint."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return _uncompiled()(self, *args, **kwargs)
+        if not torch.compiler.is_compiling():
+            return _forward(self, *args, **kwargs)
+        outside: Any = torch.compiler.disable(_forward)
+        return outside(self, *args, between=True, **kwargs)
 
 
-@cache
-def _uncompiled() -> Any:
-    """Return the forward of a layer, as code that torch.compile calls instead of tracing it. A call: torch._dynamo is slow to
-    import."""
-    return torch.compiler.disable(_forward)
-
-
-def _forward(layer: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+def _forward(layer: Any, hidden_states: Any, *args: Any, between: bool = False, **kwargs: Any) -> Any:
+    """between: compiled code calls it, between two of its graphs."""
+    kwargs = kwargs | _own_cache(layer, kwargs.get("past_key_values"))
     options = dict(kwargs)
     mask, embeddings = options.pop("attention_mask", None), options.pop("position_embeddings", None)
     cached = options.pop("past_key_values", None) is not None
     options.pop("use_cache", None)
     reason = "it was called with more than x by position" if args else None
-    reason = reason or _reason_of_call(hidden_states, embeddings, cached, options) or reason_not_block(layer)
-    layer._block_ran = "tiled_block" if reason is None else f"mlp: {reason}"
+    reason = reason or _reason_of_call(layer, hidden_states, embeddings, cached, options) or reason_not_block(layer)
+    layer._block_ran = f"tiled_block{BETWEEN * between}" if reason is None else f"mlp: {reason}"
     offloaded = layer._offload or _is_offloaded(layer)
     if reason is not None:
         again = torch.is_grad_enabled() and not cached and not torch._C._are_functorch_transforms_active()
@@ -105,24 +125,75 @@ def _forward(layer: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
     for mlp in layer.children():  # whose own forward does not run, where it would look
         if getattr(mlp, "_model_name", ""):
             note_layers(mlp)
-    tensors, named = isinstance(mask, Tensor), dict(layer.named_parameters())
-    plain, dropout = plain_linears(layer), layer.training and layer.self_attn.attention_dropout
-    draws = bool(dropout) or len(plain) < len(_LINEAR)
+    tensors, named, ranks = isinstance(mask, Tensor), dict(layer.named_parameters()), layer._block_ranks
+    plain, x = plain_linears(layer), hidden_states
+    if ranks is None:
+        shards = Shards(_plan(x, layer._block_tiling))
+    else:
+        shards = _agreed(layer, x, ranks)
+        x, named = x.to_local(), {name: p.to_local() if is_dtensor(p) else p for name, p in named.items()}
+        embeddings = [table.expand(x.shape[0], -1, -1) for table in embeddings]
+    draws = len(plain) < len(family_of_block(layer).linears) or (layer.training and _drops(layer))
     call = BlockCall(
         layer=layer,
         names=tuple(named),
         plain=plain,
-        plan=_plan(hidden_states, layer._block_tiling),
+        shards=shards,
         mask=None if tensors else mask,
         options=options,
-        cast=autocast_dtype(hidden_states),
-        autocast=replay.Autocast(hidden_states.device),
-        random=replay.GeneratorStates(hidden_states.device, apart=is_fake(hidden_states)) if draws else None,
+        cast=autocast_dtype(x),
+        autocast=replay.Autocast(x.device),
+        random=replay.GeneratorStates(x.device, apart=is_fake(x)) if draws else None,
     )
-    operands = (hidden_states, *embeddings, mask if tensors else None, *named.values())
     # Its input is asked for twice in backward: attention's has its room between.
-    with input_on_host(hidden_states, takes=2) if offloaded else nullcontext():
-        return Block.apply(call, *operands)
+    with input_on_host(x, takes=2) if offloaded else nullcontext():
+        y = Block.apply(call, x, *embeddings, mask if tensors else None, *named.values())
+    return y if ranks is None else _like(hidden_states, y)
+
+
+def _own_cache(layer: Any, cache: Any) -> dict[str, Any]:
+    """Return no cache instead of the empty one with which models are called in training unless told otherwise: as where
+    transformers checkpoints a layer, nobody fills it."""
+    if cache is None or not (layer.training and torch.is_grad_enabled()):
+        return {}
+    return {} if cache.get_seq_length(layer.self_attn.layer_idx) else {"past_key_values": None}
+
+
+def _drops(layer: Any) -> bool:
+    return bool(layer.self_attn.attention_dropout) or any(type(m) is nn.Dropout and m.p for m in layer.modules())
+
+
+def _like(x: Any, y: Tensor) -> Tensor:
+    """Return a DTensor laid out as x of this rank's part y."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(y, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride())
+
+
+def _agreed(layer: Any, x: Any, ranks: BlockRanks) -> Shards:
+    """Return the shards of a layer whose weights are split, of which all ranks have as many."""
+    over, tiling, (batch, length, _) = rank_group(_NAME, ranks.mesh), layer._block_tiling, x.shape
+    if ranks.sequence_parallel:
+        sizes = dealt(length, over.size)
+        options = {
+            "num_shards": tiling.num_shards,
+            "shard_tokens": tiling.shard_tokens,
+            "device": device_kind(x.device),
+        }
+        tokens = plan_sequence(_NAME, tuple(batch * size for size in sizes), **options)
+        shards: Any = TokenShards(SequencePlan(sizes, max(1, tokens.shard_tokens // batch)), over)
+    else:
+        shards = ColumnShards(_plan(x, tiling), over)
+    said = {
+        "sequence_parallel": ranks.sequence_parallel,
+        "the shape of x": (batch, length, x.shape[-1]),
+        "the number of shards": len(shards),
+        "dtypes": (x.dtype, autocast_dtype(x)),
+        "the layout of x": x.placements,
+        "which parameters require grad": tuple(p.requires_grad for p in layer.parameters()),
+    }
+    agree(over, x.device, said)
+    return shards
 
 
 def _plan(x: Tensor, tiling: Tiling) -> ShardPlan:
@@ -157,7 +228,25 @@ class TiledNorm(Remade):
     _block_tiling: Tiling
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
+        if is_dtensor(hidden_states):
+            return _split_norm(self, hidden_states)
         return tile(MethodType(self._untiled.forward, self), tiling=self._block_tiling)(hidden_states)
+
+
+def _split_norm(norm: Any, x: Any) -> Tensor:
+    """The norm of this rank's rows of a DTensor; of its parameters' gradients each rank has those of its own rows."""
+    from torch.distributed.tensor import Partial, Replicate
+
+    layout = [Replicate() if x.placements == (Replicate(),) else Partial()]
+    named = dict(norm.named_parameters())
+    plain = Unhooked(norm, norm._untiled.forward)
+
+    def run(rows: Tensor, *values: Tensor) -> Tensor:
+        own = {f"module.{name}": value for name, value in zip(named, values, strict=True)}
+        return functional_call(plain, own, (rows,))  # type: ignore[no-any-return]
+
+    local = (p.to_local(grad_placements=layout) if is_dtensor(p) else p for p in named.values())
+    return _like(x, tile(run, tiling=norm._block_tiling)(x.to_local(), *local))
 
 
 @cache

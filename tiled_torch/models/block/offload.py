@@ -115,7 +115,7 @@ def host_memory(device: torch.device) -> HostMemory:
 
 @contextmanager
 def input_on_host(x: Any, takes: int = 1) -> Iterator[None]:
-    """Inside, what autograd keeps of x, a tensor, waits in host memory; everything else stays where it is.
+    """Keep, inside this context, what autograd saves of the tensor x in host memory; all else stays where it is.
 
     takes: how often backward asks for it: only then is the one that was put there before it copied ahead.
     Source: the role of `torch.autograd.graph.save_on_cpu`, whose copies of all that is saved run on the stream of the

@@ -1,0 +1,1 @@
+"""What `finetune` trains on: text and conversations, tokenized, as windows or packed rows."""

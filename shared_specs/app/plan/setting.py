@@ -1,0 +1,104 @@
+"""A choice of all that one may set for a training step, as `plan` makes it, and the sizes of the work."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from shared_specs.collectives.costs import gathered_plan
+from shared_specs.collectives.sequence_plan import SequencePlan, plan_sequence
+from shared_specs.config import ContextKind, Half
+from shared_specs.layers.block_costs import WIDE
+from shared_specs.shards import ShardPlan, plan_tokens
+
+Scope = Literal["none", "mlp", "block"]
+Optimizer = Literal["adamw", "sgd"]
+ITEMSIZE = {"bfloat16": 2, "float32": 4}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """A choice of all that one may set, and the sizes of the work.
+
+    Attributes:
+        tokens: of a sequence. sequences: that a rank, or the ranks of a context together, work on at a time.
+        gpus: in all. context: ranks that cut every sequence among them. context_kind: how they attend (`DataParallel.context`).
+        tensor: ranks that split every layer, the vocabulary and, between the split layers, the tokens (`TensorParallel`).
+        inside: with "2d" the ranks in each place of a ring, which exchange tokens for heads.
+        scope: of `tile_model`; "none" is transformers' own layers and loss. offload: layers' inputs wait in host memory.
+        host_state: parameters, gradients and moments are in host memory (`DataParallel(cpu_offload=True)`).
+        chunked_loss: with scope "none" the logits of a few tokens are there at a time all the same, as in other libraries.
+        shard_tokens: of a shard; None is what the library chooses.
+        device: "cpu" is what a test on one measures: no kernels, and products of 16-bit operands in float32.
+        kernels: on a GPU those of this library run; what simulates has PyTorch's operators alone.
+    """
+
+    tokens: int
+    sequences: int = 1
+    gpus: int = 1
+    context: int = 1
+    context_kind: ContextKind = "ulysses"
+    inside: int = 1
+    tensor: int = 1
+    scope: Scope = "block"
+    offload: bool = False
+    host_state: bool = False
+    chunked_loss: bool = False
+    shard_tokens: int | None = None
+    dtype: str = "bfloat16"
+    optimizer: Optimizer = "adamw"
+    half: Half = "torch"
+    device: Literal["gpu", "cpu"] = "gpu"
+    kernels: bool = True
+
+    @property
+    def fused(self) -> bool:
+        """Return whether what is elementwise is in the registers of kernels."""
+        return self.kernels and self.device == "gpu"
+
+    @property
+    def rows(self) -> int:
+        """T: tokens that one rank has, or the ranks that split its layers together."""
+        return self.sequences * -(-self.tokens // self.context)
+
+    @property
+    def own_rows(self) -> int:
+        """Return the tokens that one rank has between the split layers."""
+        return -(-self.rows // self.tensor)
+
+    @property
+    def data(self) -> int:
+        """Return how many groups of ranks have sequences of their own, the fully sharded ones."""
+        return self.gpus // self.context // self.tensor
+
+    @property
+    def exchanging(self) -> int:
+        """Return how many ranks exchange tokens for heads."""
+        return {"ulysses": self.context, "ring": 1, "2d": self.inside}[self.context_kind]
+
+    @property
+    def ring(self) -> int:
+        """Return how many places the ring has in which keys and values travel; 1 is no ring."""
+        return self.context // self.exchanging
+
+    @property
+    def itemsize(self) -> int:
+        return ITEMSIZE[self.dtype]
+
+    @property
+    def stream(self) -> int:
+        """Return the bytes of one element between layers: in JAX float32, whatever the dtype of the products."""
+        return self.itemsize if self.half == "torch" else WIDE
+
+    @property
+    def shards(self) -> ShardPlan:
+        """Return how a rank's tokens are cut; those of ranks that split layers, of all of them together."""
+        if self.scope == "none" and not self.chunked_loss:
+            return ShardPlan(self.rows, max(1, self.rows))
+        if self.tensor > 1:
+            return gathered_plan(self.split_shards)
+        return plan_tokens(self.rows, shard_tokens=self.shard_tokens, device=self.device)
+
+    @property
+    def split_shards(self) -> SequencePlan:
+        """Return how the tokens are cut that the ranks of a layer split among them."""
+        tokens = (self.own_rows,) * self.tensor
+        return plan_sequence("plan", tokens, shard_tokens=self.shard_tokens, device=self.device)

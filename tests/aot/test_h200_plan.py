@@ -1,0 +1,71 @@
+"""`plan` beside the JAX half's own step, whole models of eight billion parameters compiled for one H200 to sixty-four."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from shared_specs.app.plan.decoder import MODELS
+from shared_specs.app.plan.record import RECORDED_GPUS, RECORDED_MODELS, RECORDED_TOKENS, recorded_setting
+from shared_specs.app.plan.simulated import predicted_device, simulated_step
+from shared_specs.app.plan.step import Setting, parts_of
+from shared_specs.tolerances import PLAN_BYTES
+from tiled_jax.commands.plan.simulate import SIMULATOR
+
+
+def assert_predicted(model: str, setting: Setting) -> None:
+    decoder = MODELS[model]
+    found, predicted = simulated_step(decoder, setting, SIMULATOR), predicted_device(decoder, setting)
+    print(f"{predicted / found.device:.3f}", found, parts_of(decoder, setting).by_name)
+    assert predicted == pytest.approx(found.device, rel=PLAN_BYTES)
+    assert parts_of(decoder, setting).host == pytest.approx(found.host, rel=PLAN_BYTES)
+    assert ("collective-permute" in found.collectives) == (setting.ring > 1)
+
+
+@pytest.mark.parametrize("tokens", RECORDED_TOKENS)
+@pytest.mark.parametrize("gpus", RECORDED_GPUS)
+@pytest.mark.parametrize("model", RECORDED_MODELS)
+def test_exchanged_heads(model: str, gpus: int, tokens: int) -> None:
+    assert_predicted(model, recorded_setting(tokens, gpus, "jax"))
+
+
+RING: dict[str, Any] = {"context_kind": "ring"}
+# Model, tokens, GPUs, what is set beside: places of two ranks and of more, key heads for each and fewer, float32, inputs kept.
+RINGS: list[tuple[str, int, int, dict[str, Any]]] = [
+    ("llama-3-8b", 2**17, 8, RING),
+    ("llama-3-8b", 2**19, 8, RING | {"context": 4}),
+    ("llama-3-8b", 2**20, 32, RING),
+    ("qwen3-8b", 2**20, 8, RING),
+    ("qwen3-8b", 2**19, 8, RING | {"dtype": "float32"}),
+    ("qwen3-8b", 2**18, 8, RING | {"offload": False}),
+    ("llama-2-7b", 2**19, 8, RING),
+    ("llama-2-7b", 2**17, 8, RING | {"context": 2}),
+    ("llama-3-8b", 2**21, 64, {"context_kind": "2d", "inside": 32}),
+    ("qwen3-8b", 2**20, 8, {"context_kind": "2d", "inside": 4}),
+    ("qwen2.5-7b", 2**20, 8, {"context_kind": "2d", "inside": 4}),
+    ("qwen2.5-0.5b", 2**19, 8, {"context_kind": "2d", "inside": 2}),
+]
+
+
+@pytest.mark.parametrize(("model", "tokens", "gpus", "more"), RINGS)
+def test_rings(model: str, tokens: int, gpus: int, more: dict[str, Any]) -> None:
+    assert_predicted(model, replace(recorded_setting(tokens, gpus, "jax"), **more))
+
+
+# Places of rings and of exchanged heads beside the ranks that split layers; float32, inputs kept, a loss that is the peak, in
+# shards that must not run side by side.
+SPLIT: list[tuple[str, int, int, dict[str, Any]]] = [
+    ("qwen3-8b", 2**20, 8, {"context": 1, "tensor": 8}),
+    ("llama-3-8b", 2**19, 8, {"context": 4, "tensor": 2}),
+    ("qwen2.5-0.5b", 2**17, 8, RING | {"context": 4, "tensor": 2}),
+    ("qwen3-8b", 2**15, 8, {"context": 1, "tensor": 4, "offload": False}),
+    ("llama-3-8b", 2**19, 8, RING | {"context": 4, "tensor": 2, "dtype": "float32"}),
+    ("qwen3-8b", 2**20, 8, {"context": 4, "tensor": 2, "context_kind": "2d", "inside": 2}),
+    ("qwen3-8b", 2**20, 32, {"context": 4, "tensor": 8}),
+    ("llama-3-70b", 2**19, 32, {"context": 4, "tensor": 8}),
+]
+
+
+@pytest.mark.parametrize(("model", "tokens", "gpus", "more"), SPLIT)
+def test_split_layers(model: str, tokens: int, gpus: int, more: dict[str, Any]) -> None:
+    assert_predicted(model, replace(recorded_setting(tokens, gpus, "jax"), **more))

@@ -1,0 +1,37 @@
+"""The Python of documents, notebooks and scripts, run as a reader would run it: top to bottom, in one namespace."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+BLOCK = re.compile(r"(?:<!-- not run: (?P<reason>.+?) -->\n+)?^```python\n(?P<code>.*?)^```$", re.S | re.M)
+
+
+def pages() -> list[Path]:
+    """README and every page of docs/."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def blocks(text: str) -> list[tuple[int, str]]:
+    """Line and code of each Python block of a page, without those that say why they are not run."""
+    return [
+        (text.count("\n", 0, found.start("code")), found["code"])
+        for found in BLOCK.finditer(text)
+        if found["reason"] is None
+    ]
+
+
+def cells(text: str) -> list[tuple[int, str]]:
+    """Number and code of each cell of a notebook."""
+    found = json.loads(text)["cells"]
+    return [(number, "".join(cell["source"])) for number, cell in enumerate(found) if cell["cell_type"] == "code"]
+
+
+def run(path: Path, parts: list[tuple[int, str]]) -> dict[str, Any]:
+    """Run the parts, each at its place in the file for tracebacks; return the names that they leave."""
+    names: dict[str, Any] = {"__name__": "__main__", "__file__": str(path)}
+    for line, code in parts:
+        exec(compile("\n" * line + code, str(path), "exec"), names)
+    return names

@@ -1,0 +1,112 @@
+"""What documents, notebooks and scripts show runs as it stands, on a CPU, and comes to what they say."""
+
+import importlib.util
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from shared_specs.tolerances import DEMO_LOSS_RTOL
+from tests.documents import ROOT, blocks, cells, pages, run
+from tests.ranks import Ranks
+from tests.tiny_model import write_tiny_folder
+
+pytest.importorskip("transformers")
+EXAMPLES = ROOT / "examples"
+PAGES = [path for path in pages() if blocks(path.read_text(encoding="utf-8"))]
+NOTEBOOKS = sorted(EXAMPLES.glob("*.ipynb"))
+
+
+def name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def script(stem: str) -> Any:
+    """The module of a script of examples/, which no package holds."""
+    spec = importlib.util.spec_from_file_location(f"example_{stem}", EXAMPLES / f"{stem}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with a model, as a user has one."""
+    return str(write_tiny_folder(tmp_path_factory.mktemp("example") / "model"))
+
+
+@pytest.fixture(autouse=True)
+def _as_a_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """In a folder of its own, and with JAX's usual promotion, which optax relies on."""
+    monkeypatch.chdir(tmp_path)
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_a_page_runs(page: Path) -> None:
+    run(page, blocks(page.read_text(encoding="utf-8")))
+
+
+def test_a_page_that_does_not_run_is_noticed() -> None:
+    parts = ["x = 1", "<!-- not run: wants a GPU -->", "1 / 0", "assert x == 2"]
+    page = "# Page\n\n" + "\n\n".join(part if part[0] == "<" else f"```python\n{part}\n```" for part in parts) + "\n"
+    assert [code for _, code in blocks(page)] == ["x = 1\n", "assert x == 2\n"]
+    with pytest.raises(AssertionError):
+        run(ROOT / "page.md", blocks(page))
+
+
+def test_the_notebook_of_pytorch() -> None:
+    (notebook,) = (path for path in NOTEBOOKS if "torch" in path.name)
+    found = run(notebook, cells(notebook.read_text(encoding="utf-8")))
+    assert found["kept"]["tiled"] == 0
+    assert found["kept"]["plain"] >= 3 * 4 * found["T"] * found["inner"]
+    for losses in (found["tiled_losses"], found["block_losses"]):
+        assert losses == pytest.approx(found["plain_losses"], rel=DEMO_LOSS_RTOL)
+
+
+def test_the_notebook_of_jax() -> None:
+    (notebook,) = (path for path in NOTEBOOKS if "jax" in path.name)
+    found = run(notebook, cells(notebook.read_text(encoding="utf-8")))
+    assert found["temporary"]["tiled"] < found["temporary"]["plain"] / 4
+    assert found["losses"][-1] < 0.9 * found["losses"][0]
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=name)
+def test_a_notebook_is_committed_without_outputs(notebook: Path) -> None:
+    found = json.loads(notebook.read_text(encoding="utf-8"))
+    assert (found["nbformat"], found["nbformat_minor"]) == (4, 5)
+    code = [cell for cell in found["cells"] if cell["cell_type"] == "code"]
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
+    assert len({cell["id"] for cell in found["cells"]}) == len(found["cells"])
+
+
+def test_trainer(model: str) -> None:
+    before, after = script("trainer_torch").main(["--model", model, "--tokens", "32", "--steps", "2"])
+    assert after < before
+
+
+def test_policy_gradients_agree_in_their_first_step_and_then_improve() -> None:
+    """The ratio is 1 at first, so that the objective is the mean advantage of as many tokens of either sign: 0."""
+    for stem in ("policy_gradient_torch", "policy_gradient_jax"):
+        first, second = script(stem).main(["--tokens", "32"])
+        assert first == pytest.approx(0, abs=DEMO_LOSS_RTOL)
+        assert second < first
+
+
+@pytest.mark.ranks
+def test_a_long_context_on_two_ranks_is_that_of_one(pools: dict[int, Ranks], model: str) -> None:
+    one, two = (pools[count].run("tests.meta.ranks_torch_examples:long_context", model=model) for count in (1, 2))
+    assert two[0] == two[1]
+    assert two[0] == pytest.approx(one[0], rel=DEMO_LOSS_RTOL)
+    assert one[0][1] < one[0][0]
+
+
+def test_a_long_context_in_jax(model: str) -> None:
+    first, second = script("long_context_jax").main(["--model", model, "--tokens", "64", "--devices", "2"])
+    assert second < first

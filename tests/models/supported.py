@@ -1,0 +1,215 @@
+"""What `tile_model` does with every causal language model of transformers: tiny models, compared with their untiled selves.
+
+`python -m tests.models.supported` runs all of them and writes docs/supported_models.md; with names, those alone, to the screen.
+"""
+
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shared_specs.tolerances import MODEL_FLOAT32
+from tests.models.tiny_configs import tiny_config, tiny_model
+from tests.models.tiny_overrides import FILES_DIFFER, FLOAT32, INPUTS, NOT_BUILT, OVERRIDES
+from tiled_torch import tile_model, tiling_paths, untile_model
+from tiled_torch.models.experts.module import TiledRouter
+
+transformers = pytest.importorskip("transformers")
+
+TEXT = dict(transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+IMAGES = dict(transformers.models.auto.modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+TABLE = Path(__file__).parents[2] / "docs" / "supported_models.md"
+NOT_TRIED = "not tried"
+LARGEST = 30_000_000  # parameters of a model that is still tiny
+IDS = torch.arange(2 * 9).reshape(2, 9) % 50 + 3
+LABELS = torch.where(IDS % 4 == 0, -100, IDS)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table: the paths of the loss and of the MLPs, and what stays as it is."""
+
+    kind: str
+    model: str
+    loss: str
+    mlps: str
+    left: str = ""
+
+    @property
+    def line(self) -> str:
+        return "| " + " | ".join((self.kind, self.model, self.loss, self.mlps, self.left)) + " |"
+
+
+@contextmanager
+def exact_losses() -> Iterator[None]:
+    """transformers casts logits to float32 before its loss; of float64 models, compared, that hides what differs."""
+    known = Tensor.float
+
+    def float_(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return self if self.dtype == torch.float64 else known(self, *args, **kwargs)
+
+    with mock.patch.object(Tensor, "float", float_):
+        yield
+
+
+def build(kind: str, *, images: bool = False) -> Any:
+    """A tiny model of a type; images: of its class that takes them."""
+    dtype = torch.float32 if kind in FLOAT32 else torch.float64
+    auto = transformers.AutoModelForImageTextToText if images else transformers.AutoModelForCausalLM
+    return tiny_model(tiny_config(kind, OVERRIDES.get(kind, {})), auto, dtype).train()
+
+
+def step(model: Any, kind: str, **given: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """The loss, the logits and the gradients of a step."""
+    model.zero_grad()
+    with exact_losses():
+        torch.manual_seed(1)
+        outputs = model(input_ids=IDS, labels=LABELS, **INPUTS.get(kind, {}), **given)
+        outputs.loss.backward()
+        logits = outputs.logits.detach()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return outputs.loss.detach(), torch.as_tensor(logits).clone(), gradients
+
+
+def difference(found: tuple[Any, ...], expected: tuple[Any, ...]) -> float:
+    """The largest relative error of the loss, the logits and each gradient.
+
+    A gradient that is zero but for rounding (a bias that softmax takes out again) is measured by the others' size.
+    """
+    assert found[2].keys() == expected[2].keys()
+    whole = sum(float(g.double().square().sum()) for g in expected[2].values()) ** 0.5
+    pairs = [(found[0], expected[0], 0.0), (found[1], expected[1], 0.0)]
+    pairs += [(found[2][name], expected[2][name], whole * MODEL_FLOAT32) for name in expected[2]]
+    return max(
+        float((a.double() - b.double()).norm()) / max(float(b.double().norm()), floor, 1e-300) for a, b, floor in pairs
+    )
+
+
+def checked(kind: str, *, images: bool = False, saved: bool = True) -> Row:
+    """Build, compare and return what ran; an AssertionError where the tiled model is not the untiled one."""
+    name = (IMAGES if images else TEXT)[kind]
+    if kind in NOT_BUILT:
+        return Row(kind, name, NOT_TRIED, NOT_TRIED, NOT_BUILT[kind])
+    try:
+        model = build(kind, images=images)
+        assert not images or sum(p.numel() for p in model.parameters()) < LARGEST
+        expected, keys = step(model, kind), list(model.state_dict())
+    except Exception:
+        if not images:
+            raise
+        return Row(kind, name, NOT_TRIED, NOT_TRIED, "it was not built tiny, or needs more than tokens")
+    assert type(model).__name__ == name
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r"tile_model: .* (as it is|as they are) in")
+        warnings.filterwarnings("ignore", message=r"tile_model: the loss of")
+        tile_model(model, num_shards=3)
+        planned = tiling_paths(model)
+        found = step(model, kind)
+    paths = tiling_paths(model)
+    row = _row(kind, name, model, paths)
+    assert difference(found, expected) <= MODEL_FLOAT32, f"{kind}: {difference(found, expected)}"
+    assert list(model.state_dict()) == keys
+    head = _head(model, paths)
+    assert head is None or planned[head] == paths[head] or planned[head].startswith("unknown"), (
+        planned[head],
+        paths[head],
+    )
+    if saved and kind not in FILES_DIFFER:
+        _check_files(model, getattr(transformers, name), kind, found)
+    untile_model(model)
+    assert tiling_paths(model) == {}
+    return row
+
+
+def _check_files(model: Any, made: Any, kind: str, found: tuple[Any, ...]) -> None:
+    """What save_pretrained writes of the tiled model is the untiled one's."""
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        loaded = made.from_pretrained(folder, dtype=model.dtype, experts_implementation="eager").to(model.dtype).train()
+    assert difference(step(loaded, kind), found) <= MODEL_FLOAT32
+
+
+def _head(model: Any, paths: dict[str, str]) -> str | None:
+    head = model.get_output_embeddings()
+    return next((name for name, module in model.named_modules() if module is head and name in paths), None)
+
+
+def _row(kind: str, name: str, model: nn.Module, paths: dict[str, str]) -> Row:
+    head = _head(model, paths)
+    routers = {place for place, module in model.named_modules() if isinstance(module, TiledRouter)}
+    rest = {place: path for place, path in paths.items() if place != head and place not in routers}
+    ways = sorted({path.partition(":")[0] for path in rest.values() if not path.startswith("untiled")})
+    reasons = sorted({path.removeprefix("untiled: ") for path in rest.values() if path.startswith("untiled")})
+    loss = paths[head] if head is not None else "untiled: it has no head"
+    return Row(kind, name, _code(loss), ", ".join(f"`{way}`" for way in ways) or "none", "; ".join(reasons))
+
+
+def _code(path: str) -> str:
+    way, _, reason = path.partition(": ")
+    return f"`{way}`" if way.startswith("tiled") and not reason else f"{way}: {reason}"
+
+
+HEADER = """# Supported models
+
+`tile_model` on the language models of transformers, each built tiny and compared with its untiled self: loss, logits, every
+gradient, keys, files. Written by `python -m tests.models.supported`; do not edit it.
+
+* Loss: `tiled_linear_cross_entropy` where no logits of all tokens are made.
+* MLPs: `tiled_mlp` where a probe (or a list) knows the formula, `tiled_experts` where routed experts compute the rows that
+  chose them (their routers run through `tile`), `tile` where a module is computed token by token as it is. In training dropout
+  between the layers (0 here) leaves an MLP untiled whose layers its decoder layer calls itself.
+* Left: what stays as it is, and why. A model may have both.
+
+"""
+COLUMNS = "| Type | Class | Loss | MLPs | Left |\n| --- | --- | --- | --- | --- |\n"
+TITLES = {False: "Causal language models", True: "Images and text, given text"}
+
+
+def table(found: list[Row], images: list[Row]) -> str:
+    """Return the page."""
+    return HEADER + "\n".join(section(rows, of_images) for rows, of_images in ((found, False), (images, True)))
+
+
+def section(found: list[Row], images: bool) -> str:
+    lines = [row.line for row in found]
+    losses, mlps = counts(lines)
+    text = f"## {TITLES[images]}\n\nOf {len(found)} types {losses} have their loss tiled and {mlps} MLPs.\n\n"
+    return text + COLUMNS + "".join(f"{line}\n" for line in lines)
+
+
+def counts(lines: list[str]) -> tuple[int, int]:
+    """How many of the table's lines have a tiled loss, and a tiled MLP."""
+    cells = [[cell.strip() for cell in line.strip("| \n").split(" | ")] for line in lines]
+    return sum(c[2].startswith(("`tiled_", "tiled_")) for c in cells), sum("`" in c[3] for c in cells)
+
+
+def table_lines(*, images: bool = False) -> dict[str, str]:
+    """The lines of the committed table, by type."""
+    text = TABLE.read_text().partition(f"## {TITLES[images]}\n")[2].partition("\n## ")[0]
+    lines = [line for line in text.splitlines() if line.startswith("| ") and "---" not in line]
+    return {line.strip("| ").split(" | ")[0].strip(): line for line in lines[1:]}
+
+
+def main(kinds: list[str]) -> None:
+    transformers.utils.logging.disable_progress_bar()
+    found: dict[bool, list[Row]] = {False: [], True: []}
+    for images, mapping in ((False, TEXT), (True, IMAGES)):
+        for kind in [kind for kind in kinds or mapping if kind in mapping]:
+            found[images].append(checked(kind, images=images, saved=not images))
+            print(found[images][-1].line, flush=True)
+    if not kinds:
+        TABLE.parent.mkdir(exist_ok=True)
+        TABLE.write_text(table(found[False], found[True]))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,202 @@
+"""The families of decoder in JAX alone: padding and documents, scope="block", what is refused, and in which words."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import Mesh
+
+from shared_specs import SpecError, Tiling, UnsupportedError
+from shared_specs.app.models.model_config import complete_config
+from shared_specs.config import Checkpointing, DataParallel, ParallelConfig, TensorParallel
+from shared_specs.tolerances import FLOOR, MODEL_FLOAT32
+from tests.asserting import assert_within
+from tests.models.families import FAMILIES, SIZES, VOCAB
+from tests.tiny_model import tiny_weights
+from tiled_jax.models import Llama, LlamaConfig, from_hf, generate, next_token_loss
+from tiled_jax.models.loss import summed_next_token_loss
+from tiled_jax.plans.api import parallelize
+
+IDS = np.random.default_rng(0).integers(1, VOCAB, (2, 12)).astype(np.int32)
+BLOCKS = ("mistral", "qwen3", "gemma2", "gemma3", "phi3-long", "smollm3")  # families that scope="block" has
+
+
+def config_of(family: str, **changes: Any) -> dict[str, Any]:
+    return complete_config(SIZES | FAMILIES[family] | changes, family)
+
+
+def built(family: str, changes: dict[str, Any] | None = None, **options: Any) -> tuple[nnx.GraphDef, nnx.State]:
+    config = config_of(family, **changes or {})
+    graph, parameters = nnx.split(
+        nnx.eval_shape(lambda: Llama(LlamaConfig.from_hf(config), **options, rngs=nnx.Rngs(0)))
+    )
+    return graph, from_hf(parameters, tiny_weights(config))
+
+
+def loss_and_gradients(graph: nnx.GraphDef, parameters: nnx.State, **given: Any) -> Any:
+    loss = lambda p: nnx.merge(graph, p)(jnp.asarray(IDS), **given, labels=jnp.asarray(IDS))  # noqa: E731
+    return jax.jit(jax.value_and_grad(loss))(parameters)
+
+
+def assert_equal(found: Any, expected: Any, allowed: float) -> None:
+    leaves = [jax.tree.leaves(each) for each in (found, expected)]
+    for index, (a, b) in enumerate(zip(*leaves, strict=True)):
+        assert_within(np.asarray(a), np.asarray(b), allowed, f"leaf {index}")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_16_bit_products_leave_gradients_in_float32(family: str) -> None:
+    """Of shapes alone: under strict promotion a dtype that is mixed by mistake is an error."""
+    graph, parameters = built(family, dtype="bfloat16")
+    ids = jnp.asarray(IDS)
+    loss, gradients = jax.eval_shape(
+        jax.value_and_grad(lambda p: nnx.merge(graph, p)(ids, attention_mask=ids, labels=ids)), parameters
+    )
+    assert {a.dtype for a in (loss, *jax.tree.leaves(gradients))} == {jnp.dtype("float32")}
+    assert jax.eval_shape(lambda p: nnx.merge(graph, p)(ids), parameters).dtype == jnp.bfloat16
+    tokens = jax.eval_shape(lambda p: generate(nnx.merge(graph, p), ids, 3, attention_mask=ids), parameters)
+    assert (tokens.shape, tokens.dtype) == ((2, 15), jnp.int32)
+
+
+@pytest.mark.parametrize("family", BLOCKS)
+def test_blocks_are_the_layers_with_padding_and_windows(family: str, float64: None) -> None:
+    mask = np.ones_like(IDS)
+    mask[0, :3] = mask[1, 4:6] = 0
+    options = {"dtype": "float64", "tiling": Tiling(shard_tokens=5)}
+    expected = loss_and_gradients(*built(family, **options), attention_mask=mask)
+    found = loss_and_gradients(*built(family, **options, scope="block"), attention_mask=mask)
+    assert_equal(found, expected, FLOOR["float64"])
+
+
+def test_blocks_have_no_experts() -> None:
+    config = LlamaConfig.from_hf(config_of("mixtral"))
+    with pytest.raises(UnsupportedError, match=r"^Llama: scope must be 'mlp' for a model with experts, got 'block'"):
+        Llama(config, scope="block", rngs=nnx.Rngs(0))
+
+
+def test_experts_are_refused_over_a_mesh() -> None:
+    model = nnx.eval_shape(lambda: Llama(LlamaConfig.from_hf(config_of("mixtral")), rngs=nnx.Rngs(0)))
+    mesh = Mesh(np.asarray(jax.devices()[:2]), ("tp",))
+    with pytest.raises(
+        UnsupportedError, match=r"^parallelize: the model must be one of one MLP a layer, got experts\. Pass"
+    ):
+        parallelize(model, mesh, ParallelConfig(tensor=TensorParallel(axis="tp")))
+
+
+def test_a_mesh_shares_the_sequences_of_any_family() -> None:
+    """With a loss_fn: parameters are sharded, and the loss is that of one device."""
+    graph, parameters = built("mixtral")
+    mesh = Mesh(np.asarray(jax.devices()[:2]), ("dp_shard",))
+    model, data = nnx.merge(graph, parameters), ParallelConfig(data=DataParallel())
+    plan = parallelize(model, mesh, data, loss_fn=summed_next_token_loss)
+    labels = IDS.copy()
+    labels[0, :7] = -100
+    batch = {"input_ids": IDS, "labels": labels}
+    expected = jax.jit(jax.value_and_grad(lambda p: next_token_loss(nnx.merge(graph, p), batch)))(parameters)
+    assert_equal(plan.gradients(plan.state.parameters, batch), expected, MODEL_FLOAT32)
+
+
+def test_segments_over_a_mesh_are_those_of_one_device() -> None:
+    graph, parameters = built("mistral", {"sliding_window": None})
+    data = ParallelConfig(data=DataParallel(context_axis="cp"))
+    mesh = Mesh(np.asarray(jax.devices()[:2]).reshape(1, 2), ("dp_shard", "cp"))
+    plan = parallelize(nnx.merge(graph, parameters), mesh, data)
+    segments = np.asarray([[3] * 5 + [1] * 7, [2] * 12], np.int32)
+    batch = {"input_ids": IDS, "labels": IDS, "segment_ids": segments}
+    found = plan.gradients(plan.state.parameters, batch)
+    assert_equal(found, loss_and_gradients(graph, parameters, segment_ids=segments), MODEL_FLOAT32)
+
+
+def test_an_attention_mask_is_refused_over_a_mesh() -> None:
+    model = nnx.eval_shape(lambda: Llama(LlamaConfig.from_hf(config_of("mistral")), rngs=nnx.Rngs(0)))
+    plan = parallelize(model, Mesh(np.asarray(jax.devices()[:2]), ("dp_shard",)), ParallelConfig(data=DataParallel()))
+    batch = {"input_ids": IDS, "labels": IDS, "attention_mask": IDS}
+    with pytest.raises(UnsupportedError, match=r"^parallelize: batch\['attention_mask'\] must be None over a mesh"):
+        plan.gradients.lower(plan.shapes.parameters, batch)
+
+
+def test_layers_of_two_kinds_are_recomputed_as_asked() -> None:
+    expected = loss_and_gradients(*built("gemma2"))
+    found = loss_and_gradients(*built("gemma2", checkpointing=Checkpointing(mode="layers", every=2)))
+    assert_equal(found, expected, MODEL_FLOAT32)
+
+
+def test_padding_anywhere_is_as_if_it_were_not_there() -> None:
+    """In front, behind, and between: logits of the others are those of the shorter sequence, whatever the padding is."""
+    graph, parameters = built("gemma3")
+    run = jax.jit(lambda ids, mask, places: nnx.merge(graph, parameters)(ids, places, attention_mask=mask))
+    short = IDS[:1, :6]
+    places = jnp.arange(6)[None]
+    expected = np.asarray(run(jnp.asarray(short), jnp.ones_like(short), places))[0]
+    for there in ([3, 4, 5, 6, 7, 8], [0, 1, 2, 3, 4, 5], [0, 2, 3, 4, 5, 6]):
+        ids, mask = np.full((1, 9), 7, np.int32), np.zeros((1, 9), np.int32)
+        ids[0, there], mask[0, there] = short[0], 1
+        positions = jnp.maximum(jnp.cumsum(jnp.asarray(mask), axis=1) - 1, 0)
+        found = np.asarray(run(jnp.asarray(ids), jnp.asarray(mask), positions))[0]
+        assert np.isfinite(found).all()
+        wider = slice(None) if there[-1] - there[0] == 5 else slice(0, 2)  # a window counts padding that it spans
+        assert_within(found[there][wider], expected[wider], MODEL_FLOAT32, f"logits at {there}")
+
+
+def test_segments_are_positions_that_restart() -> None:
+    graph, parameters = built("smollm3")
+    segments = np.asarray([[3] * 5 + [1] * 7, [2] * 12], np.int32)
+    places = np.asarray([[*range(5), *range(7)], [*range(12)]], np.int32)
+    expected = loss_and_gradients(graph, parameters, position_ids=places)
+    assert_equal(loss_and_gradients(graph, parameters, segment_ids=segments), expected, MODEL_FLOAT32)
+    # Every document is a sequence by itself, behind which there is padding.
+    rows = np.full((3, 12), -100, np.int32)
+    for row, document in zip(rows, (IDS[0, :5], IDS[0, 5:], IDS[1]), strict=True):
+        row[: len(document)] = document
+    apart = jax.jit(lambda p: next_token_loss(nnx.merge(graph, p), {"input_ids": rows, "labels": rows}))(parameters)
+    assert float(expected[0]) == pytest.approx(float(apart), rel=MODEL_FLOAT32)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        (
+            {"attention_mask": np.ones((2, 3), np.int32)},
+            SpecError,
+            r"attention_mask must be of shape \[2, 12\] or \[1, 12\]",
+        ),
+        (
+            {"attention_mask": np.ones((2, 12))},
+            TypeError,
+            "attention_mask must be of booleans or integers, got float32",
+        ),
+        ({"segment_ids": np.ones((2, 3), np.int32)}, SpecError, r"documents must be of shape \[2, 12\]"),
+    ],
+)
+def test_masks_that_do_not_fit(given: Any, error: Any, message: str) -> None:
+    graph, state = nnx.split(nnx.eval_shape(lambda: Llama(LlamaConfig.from_hf(config_of("mistral")), rngs=nnx.Rngs(0))))
+    with pytest.raises(error, match="^Llama: " + message):
+        jax.eval_shape(lambda p: nnx.merge(graph, p)(IDS, **given), state)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "error", "message"),
+    [
+        (
+            "mixtral",
+            {"output_router_logits": True},
+            UnsupportedError,
+            "output_router_logits must be false, 0 or left out",
+        ),
+        ("mixtral", {"num_experts_per_tok": 5}, SpecError, "num_experts_per_tok must be <= num_local_experts=4, got 5"),
+        ("phi3", {"resid_pdrop": 0.1}, UnsupportedError, "resid_pdrop must be false, 0 or left out, got 0.1"),
+        (
+            "gemma3",
+            {"use_bidirectional_attention": True},
+            UnsupportedError,
+            "use_bidirectional_attention must be false",
+        ),
+        ("phi3-long", {"head_dim": 4}, SpecError, "short_factor must be of 2 numbers, one a pair of a head, got 4"),
+    ],
+)
+def test_configurations_it_cannot_do_are_refused(family: str, changes: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=f"^LlamaConfig.from_hf: {message}"):
+        LlamaConfig.from_hf(SIZES | FAMILIES[family] | changes)

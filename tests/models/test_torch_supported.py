@@ -1,0 +1,40 @@
+"""Any causal language model of transformers: those of the table in docs/ do what it says, and it says enough."""
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from tests.models.supported import IMAGES, TABLE, TEXT, checked, counts, table, table_lines
+
+# One of each kind of head, of MLP and of what is left.
+REPRESENTATIVE = (
+    "apertus bart bert bitnet bloom cohere2 ctrl deepseek_v3 electra ernie4_5 falcon falcon_h1 gemma4_text git gpt2 gpt_neox "
+    "granitemoeshared inkling_text mamba mixtral mpt nemotron opt phi prophetnet qwen3_5_text stablelm starcoder2 xlnet"
+).split()
+WITH_IMAGES = "idefics2 llama4 paligemma qwen3_5 t5gemma2".split()
+
+
+@pytest.mark.parametrize("kind", REPRESENTATIVE)
+def test_a_tiny_model_trains_as_its_untiled_self(kind: str) -> None:
+    assert checked(kind, saved=kind in ("gpt2", "falcon_h1", "bert")).line == table_lines()[kind]
+
+
+@pytest.mark.parametrize("kind", WITH_IMAGES)
+def test_a_tiny_model_of_images_and_text_does(kind: str) -> None:
+    assert checked(kind, images=True, saved=False).line == table_lines(images=True)[kind]
+
+
+@pytest.mark.parametrize(("images", "types", "least"), [(False, TEXT, (150, 170)), (True, IMAGES, (50, 45))])
+def test_the_table_has_every_type_and_says_enough(images: bool, types: dict[str, str], least: tuple[int, int]) -> None:
+    lines = table_lines(images=images)
+    assert lines.keys() == types.keys()
+    losses, mlps = counts([*lines.values()])
+    assert losses >= least[0]
+    assert mlps >= least[1]
+    assert f"Of {len(lines)} types {losses} have their loss tiled and {mlps} MLPs." in TABLE.read_text()
+
+
+@pytest.mark.slow
+def test_the_table_is_what_runs() -> None:
+    found = [checked(kind) for kind in TEXT], [checked(kind, images=True, saved=False) for kind in IMAGES]
+    assert table(*found) == TABLE.read_text()

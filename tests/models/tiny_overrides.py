@@ -1,0 +1,55 @@
+"""What single model types need beside small sizes to be built tiny, by type; and what is given to their forward."""
+
+from typing import Any
+
+import torch
+
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "bailing_hybrid": {"mlp_layer_types": ["dense", "sparse"]},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}},
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 4, "clip_qkv": 8.0}},
+    "deepseek_v3": {"first_k_dense_replace": 1},
+    "deepseek_v32": {"mlp_layer_types": ["dense", "sparse"]},
+    "dots1": {"n_shared_experts": 1},
+    "dots3_note_text": {"qk_nope_head_dim": 8, "v_head_dim": 8, "kv_lora_rank": 8},
+    "gemma3n_text": {"num_kv_shared_layers": 0, "intermediate_size": [40, 40]},
+    "glm_moe_dsa": {"mlp_layer_types": ["dense", "sparse"]},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "mamba2": {"num_heads": 8},
+    "mimo_v2_flash": {"num_key_value_heads": 2},
+    "nemotron_h": {"n_groups": 2, "mamba_num_heads": 4, "mamba_head_dim": 8},
+    "reformer": {
+        "is_decoder": True,
+        "axial_pos_embds_dim": [16, 16],
+        "axial_pos_shape": [3, 3],
+        "lsh_attn_chunk_length": 9,
+        "local_attn_chunk_length": 9,
+    },
+    "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
+    "zamba": {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"]},
+    "zamba2": {"layers_block_type": ["mamba", "hybrid"]},
+    "zaya": {"num_experts_per_tok": 1},
+}
+
+# Types whose code fails in float64.
+FLOAT32 = frozenset({"inkling2_text", "xglm", "xlnet"})
+
+# Types whose files transformers itself does not read back as they were written, untiled models' too.
+FILES_DIFFER = frozenset({"youtu"})
+
+# What goes with the tokens.
+INPUTS: dict[str, dict[str, Any]] = {"git": {"pixel_values": torch.zeros(2, 3, 16, 16)}}
+
+# Types that are not built tiny -> why.
+NOT_BUILT: dict[str, str] = {
+    "blt": "its patchers' sizes follow from one another; not built tiny",
+    "dots3_note": "the configuration of its text names 46 layers one by one; see dots3_note_text",
+    "gemma3n": "its tower of images is timm's",
+    "gemma4_assistant": "it drafts for another model, and takes no labels",
+    "gemma4_unified_assistant": "it drafts for another model, and takes no labels",
+    "musicgen": "AutoModelForCausalLM finds two texts in its configuration",
+    "musicgen_melody": "AutoModelForCausalLM finds two texts in its configuration",
+}

@@ -1,0 +1,1 @@
+"""`plan --simulate`: the step of a plan compiled without its devices, its bytes counted."""

@@ -1,0 +1,1 @@
+"""`plan --simulate`: the step of a plan run without a device, its bytes counted."""

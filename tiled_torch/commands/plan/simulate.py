@@ -1,0 +1,209 @@
+"""One step of a plan under fake tensors and a fake process group, its bytes as PyTorch's own memory tracker counts them."""
+
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import transformers
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed._tools.mod_tracker import ModTracker
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shared_specs.app.models.decoders import DECODERS
+from shared_specs.app.plan.decoder import FAMILIES, Decoder
+from shared_specs.app.plan.simulated import Simulated, Simulator
+from shared_specs.app.plan.step import Setting
+from shared_specs.config import Checkpointing, DataParallel, ParallelConfig, TensorParallel, Tiling
+from tiled_torch.commands.plan.device import NAME, simulated_ranks
+from tiled_torch.models import tile_model
+from tiled_torch.models.block.offload import host_memory
+from tiled_torch.models.block.parts import Unhooked
+from tiled_torch.plans.api import parallelize
+
+_COLLECTIVES = ("c10d", "_c10d_functional")
+
+
+def simulate(decoder: Decoder, setting: Setting) -> Simulated:
+    """Return the bytes of forward and backward of one rank, the optimizer's aside. The decoder's layers are all run.
+
+    On a GPU what a kernel of this library would hold in registers is counted as PyTorch's operators would hold it; attention
+    is FlashAttention's: its output and a log-sum-exp of every head.
+    """
+    place = NAME if setting.device == "gpu" else "cpu"
+    host_memory.cache_clear()  # buffers of another simulation would be used again and not be counted
+    with warnings.catch_warnings(), simulated_ranks(setting.gpus, _rank(setting)), _without_masks():
+        warnings.simplefilter("ignore")  # of fully_shard on fake tensors
+        mesh = _mesh(setting, place)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            model = _model(decoder, setting, place)
+            model = parallelize(model.train(), mesh, _config(setting))
+            ids = torch.zeros(setting.sequences, setting.tokens, dtype=torch.long, device=place)
+            moments, collectives = _Moments(place), _Collectives()
+            moments.follow(model, ids)
+            # Not in a thread of autograd, which would run into the end of the interpreter.
+            with moments.tracker, collectives, torch.autograd.set_multithreading_enabled(False):
+                model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    moments.end("backward of the first layer")
+    return Simulated(moments=moments.found, host=moments.host, collectives=dict(collectives.counts))
+
+
+class _Modules(ModTracker):
+    """Knows nothing of modules that stand for another one's forward: it would take that one for theirs."""
+
+    def _fw_pre_hook(self, mod: nn.Module, input: Any) -> None:
+        if not isinstance(mod, Unhooked):
+            super()._fw_pre_hook(mod, input)
+
+    def _fw_post_hook(self, mod: nn.Module, input: Any, output: Any) -> None:
+        if not isinstance(mod, Unhooked):
+            super()._fw_post_hook(mod, input, output)
+
+
+class _Moments:
+    """The peaks of parts of a step, each of which grows with depth in its own way: one of another part is no guide to it.
+
+    Attributes:
+        found: part -> kind -> bytes on the device. host: bytes elsewhere at their peak.
+    """
+
+    def __init__(self, place: str) -> None:
+        self.place, self.tracker = place, MemTracker()
+        self.tracker._mod_tracker = _Modules()
+        self.found: dict[str, dict[str, int]] = {}
+        self.host = 0
+
+    def follow(self, model: Any, ids: torch.Tensor) -> None:
+        """Begins. Parts end where the loss is there and where a gradient comes to a layer."""
+        self.tracker.track_external(model, ids)
+        layers = model.model.layers
+        for number, layer in enumerate(layers):
+            behind = len(layers) - number
+            name = "backward of the loss" if behind == 1 else f"backward of layer {behind - 1} from the end"
+            layer.register_forward_hook(partial(self._end_with_gradient, name))
+        model.register_forward_hook(lambda *_: self.end("forward and loss"))
+
+    def end(self, part: str) -> None:
+        """Note that a part has ended."""
+        for device, kinds in self.tracker.get_tracker_snapshot("peak").items():
+            named = {str(getattr(kind, "value", kind)).lower(): size for kind, size in kinds.items()}
+            total = named.pop("total")
+            if device.type == self.place:
+                self.found[part] = {name: size for name, size in named.items() if size}
+            else:
+                self.host = max(self.host, total)
+        self.tracker._peak_mem.clear()
+        self.tracker._peak_mem_snap.clear()
+
+    def _end_with_gradient(self, part: str, _: Any, __: Any, y: Any) -> None:
+        y = y if isinstance(y, torch.Tensor) else y[0]
+        if y.requires_grad:
+            y.register_hook(lambda _: self.end(part))
+
+
+def _rank(setting: Setting) -> int:
+    """Whose bytes are counted: of a ring the last, whose queries are all at work in every step."""
+    return setting.gpus - 1 if setting.ring > 1 else 0
+
+
+def _mesh(setting: Setting, place: str) -> Any:
+    shards = {"dp_shard": setting.gpus // setting.context // setting.tensor} | _context_axes(setting)
+    sizes = shards | ({"tp": setting.tensor} if setting.tensor > 1 else {})
+    mesh = init_device_mesh(place, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    if len(shards) > 1:  # not under fake tensors, which have no coordinates
+        mesh[tuple(shards)]._flatten("_".join(shards))
+    return mesh
+
+
+def _context_axes(setting: Setting) -> dict[str, int]:
+    """Return the axes that cut sequences, name to size, that of the rings first where there are two."""
+    if setting.context_kind == "2d":
+        return {"ring": setting.ring, "cp": setting.inside}
+    return {"cp": setting.context} if setting.context > 1 else {}
+
+
+def _config(setting: Setting) -> ParallelConfig:
+    data = DataParallel(
+        param_dtype=None if setting.dtype == "float32" else setting.dtype,
+        context_axis=("ring", "cp") if setting.context_kind == "2d" else next(iter(_context_axes(setting)), None),
+        context=setting.context_kind,
+        cpu_offload=setting.host_state,
+    )
+    tensor = TensorParallel() if setting.tensor > 1 else None
+    return ParallelConfig(tensor=tensor, checkpointing=Checkpointing(offload=setting.offload), data=data)
+
+
+def _model(decoder: Decoder, setting: Setting, place: str) -> nn.Module:
+    """Return Hugging Face's model of these sizes, tiled as the setting says, its tensors on the device."""
+    windows = {} if decoder.window is None else {"sliding_window": decoder.window}
+    config = transformers.AutoConfig.for_model(
+        decoder.kind,
+        **windows,
+        hidden_size=decoder.hidden,
+        intermediate_size=decoder.intermediate,
+        num_hidden_layers=decoder.layers,
+        num_attention_heads=decoder.heads,
+        num_key_value_heads=decoder.kv_heads,
+        head_dim=decoder.head_dim,
+        vocab_size=decoder.vocab,
+        tie_word_embeddings=decoder.tied,
+        max_position_embeddings=setting.tokens,
+        pad_token_id=None,  # of phi3 beyond a small vocabulary
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32)
+    for module in model.modules():  # whose tensors may not be moved: a fake one's kind of device stays
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = nn.Parameter(torch.empty(parameter.shape, device=place))
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=place)
+    if decoder.tied:
+        model.tie_weights()
+    if setting.scope != "none":
+        tile_model(model, scope=setting.scope, tiling=Tiling(shard_tokens=setting.shard_tokens))
+    return model
+
+
+@contextmanager
+def _without_masks() -> Iterator[None]:
+    """transformers takes fake tensors for tracing, for which it makes a whole [S, S] mask as it does for nobody else."""
+    with ExitStack() as stack:
+        for name in FAMILIES:
+            getattr(transformers, DECODERS[name].causal_lm)  # loaded when first asked for
+            family = name.removesuffix("_text")
+            module = sys.modules[f"transformers.models.{family}.modeling_{family}"]
+            for kind in ("create_causal_mask", "create_sliding_window_causal_mask"):
+                if hasattr(module, kind):
+                    stack.enter_context(patch.object(module, kind, lambda **_: None))
+        yield
+
+
+class _Collectives(TorchDispatchMode):
+    """Counts calls of every collective."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in _COLLECTIVES:
+            self.counts[func.__name__.split(".")[0].strip("_")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def setting_simulated(setting: Setting) -> Setting:
+    """Return what is run in a setting's place: kernels need a GPU."""
+    return replace(setting, kernels=False)
+
+
+SIMULATOR = Simulator(simulate, setting_simulated)

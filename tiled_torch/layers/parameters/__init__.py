@@ -1,0 +1,1 @@
+"""What ranks hold of parameters: what they save, and norms of gradients."""

@@ -1,0 +1,67 @@
+"""How the loss of a model would run that was not called yet: its forward on a copy of it without memory."""
+
+import copy
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
+
+from shared_specs.config import Tiling
+from tiled_torch.models.heads.run import HeadRun
+from tiled_torch.models.heads.swap import swapped
+
+NOT_CALLED = "unknown: it was not called with labels yet"
+
+
+class _Zeros(TorchDispatchMode):
+    """Every number that code asks a tensor without memory for is 0, and nothing in it differs from 0."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if args and isinstance(args[0], torch.Tensor) and args[0].is_meta:
+            if func is torch.ops.aten._local_scalar_dense.default:
+                return False if args[0].dtype == torch.bool else 0.0 if args[0].is_floating_point() else 0
+            if func is torch.ops.aten.nonzero.default:
+                return torch.empty((0, args[0].dim()), dtype=torch.long, device="meta")
+        return func(*args, **(kwargs or {}))
+
+
+def planned_path(model: Any, untiled: type[Any], head_of: Any, labels: str) -> str:
+    """Return the path of a model that is of this class before it is tiled; or that it is not known, and why.
+
+    labels: the argument of forward that they are.
+    """
+    try:
+        with torch.random.fork_rng(devices=()), warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            twin = _built(untiled, model.config) if isinstance(model, PreTrainedModel) else _copied(model)
+            ids = torch.zeros((1, 4), dtype=torch.long, device="meta")
+            name, head = head_of(twin)
+            run = HeadRun(name, head, Tiling(), "auto", planned=True)
+            with _Zeros(), swapped(head, run):
+                if isinstance(model, PreTrainedModel):
+                    untiled.forward(twin, input_ids=ids, labels=ids)
+                else:
+                    untiled.forward(twin, ids, **{labels: ids})
+    except Exception as error:  # of code that is not ours, which may need more than tokens, or their values
+        return f"{NOT_CALLED}, and without values its forward ends in {type(error).__name__}"
+    return run.path
+
+
+def _built(untiled: type[Any], config: Any) -> Any:
+    config = copy.deepcopy(config)
+    config._attn_implementation = "eager"
+    with torch.device("meta"):
+        return untiled(config).eval()
+
+
+def _copied(model: nn.Module) -> Any:
+    """Return a copy of a model of which nobody knows how it is made: all but its parameters and buffers, untiled."""
+    found: dict[int, Any] = {id(p): nn.Parameter(torch.empty_like(p, device="meta")) for p in model.parameters()}
+    found |= {id(buffer): torch.empty_like(buffer, device="meta") for buffer in model.buffers()}
+    twin = copy.deepcopy(model, found).eval()
+    for module in twin.modules():
+        module.__class__ = getattr(type(module), "_untiled", type(module))
+    return twin
