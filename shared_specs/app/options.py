@@ -265,7 +265,7 @@ def _require(ok: bool, name: str, rule: str, value: object, hint: str) -> None:
 
 # Turns of the benchmarks on a CPU and of each op on a GPU, where --repeats does not say.
 _CPU_REPEATS = 7
-_GPU_REPEATS = {"kernels": 20, "mlp": 3, "loss": 5}
+_GPU_REPEATS = {"kernels": 20, "mlp": 3, "loss": 5, "layer": 2}
 # With imports and the last archive less than the eight and a half minutes after which `make gpu` ends a part by force.
 _GPU_MINUTES = 8.0
 _TUNE_MINUTES = 4.0
@@ -275,11 +275,11 @@ _TUNE_MINUTES = 4.0
 class BenchOptions:
     """Options of `bench`; the workloads are those of `shared_specs.app.bench.workloads`."""
 
-    op: Literal["mlp", "loss", "accuracy", "model", "mesh", "kernels", "all"] = option(
+    op: Literal["mlp", "loss", "accuracy", "model", "mesh", "kernels", "layer", "all"] = option(
         "mlp",
         help="what to measure; accuracy (errors against float64), model (those of a whole model) and mesh (tokens over "
         "eight devices, in JAX) on a CPU only, "
-        "kernels and all (kernels, mlp and loss, the most telling workloads first) on a GPU only",
+        "kernels, layer (whole decoder layers, in PyTorch) and all (the most telling workloads first) on a GPU only",
     )
     device: Literal["cpu", "gpu"] = option("cpu", help="where; the GPU's workloads are those of `make gpu`")
     workload: str | None = option(None, metavar="NAME", help="one workload; without it every workload of the op (CPU)")
@@ -307,7 +307,7 @@ class BenchOptions:
         _check_minutes("bench", self.minutes)
         if self.device != "gpu":
             self._check_cpu()
-        ops = ("mlp", "loss", "kernels", "all") if self.device == "gpu" else tuple(WORKLOADS)
+        ops = ("mlp", "loss", "kernels", "layer", "all") if self.device == "gpu" else tuple(WORKLOADS)
         if self.op not in ops:
             raise InputError(f"bench: --op must be one of {', '.join(ops)} on a {self.device}, got {self.op}.")
         if self.op in ("accuracy", "model") and self.repeats is not None:

@@ -101,7 +101,7 @@ def test_a_worker_that_cannot_measure_here_ends_it_all(tmp_path: Path) -> None:
 
 
 def test_the_most_telling_workloads_of_every_width_come_first() -> None:
-    jobs = bench_jobs(BenchOptions(op="all", device="gpu"))
+    jobs = bench_jobs(BenchOptions(op="all", device="gpu"), "tiled_torch")
     names = [f"{job.op} {job.name}" for job in jobs]
     assert names[:6] == [
         "mlp 8b-131072-8192-main",
@@ -113,7 +113,7 @@ def test_the_most_telling_workloads_of_every_width_come_first() -> None:
     ]
     assert "8b" in names[-2]
     assert len(set(names)) == len(names)
-    chosen = bench_jobs(BenchOptions(op="mlp", device="gpu", widths="70b"))
+    chosen = bench_jobs(BenchOptions(op="mlp", device="gpu", widths="70b"), "tiled_torch")
     assert {job.facts["width"] for job in chosen} == {"70b"}
     assert [job.name for job in chosen[:2]] == ["70b-131072-8192-main", "70b-131072-8192-peers"]
     # What a target needs is measured before half of the time is over, if every job takes all that it may.

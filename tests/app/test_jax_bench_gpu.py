@@ -38,7 +38,7 @@ def rows_of(op: str, stage: str = "") -> dict[str, dict[str, Any]]:
     """Of one job of toys, measured in this process."""
     (job, *_) = (
         job
-        for job in bench_jobs(BenchOptions(op=op, device="gpu", toy=True, widths="toy"))
+        for job in bench_jobs(BenchOptions(op=op, device="gpu", toy=True, widths="toy"), "tiled_jax")
         if stage in ("", *job.groups)
     )
     found = Found(job)
@@ -302,7 +302,7 @@ def test_candidates_compute_what_xla_does(op: str, monkeypatch: pytest.MonkeyPat
 def test_the_whole_harness(tmp_path: Path) -> None:
     """Every job in processes of their own, as on a GPU, packed into one archive."""
     options = BenchOptions(op="all", device="gpu", toy=True, widths="toy", minutes=12.0, out=str(tmp_path))
-    jobs = bench_jobs(options)
+    jobs = bench_jobs(options, "tiled_jax")
     assert bench(options) == 0
     assert tune(TuneOptions(toy=True, out=str(tmp_path), minutes=8.0)) == 0
     archives = sorted(tmp_path.iterdir())

@@ -42,7 +42,7 @@ def rows_of(op: str, stage: str = "") -> dict[str, dict[str, Any]]:
     """Of one job of toys, measured in this process."""
     (job, *_) = (
         job
-        for job in bench_jobs(BenchOptions(op=op, device="gpu", toy=True, widths="toy"))
+        for job in bench_jobs(BenchOptions(op=op, device="gpu", toy=True, widths="toy"), "tiled_torch")
         if stage in ("", *job.groups)
     )
     found = Found(job)
@@ -283,7 +283,7 @@ def test_tune_writes_what_the_kernels_then_use(tmp_path: Path, monkeypatch: pyte
 def test_the_whole_harness(tmp_path: Path) -> None:
     """Every job in processes of their own, as on a GPU, packed into one archive."""
     options = BenchOptions(op="all", device="gpu", toy=True, widths="toy", minutes=12.0, out=str(tmp_path))
-    jobs = bench_jobs(options)
+    jobs = bench_jobs(options, "tiled_torch")
     assert bench(options) == 0
     (archive,) = tmp_path.iterdir()
     with tarfile.open(archive) as tar:

@@ -8,6 +8,7 @@ import tarfile
 import tempfile
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from shared_specs.app.bench.records import make_record, write_record
 from shared_specs.app.bench.workloads import GPUSizes
 from shared_specs.app.gpu.supervisor import Job, Rows, run_jobs
 from shared_specs.app.options import BenchOptions, InputError
+from shared_specs.app.plan.decoder import MODELS, Decoder
 
 # What is measured, the most telling first; every width has its turn in each, so that no width comes last as a whole.
 # (op, group of it, seconds that a job of the narrowest width may take).
@@ -24,6 +26,7 @@ STAGES = (
     ("kernels", "", 75.0),
     ("loss", "main", 30.0),
     ("mlp", "peers", 45.0),
+    ("layer", "main", 90.0),
     ("loss", "peers", 40.0),
     ("mlp", "rest", 60.0),
     ("mlp", "sweep", 20.0),
@@ -34,6 +37,11 @@ WIDER = 1.3
 # What kernels are measured for.
 KERNEL_GROUPS = ("ceilings", "up", "down", "glu", "glu_backward", "cross_entropy", "linear", "dx", "weight_gradient")
 NO_TIME = "no time was left for it"
+# The layers that op "layer" runs, and their tokens: so many that attention does not hide the rest.
+LAYER_MODEL, LAYER_COUNT, LAYER_TOKENS = "qwen3-8b", 4, 65536
+TOY_LAYERS = Decoder(hidden=32, intermediate=48, layers=2, heads=4, kv_heads=2, head_dim=8, vocab=8, kind="qwen3")
+# What only one half measures.
+ONLY = {"layer": "tiled_torch"}
 
 
 def mlp_workloads(tokens: tuple[int, ...], shards: tuple[int, ...]) -> list[tuple[int, int]]:
@@ -43,15 +51,37 @@ def mlp_workloads(tokens: tuple[int, ...], shards: tuple[int, ...]) -> list[tupl
     return [(tokens[-1], default), *sweep, *((total, default) for total in tokens[:-1] if total != tokens[1])]
 
 
-def bench_jobs(options: BenchOptions) -> list[Job]:
-    """Return the jobs of `--op` in their order."""
+def bench_jobs(options: BenchOptions, half: str) -> list[Job]:
+    """Return the jobs of `--op` in their order; InputError for an op that the other half alone has."""
+    if ONLY.get(options.op, half) != half:
+        raise InputError(f"bench: --op must be one that this half measures, got {options.op}: {ONLY[options.op]} does.")
     sizes = options.sizes()
     return [
         job
         for op, group, seconds in STAGES
-        if options.op in ("all", op)
-        for job in _of_stage(op, group, seconds, sizes, options)
+        if options.op in ("all", op) and ONLY.get(op, half) == half
+        for job in (
+            _of_layers(group, seconds, sizes, options)
+            if op == "layer"
+            else _of_stage(op, group, seconds, sizes, options)
+        )
     ]
+
+
+def _of_layers(group: str, seconds: float, sizes: GPUSizes, options: BenchOptions) -> Iterator[Job]:
+    decoder = TOY_LAYERS if options.toy else replace(MODELS[LAYER_MODEL], layers=LAYER_COUNT)
+    tokens = sizes.tokens[0] if options.toy else LAYER_TOKENS
+    name = "toy" if options.toy else LAYER_MODEL
+    facts = {"model": name, "decoder": asdict(decoder), "tokens": tokens, "shard_tokens": sizes.shards[-2]}
+    yield Job(
+        name=f"{name}-{decoder.layers}-{tokens}-{group}",
+        op="layer",
+        groups=(group,),
+        seconds=seconds,
+        repeats=options.gpu_turns("layer"),
+        dtype=sizes.dtype,
+        facts={**facts, "toy": options.toy},
+    )
 
 
 def _of_stage(op: str, group: str, seconds: float, sizes: GPUSizes, options: BenchOptions) -> Iterator[Job]:
@@ -84,7 +114,7 @@ def _doublings(products: int, narrowest: int) -> int:
 
 def bench_on_gpu(options: BenchOptions, half: str, packages: Iterable[str], **facts: Any) -> int:
     """Measures, writes a record a job and packs all of them; 1 where a variant of the project's own was wrong."""
-    jobs = bench_jobs(options)
+    jobs = bench_jobs(options, half)
     name = f"gpu-{half.removeprefix('tiled_')}-{options.op}"
     wrong = 0
     with packing(Path(options.out), name) as pack:

@@ -12,6 +12,7 @@ import torch
 
 from shared_specs.app.bench.tune import WAYS
 from shared_specs.app.gpu.worker import Groups, Variant, channel, receive, serve
+from shared_specs.app.plan.decoder import Decoder
 from shared_specs.kernels.blocks import Blocks, candidates_on
 from shared_specs.kernels.roofline import gpu_named
 from tiled_torch.commands.gpu.device import TorchDevice, described
@@ -39,8 +40,15 @@ TUNED = {
 def groups_of(job: Mapping[str, Any], device: torch.device) -> Groups:
     """Return, for each group of a job, the function that draws its data and returns its variants."""
     facts, dtype = job["facts"], getattr(torch, job["dtype"])
-    tokens, hidden, width, vocab = (facts[name] for name in ("tokens", "hidden", "intermediate", "vocab"))
     gpu = gpu_named(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    if job["op"] == "layer":
+        from tiled_torch.commands.gpu.layers import (
+            layer_groups,
+        )  # and with it transformers, which nothing else here needs
+
+        sizes = {"tokens": facts["tokens"], "shard": facts["shard_tokens"]}
+        return layer_groups(**sizes, decoder=Decoder(**facts["decoder"]), dtype=dtype, device=device, gpu=gpu)
+    tokens, hidden, width, vocab = (facts[name] for name in ("tokens", "hidden", "intermediate", "vocab"))
     like: dict[str, Any] = {"tokens": tokens, "hidden": hidden, "dtype": dtype, "device": device, "gpu": gpu}
     if job["op"] == "mlp":
         return mlp_groups(**like, width=width, shard=facts["shard_tokens"])

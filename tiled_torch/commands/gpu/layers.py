@@ -1,0 +1,152 @@
+"""A stack of decoder layers by every scope of `tile_model`, forward and backward, for `bench --device gpu`."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import transformers
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from shared_specs.app.gpu.worker import Variant
+from shared_specs.app.plan.decoder import Decoder
+from shared_specs.app.plan.search import step_flop, step_seconds
+from shared_specs.app.plan.setting import Setting
+from shared_specs.app.plan.step import BLOCK_ARRAYS, MASTER
+from shared_specs.config import Tiling
+from shared_specs.kernels.roofline import GPU
+from shared_specs.layers.block_costs import eager_block_row_bytes
+from tiled_torch import tile_model
+from tiled_torch.commands.gpu.kernels import draw
+
+LAYER_GROUPS = ("main",)
+Scope = Literal["mlp", "block"]
+
+
+class Stacks:
+    """The variants of a few layers of one model, without embedding and head: x and dy are [1, T, H]."""
+
+    def __init__(
+        self,
+        *,
+        decoder: Decoder,
+        tokens: int,
+        shard: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        gpu: GPU | None = None,
+    ) -> None:
+        self.decoder, self.tokens, self.shard, self.dtype, self.device, self.gpu = (
+            decoder,
+            tokens,
+            shard,
+            dtype,
+            device,
+            gpu,
+        )
+        self.x = draw(1, tokens, decoder.hidden, like=dtype, device=device).requires_grad_()
+        self.dy = draw(1, tokens, decoder.hidden, like=dtype, device=device)
+        config = transformers.Qwen3Config(
+            hidden_size=decoder.hidden,
+            intermediate_size=decoder.intermediate,
+            num_hidden_layers=decoder.layers,
+            num_attention_heads=decoder.heads,
+            num_key_value_heads=decoder.kv_heads,
+            head_dim=decoder.head_dim,
+            vocab_size=8,
+            attn_implementation="sdpa",
+        )
+        torch.manual_seed(0)
+        with torch.device(device):
+            self.model: Any = transformers.Qwen3ForCausalLM(config).to(dtype).train()
+            positions = torch.arange(tokens)[None]
+        self.plain = list(self.model.model.layers)
+        self.rotary = self.model.model.rotary_emb(self.x.detach(), positions)
+        # One set of weights: every scope tiles modules of its own over the same parameters.
+        self.tiled = {scope: self._tiled(config, scope) for scope in ("mlp", "block")}
+
+    def _tiled(self, config: Any, scope: Scope) -> list[Any]:
+        with torch.device("meta"):
+            model: Any = transformers.Qwen3ForCausalLM(config).train()
+        for ours, theirs in zip(model.model.layers, self.plain, strict=True):
+            for name, parameter in theirs.named_parameters():
+                owner, _, kind = name.rpartition(".")
+                setattr(ours.get_submodule(owner), kind, parameter)
+        tile_model(model, scope=scope, tiling=Tiling(shard_tokens=self.shard))
+        return list(model.model.layers)
+
+    def forward(self, layers: list[Any], x: Tensor, *, own: bool, offload: bool = False) -> Tensor:
+        """own: layers that keep their input alone by themselves."""
+        for layer in layers:
+            layer._offload = offload
+            run: Callable[..., Any] = partial(layer, position_embeddings=self.rotary, attention_mask=None)
+            if own:
+                x = _first(run(x))
+            else:
+                x = _first(checkpoint(run, x, use_reentrant=False))
+        return x
+
+    def step(self, layers: list[Any], *, predicted: int | None = None, **how: bool) -> Variant:
+        """Forward and backward; gradients of x and of the first and the last layer's weights are compared."""
+        x, dy, parameters = self.x, self.dy, [p for layer in self.plain for p in layer.parameters()]
+        compared = {
+            f"d{place}_{name}": p
+            for place, layer in (("first", self.plain[0]), ("last", self.plain[-1]))
+            for name, p in layer.named_parameters()
+            if name.endswith("proj.weight")
+        }
+
+        def clear() -> None:
+            x.grad = None
+            for p in parameters:
+                p.grad = None
+
+        def run() -> None:
+            self.forward(layers, x, **how).backward(dy)
+            clear()
+
+        def results() -> dict[str, Tensor]:
+            clear()
+            y = self.forward(layers, x, **how)
+            y.backward(dy)
+            grads = {"dx": x.grad} | {name: p.grad for name, p in compared.items()}
+            clear()
+            missing = [name for name, a in grads.items() if a is None]
+            if missing:
+                raise RuntimeError(f"no {', '.join(missing)}")
+            return {"y": y.detach()} | {name: a for name, a in grads.items() if a is not None}
+
+        setting = Setting(tokens=self.tokens, scope="block", shard_tokens=self.shard)
+        flop = sum(step_flop(self.decoder, setting)) - 6 * self.decoder.hidden * self.decoder.vocab * self.tokens
+        seconds = None if self.gpu is None else step_seconds(self.decoder, setting, self.gpu)
+        return Variant(run=run, results=results, flop=flop, model_seconds=seconds, predicted_bytes=predicted)
+
+    def predicted(self, *, offload: bool) -> int:
+        """Return the peak beyond x, dy and the weights, as the formulas of scope="block" say it."""
+        d, b = self.decoder, self.dtype.itemsize
+        sizes = {"hidden": d.hidden, "heads": d.heads, "kv_heads": d.kv_heads, "head_dim": d.head_dim, "itemsize": b}
+        row = eager_block_row_bytes(**sizes, kept_layers=0 if offload else d.layers)
+        there = (1 if offload else 2) * d.hidden * b  # dy, and x where the formula counts every layer's input
+        sums = MASTER * d.layer_parameters + d.layers * d.layer_parameters * b
+        return (row - there) * self.tokens + BLOCK_ARRAYS * self.shard * d.intermediate * b + sums
+
+    def main(self) -> dict[str, Variant]:
+        plain = self.step(self.plain, own=False)
+        plain.library = True
+        tiled = self.tiled
+        return {
+            "checkpoint": plain,
+            "mlp": self.step(tiled["mlp"], own=False),
+            "block": self.step(tiled["block"], own=True, predicted=self.predicted(offload=False)),
+            "block-offload": self.step(tiled["block"], own=True, offload=True, predicted=self.predicted(offload=True)),
+        }
+
+
+def _first(y: Any) -> Tensor:
+    return y[0] if isinstance(y, tuple) else y
+
+
+def layer_groups(**sizes: Any) -> dict[str, Callable[[], dict[str, Variant]]]:
+    """As `mlp_groups`."""
+    return {name: lambda name=name: getattr(Stacks(**sizes), name)() for name in LAYER_GROUPS}
