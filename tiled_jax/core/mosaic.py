@@ -31,7 +31,7 @@ CLUSTER_AXIS = "cluster"
 PIECE = 64
 
 # Of a thread that only issues copies. Few, so that those that compute have 240 each, and their numbers stay in them.
-COPYING_REGISTERS = 32
+COPYING_REGISTERS = 40
 _HOPPER_SMS = 132
 _THREADS = 128  # of a warpgroup
 # More would only cost time: the interpreter runs the blocks of the grid one after the other.

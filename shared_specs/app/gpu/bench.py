@@ -40,6 +40,11 @@ NO_TIME = "no time was left for it"
 # The layers that op "layer" runs, and their tokens: so many that attention does not hide the rest.
 LAYER_MODEL, LAYER_COUNT, LAYER_TOKENS = "qwen3-8b", 4, 65536
 TOY_LAYERS = Decoder(hidden=32, intermediate=48, layers=2, heads=4, kv_heads=2, head_dim=8, vocab=8, kind="qwen3")
+# XLA compiles, and tries its library's algorithms, for seconds a variant.
+COMPILING = {"tiled_jax": 2.0}
+# What one variant that hangs may take: of a job's seconds, and of those of one with many kernels.
+HANGING = 0.4
+KERNEL_SECONDS = 25.0
 # What only one half measures.
 ONLY = {"layer": "tiled_torch"}
 
@@ -63,7 +68,7 @@ def bench_jobs(options: BenchOptions, half: str) -> list[Job]:
         for job in (
             _of_layers(group, seconds, sizes, options)
             if op == "layer"
-            else _of_stage(op, group, seconds, sizes, options)
+            else _of_stage(op, group, seconds * COMPILING.get(half, 1.0), sizes, options)
         )
     ]
 
@@ -96,12 +101,14 @@ def _of_stage(op: str, group: str, seconds: float, sizes: GPUSizes, options: Ben
     for total, shard in points:
         for name, (h, i) in sizes.widths.items():
             facts = {"tokens": total, "hidden": h, "intermediate": i, "vocab": sizes.vocab, "shard_tokens": shard}
+            longest = seconds * (1.0 if op == "kernels" else WIDER ** _doublings(h * i, narrowest))
             label = {"kernels": name, "loss": f"{name}-{total}"}.get(op, f"{name}-{total}-{shard}")
             yield Job(
                 name=label if not group else f"{label}-{group}",
                 op=op,
                 groups=(group,) if group else KERNEL_GROUPS,
-                seconds=seconds * (1.0 if op == "kernels" else WIDER ** _doublings(h * i, narrowest)),
+                seconds=longest,
+                first_seconds=KERNEL_SECONDS if op == "kernels" else HANGING * longest,
                 repeats=options.gpu_turns(op),
                 dtype=sizes.dtype,
                 facts={**facts, "shards": list(sizes.shards), "width": name, "toy": options.toy},

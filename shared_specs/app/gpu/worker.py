@@ -35,6 +35,7 @@ class Variant:
         run: what is timed. before: what is run first, outside the clock.
         results: runs it once and returns what it computed by name; None where nothing can be compared.
         library: whether others are compared with it. peer: another project's, which may sum in 16 bits.
+        chain: layers one behind the other. Their roundings are independent, so limits grow with its square root.
         flop, traffic: FLOP of its products, and the fewest bytes it has to move; None where the other one bounds it.
         predicted_bytes: what `costs.py` says of its memory. model_seconds: what `roofline.py` says of its time.
         facts: what else is known once it has run.
@@ -45,6 +46,7 @@ class Variant:
     before: Callable[[], object] | None = None
     library: bool = False
     peer: bool = False
+    chain: int = 1
     flop: float | None = None
     traffic: float | None = None
     predicted_bytes: int | None = None
@@ -197,7 +199,7 @@ def _compare(
     """
     name, right = (None, found) if expected is None else expected
     distances = device.distances(found, right)
-    whole, row = between(dtype, peer=variant.peer), between_rows(dtype, peer=variant.peer)
+    whole, row = (limit(dtype, peer=variant.peer) * variant.chain**0.5 for limit in (between, between_rows))
     faults = [
         f"{key}: relative error {error:.1e}, worst row {worst:.1e}, allowed {whole:.1e} and {row:.1e}"
         for key, (error, worst) in distances.items()

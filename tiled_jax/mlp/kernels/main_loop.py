@@ -18,7 +18,7 @@ from shared_specs.kernels.blocks import Blocks
 from tiled_jax.core.mosaic import COPYING_REGISTERS, GRID_AXIS, WARPGROUP_AXIS, for_each_block, pipeline
 
 # Half of the registers of a multiprocessor to each of two, but what the copying one keeps.
-_COMPUTING_REGISTERS = 240
+_COMPUTING_REGISTERS = 232
 
 
 def rows_of_warpgroup(blocks: Blocks) -> int:

@@ -120,7 +120,8 @@ class Stacks:
         setting = Setting(tokens=self.tokens, scope="block", shard_tokens=self.shard)
         flop = sum(step_flop(self.decoder, setting)) - 6 * self.decoder.hidden * self.decoder.vocab * self.tokens
         seconds = None if self.gpu is None else step_seconds(self.decoder, setting, self.gpu)
-        return Variant(run=run, results=results, flop=flop, model_seconds=seconds, predicted_bytes=predicted)
+        facts = {"flop": flop, "model_seconds": seconds, "predicted_bytes": predicted}
+        return Variant(run=run, results=results, chain=self.decoder.layers, **facts)
 
     def predicted(self, *, offload: bool) -> int:
         """Return the peak beyond x, dy and the weights, as the formulas of scope="block" say it."""
