@@ -76,6 +76,10 @@ docs: $(DOCS_ENV) ## the documents as web pages, in out/docs; a warning is an er
 test: $(ENV) ## every test but the slow ones and those that need a GPU
 	TILED_REQUIRE=torch,jax $(BIN)/python -m pytest $(SIDE_BY_SIDE) $(ARGS)
 
+.PHONY: test-all
+test-all: ## every suite of .ci/suites.py, without a budget
+	.ci/run --all
+
 .PHONY: test-slow
 test-slow: $(ENV) ## the tests that take minutes each
 	TILED_AOT_TRITON=1 TILED_REQUIRE=torch,jax $(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)

@@ -54,4 +54,23 @@ def kernels(dump: Path, known: set[str]) -> Iterator[dict[str, Any]]:
             "wgmma": ptx.count("wgmma.mma_async"),
             "tma": ptx.count("cp.async.bulk.tensor"),
             "target": number(r"\.target sm_(\d+)a", ptx),
+            "asked_registers": asked_registers(ptx),
         }
+
+
+def asked_registers(ptx: str) -> int:
+    """Return the registers a thread of all warpgroups of a program together, once each has asked for its own; 0: none asks.
+
+    One warpgroup copies, the others compute.
+    """
+    kept, asked = (re.findall(rf"setmaxnreg\.{kind}\.sync\.aligned\.u32 (\d+)", ptx) for kind in ("dec", "inc"))
+    if not asked:
+        return 0
+    threads = re.search(r"\.(?:req|max)ntid (\d+)", ptx)
+    assert threads is not None and len(set(kept)) == len(set(asked)) == 1, (kept, asked)
+    return int(kept[0]) + (int(threads[1]) // 128 - 1) * int(asked[0])
+
+
+def launched_registers(threads: int) -> int:
+    """Return the same of a program as it is launched: of 65536, every thread as many, a multiple of 8."""
+    return 65536 // threads // 8 * 8 * (threads // 128)

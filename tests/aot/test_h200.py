@@ -28,6 +28,8 @@ from tiled_jax.mlp.kernels import dgated, glu_elementwise, glu_up, glu_up_aux, l
 BF16, F32 = jnp.bfloat16, jnp.float32
 H, W, V = 4096, 14336, 128256  # Llama-3-8B
 known: set[str] = set()
+# Seven registers of the copying warpgroup, once a block.
+SPILLED = {"dgated gelu": 28}
 # For the versions of requirements/aot.txt. Not here: gelu in float16, and with biases where gate and up are kept, for which a
 # few addresses that the epilogue reads once a block are spilled, 16 to 48 bytes.
 TABLE = json.loads(Path(__file__).with_name("h200_kernels.json").read_text())
@@ -100,7 +102,8 @@ def test_what_a_kernel_needs_is_in_the_table(name: str) -> None:
     assert kernel == TABLE[name]
     assert kernel["shared_bytes"] <= h200.SHARED_LIMIT
     assert (kernel["target"], kernel["wgmma"] > 0, kernel["tma"] > 0) == (90, True, True)
-    assert (kernel["spilled_bytes"], kernel["serialized"]) == (0, 0)
+    assert (kernel["spilled_bytes"], kernel["serialized"]) == (SPILLED.get(name, 0), 0)
+    assert kernel["asked_registers"] <= h200.launched_registers(384)  # or a warpgroup waits for ever
     assert program.memory_analysis().temp_size_in_bytes <= 2**20
 
 
@@ -167,6 +170,22 @@ def test_temporary_bytes_of_the_mlp(backend: str, deterministic: bool, kernels_w
     print(backend, short / 2**20, long / 2**20, "MiB")
     assert short <= mlp_costs.compiled_peak_bytes(shape, ShardPlan(16384, 2048), device="gpu")
     assert long <= 1.05 * short
+
+
+@pytest.mark.parametrize("keep", [0.0, 0.5, 1.0])
+def test_no_kernel_writes_over_a_slice_that_is_fused_into_it(keep: float, kernels_without_a_device: None) -> None:
+    """XLA fuses slices of larger arrays into the kernels that read them, such as a shard of what was kept. Of a kernel that
+    writes over such a slice the fusion's results are never written: on an H200 gradients came out as gate and up."""
+    operands = h200.shape(BF16, 16384, H), *(h200.shape(BF16, *dims) for dims in ((H, W), (H, W), (W, H)))
+    run = step(partial(tiled_mlp, tiling=Tiling(shard_tokens=2048, keep=keep), backend="pallas"))
+    lines = h200.compiled(run, *operands, operands[0]).as_text().splitlines()
+    kernels = [line for line in lines if "mosaic_gpu" in line and "output_to_operand_aliasing" in line]
+    assert kernels
+    for line in kernels:
+        given = re.findall(r"%([\w.]+)", line.partition("custom-call(")[2].partition(")")[0])
+        written = [int(at) for at in re.findall(r"\{\d+\}: \((\d+),", line)]
+        assert len(written) == 2
+        assert not [given[at] for at in written if "slice" in given[at]]
 
 
 def test_sums_of_weight_gradients_are_added_by_their_products(kernels_without_a_device: None) -> None:

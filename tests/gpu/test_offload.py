@@ -45,7 +45,8 @@ def test_offloaded_inputs(scope: str) -> None:
     row = 2 * TOKENS * HIDDEN
     print(scope, on_device / row, offloaded / row)
     assert host_memory(torch.device("cuda", 0)).bytes == LAYERS * row
-    assert on_device - offloaded >= (LAYERS - 2) * row
+    # But one input in use, one on its way, and what the allocator does not split off: less than 1 MiB of each block.
+    assert on_device - offloaded >= (LAYERS - 2) * row - 2 * 2**20
 
 
 def test_copies_run_beside_the_computation() -> None:

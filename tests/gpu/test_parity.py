@@ -38,6 +38,8 @@ KERNEL_MLPS = (
     MLPCase(dtype="bfloat16", activation="gelu", biases=("gate", "up", "down"), keep=0.5, **_TAKEN),
     MLPCase(dtype="bfloat16", activation="relu", fused=True, **_TAKEN),
     MLPCase(dtype="float16", activation="gelu_tanh", **_TAKEN),
+    # Shards in a loop, of which what was kept is a slice of a larger array.
+    MLPCase(dtype="bfloat16", keep=1.0, **(_TAKEN | {"dims": (4, 256), "num_shards": 4})),
 )
 PATHS = {
     "vendor": UNMEASURED,

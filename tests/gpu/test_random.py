@@ -70,7 +70,7 @@ def test_a_captured_recomputation_is_refused():
 
     x = torch.ones(4, 2, device="cuda", requires_grad=True)
     for call in (lambda: checkpoint(torch.sin, x), lambda: tile(torch.sin, num_shards=2)(x)):
-        with pytest.raises(UnsupportedError, match="outside the capture of a CUDA graph"):
+        with pytest.raises(UnsupportedError, match="inside the capture of a CUDA graph"):
             with torch.cuda.graph(torch.cuda.CUDAGraph()):
                 call()
 

@@ -1,6 +1,7 @@
-"""That no block of operands is released while products still read it: in the traced program, for no interpreter sees it.
+"""What no interpreter sees, in the traced programs: operands released too early, registers that nobody has, results over slices.
 
-JAX's GPU interpreter multiplies at once and takes no notice of `wgmma_wait`; without one a GPU reads what is overwritten.
+JAX's GPU interpreter multiplies at once and takes no notice of `wgmma_wait`; without one a GPU reads what is overwritten. It
+knows no registers: a GPU's warpgroup that asks for more than its program was launched with waits for ever.
 """
 
 from collections.abc import Callable
@@ -88,6 +89,37 @@ def walked(name: str, blocks: Blocks) -> Walk:
 @pytest.mark.parametrize(("name", "blocks"), EVERY, ids=str)
 def test_operands_are_released_when_their_products_are_made(name: str, blocks: Blocks) -> None:
     assert not walked(name, blocks).too_early
+
+
+def asked_for(equation: Any) -> int:
+    return equation.params["n"] if "n" in equation.params else int(equation.invars[0].val)  # as above
+
+
+@pytest.mark.parametrize(("name", "blocks"), EVERY, ids=str)
+def test_warpgroups_ask_for_no_more_registers_than_their_program_has(name: str, blocks: Blocks) -> None:
+    """A program is launched with 65536 registers at the most, of each of its threads as many, a multiple of 8."""
+    asked = {
+        (equation.params["action"], asked_for(equation))
+        for jaxpr in _all(jax.make_jaxpr(partial(KERNELS[name][1], blocks=blocks))(*KERNELS[name][2]).jaxpr)
+        for equation in jaxpr.eqns
+        if equation.primitive.name.startswith("set_max_registers")
+    }
+    of = dict(asked)
+    assert len(asked) == len(of) == 2
+    computing = blocks.warps // 4
+    launched = 65536 // (128 * (computing + 1)) // 8 * 8 * (computing + 1)
+    assert of["decrease"] + computing * of["increase"] <= launched
+
+
+@pytest.mark.parametrize(("name", "written"), [("dgated", 2), ("weight_gradient", 1)])
+def test_a_kernel_writes_over_arrays_that_are_made(name: str, written: int) -> None:
+    """XLA fuses a slice that a kernel reads into the kernel; of one that it writes over the results are then never written."""
+    jaxpr = jax.make_jaxpr(KERNELS[name][1])(*KERNELS[name][2]).jaxpr
+    found = [(inner, eq) for inner in _all(jaxpr) for eq in inner.eqns if eq.primitive.name == "run_state"]
+    assert found
+    for inner, equation in found:
+        made = {out: eq.primitive.name for eq in inner.eqns for out in eq.outvars}
+        assert sum(made.get(a) == "optimization_barrier" for a in equation.invars) == written
 
 
 WAIT = plgpu.wgmma_wait

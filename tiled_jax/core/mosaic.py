@@ -30,10 +30,11 @@ CLUSTER_AXIS = "cluster"
 # The largest swizzle is 128 bytes: 64 columns of 16 bits, which is also what one store to global memory takes at a time.
 PIECE = 64
 
-# Of a thread that only issues copies. Few, so that those that compute have 240 each, and their numbers stay in them.
+# Of a thread that only issues copies. Few, so that those that compute have 232 each, and their numbers stay in them.
 COPYING_REGISTERS = 40
 _HOPPER_SMS = 132
 _THREADS = 128  # of a warpgroup
+_REGISTERS = 65536  # of a multiprocessor
 # More would only cost time: the interpreter runs the blocks of the grid one after the other.
 _INTERPRETED_SMS = 2
 
@@ -97,6 +98,16 @@ def in_wide_words(values: jax.Array, interpret: Any) -> jax.Array:
         return values
     width = gcd(values.size // _THREADS, 16 // values.dtype.itemsize)
     return plgpu.layout_cast(values, plgpu.Layout.WG_STRIDED(values.shape, vec_size=width))
+
+
+def computing_registers(computing: int) -> int:
+    """Return the registers that a thread of so many computing warpgroups may ask for, beside one that copies.
+
+    Together they have what the program was launched with: of every thread as many, a multiple of 8. A warpgroup that asks for
+    more waits for ever.
+    """
+    launched = _REGISTERS // (_THREADS * (computing + 1)) // 8 * 8
+    return min(256, (launched * (computing + 1) - COPYING_REGISTERS) // computing // 8 * 8)
 
 
 def persistent_grid(count: int, interpret: Any, resident: int = 1, cluster: int = 1) -> dict[str, int]:
@@ -216,11 +227,20 @@ def launch_over(
                 ref[...] = value
 
         # The zeros are never written: the whole of them is replaced.
-        owned = tuple(operands[i] for i in over), tuple(zeros(result) for result in fresh)
+        owned = _own_arrays(tuple(operands[i] for i in over)), tuple(zeros(result) for result in fresh)
         written, made = pl.run_state(run)(owned)
         return *written, *made
 
     return in_place(*operands)
+
+
+def _own_arrays(operands: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """Return the operands as arrays that XLA makes before the kernel runs.
+
+    XLA for GPUs fuses a slice of a larger array into the kernel that reads it. It does so with kernels too that write over the
+    slice, and then nobody writes to the results: found on an H200, where gate and up that were kept came out as they were.
+    """
+    return lax.optimization_barrier(operands)
 
 
 def launch_in_place(

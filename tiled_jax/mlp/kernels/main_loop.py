@@ -15,10 +15,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from shared_specs.kernels.blocks import Blocks
-from tiled_jax.core.mosaic import COPYING_REGISTERS, GRID_AXIS, WARPGROUP_AXIS, for_each_block, pipeline
-
-# Half of the registers of a multiprocessor to each of two, but what the copying one keeps.
-_COMPUTING_REGISTERS = 232
+from tiled_jax.core.mosaic import (
+    COPYING_REGISTERS,
+    GRID_AXIS,
+    WARPGROUP_AXIS,
+    computing_registers,
+    for_each_block,
+    pipeline,
+)
 
 
 def rows_of_warpgroup(blocks: Blocks) -> int:
@@ -145,7 +149,7 @@ class MainLoop:
             lax.fori_loop(jnp.maximum(total - self.stages, 0), total, wait_for, jnp.int32(0))
 
         def compute_all() -> None:
-            plgpu.set_max_registers(_COMPUTING_REGISTERS, action="increase")
+            plgpu.set_max_registers(computing_registers(self.warpgroups), action="increase")
 
             def compute_block(block: Any, row: Any, column: Any) -> None:
                 def run_steps(carry: Any) -> Any:
