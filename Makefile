@@ -34,7 +34,7 @@ export TILED_JAX_CACHE ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/tiled-mlp/jax
 
 # A worker that dies ends the run: pytest-xdist 3.8 waits for ever for the rest of its file where it starts another one.
 SIDE_BY_SIDE = -n $(JOBS) --dist loadfile --max-worker-restart=0
-test test-figures float8 deepspeed trainers aot-triton test-new-jax test-old-torch: export OMP_NUM_THREADS := 1
+test test-deep test-figures float8 deepspeed trainers aot-triton test-new-jax test-old-torch: export OMP_NUM_THREADS := 1
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # What `make gpu` runs under: output as it comes, Triton on the device, JAX's memory piece by piece, no host name looked up.
@@ -73,8 +73,12 @@ docs: $(DOCS_ENV) ## the documents as web pages, in out/docs; a warning is an er
 ##@ Tests
 
 .PHONY: test
-test: $(ENV) ## every test but the slow ones and those that need a GPU
+test: $(ENV) ## every claim at its smallest size: all tests but the deep and slow ones and those that need a GPU
 	TILED_REQUIRE=torch,jax $(BIN)/python -m pytest $(SIDE_BY_SIDE) $(ARGS)
+
+.PHONY: test-deep
+test-deep: $(ENV) ## what takes seconds each: more cases, whole models, compilers, several processes
+	TILED_REQUIRE=torch,jax $(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "deep and not slow and not gpu" $(ARGS)
 
 .PHONY: test-all
 test-all: ## every suite of .ci/suites.py, without a budget

@@ -7,6 +7,7 @@ import gc
 import importlib.metadata
 import importlib.util
 import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -139,8 +140,17 @@ def _jax_files_share_what_was_compiled(request: pytest.FixtureRequest) -> None:
         request.getfixturevalue("compiled_once_a_session")
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m is heard
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """PyTorch warns of operations on a GPU that the fixture above makes it watch."""
+    """Of a test with `deep_but(n)` all cases but the first n are deep. PyTorch warns of operations on a GPU that the fixture
+    above makes it watch."""
+    cases: Counter[str] = Counter()
     for item in items:
+        marker = item.get_closest_marker("deep_but")
+        if marker and not item.get_closest_marker("slow"):
+            test = item.nodeid.partition("[")[0]
+            cases[test] += 1
+            if cases[test] > marker.args[0]:
+                item.add_marker(pytest.mark.deep)
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.filterwarnings("ignore:.*deterministic:UserWarning"))

@@ -67,7 +67,8 @@ def asked_registers(ptx: str) -> int:
     if not asked:
         return 0
     threads = re.search(r"\.(?:req|max)ntid (\d+)", ptx)
-    assert threads is not None and len(set(kept)) == len(set(asked)) == 1, (kept, asked)
+    assert threads is not None
+    assert (len(set(kept)), len(set(asked))) == (1, 1), (kept, asked)
     return int(kept[0]) + (int(threads[1]) // 128 - 1) * int(asked[0])
 
 

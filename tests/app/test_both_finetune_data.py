@@ -58,6 +58,7 @@ def test_packed_documents(inputs, tmp_path):
         )
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize("scope", ["mlp", "block"])
 @pytest.mark.parametrize("trainer", HALVES)
 def test_a_document_in_a_row_has_the_loss_it_has_alone(trainer, scope):

@@ -10,6 +10,7 @@ from tiled_torch.commands.finetune.trainer import TorchTrainer
 pytestmark = pytest.mark.ranks
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     "mesh",
     [{"fsdp": 2, "cp": 2, "tp": 2}, pytest.param({"dp": 2, "fsdp": 2, "tp": 2}, marks=pytest.mark.slow)],

@@ -85,6 +85,7 @@ def test_a_resumed_run_goes_on_with_its_schedule(inputs, tmp_path, trainer, caps
     assert_same_curves(curves(out), curves(whole))
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.ranks
 @pytest.mark.parametrize("mesh", [{"dp": 2, "fsdp": 2, "tp": 2}, {"fsdp": 2, "cp": 2, "grad_accumulation": 2}], ids=str)
 def test_clipping_and_evaluation_over_a_mesh_in_jax(inputs, tmp_path, mesh):  # noqa: F811

@@ -167,7 +167,7 @@ def test_a_part_packs_a_record_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """Whatever becomes of its variants; the exit status says that one was wrong. The commit is what a variable says."""
     monkeypatch.setenv("TILED_COMMIT", "0123abc")
     jobs = [job("first", a=["plain", "wrong"]), job("second", a=["die"]), job("third", a=["plain"])]
-    monkeypatch.setattr(gpu_bench, "bench_jobs", lambda options: jobs)
+    monkeypatch.setattr(gpu_bench, "bench_jobs", lambda options, half: jobs)
     monkeypatch.setattr(gpu_bench, "measuring", lambda jobs, half, *a, **k: run_jobs(jobs, COMMAND, *a, spare=False))
     options = BenchOptions(op="mlp", device="gpu", out=str(tmp_path))
     assert gpu_bench.bench_on_gpu(options, "tiled_torch", ("numpy",), peers="none") == 1

@@ -67,6 +67,7 @@ def test_the_kernels_say_why_they_cannot_run() -> None:
     assert {name for name, row in rows.items() if row.get("gbytes_per_second")} == memory
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("op", "stage"),
     [

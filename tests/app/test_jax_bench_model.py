@@ -27,6 +27,7 @@ def dtypes(files: ModelFiles, options: dict[str, object]) -> set[str]:
     return set(FLOATS.findall(str(jax.make_jaxpr(function)(parameters))))
 
 
+@pytest.mark.deep
 def test_the_truth_is_float64_throughout(files: ModelFiles) -> None:
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         assert dtypes(files, model.TRUTH) == {"f64"}

@@ -124,6 +124,7 @@ def loaded(options: FinetuneOptions, **config: Any) -> JaxTrainer:
     return trainer
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize("scope", ["mlp", "block"])
 def test_layers_of_a_long_step_are_told_of(options: Any, monkeypatch: pytest.MonkeyPatch, scope: str) -> None:
     """Each layer's forward, and its backward; of a short step, whose program would stay out of the cache, nothing."""
@@ -274,6 +275,7 @@ def test_a_full_disk_loses_no_shards(options: Any, tmp_path: Path, capfd: pytest
     assert "Traceback" not in capfd.readouterr().err
 
 
+@pytest.mark.deep
 def test_experts_train_the_same_in_shards_and_micro_batches(options: Any, tmp_path: Path) -> None:
     """A context longer than the window; micro-batches go by a loss that any family has."""
     kind = {"model_type": "mixtral", "num_local_experts": 3, "sliding_window": 16}

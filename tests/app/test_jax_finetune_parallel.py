@@ -85,6 +85,7 @@ def assert_same_run(out: Path, alone: Path) -> None:
         assert_within(weight, expected[name], DEMO_LOSS_RTOL, name)
 
 
+@pytest.mark.deep_but(2)
 @pytest.mark.parametrize(
     "ranks",
     [
@@ -107,6 +108,7 @@ def test_same_losses_and_weights_on_many_devices(
     assert_same_run(tmp_path / "run", alone)
 
 
+@pytest.mark.deep
 def test_a_step_of_a_qwen3_by_blocks(tmp_path: Path) -> None:
     """Whose heads are normed: as with its MLPs alone in shards, on one device and on four."""
     write_tiny_folder(tmp_path / "model", model_type="qwen3")
@@ -122,6 +124,7 @@ def test_a_step_of_a_qwen3_by_blocks(tmp_path: Path) -> None:
     assert not any(np.array_equal(before[name], after[name]) for name in trained)
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize(
     ("kind", "ranks"), [("gemma2", {"fsdp": 2, "cp": 2, "tp": 2}), ("phi3", {"fsdp": 2, "cp": 2, "context": "ring"})]
 )
@@ -139,6 +142,7 @@ def test_a_step_by_blocks_of_layers_with_windows_that_cut(kind: str, ranks: dict
             run(tmp_path, tmp_path / "split", steps=1, tp=2)
 
 
+@pytest.mark.deep
 def test_packed_conversations_in_micro_batches(tmp_path: Path) -> None:
     """Of what the assistant says each device has as much as there is: the mean is over all of it, as on one."""
     folder = write_chat(tmp_path / "inputs")
@@ -219,6 +223,7 @@ def started(words: list[str], devices: int) -> list[str]:
     return shown
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(("axis", "gguf"), [("fsdp", False), pytest.param("tp", True, marks=pytest.mark.slow)])
 def test_no_process_holds_the_whole_model_while_it_loads(inputs: Path, tmp_path: Path, axis: str, gguf: bool) -> None:
     first = base(inputs, tmp_path / "run") | {axis: 2}  # what is made once is no part of the weights

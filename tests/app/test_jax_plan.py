@@ -26,6 +26,7 @@ def assert_predicted(decoder: Decoder, **given: Any) -> tuple[Setting, Simulated
     return setting, found
 
 
+@pytest.mark.deep_but(2)
 @pytest.mark.parametrize("vocab", [256, 32000], ids=["layers", "head"])
 @pytest.mark.parametrize(("gpus", "context"), [(1, 1), (8, 1), (8, 4)])
 def test_bytes_of_a_step(gpus: int, context: int, vocab: int) -> None:
@@ -43,6 +44,7 @@ CONTEXTS: list[tuple[dict[str, Any], int]] = [
 ]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     "of", [CONTEXTS[:2], pytest.param(CONTEXTS[2:], marks=pytest.mark.slow)], ids=["some", "others"]
 )

@@ -29,6 +29,7 @@ def parts(folder: Path, parity: str, large: str) -> dict[str, str]:
     return {"tests": str(tests), "large": str(tests / "test_large.py")}
 
 
+@pytest.mark.deep
 def test_red_parity_does_not_stop_the_large_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_parity, "side_by_side", list)
     files = parts(tmp_path, GREEN.replace("pass", "assert False"), GREEN)

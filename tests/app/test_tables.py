@@ -1,6 +1,7 @@
 """The tables of the README that are made of bytes and of errors."""
 
-from shared_specs.app.bench.tables import GPU_KIND, GPU_ROWS, TABLES, render
+from shared_specs.app.bench.gpu_tables import EXPECTED, KERNELS, MEASURED
+from shared_specs.app.bench.tables import TABLES, render
 
 HARDWARE = {"cpu": "c", "cores": 1, "memory_bytes": 2**30}
 BASE = {"date": "2026-01-01T00:00:00Z", "hardware": HARDWARE, "versions": {"python": "3.11"}}
@@ -99,13 +100,50 @@ def test_accuracy():
     assert table("accuracy-jax", several)[2:4] == ["| plain, w | 0.33% | 1.00 |", "| liger, v | 1.81% | 5.69 |"]
 
 
-def test_time_on_a_gpu_is_the_models_until_a_record_replaces_it():
-    model = table("gpu-mlp")
-    assert model[0] == "| ms by the model, not measured | A100 | H100 | H200 | B200 |"
-    assert [line.split(" | ")[0] for line in model[2:]] == [f"| {name}" for name in GPU_ROWS]
-    results = [{"variant": "tiled", "median_seconds": 0.2284}, {"variant": "liger", "left_out": "ImportError"}]
-    record = BASE | {"kind": GPU_KIND, "half": "tiled_torch", "results": results}
-    assert table("gpu-mlp", record)[:4] == ["| variant | ms |", "| --- | --- |", "| tiled | 228.4 |", ""]
+def test_what_a_gpu_measured():
+    """Of a variant in two records the first one's row; what was wrong or not there says so."""
+    timed = {"median_seconds": 0.2284, "ratio_to_plain": 1.214, "tflops": 651.2, "peak_bytes": 2**30}
+    results = [{"variant": "tiled", **timed, "predicted_bytes": 2**29}, {"variant": "liger", "left_out": "ImportError"}]
+    half, kinds = MEASURED["mlp"]
+    first = BASE | {"kind": kinds[0], "half": half, "results": results, "gpu": {"name": "NVIDIA H200"}}
+    again = first | {
+        "kind": kinds[1],
+        "results": [{"variant": "tiled", "left_out": "wrong: y"}, {"variant": "a", **timed}],
+    }
+    found = table("gpu-mlp", first, again)
+    assert found[0] == "|  | ms | time / tiled | TFLOP/s | peak GiB | predicted GiB |"
+    assert found[2:5] == [
+        "| tiled | 228.4 | 1.21 | 651 | 1.00 | 0.50 |",
+        "| liger | not measured |  |  |  |  |",
+        "| a | 228.4 | 1.21 | 651 | 1.00 |  |",
+    ]
+    assert found[6].startswith("NVIDIA H200; ")
+    assert table("gpu-mlp-short", first, again)[2:4] == ["| liger | not measured |  |  |  |  |", found[2]]
+    assert table("gpu-mlp-jax", first) == ["No record yet."]
+    wrong = [{"variant": "keep", "left_out": "wrong: dx"}]
+    jax = table("gpu-mlp-jax", first | {"half": "tiled_jax", "results": wrong})
+    assert jax[0].endswith("| temporary GiB | at most GiB |")
+    assert jax[2] == "| keep | wrong |  |  |  |  |"
+
+
+def test_kernels_beside_the_library():
+    rows = [
+        {"group": "up", "variant": "vendor", "median_seconds": 0.00253, "tflops": 760.0},
+        {"group": "glu", "variant": "kernel", "median_seconds": 0.000163, "tflops": None, "gbytes_per_second": 4314.0},
+        {"group": "glu", "variant": "other", "left_out": "it hung"},
+    ]
+    record = BASE | {"kind": KERNELS, "half": "tiled_torch", "results": rows, "gpu": {"name": "NVIDIA H200"}}
+    assert table("gpu-kernels", record)[2:5] == [
+        "| PyTorch, up | vendor | 2.530 | 760 TFLOP/s |",
+        "| PyTorch, glu | kernel | 0.163 | 4314 GB/s |",
+        "",
+    ]
+
+
+def test_what_the_model_of_the_time_expects():
+    model = table("gpu-model")
+    assert model[0] == "| ms by the model | A100 | H100 | H200 | B200 |"
+    assert [line.split(" | ")[0] for line in model[2:]] == [f"| {name}" for name in EXPECTED]
 
 
 def test_a_number_that_differs_is_noticed():

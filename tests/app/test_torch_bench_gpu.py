@@ -314,7 +314,7 @@ def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
         ({"op": "mlp", "minutes": 3.0}, "bench: --minutes must be left out on a cpu"),
         (
             {"op": "accuracy", "device": "gpu"},
-            "bench: --op must be one of mlp, loss, kernels, all on a gpu, got accuracy.",
+            "bench: --op must be one of mlp, loss, kernels, layer, all on a gpu, got accuracy.",
         ),
         (
             {"op": "accuracy", "workload": "1b-4k"},

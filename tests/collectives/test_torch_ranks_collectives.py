@@ -102,6 +102,7 @@ def test_sums_of_16_bits_are_taken_in_float32(pools, world, dtype, few):
         assert answer["order"] == order
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize("world", WORLDS)
 def test_derivatives(pools, world):
     """Under both forms of checkpointing, from a zero-stride gradient, and a second time."""

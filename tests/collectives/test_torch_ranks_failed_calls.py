@@ -84,6 +84,7 @@ def test_under_gloo_they_are_compared_again(pools):
     assert run(pools, 2, "known_calls", under="gloo") == [[expected, shards]] * 2
 
 
+@pytest.mark.deep
 def test_processes_that_ended():
     """By an error of their own, which the others are told, or killed."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -1,4 +1,4 @@
-"""What no interpreter sees, in the traced programs: operands released too early, registers that nobody has, results over slices.
+"""What no interpreter sees, in traced programs: operands released too early, registers that nobody has, writes to slices.
 
 JAX's GPU interpreter multiplies at once and takes no notice of `wgmma_wait`; without one a GPU reads what is overwritten. It
 knows no registers: a GPU's warpgroup that asks for more than its program was launched with waits for ever.

@@ -69,6 +69,7 @@ def expected_pairs(grid: tuple[str, str]) -> dict[str, set[tuple[int, int]]]:
     return found
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize("grid", GRIDS, ids=" x ".join)
 def test_the_same_ranks_agree(grid: tuple[str, str], of_torch: dict[tuple[str, str], Masks]) -> None:
     theirs, ours = of_torch[grid], of_jax(grid)

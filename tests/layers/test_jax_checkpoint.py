@@ -294,6 +294,7 @@ def test_inside_shard_map(devices: int, check_vma: bool, same: Any) -> None:
         same(found, plainly(jnp.float64))
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.ranks
 @pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 2, 4, 8])
 def test_in_bfloat16(devices: int) -> None:

@@ -185,6 +185,7 @@ def test_without_a_surrounding_jit_and_in_bfloat16(ranks: int, kind: AxisType, s
         assert_within(a, truth, limit(relative_error(b, truth), "bfloat16"), jax.tree_util.keystr(path))
 
 
+@pytest.mark.deep
 def test_one_master_at_every_number_of_devices(request: pytest.FixtureRequest) -> None:
     """To the bit, fused weights included; every device holds its part only, and the table's padding is zero."""
     if not OPTIMIZED:

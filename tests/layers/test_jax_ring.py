@@ -88,6 +88,7 @@ def test_attention_is_that_of_one_device(
     assert set(outside) | set(inside) == {"collective-permute"}
 
 
+@pytest.mark.deep
 def test_a_ring_whose_places_are_shared(x64: None) -> None:
     """2 x 2 devices: heads for tokens inside a place, keys and values round; `context_slice` deals the tokens out."""
     tokens = 24

@@ -233,6 +233,7 @@ def test_dtensors_and_second_derivatives_are_unsupported(pools):
         assert second.startswith("column_parallel_linear: create_graph must be False in backward, got True. ")
 
 
+@pytest.mark.deep
 def test_a_wrong_layer_on_one_rank_does_not_hang_the_others(pools):
     first, second = run(pools, 2, "alone", seconds=2)
     assert first.startswith("SpecError: column_parallel_linear: weight must be [2, 4], got [2, 5] (x is [2, 4]).")

@@ -130,6 +130,7 @@ def expected(case: str) -> Any:
     return operands, targets, loss, whole(loss, **options)(operands, targets)
 
 
+@pytest.mark.deep_but(3)
 @pytest.mark.parametrize(("case", "devices"), [(case, devices) for case in CASES for devices in MESHES[case]], ids=str)
 def test_one_device_and_many_agree(case: str, devices: tuple[int, int, bool], x64: None) -> None:
     operands, targets, loss, wanted = expected(case)
@@ -260,6 +261,7 @@ def in_bfloat16() -> tuple[Any, ...]:
     return loss, given, targets, baseline, truth
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize("devices", [pytest.param((1, 1), marks=pytest.mark.slow), (1, 2), (2, 4), (1, 8)], ids=str)
 def test_in_bfloat16(devices: tuple[int, int]) -> None:
     """22 tokens; of two devices of `data` each has 11."""

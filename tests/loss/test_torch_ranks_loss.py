@@ -99,6 +99,7 @@ def heads(pools: dict[int, Ranks]) -> Callable[[int], dict[str, list[Any]]]:
     return of
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize("world", WORLDS)
 def test_head(heads, world):
     for name, answers in heads(world).items():

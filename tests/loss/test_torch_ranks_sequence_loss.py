@@ -97,6 +97,7 @@ def heads(pools: dict[int, Ranks]) -> Callable[[int], dict[str, list[Any]]]:
     return of
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize("world", WORLDS)
 def test_head(heads, world):
     """Results, dx of the rank's tokens, dweight and dbias of its entries."""

@@ -48,11 +48,13 @@ def _as_a_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
         yield
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_a_page_runs(page: Path) -> None:
     run(page, blocks(page.read_text(encoding="utf-8")))
 
 
+@pytest.mark.deep
 def test_a_page_that_does_not_run_is_noticed() -> None:
     parts = ["x = 1", "<!-- not run: wants a GPU -->", "1 / 0", "assert x == 2"]
     page = "# Page\n\n" + "\n\n".join(part if part[0] == "<" else f"```python\n{part}\n```" for part in parts) + "\n"
@@ -61,6 +63,7 @@ def test_a_page_that_does_not_run_is_noticed() -> None:
         run(ROOT / "page.md", blocks(page))
 
 
+@pytest.mark.deep
 def test_the_notebook_of_pytorch() -> None:
     (notebook,) = (path for path in NOTEBOOKS if "torch" in path.name)
     found = run(notebook, cells(notebook.read_text(encoding="utf-8")))
@@ -70,6 +73,7 @@ def test_the_notebook_of_pytorch() -> None:
         assert losses == pytest.approx(found["plain_losses"], rel=DEMO_LOSS_RTOL)
 
 
+@pytest.mark.deep
 def test_the_notebook_of_jax() -> None:
     (notebook,) = (path for path in NOTEBOOKS if "jax" in path.name)
     found = run(notebook, cells(notebook.read_text(encoding="utf-8")))
@@ -77,6 +81,7 @@ def test_the_notebook_of_jax() -> None:
     assert found["losses"][-1] < 0.9 * found["losses"][0]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=name)
 def test_a_notebook_is_committed_without_outputs(notebook: Path) -> None:
     found = json.loads(notebook.read_text(encoding="utf-8"))
@@ -86,11 +91,13 @@ def test_a_notebook_is_committed_without_outputs(notebook: Path) -> None:
     assert len({cell["id"] for cell in found["cells"]}) == len(found["cells"])
 
 
+@pytest.mark.deep
 def test_trainer(model: str) -> None:
     before, after = script("trainer_torch").main(["--model", model, "--tokens", "32", "--steps", "2"])
     assert after < before
 
 
+@pytest.mark.deep
 def test_policy_gradients_agree_in_their_first_step_and_then_improve() -> None:
     """The ratio is 1 at first, so that the objective is the mean advantage of as many tokens of either sign: 0."""
     for stem in ("policy_gradient_torch", "policy_gradient_jax"):
@@ -99,6 +106,7 @@ def test_policy_gradients_agree_in_their_first_step_and_then_improve() -> None:
         assert second < first
 
 
+@pytest.mark.deep
 @pytest.mark.ranks
 def test_a_long_context_on_two_ranks_is_that_of_one(pools: dict[int, Ranks], model: str) -> None:
     one, two = (pools[count].run("tests.meta.ranks_torch_examples:long_context", model=model) for count in (1, 2))
@@ -107,6 +115,7 @@ def test_a_long_context_on_two_ranks_is_that_of_one(pools: dict[int, Ranks], mod
     assert one[0][1] < one[0][0]
 
 
+@pytest.mark.deep
 def test_a_long_context_in_jax(model: str) -> None:
     first, second = script("long_context_jax").main(["--model", model, "--tokens", "64", "--devices", "2"])
     assert second < first

@@ -67,6 +67,13 @@ def test_what_changed_comes_first_and_the_commit_chooses_among_the_rest(changed,
     assert names(ci.order_of((A, TEST, B, C), set(changed), commit)) == order.split()
 
 
+@pytest.mark.parametrize(("commit", "order"), [("0", "test b a c"), ("1", "test b c a")])
+def test_short_suites_come_first_and_the_commit_chooses_among_the_long_ones(commit, order):
+    """Or the longest of what changes every day would never have its turn."""
+    long = [suite(name, ci.SHORT + 1, (f"{name}/",)) for name in "ac"]
+    assert names(ci.order_of((long[0], TEST, B, long[1]), {"a/x", "b/x", "c/x"}, commit)) == order.split()
+
+
 @pytest.mark.parametrize(
     ("path", "guard", "found"),
     [
@@ -124,7 +131,7 @@ def test_what_always_runs_does_so_without_time_and_all_runs_without_a_budget():
 @pytest.mark.parametrize(
     ("status", "output", "line"),
     [
-        (0, "== 1 passed in 1.5s ==\n=== 7112 passed, 52 skipped in 650.12s (0:10:50) ===\nbye\n", "7112 passed, 52 skipped in 7 s"),
+        (0, "= 1 passed in 1.5s =\n== 712 passed, 52 skipped in 65.12s (0:01:05) ==\nbye\n", "712 passed, 52 skipped in 7 s"),
         (0, "Found 0\nAll checks passed!\n\n", "All checks passed! (7 s)"),
         (0, "", "no output (7 s)"),
         (2, "make: *** Error 1\n", "RED: exit status 2"),

@@ -61,6 +61,7 @@ LOSSES = {
 }
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize(
     ("kind", "vocab_shards"), [("mean", None), ("mean", 3), ("none, softcap", None), ("outputs", 3)]
 )

@@ -141,6 +141,7 @@ def test_an_error_on_one_rank_is_shown(ranks):
     assert ranks.run("tests.core.ranks_torch_each:fail", where=None) == [0, 1]
 
 
+@pytest.mark.deep
 def test_a_hang_is_reported_and_survived():
     with Ranks(world=1, hang_seconds=6) as alone:
         with pytest.raises(RankError, match=r"(?s)did not return within 6 s.*in hang"):

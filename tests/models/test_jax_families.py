@@ -61,6 +61,7 @@ def test_16_bit_products_leave_gradients_in_float32(family: str) -> None:
     assert (tokens.shape, tokens.dtype) == ((2, 15), jnp.int32)
 
 
+@pytest.mark.deep_but(2)
 @pytest.mark.parametrize("family", BLOCKS)
 def test_blocks_are_the_layers_with_padding_and_windows(family: str, float64: None) -> None:
     mask = np.ones_like(IDS)

@@ -47,7 +47,8 @@ def pytest(folder: Path, arguments: str, *, new_jax: bool) -> tuple[int, str]:
     python, needs = (str(NEW_JAX), "jax") if new_jax else (sys.executable, "torch,jax")
     settings = {"PYTHONPATH": str(folder), "TILED_REQUIRE": needs, "OMP_NUM_THREADS": "1"}
     settings |= {"TILED_OPTIMIZE": "1", "TILED_TESTS": "spec,jax"} if new_jax else {}
-    command = [python, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", *shlex.split(arguments)]
+    command = [python, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    command += ["-m", "not slow and not gpu", *shlex.split(arguments)]  # what is named may be deep
     try:
         done = subprocess.run(
             command, cwd=folder, env=os.environ | settings, capture_output=True, text=True, timeout=SECONDS, check=False

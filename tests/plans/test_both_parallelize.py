@@ -119,6 +119,7 @@ def on_devices(case: Case) -> tuple[float, dict[str, Array], list[str]]:
 SLOW = {"fsdp 2", "sp 2", "replicas 2 x fsdp 2", "fsdp 2, untied", "sp 2, untied", "fsdp 2 x tp 2"}
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CASES])
 def test_losses_and_gradients(pools: Any, name: str) -> None:
     case = CASES[name]

@@ -289,6 +289,7 @@ def some_slow(cases: Any) -> list[Any]:
     return [pytest.param(name, marks=() if name in IN_EVERY_RUN else pytest.mark.slow) for name in cases]
 
 
+@pytest.mark.deep_but(5)
 @pytest.mark.parametrize("case", some_slow(LLAMAS))
 def test_one_step_of_llama(case: str, float64: None) -> None:
     axes, data, tensor, checkpointing, changes, kind = LLAMAS[case]

@@ -99,6 +99,7 @@ def without_keys(variables: Any) -> Any:
     )
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize(
     ("axes", "config"),
     [

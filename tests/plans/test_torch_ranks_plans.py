@@ -84,6 +84,7 @@ def test_uneven_tokens_are_refused_where_pytorch_cannot(monkeypatch, ids):
         tensor_styles.check_tokens(ids, Shard(len(ids) - 1), 4)
 
 
+@pytest.mark.deep
 @pytest.mark.skipif(OLD, reason="refused with PyTorch 2.11, whose linear layers cannot: see the test above")
 @pytest.mark.parametrize("tiled", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_llama_on_two_axes_and_uneven_tokens(four, tiled):
@@ -100,6 +101,7 @@ def test_llama_on_two_ranks_of_four(four, tiled):
     check(found for found in answers if found is not None)
 
 
+@pytest.mark.deep_but(2)
 @pytest.mark.parametrize("kind", ["mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "smollm3"])
 def test_families(two, kind):
     """Norms of heads, biases, tied embeddings, caps of logits, windows of attention, layers without rotary positions."""
@@ -152,6 +154,7 @@ def check_split_ends(found):
     assert ["linear"] in found["functions"]
 
 
+@pytest.mark.deep
 @pytest.mark.skipif(
     OLD, reason="torch.compile of PyTorch 2.11 takes no linear layer of DTensors with lengths that change"
 )
@@ -224,6 +227,7 @@ def test_models_on_one_mesh_share_its_axes(two):
         assert found == {"one object": True, "of the axis": True}
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiled_autograd(two, backend):
     """DDP's reductions as operations of a backward that is compiled whole."""
@@ -403,6 +407,7 @@ def test_refused_before_the_model_is_touched(two):
 TOKEN_MEAN = "tests.plans.ranks_torch_token_mean:token_mean"
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize("options", [{}, {"micro_batches": 2}, {"as_trainer": True}], ids=str)
 def test_the_mean_over_the_labels_of_all_ranks(two, four, options):
     """Of labels that count in unequal numbers, on some ranks in none, in one call or in micro-batches: as in one process."""

@@ -134,6 +134,7 @@ def mean_or_sum(reduction: str, runs: list[int]) -> Any:
     return fn
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize("valid", [9, 1])
 def test_a_mean_is_found_where_the_first_tokens_are_ignored(valid: int) -> None:
     x, weight, _ = loss_operands(12, dtype=jnp.float32)

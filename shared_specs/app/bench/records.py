@@ -101,3 +101,23 @@ def read_records(folder: str | Path) -> list[dict[str, Any]]:
     """Return every record of a folder, oldest first."""
     found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(Path(folder).glob("*.json"))]
     return sorted(found, key=lambda record: record["date"])
+
+
+def latest(records: list[dict[str, Any]], kind: str, half: str | None = None, jax: str = "") -> dict[str, Any] | None:
+    """Return the newest record of a kind, and of one half where it is named, and of the versions of JAX that begin so."""
+    found = [
+        record
+        for record in records
+        if record["kind"] == kind
+        and half in (None, record["half"])
+        and record["versions"].get("jax", "").startswith(jax)
+    ]
+    return found[-1] if found else None
+
+
+def source_of(record: dict[str, Any]) -> str:
+    """Return the line under a table: the date, the machine and the versions of its record."""
+    hardware = record["hardware"]
+    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    memory = f"{hardware['memory_bytes'] / 2**30:.0f} GiB"
+    return f"{record['date'][:10]}, {hardware['cpu']}, {hardware['cores']} cores, {memory}; {versions}."

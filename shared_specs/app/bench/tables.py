@@ -8,15 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from shared_specs.app.bench.records import read_records
+from shared_specs.app.bench.gpu_tables import SHORT, expected_table, gpu_table, kernels_table
+from shared_specs.app.bench.records import latest, read_records, source_of
 from shared_specs.app.plan.decoder import MODELS
 from shared_specs.app.plan.published import NOT_COMPARABLE, PUBLISHED
 from shared_specs.app.plan.record import KIND as PLAN_KIND
 from shared_specs.app.plan.simulated import predicted_device
 from shared_specs.app.plan.step import Setting
-from shared_specs.kernels import roofline
-from shared_specs.mlp import costs as mlp_costs
-from shared_specs.shards import ShardPlan
 
 ROOT = Path(__file__).parents[3]
 RECORDS = ROOT / "benchmarks" / "records"
@@ -27,30 +25,12 @@ HALVES = {"tiled_torch": "PyTorch", "tiled_jax": "JAX"}
 Record = dict[str, Any]
 
 
-def latest(records: list[Record], kind: str, half: str | None = None, jax: str = "") -> Record | None:
-    """Return the newest record of a kind, and of one half where it is named, and of the versions of JAX that begin so."""
-    found = [
-        record
-        for record in records
-        if record["kind"] == kind
-        and half in (None, record["half"])
-        and record["versions"].get("jax", "").startswith(jax)
-    ]
-    return found[-1] if found else None
-
-
 def _lines(header: list[str], rows: list[list[str]]) -> list[str]:
     return ["| " + " | ".join(row) + " |" for row in [header, ["---"] * len(header), *rows]]
 
 
 def _rows(header: list[str], rows: list[list[str]], *sources: Record) -> str:
-    lines = [*_lines(header, rows), ""]
-    for source in sources:
-        hardware = source["hardware"]
-        versions = ", ".join(f"{name} {version}" for name, version in source["versions"].items())
-        memory = f"{hardware['memory_bytes'] / GIB:.0f} GiB"
-        lines.append(f"{source['date'][:10]}, {hardware['cpu']}, {hardware['cores']} cores, {memory}; {versions}.")
-    return "\n".join([*lines, ""])
+    return "\n".join([*_lines(header, rows), "", *map(source_of, sources), ""])
 
 
 def op_table(records: list[Record], op: str, half: str, jax: str = "") -> str:
@@ -194,36 +174,6 @@ def demo_table(records: list[Record], kind: str) -> str:
     return _rows(header, rows, record)
 
 
-# What the rows of a GPU are of: one MLP of Llama-3-8B, bfloat16, in shards of 8192 tokens.
-GPU_SHAPE = mlp_costs.MLPShape(tokens=131072, hidden=4096, intermediate=14336, itemsize=2, weight_itemsize=2)
-GPU_PLAN = ShardPlan(GPU_SHAPE.tokens, 8192)
-GPU_KIND = f"gpu-mlp-8b-{GPU_SHAPE.tokens}-{GPU_PLAN.shard_tokens}-main"
-GPU_ROWS: dict[str, tuple[roofline.MLPVariant, float]] = {
-    "plain": ("plain", 0.0),
-    "checkpoint": ("checkpoint", 0.0),
-    "tiled, in a checkpoint too": ("tiled", 0.0),
-    "tiled-keep-1": ("tiled", 1.0),
-    "liger, deepspeed": ("whole", 0.0),
-    "liger, deepspeed in a checkpoint": ("whole-in-checkpoint", 0.0),
-}
-
-
-def gpu_table(records: list[Record]) -> str:
-    """Milliseconds of each variant of one MLP on a GPU: those of the record, or, without one, what the model expects."""
-    record = latest(records, GPU_KIND, "tiled_torch")
-    if record is not None:
-        timed = [result for result in record["results"] if "median_seconds" in result]
-        return _rows(["variant", "ms"], [[r["variant"], f"{1e3 * r['median_seconds']:.1f}"] for r in timed], record)
-    header = ["ms by the model, not measured", *(gpu.name for gpu in roofline.GPUS.values())]
-    rows = []
-    for name, (variant, keep) in GPU_ROWS.items():
-        runs = [
-            roofline.mlp_seconds(GPU_SHAPE, GPU_PLAN, gpu, variant=variant, keep=keep) for gpu in roofline.GPUS.values()
-        ]
-        rows.append([name, *(f"{1e3 * run.total:.0f}" for run in runs)])
-    return "\n".join(_lines(header, rows)) + "\n"
-
-
 def simulated_table(records: list[Record]) -> str:
     """Bytes of a GPU by the formulas beside those of the newest simulation of every model, length and number of GPUs."""
     found: dict[tuple[Any, ...], tuple[Record, Record]] = {}
@@ -274,7 +224,14 @@ TABLES: dict[str, Callable[[list[Record]], str]] = {
     "accuracy-jax": lambda records: accuracy_table(records, "tiled_jax"),
     "model": model_table,
     "alternatives": alternatives_table,
-    "gpu-mlp": gpu_table,
+    "gpu-mlp": lambda records: gpu_table(records, "mlp"),
+    "gpu-mlp-short": lambda records: gpu_table(records, "mlp", SHORT),
+    "gpu-mlp-jax": lambda records: gpu_table(records, "mlp-jax"),
+    "gpu-loss": lambda records: gpu_table(records, "loss"),
+    "gpu-loss-jax": lambda records: gpu_table(records, "loss-jax"),
+    "gpu-layers": lambda records: gpu_table(records, "layers"),
+    "gpu-kernels": kernels_table,
+    "gpu-model": lambda _: expected_table(),
     "plan": simulated_table,
     "published": lambda _: published_table(),
     "demo": lambda records: demo_table(records, "demo"),

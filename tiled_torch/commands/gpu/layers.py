@@ -37,17 +37,10 @@ class Stacks:
         device: torch.device,
         gpu: GPU | None = None,
     ) -> None:
-        self.decoder, self.tokens, self.shard, self.dtype, self.device, self.gpu = (
-            decoder,
-            tokens,
-            shard,
-            dtype,
-            device,
-            gpu,
-        )
+        self.decoder, self.tokens, self.shard, self.dtype, self.gpu = decoder, tokens, shard, dtype, gpu
         self.x = draw(1, tokens, decoder.hidden, like=dtype, device=device).requires_grad_()
         self.dy = draw(1, tokens, decoder.hidden, like=dtype, device=device)
-        config = transformers.Qwen3Config(
+        config: Any = transformers.Qwen3Config(
             hidden_size=decoder.hidden,
             intermediate_size=decoder.intermediate,
             num_hidden_layers=decoder.layers,
@@ -55,11 +48,11 @@ class Stacks:
             num_key_value_heads=decoder.kv_heads,
             head_dim=decoder.head_dim,
             vocab_size=8,
-            attn_implementation="sdpa",
         )
         torch.manual_seed(0)
         with torch.device(device):
-            self.model: Any = transformers.Qwen3ForCausalLM(config).to(dtype).train()
+            model: Any = transformers.Qwen3ForCausalLM(config)
+            self.model: Any = model.to(dtype).train()
             positions = torch.arange(tokens)[None]
         self.plain = list(self.model.model.layers)
         self.rotary = self.model.model.rotary_emb(self.x.detach(), positions)
@@ -81,13 +74,11 @@ class Stacks:
         for layer in layers:
             layer._offload = offload
             run: Callable[..., Any] = partial(layer, position_embeddings=self.rotary, attention_mask=None)
-            if own:
-                x = _first(run(x))
-            else:
-                x = _first(checkpoint(run, x, use_reentrant=False))
+            y = run(x) if own else checkpoint(run, x, use_reentrant=False)
+            x = y[0] if isinstance(y, tuple) else y
         return x
 
-    def step(self, layers: list[Any], *, predicted: int | None = None, **how: bool) -> Variant:
+    def step(self, layers: list[Any], *, library: bool = False, predicted: int | None = None, **how: bool) -> Variant:
         """Forward and backward; gradients of x and of the first and the last layer's weights are compared."""
         x, dy, parameters = self.x, self.dy, [p for layer in self.plain for p in layer.parameters()]
         compared = {
@@ -120,7 +111,12 @@ class Stacks:
         setting = Setting(tokens=self.tokens, scope="block", shard_tokens=self.shard)
         flop = sum(step_flop(self.decoder, setting)) - 6 * self.decoder.hidden * self.decoder.vocab * self.tokens
         seconds = None if self.gpu is None else step_seconds(self.decoder, setting, self.gpu)
-        facts = {"flop": flop, "model_seconds": seconds, "predicted_bytes": predicted}
+        facts: dict[str, Any] = {
+            "library": library,
+            "flop": flop,
+            "model_seconds": seconds,
+            "predicted_bytes": predicted,
+        }
         return Variant(run=run, results=results, chain=self.decoder.layers, **facts)
 
     def predicted(self, *, offload: bool) -> int:
@@ -133,19 +129,13 @@ class Stacks:
         return (row - there) * self.tokens + BLOCK_ARRAYS * self.shard * d.intermediate * b + sums
 
     def main(self) -> dict[str, Variant]:
-        plain = self.step(self.plain, own=False)
-        plain.library = True
         tiled = self.tiled
         return {
-            "checkpoint": plain,
+            "checkpoint": self.step(self.plain, own=False, library=True),
             "mlp": self.step(tiled["mlp"], own=False),
             "block": self.step(tiled["block"], own=True, predicted=self.predicted(offload=False)),
             "block-offload": self.step(tiled["block"], own=True, offload=True, predicted=self.predicted(offload=True)),
         }
-
-
-def _first(y: Any) -> Tensor:
-    return y[0] if isinstance(y, tuple) else y
 
 
 def layer_groups(**sizes: Any) -> dict[str, Callable[[], dict[str, Variant]]]:
