@@ -1,5 +1,6 @@
 """`make gpu PART=parity`: red tests, hanging ones and the end of the time stop nothing that comes after; and `make gpu`."""
 
+import re
 import subprocess
 import sys
 import tarfile
@@ -13,6 +14,12 @@ from shared_specs.app.gpu.parity import bounded, run_parity
 
 ROOT = Path(__file__).parents[2]
 GREEN = "import pytest\n@pytest.mark.gpu\ndef test_green(): pass\ndef test_of_no_gpu(): assert False\n"
+
+RED_AND_HANGING = """import time, pytest
+pytestmark = pytest.mark.gpu
+def test_wrong(): assert 1 == 2
+def test_hanging(): time.sleep(600)
+"""
 
 
 def logs(out: Path) -> dict[str, str]:
@@ -38,6 +45,21 @@ def test_red_parity_does_not_stop_the_large_ones(tmp_path: Path, monkeypatch: py
     assert "1 failed, 1 deselected" in found["parity.log"]
     assert "1 passed, 1 deselected" in found["large.log"]
     assert 'tests="1"' in found["parity.xml"]
+
+
+def test_a_short_run_leaves_the_large_tests_out_and_says_what_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where something hangs: pytest is asked to end before it is ended."""
+    monkeypatch.setattr(gpu_parity, "side_by_side", list)
+    folder = tmp_path / "gpu"
+    folder.mkdir()
+    (folder / "test_some.py").write_text(RED_AND_HANGING)
+    arguments = {"tests": str(folder), "large": "", "parity_seconds": 6.0, "all_seconds": 6.0}
+    assert run_parity(tmp_path / "out", [], **arguments) == 124
+    found = logs(tmp_path / "out")
+    assert "large.log" not in found
+    assert "assert 1 == 2" in found["parity.log"]
 
 
 def test_what_hangs_is_ended_and_the_rest_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,9 +90,11 @@ def test_arguments_go_where_they_belong_and_every_part_is_bounded() -> None:
     assert len(lines) >= 4
     for line in said.split(" -m ")[:-1]:
         assert line.rstrip().endswith("timeout --kill-after=10 510 python3")
-    assert said.count("--out there") == 6
-    assert said.count("-k graph") == 1
+    assert said.count("--out there") == 9  # PART=first has three of them
+    assert said.count("-k graph") == 2
     assert said.count("--op all --out there --widths 8b") == 2
+    seconds = 100 + sum(60 * float(minutes) for minutes in re.findall(r"--minutes (2\.9|3\.7)", said))
+    assert seconds <= 510
 
 
 def test_a_part_that_fails_stops_no_other(tmp_path: Path) -> None:
@@ -87,4 +111,9 @@ def test_a_part_that_fails_stops_no_other(tmp_path: Path) -> None:
     assert ran == [f"{module} 0 cuda,cpu lo" for module in modules]
     assert done.returncode != 0
     assert make("gpu", f"PYTHON={fake}", "PART=jax").returncode == 0
-    assert "PART must be among parity, torch, jax, tune, got loss" in make("gpu", f"PYTHON={fake}", "PART=loss").stderr
+    first = make("gpu", f"PYTHON={fake}", "PART=first").stdout.split("\n")
+    assert [line.split()[0] for line in first[1:-1]] == ["shared_specs.app.gpu.parity", *halves]
+    assert (
+        "PART must be among first, parity, torch, jax, tune, got loss"
+        in make("gpu", f"PYTHON={fake}", "PART=loss").stderr
+    )

@@ -470,6 +470,20 @@ MUTANTS = (
         "tests/collectives/test_jax_collectives.py -x",
     ),
     Mutant(
+        "JAX: warpgroups ask for registers that nobody has",
+        "tiled_jax/core/mosaic.py",
+        "COPYING_REGISTERS = 40",
+        "COPYING_REGISTERS = 32",
+        "tests/kernels/test_jax_kernel_waits.py -x",
+    ),
+    Mutant(
+        "JAX: a kernel writes over a slice that XLA may fuse into it",
+        "tiled_jax/core/mosaic.py",
+        "    return lax.optimization_barrier(operands)",
+        "    return operands",
+        "tests/kernels/test_jax_kernel_waits.py -x",
+    ),
+    Mutant(
         "JAX: a block is overwritten before its products are made",
         "tiled_jax/mlp/kernels/main_loop.py",
         "            plgpu.wgmma_wait(0)  # the copying warpgroup may overwrite these blocks after this step\n",

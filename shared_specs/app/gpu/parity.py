@@ -24,13 +24,15 @@ LARGE = "tests/gpu/test_large.py"
 # At most; and what both may take together.
 PARITY_SECONDS, ALL_SECONDS = 380.0, 495.0
 PROCESSES = 8
+# That a command has to say what it knows when its time is over.
+LAST_WORDS = 5.0
 
 
 def bounded(command: Sequence[str], seconds: float, log: Path) -> int:
     """Run a command, its output here and in the log; 124 where it was ended for its time."""
     with log.open("wb") as file:
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, process_group=0)
-        timer_end = time.monotonic() + seconds
+        timer_end, ended = time.monotonic() + seconds, False
         assert process.stdout is not None
         os.set_blocking(process.stdout.fileno(), False)
         try:
@@ -42,10 +44,13 @@ def bounded(command: Sequence[str], seconds: float, log: Path) -> int:
                     sys.stdout.buffer.write(chunk)
                     sys.stdout.flush()
                 elif process.poll() is not None:
-                    return process.returncode
-                elif time.monotonic() > timer_end:
-                    print(f"\nended after {seconds:.0f} s: {' '.join(command)}", flush=True)
+                    return 124 if ended else process.returncode
+                elif time.monotonic() > timer_end + LAST_WORDS:
                     return 124
+                elif time.monotonic() > timer_end and not ended:
+                    print(f"\nended after {seconds:.0f} s: {' '.join(command)}", flush=True)
+                    process.send_signal(signal.SIGINT)  # pytest then says what has failed so far
+                    ended = True
                 else:
                     time.sleep(0.1)
         finally:
@@ -74,17 +79,23 @@ def run_parity(
     parity_seconds: float = PARITY_SECONDS,
     all_seconds: float = ALL_SECONDS,
 ) -> int:
-    """nvidia-smi, the tests, the large ones; the first status that is not 0. arguments: for pytest, both times."""
+    """nvidia-smi, the tests, the large ones; the first status that is not 0. arguments: for pytest, both times.
+
+    Each test is named as it ends, so that one that hangs is known. Warnings of that machine's versions are no errors.
+    """
     end = time.monotonic() + all_seconds
-    pytest = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", *arguments]
+    options = ["-m", "gpu", "-v", "-W", "default", "-p", "no:cacheprovider"]
+    pytest = [sys.executable, "-m", "pytest", *options, *arguments]
     statuses = []
     with packing(out, "gpu-parity") as pack:
         if (smi := shutil.which("nvidia-smi")) is not None:
             bounded([smi], 30, pack.folder / "nvidia-smi.log")
-        for name, command, limit in (
-            ("parity", [*pytest, *side_by_side(), *per_test(150), f"--ignore={large}", tests], parity_seconds),
-            ("large", [*pytest, *per_test(90), large], all_seconds),
-        ):
+        parts = [
+            ("parity", [*pytest, *side_by_side(), *per_test(60), f"--ignore={large or LARGE}", tests], parity_seconds)
+        ]
+        if large:
+            parts.append(("large", [*pytest, *per_test(90), large], all_seconds))
+        for name, command, limit in parts:
             limit = min(limit, max(1.0, end - time.monotonic()))
             xml = f"--junitxml={pack.folder / f'{name}.xml'}"
             statuses.append(bounded([*command, xml], limit, pack.folder / f"{name}.log"))
@@ -96,8 +107,11 @@ def run_parity(
 def main(given: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m shared_specs.app.gpu.parity", description=__doc__)
     parser.add_argument("--out", default="out/gpu", help="folder for the archive of the logs")
+    parser.add_argument("--seconds", type=float, help="that all may take; the large tests are then left out")
     known, arguments = parser.parse_known_args(given)
-    return run_parity(Path(known.out), arguments)
+    if known.seconds is None:
+        return run_parity(Path(known.out), arguments)
+    return run_parity(Path(known.out), arguments, parity_seconds=known.seconds, all_seconds=known.seconds, large="")
 
 
 if __name__ == "__main__":
