@@ -47,6 +47,7 @@ def test_red_parity_does_not_stop_the_large_ones(tmp_path: Path, monkeypatch: py
     assert 'tests="1"' in found["parity.xml"]
 
 
+@pytest.mark.deep
 def test_a_short_run_leaves_the_large_tests_out_and_says_what_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -55,7 +56,7 @@ def test_a_short_run_leaves_the_large_tests_out_and_says_what_failed(
     folder = tmp_path / "gpu"
     folder.mkdir()
     (folder / "test_some.py").write_text(RED_AND_HANGING)
-    arguments = {"tests": str(folder), "large": "", "parity_seconds": 6.0, "all_seconds": 6.0}
+    arguments = {"tests": str(folder), "large": "", "parity_seconds": 20.0, "all_seconds": 20.0}
     assert run_parity(tmp_path / "out", [], **arguments) == 124
     found = logs(tmp_path / "out")
     assert "large.log" not in found
