@@ -58,13 +58,13 @@ HALVES = ("tiled_torch/", "tiled_jax/", "shared_specs/")
 
 # The most important first.
 SUITES = (
-    Suite("lint", (), 10, 1200, always=True),
-    Suite("types", (), 60, 900, always=True),
-    Suite("test", (), 600, 2700, always=True),
-    Suite("docs", ("docs/", "mkdocs.yml", "README.md", "requirements/docs.txt", *HALVES), 60, 600),
-    Suite("test-figures", (*HALVES, "tests/"), 40, 600),
-    Suite("test-deep", (*HALVES, "tests/"), 900, 3600),
-    Suite("float8", ("tiled_torch/plans/", "tiled_torch/layers/", "tests/float8/", "requirements/float8.txt"), 40, 600),
+    Suite("lint", (), 110, 1200, always=True),
+    Suite("types", (), 50, 900, always=True),
+    Suite("test", (), 480, 2700, always=True),
+    Suite("docs", ("docs/", "mkdocs.yml", "README.md", "requirements/docs.txt", *HALVES), 40, 600),
+    Suite("test-figures", (*HALVES, "tests/"), 60, 600),
+    Suite("test-deep", (*HALVES, "tests/"), 300, 2700),
+    Suite("float8", ("tiled_torch/plans/", "tiled_torch/layers/", "tests/float8/", "requirements/float8.txt"), 25, 600),
     Suite("deepspeed", ("tiled_torch/", "tests/zero/", "requirements/deepspeed.txt"), 70, 900),
     Suite(
         "trainers",
@@ -75,8 +75,8 @@ SUITES = (
             "tests/trainers/",
             "requirements/trainers.txt",
         ),
-        300,
-        1800,
+        60,
+        1200,
     ),
     Suite(
         "aot-triton",
@@ -88,11 +88,11 @@ SUITES = (
             "requirements/aot-triton.txt",
             "tests/kernels/*torch_aot*",
         ),
-        330,
+        170,
         1800,
     ),
-    Suite("test-new-jax", ("tiled_jax/", "shared_specs/", "requirements/new-jax.txt", "tests/*/*jax*"), 1000, 3600),
-    Suite("lock", ("requirements/", "pyproject.toml"), 60, 600),
+    Suite("test-new-jax", ("tiled_jax/", "shared_specs/", "requirements/new-jax.txt", "tests/*/*jax*"), 950, 3600),
+    Suite("lock", ("requirements/", "pyproject.toml"), 40, 600),
 )
 
 
