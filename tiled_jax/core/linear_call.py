@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.extend import core
@@ -46,7 +47,7 @@ class DerivativeRules(Protocol):
 def differentiable(
     forward: Callable[[Any, Arrays], Arrays], rules: DerivativeRules, without: Sequence[str] = ()
 ) -> Callable[[Any, Arrays], Arrays]:
-    """forward(call, operands) -> results with the derivatives of `rules`; results named in `without` have none."""
+    """forward(call, operands) -> results with the derivatives of `rules`; integers and those named in `without` have none."""
 
     run = jax.custom_jvp(forward, nondiff_argnums=(0,))
 
@@ -54,13 +55,21 @@ def differentiable(
         (operands,), (given,) = primals, tangents
         moved = {name: t for name, t in given.items() if not isinstance(t, SymbolicZero)}
         results, saved = opaque_call(partial(rules.save, call, wanted=tuple(moved)), operands)
-        names = tuple(name for name in results if name not in without)
+        names = tuple(name for name, a in results.items() if name not in without and _has_tangent(a))
         fn = _TangentMap(rules, call, tuple(saved.arrays), saved.known, tuple(moved), names)
         found = dict(zip(names, linear_call(fn, list(saved.arrays.values()), list(moved.values())), strict=True))
-        return results, {name: found.get(name, jnp.zeros_like(a)) for name, a in results.items()}
+        return results, {name: found[name] if name in found else _no_tangent(a) for name, a in results.items()}
 
     run.defjvp(rule, symbolic_zeros=True)
     return run
+
+
+def _has_tangent(a: jax.Array) -> bool:
+    return jnp.issubdtype(a.dtype, jnp.inexact)
+
+
+def _no_tangent(a: jax.Array) -> Any:
+    return jnp.zeros_like(a) if _has_tangent(a) else np.zeros(a.shape, jax.dtypes.float0)
 
 
 def opaque_call(fn: Callable[[Any], Any], operands: Any) -> Any:

@@ -263,6 +263,7 @@ def _partitioned(op: TokenOp, split: Split, lead: int) -> Callable[[Arrays, Arra
 
     @run.fun.def_vmap
     def _batch(size: int, batched: Any, rows: Arrays, whole: Arrays) -> Any:
+        batched = tuple(batched)  # JAX hands over a list of what stands for the arguments
         has, forms = jax.tree.map(bool, batched), jax.eval_shape(unsplit, *_of_one(batched, rows, whole))
         if op.numbered or any(has[1].values()) or forms[1]:
             dims = jax.tree.map(lambda has: 0 if has else None, batched)

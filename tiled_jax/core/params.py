@@ -1,6 +1,6 @@
 """What every module does with its parameters: their dtypes, their mesh axes, and the arrays that a call gets of them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -61,6 +61,28 @@ def check_sharding(function: str, sharding: Any, second: str) -> None:
     """
     if not isinstance(sharding, tuple) or len(sharding) != 2:
         fail_type(function, "sharding", f"(axis of hidden, axis of {second}) or None", type(sharding).__name__)
+
+
+def held(function: str, module: Any, needed: Iterable[str], others: Iterable[str] = ()) -> dict[str, jax.Array]:
+    """Return the arrays that a module computes with, by the names of its attributes, whatever holds them.
+
+    A variable of any type or an array: Flax freezes by the type of a variable, and `nnx.as_pure` leaves arrays alone.
+
+    Args:
+        needed: attributes that have to be there. others: that may be None or missing, such as biases.
+    Raises:
+        TypeError: an attribute is neither.
+    """
+    found = {}
+    for name in (*needed, *others):
+        value = getattr(module, name, None)
+        if value is None and name not in needed:
+            continue
+        value = value[...] if isinstance(value, nnx.Variable) else value
+        if not isinstance(value, jax.Array | np.ndarray):
+            fail_type(function, name, "a variable of Flax or an array", type(value).__name__)
+        found[name] = value
+    return found
 
 
 def compute_dtype(x: jax.Array | np.ndarray, params: Mapping[str, jax.Array], dtype: Any) -> jnp.dtype:

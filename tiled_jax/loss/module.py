@@ -11,7 +11,15 @@ from jax.nn.initializers import Initializer
 from shared_specs.config import JAX, LossOptions, Tiling
 from shared_specs.loss import checks as loss_checks
 from tiled_jax.core.arrays import array, operands
-from tiled_jax.core.params import Sharding, check_dtypes, check_precision, chosen_bias, init_bias, init_weight
+from tiled_jax.core.params import (
+    Sharding,
+    check_dtypes,
+    check_precision,
+    chosen_bias,
+    held,
+    init_bias,
+    init_weight,
+)
 from tiled_jax.loss.params import loss_param_axes, loss_param_shapes, make_loss_config
 from tiled_jax.tile.module_state import check_module_rngs
 
@@ -103,7 +111,7 @@ class TiledLinearCrossEntropy(nnx.Module):
 
     def __call__(self, x: jax.Array, targets: jax.Array, *, num_valid: Any = None) -> Any:
         """[..., H] and [...] -> the loss, or a `LossResult`. `num_valid` replaces that of the options."""
-        params = {name: value[...] for name, value in vars(self).items() if isinstance(value, nnx.Param)}
+        params = held("TiledLinearCrossEntropy", self, ("weight",), ("bias",))
         fixed = {name: getattr(self, name) for name in ("class_weight", "num_valid")}
         arrays = {name: None if value is None else value[...] for name, value in fixed.items()}
         if num_valid is not None:

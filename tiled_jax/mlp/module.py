@@ -200,12 +200,12 @@ class TiledMLP(nnx.Module):
         """Return a module with these options and without parameters."""
         kind = {"activation": activation, "gated": gated, "fused_gate_up": fused_gate_up}
         module = cls(1, 1, **kind, **options, rngs=nnx.Rngs(0))
-        for name in [name for name, value in vars(module).items() if isinstance(value, nnx.Param)]:
+        for name in module.config.weights:
             delattr(module, name)
         return module
 
     def _check_weights(self, function: str) -> None:
-        seen = operands({name: array(function, name, value) for name, value in self._params().items()})
+        seen = operands({name: array(function, name, value) for name, value in self._held().items()})
         mlp_checks.check_mlp_weights(
             function,
             weights={name: a for name, a in seen.items() if name[0] == "w"},
@@ -214,8 +214,8 @@ class TiledMLP(nnx.Module):
             names=JAX,
         )
 
-    def _params(self) -> dict[str, nnx.Param]:
-        return {name: value for name, value in vars(self).items() if isinstance(value, nnx.Param)}
+    def _held(self) -> dict[str, jax.Array]:
+        return self.config.held("TiledMLP", self)
 
     def _layers(self) -> tuple[str, ...]:
         """Return the projections that are layers to be called."""
@@ -231,5 +231,4 @@ class TiledMLP(nnx.Module):
         if layers := self._layers():
             projections.check_once("TiledMLP", self, layers)
             return tile(MethodType(projections.whole, self), tiling=self.config.tiling)(x)
-        params = {name: value[...] for name, value in self._params().items()}
-        return tiled_mlp(**self.config.arguments(x, params, self.dtype))
+        return tiled_mlp(**self.config.arguments(x, self._held(), self.dtype))

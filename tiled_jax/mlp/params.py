@@ -13,7 +13,7 @@ from shared_specs.errors import fail
 from shared_specs.mlp import checks as mlp_checks
 from tiled_jax import backends
 from tiled_jax.core.activation_functions import activation_name
-from tiled_jax.core.params import as_computed, check_sharding
+from tiled_jax.core.params import as_computed, check_sharding, held
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +25,17 @@ class MLPConfig:
     fused_gate_up: bool
     tiling: Tiling
     backend: str
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        """Return the names of the module's weights."""
+        ups = ("w_gate_up",) if self.fused_gate_up else ("w_gate", "w_up") if self.gated else ("w_up",)
+        return (*ups, "w_down")
+
+    def held(self, function: str, module: Any) -> dict[str, jax.Array]:
+        """Return the weights and biases that a module has now, by name: see `core.params.held`."""
+        biases = (f"b_{name[2:]}" for name in self.weights)
+        return held(function, module, self.weights, tuple(biases))
 
     def arguments(self, x: jax.Array, params: Mapping[str, jax.Array], dtype: Any) -> dict[str, Any]:
         """Return the arguments of `tiled_mlp`: x and the parameters (by name) `as_computed`."""

@@ -153,7 +153,7 @@ class TensorParallelTiledMLP(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., H] -> [..., H], split as x is."""
-        params = {name: value[...] for name, value in vars(self).items() if isinstance(value, nnx.Param)}
+        params = self.config.held(type(self).__name__, self)
         spec = token_spec(type(self).__name__, x, self.mesh, self.axis_name, split_tokens=self.sequence_parallel)
         axes = param_axes((None, self.axis_name), fused_gate_up=False)
         specs = {name: P(*axes(name) or ()) for name in params}

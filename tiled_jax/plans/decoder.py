@@ -90,11 +90,14 @@ def _check_model(model: Llama) -> None:
     """Check that these layers have all parts of a model.
 
     Raises:
-        UnsupportedError: they have no experts.
+        UnsupportedError: they have experts, or a variable that is no nnx.Param, of which nothing says where it belongs.
     """
     if model.config.experts is not None:
         advice = "Pass tiled_jax.models.loss.summed_next_token_loss as loss_fn, with axes of data parallelism alone."
         raise UnsupportedError(error_text(HERE, "the model", "one of one MLP a layer", "experts", advice=advice))
+    for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Not(nnx.Param))):
+        name, advice = ".".join(map(str, path)), "Without `parallelize` a variable of any type takes part."
+        raise UnsupportedError(error_text(HERE, name, "an nnx.Param", type(variable).__name__, advice=advice))
 
 
 def _check_rows(rows: int, mapped: Mapped) -> None:
@@ -149,7 +152,7 @@ def _mlp(mlp: nnx.Module, x: jax.Array, mapped: Mapped) -> jax.Array:
         y = reduced(plain(entered(x, mapped)), mapped)
         return y if bias is None else y + bias[...].astype(y.dtype)
     assert isinstance(mlp, TiledMLP)
-    params = {name: value[...] for name, value in vars(mlp).items() if isinstance(value, nnx.Param)}
+    params = mlp.config.held("parallelize", mlp)
     dtype = compute_dtype(x, params, mlp.dtype)
     return on_device(mlp.config, mapped.sequence_parallel, axis, x.astype(dtype), as_operands(params, dtype))
 

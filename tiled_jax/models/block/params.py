@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from tiled_jax.core.linear_call import Arrays
 from tiled_jax.models.config import LlamaConfig
@@ -33,8 +32,8 @@ def parameters_of(layer: Any) -> Arrays:
     for name in ("qkv", "o") if attention.config.fused else (*QKV, "o"):
         linear = getattr(attention, name)
         w |= {f"w_{name}": linear.kernel} | ({} if linear.bias is None else {f"b_{name}": linear.bias})
-    w |= {name: value for name, value in vars(layer.mlp).items() if isinstance(value, nnx.Param)}
-    return {name: value[...] for name, value in w.items()}
+    found = {name: value[...] for name, value in w.items()}
+    return found | layer.mlp.config.held("Llama", layer.mlp)
 
 
 def apart(config: LlamaConfig, operands: Arrays) -> Arrays:
