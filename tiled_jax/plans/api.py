@@ -29,7 +29,7 @@ from tiled_jax.plans.accumulation import accumulated, mean_over_devices
 from tiled_jax.plans.any_model import generic_loss
 from tiled_jax.plans.checks import check_batch, check_micro_batches, check_model, check_split, checked_axes
 from tiled_jax.plans.data import Mapped
-from tiled_jax.plans.registry import Path, placement_of, rules_of
+from tiled_jax.plans.registry import Path, as_parameters, placement_of, rules_of
 from tiled_jax.plans.variables import agree_on_state, of_rank, same_keys, split_model
 
 _LOG = logging.getLogger("tiled_jax")
@@ -264,14 +264,8 @@ class _Build:
         variables = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole), variables)
         if self.optimizer is None:
             return TrainState(shapes, (), variables)
-        state = optax.tree.map_params(
-            self.optimizer,
-            lambda moment, like: jax.ShapeDtypeStruct(moment.shape, moment.dtype, sharding=like.sharding),
-            jax.eval_shape(self.optimizer.init, shapes),
-            shapes,
-            transform_non_params=lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole),
-        )
-        return TrainState(shapes, state, variables)
+        state = jax.eval_shape(self.optimizer.init, shapes)
+        return TrainState(shapes, as_parameters(state, shapes, whole), variables)
 
     def _init(self, shardings: TrainState, own: Any, parameters: Any, variables: Any = None) -> TrainState:
         """own: the variables that the model came with."""

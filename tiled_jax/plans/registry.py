@@ -1,11 +1,16 @@
-"""Which dim of a parameter is split over which mesh axis: logical names of dims, one table a model class, metadata."""
+"""Which dim of a parameter is split over which mesh axis: logical names of dims, one table a model class, metadata.
+
+And of an optimizer's state, which lies with the parameters that it is of.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
+import jax
 from flax import nnx
+from jax.sharding import NamedSharding
 
 from shared_specs.errors import fail
 from shared_specs.plans.checks import TensorSizes
@@ -194,3 +199,25 @@ def _longest(shape: tuple[int, ...], axes: MeshAxes) -> int | None:
     ranks = axes.ranks(axes.shard)
     fitting = [dim for dim, size in enumerate(shape) if size and size % ranks == 0]
     return max(fitting, key=lambda dim: shape[dim]) - len(shape) if fitting and axes.shard else None
+
+
+def as_parameters(state: Any, parameters: Any, whole: NamedSharding) -> Any:
+    """Return the shapes of an optimizer's state with their shardings.
+
+    An array whose place in the state ends with the place of a parameter, and that has its shape, lies as the parameter does;
+    any other is whole on every device. So a parameter may have no state (`optax.masked`, `multi_transform`), or one of
+    another rank (`adafactor`).
+
+    Args:
+        state, parameters: pytrees of jax.ShapeDtypeStruct, the parameters' with shardings.
+    """
+    of_place = dict(jax.tree_util.tree_leaves_with_path(parameters))
+
+    def placed(path: tuple[Any, ...], a: Any) -> Any:
+        # The longest place first: that of one parameter may end that of another.
+        ends = (of_place.get(path[start:]) for start in range(len(path)))
+        like = next((found for found in ends if found is not None), None)
+        sharding = whole if like is None or like.shape != a.shape else like.sharding
+        return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
+
+    return jax.tree_util.tree_map_with_path(placed, state)
