@@ -12,7 +12,7 @@ from shared_specs.layers.block_costs import block_row_bytes
 from shared_specs.tolerances import COST_BYTES
 from tests.aot import h200
 from tests.tiny_model import tiny_config
-from tiled_jax.layers import attention_blocks, recompute
+from tiled_jax.layers import attention_blocks
 from tiled_jax.models import Llama, LlamaConfig, next_token_loss
 
 H = 512
@@ -42,8 +42,7 @@ def temporary_bytes(tokens: int, layers: int, dtype: str) -> tuple[int, int]:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bytes_a_token_with_offloaded_inputs(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """At two lengths and two depths; in arrays [T, H] of the residual stream, whose dtype is float32."""
-    # The processor that compiles has nowhere to move to, and its device is no GPU.
-    monkeypatch.setattr(recompute, "offload_refused", lambda: None)
+    # The processor that compiles is no GPU.
     monkeypatch.setattr(attention_blocks, "BLOCK_TOKENS", {"cpu": 128, "gpu": 128})
     found = {(tokens, layers): temporary_bytes(tokens, layers, dtype) for tokens in (SHORT, LONG) for layers in (2, 4)}
     few, many = ((found[LONG, layers][0] - found[SHORT, layers][0]) / (LONG - SHORT) for layers in (2, 4))

@@ -9,7 +9,6 @@ import pytest
 
 from shared_specs.config import Checkpointing
 from tests.aot import h200
-from tiled_jax.layers import recompute
 from tiled_jax.parallel import scan_layers
 
 T, H, W = 4096, 1024, 2048
@@ -31,11 +30,8 @@ def temporary_bytes(mode: Any, layers: int, offload: bool) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("mode", KEPT)
-def test_what_layers_keep_waits_in_host_memory(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_layers_keep_waits_in_host_memory(mode: str) -> None:
     """To the byte; the device's share does not depend on the number of layers."""
-    monkeypatch.setattr(
-        recompute, "offload_refused", lambda: None
-    )  # the processor that compiles has nowhere to move to
     few, many = (temporary_bytes(mode, layers, offload=True) for layers in (8, 16))
     print(mode, few, many)
     assert few[1] == 8 * KEPT[mode]

@@ -121,7 +121,7 @@ LLAMAS: dict[str, tuple[Axes, Any, Any, Any, dict[str, Any], AxisType]] = {
 BLOCK: dict[str, Any] = {"scope": "block"}
 LLAMAS |= {
     "block, dp 2": ({"dp_shard": 2}, DDP, None, SECOND, BLOCK | BIASED, AxisType.Auto),
-    "block, fsdp 4": ({"dp_shard": 4}, FSDP, None, FULL, BLOCK | BIASED, AxisType.Explicit),
+    "block, fsdp 4": ({"dp_shard": 4}, FSDP, None, Checkpointing(offload=True), BLOCK | BIASED, AxisType.Explicit),
     "block, context 2": (
         {"dp_shard": 1, "cp": 2},
         DataParallel(context_axis="cp", reduce_dtype=None),

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType
 
-from shared_specs.config import Checkpointing, Compile, DataParallel, ParallelConfig, TensorParallel
+from shared_specs.config import Compile, DataParallel, ParallelConfig, TensorParallel
 from shared_specs.errors import SpecError, UnsupportedError
 from tests.plans.jax_parallel_models import Blocks, blocks_loss, llama_config, mesh_of
 from tiled_jax.models import Llama
@@ -53,12 +53,6 @@ CONFIGS: dict[str, tuple[dict[str, int], dict[str, Any], type[Exception], str]] 
         {"data": DataParallel(cpu_offload=True)},
         UnsupportedError,
         r"config\.data\.cpu_offload must be False here",
-    ),
-    "offload": (
-        {"dp_shard": 2},
-        {"data": FSDP, "checkpointing": Checkpointing(offload=True)},
-        UnsupportedError,
-        r"config\.checkpointing\.offload must be False here, got True.* CPU",
     ),
     "heads": (
         {"tp": 3},

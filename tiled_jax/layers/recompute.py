@@ -136,10 +136,11 @@ def checkpoint_without_output(fn: Layer, consumer: Callable[[Any], Any]) -> Laye
 
 
 def offload_refused() -> str | None:
-    """Return why nothing can wait in host memory here; None where it can."""
+    """Return why nothing can wait in host memory here; None where it can.
+
+    On a CPU it is the memory of the device, by another name: the program runs as on a GPU, and saves nothing.
+    """
     device = jax.devices()[0]
-    if device.platform == "cpu":
-        return "The memory of a CPU device is the host's: there is nowhere to move to."
     kinds = {memory.kind for memory in device.addressable_memories()}
     if _HOST not in kinds:
         return f"The devices have the memories {', '.join(sorted(kinds))} and not {_HOST}."

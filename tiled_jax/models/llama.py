@@ -1,5 +1,6 @@
 """A decoder in Flax nnx whose MLP runs a shard of tokens and whose attention a block of queries at a time."""
 
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +23,7 @@ from tiled_jax.layers.documents import (
 )
 from tiled_jax.layers.recompute import scan_layers
 from tiled_jax.models.block.function import block_layer, check_block_model
+from tiled_jax.models.block.plain import reason_not_block
 from tiled_jax.models.config import LlamaConfig
 from tiled_jax.models.layer import Angles, DecoderLayer, linear_of, mlp_of, norm_of
 from tiled_jax.models.loss import next_token_loss
@@ -142,14 +144,15 @@ class Llama(nnx.Module):
             documents = documents_of_positions(places)
         kinds = LayerKinds(self.config, places, self.dtype)
         graph, parameters = nnx.split(self.layers)
-        if self.scope == "block":
+        block = self.scope == "block" and self._runs_blocks()
+        if block:
             positions = jnp.broadcast_to(places, tokens.shape).reshape(-1)
             firsts = kinds.first_keys(None if documents is None else first_keys(documents), count)
 
         def layer(x: jax.Array, parameters: tuple[nnx.State, jax.Array | None]) -> jax.Array:
             state, kind = parameters
             one = nnx.merge(graph, state)
-            if self.scope == "block":
+            if block:
                 of_kind = {"mask": mask, "turns": kinds.of(kinds.turns, kind)}
                 y = block_layer(one, x, positions, batch, kinds.of(firsts, kind), **of_kind)
             else:
@@ -158,10 +161,27 @@ class Llama(nnx.Module):
 
         # One dim of rows: with a batch dim of its own XLA transposes (copies) both operands of every weight gradient.
         x = self.embedded(tokens.reshape(-1))
-        x = scan_layers(layer, x, (parameters, kinds.of_layer), self.recomputed())
+        whole = Checkpointing() if self.scope == "block" and not block else None
+        x = scan_layers(layer, x, (parameters, kinds.of_layer), self.recomputed() or whole)
         # The norm would keep four arrays like x for backward; this way x is the only one.
         norm = jax.checkpoint(self.norm) if self.scope == "block" else self.norm
         return norm(x).astype(self.dtype)
+
+    def _runs_blocks(self) -> bool:
+        """Return whether the layers run as blocks; warn, where a part of them is to be called, that its MLP alone is tiled."""
+        reason = reason_not_block(self.layers)
+        if reason is not None:
+            warnings.warn(
+                f"Llama: scope='block' tiles the MLP of a layer alone where {reason}, and its parts are called whole. "
+                "Pass scope='mlp' for the same without this warning.",
+                stacklevel=3,
+            )
+        return reason is None
+
+    def _path(self) -> str:
+        """Return how a layer of scope="block" runs, for `tiling_paths`."""
+        reason = reason_not_block(self.layers)
+        return "tiled_block" if reason is None else f"mlp: {reason}"
 
     def embedded(self, tokens: jax.Array) -> jax.Array:
         """Return [rows] int32 -> rows of the residual stream [rows, hidden_size]."""

@@ -16,6 +16,7 @@ from shared_specs.errors import UnsupportedError, error_text, fail, fail_type
 from shared_specs.layers.scope import check_scope
 from tiled_jax import backends
 from tiled_jax.mlp.module import TiledMLP
+from tiled_jax.models.llama import Llama
 from tiled_jax.models.others.form import Form, difference, leaves_of, mlp_form_of, value_of
 from tiled_jax.models.others.probe import Found, probed
 from tiled_jax.models.others.tiled import is_tiled, kind_of, path_of, path_that_ran, set_class, tiled_class
@@ -131,6 +132,8 @@ def untile_model(model: nnx.Module) -> Any:
 def tiling_paths(model: nnx.Module) -> dict[str, str]:
     """Name of every MLP -> "tiled_mlp", or "tile" and why it is not computed by the formula, or "untiled" and why it is left.
 
+    Of a `Llama` with scope="block" also "layers" -> "tiled_block", or "mlp" and why only the MLP of a layer is tiled.
+
     Each is what a call would do now.
 
     Args:
@@ -145,6 +148,11 @@ def tiling_paths(model: nnx.Module) -> dict[str, str]:
     _check_module("tiling_paths", model)
     paths = {_name(path): module._path() for path, module in _own(model)}
     paths |= {_name(path): path_of(module) for path, module in nnx.iter_modules(model) if is_tiled(module)}
+    for path, module in nnx.iter_modules(model):
+        if isinstance(module, Llama) and module.scope == "block":
+            paths[_name((*path, "layers"))] = ran = module._path()
+            if ran == "tiled_block":  # its MLP is not called
+                paths.pop(_name((*path, "layers", "mlp")), None)
     if not any(is_tiled(module) for _, module in nnx.iter_modules(model)):
         return paths
     for each in survey(model):

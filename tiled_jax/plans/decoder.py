@@ -25,6 +25,7 @@ from tiled_jax.mlp.module import TiledMLP
 from tiled_jax.mlp.ranks import on_device
 from tiled_jax.models import Llama
 from tiled_jax.models.block.function import block_layer
+from tiled_jax.models.block.plain import reason_not_block
 from tiled_jax.models.layer import Attention, DecoderLayer, with_branch
 from tiled_jax.models.mlp import PlainMLP
 from tiled_jax.models.watched import watched
@@ -90,11 +91,16 @@ def _check_model(model: Llama) -> None:
     """Check that these layers have all parts of a model.
 
     Raises:
-        UnsupportedError: they have experts, or a variable that is no nnx.Param, of which nothing says where it belongs.
+        UnsupportedError: they have experts, with scope="block" a part that is to be called, or a variable that is no
+            nnx.Param, of which nothing says where it belongs.
     """
     if model.config.experts is not None:
         advice = "Pass tiled_jax.models.loss.summed_next_token_loss as loss_fn, with axes of data parallelism alone."
         raise UnsupportedError(error_text(HERE, "the model", "one of one MLP a layer", "experts", advice=advice))
+    reason = reason_not_block(model.layers) if model.scope == "block" else None
+    if reason is not None:
+        rule, advice = "plain with scope='block'", "Take scope='mlp', whose parts are called."
+        raise UnsupportedError(error_text(HERE, "a layer's parts", rule, reason, advice=advice))
     for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Not(nnx.Param))):
         name, advice = ".".join(map(str, path)), "Without `parallelize` a variable of any type takes part."
         raise UnsupportedError(error_text(HERE, name, "an nnx.Param", type(variable).__name__, advice=advice))

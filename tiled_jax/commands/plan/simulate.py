@@ -16,7 +16,7 @@ from shared_specs.app.plan.step import Setting
 from shared_specs.config import Checkpointing, DataParallel, ParallelConfig, TensorParallel, Tiling
 from shared_specs.shards import TARGET_TOKENS
 from tiled_jax.commands.plan.device import compiles_for_gpus, mesh_of, prepare
-from tiled_jax.layers import attention_blocks, recompute
+from tiled_jax.layers import attention_blocks
 from tiled_jax.models import Llama, LlamaConfig
 from tiled_jax.plans.api import parallelize
 
@@ -104,13 +104,12 @@ def _model(decoder: Decoder, setting: Setting) -> Llama:
 
 @contextmanager
 def _for_gpus() -> Iterator[None]:
-    """The processor that compiles has nowhere to move inputs to, and its device is no GPU."""
+    """The processor that compiles is no GPU."""
     if not compiles_for_gpus():
         yield
         return
     gpu = attention_blocks.BLOCK_TOKENS["gpu"]
     with (
-        patch.object(recompute, "offload_refused", lambda: None),
         patch.object(attention_blocks, "BLOCK_TOKENS", {"cpu": gpu, "gpu": gpu}),
         patch.dict(TARGET_TOKENS, {"cpu": TARGET_TOKENS["gpu"]}),
     ):

@@ -1,0 +1,56 @@
+"""Why a decoder layer cannot run as one block: of its parts the block's formulas are computed, and they are never called."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from flax import nnx
+
+from tiled_jax.mlp.module import TiledMLP
+from tiled_jax.mlp.projections import reason_not_plain
+from tiled_jax.models.layer import Attention, DecoderLayer, OffsetRMSNorm
+
+# What an nnx.RMSNorm computes with, beside its scale and epsilon.
+_OF_NORM = {"use_scale": True, "axis_name": None, "reduction_axes": -1, "feature_axes": -1}
+
+
+def reason_not_block(layer: Any) -> str | None:
+    """Return which part of a `DecoderLayer`, or of a stack of them, is more than its formula; None where all are plain.
+
+    A part that was exchanged, such as a projection with an adapter, or an option that was changed, such as a norm's epsilon,
+    would have no effect in a block.
+    """
+    return next((reason for reason in _reasons(layer) if reason is not None), None)
+
+
+def _reasons(layer: Any) -> Iterator[str | None]:
+    yield None if type(layer) is DecoderLayer else f"it is {type(layer).__name__}"
+    attention: Any = layer.attention
+    mlp: Any = layer.mlp
+    yield None if type(attention) is Attention else f"attention is {type(attention).__name__}"
+    config = attention.config
+    for name in ("qkv", "o") if config.fused else ("q", "k", "v", "o"):
+        yield reason_not_plain(f"attention.{name}", getattr(attention, name))
+    norms = {name: getattr(layer, name) for name in ("attention_norm", "mlp_norm")}
+    branches = {name: getattr(layer, name) for name in ("attention_out_norm", "mlp_out_norm")}
+    heads = {f"attention.{name}": getattr(attention, name) for name in ("q_norm", "k_norm")}
+    for found, wanted in ((norms, True), (branches, config.branch_norms), (heads, config.head_norms)):
+        for name, norm in found.items():
+            if wanted:
+                yield _reason_of_norm(name, norm, config)
+            else:
+                yield None if norm is None else f"{name} is {type(norm).__name__}"
+    yield None if type(mlp) is TiledMLP else f"mlp is {type(mlp).__name__}"
+    called = mlp._layers()
+    yield f"mlp.{called[0]} is {type(getattr(mlp, called[0])).__name__}" if called else None
+    same = (mlp.config.activation, mlp.config.gated) == (config.activation, True)
+    yield None if same else "mlp has options of its own"
+
+
+def _reason_of_norm(name: str, norm: Any, config: Any) -> str | None:
+    wanted = OffsetRMSNorm if config.norm_offset else nnx.RMSNorm
+    if type(norm) is not wanted:
+        return f"{name} is {type(norm).__name__}"
+    options = {"epsilon": config.rms_norm_eps} | ({"offset": config.norm_offset} if config.norm_offset else _OF_NORM)
+    changed = (option for option, value in options.items() if getattr(norm, option, value) != value)
+    option = next(changed, None)
+    return None if option is None else f"{name} has {option}={getattr(norm, option)!r}"
