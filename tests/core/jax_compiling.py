@@ -96,7 +96,7 @@ def _linked(source: Path, target: Path, without: AbstractSet[str] = frozenset())
 
 def assert_passes_optimized(test: str) -> None:
     """Runs one test in a process of its own whose programs LLVM optimizes: for what holds to the last bit only there."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", test]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "", test]
     environment = os.environ | {"TILED_OPTIMIZE": "1", "XLA_FLAGS": ""}
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout[-6000:]
