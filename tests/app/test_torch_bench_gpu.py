@@ -82,6 +82,21 @@ def test_the_main_rows_of_an_mlp() -> None:
     assert rows["main/tiled"]["predicted_bytes"] > 0
 
 
+@pytest.mark.filterwarnings("ignore:tile_model. the loss of Qwen3ForCausalLM")  # its layers are called one by one
+def test_whole_layers_by_every_scope() -> None:
+    """Compared with checkpointed plain layers; of blocks the bytes are predicted, fewer where inputs wait on the host."""
+    rows = rows_of("layer")
+    assert set(rows) == {"main/checkpoint", "main/mlp", "main/block", "main/block-offload"}
+    for name, row in rows.items():
+        assert row["median_seconds"] > 0, row
+        assert row["compared_with"] == (None if name == "main/checkpoint" else "checkpoint")
+    assert 0 < rows["main/block-offload"]["predicted_bytes"] < rows["main/block"]["predicted_bytes"]
+    with pytest.raises(
+        InputError, match=r"^bench: --op must be one that this half measures, got layer: tiled_torch does\.$"
+    ):
+        bench_jobs(BenchOptions(op="layer", device="gpu", toy=True), "tiled_jax")
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised inside the peers and torch's own compiler
 @pytest.mark.parametrize(("op", "stage"), [("mlp", "peers"), ("mlp", "rest"), ("loss", "main"), ("loss", "peers")])

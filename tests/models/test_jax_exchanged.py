@@ -67,6 +67,10 @@ def subclass(model: Any) -> None:
     model.layers.attention.v.__class__ = Doubled
 
 
+def own_dtype(model: Any) -> None:
+    model.layers.attention.o.dtype = jnp.dtype(jnp.bfloat16)
+
+
 # What is exchanged -> the reason that is given.
 EXCHANGED: dict[str, tuple[Callable[[Any], None], str]] = {
     "adapter": (adapter, "attention.q is LoRALinear"),
@@ -99,6 +103,18 @@ def test_what_was_exchanged_takes_part_and_is_told(name: str) -> None:
     assert abs(float(plain) - float(loss)) > 100 * between("float32") * float(loss)  # it has an effect
     for a, b in zip(jax.tree.leaves((found, own)), jax.tree.leaves((loss, gradients)), strict=True):
         assert_within(np.asarray(a), np.asarray(b), between("float32"), name)
+
+
+def test_a_projection_rounds_to_a_dtype_of_its_own() -> None:
+    """A block computes all products in the MLP's."""
+    loss, _ = loss_and_gradients(model_with(own_dtype, "mlp"))
+    model = model_with(own_dtype, "block")
+    assert tiling_paths(model)["layers"].startswith("mlp: attention.o has dtype=")
+    with pytest.warns(UserWarning, match="attention.o has dtype=.*bfloat16"):
+        found, _ = loss_and_gradients(model)
+    plain, _ = loss_and_gradients(model_with(lambda _: None, "mlp"))
+    effect = abs(float(plain) - float(loss))
+    assert abs(float(found) - float(loss)) < effect / 100
 
 
 def test_plain_layers_run_as_blocks() -> None:

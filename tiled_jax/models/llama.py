@@ -44,7 +44,9 @@ class Llama(nnx.Module):
         tiling: how the tokens of the MLP and of the loss are cut; None chooses. See shared_specs.config.Tiling.
         plain: MLP and loss as they are, without tiling, for comparison. Excludes `tiling`.
         scope: "mlp" cuts the tokens of the MLP and of the loss alone; "block" those of everything in a layer but
-            attention, and every layer keeps its input alone. Excludes `plain`.
+            attention, and every layer keeps its input alone. Excludes `plain`. Where a part of the layers was exchanged for
+            more than its formula (an adapter, a subclass, an own `dot_general`, another norm or epsilon), "block" tiles their
+            MLP alone, with a warning: `tiling_paths` says why.
         checkpointing: recompute each layer in backward; only the layers' inputs are kept. A `Checkpointing` says more, such
             as that these wait in the host's memory.
         dtype: of the products, "float32", "bfloat16" or "float16"; parameters, norms and the residual stream are float32.
@@ -173,7 +175,7 @@ class Llama(nnx.Module):
         if reason is not None:
             warnings.warn(
                 f"Llama: scope='block' tiles the MLP of a layer alone where {reason}, and its parts are called whole. "
-                "Pass scope='mlp' for the same without this warning.",
+                "Pass scope='mlp' with checkpointing for the same without this warning.",
                 stacklevel=3,
             )
         return reason is None

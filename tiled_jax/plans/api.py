@@ -110,7 +110,7 @@ def parallelize(
             parallelism is left to XLA and needs `TensorParallel(sequence_parallel=False, loss_parallel=False)`, and the
             unit of gathering is the call of a module in a list; the rest is gathered once a step. Variables that are no
             nnx.Param are carried along: data ranks draw from random keys folded with their rank (nnx.Dropout), and
-            floating-point statistics that differ between devices afterwards are averaged.
+            floating-point statistics that differ between devices afterwards are averaged. Those of a Llama are refused.
         mesh: all of whose axes the configuration names.
         config: see shared_specs.config.ParallelConfig. param_dtype is the dtype in which parameters are gathered and
             modules with a `dtype` compute, and in which loss_fn is given the floating-point arrays of a batch; the

@@ -10,7 +10,7 @@ from tiled_jax.mlp.projections import reason_not_plain
 from tiled_jax.models.layer import Attention, DecoderLayer, OffsetRMSNorm
 
 # What an nnx.RMSNorm computes with, beside its scale and epsilon.
-_OF_NORM = {"use_scale": True, "axis_name": None, "reduction_axes": -1, "feature_axes": -1}
+_OF_NORM = {"dtype": None, "use_scale": True, "axis_name": None, "reduction_axes": -1, "feature_axes": -1}
 
 
 def reason_not_block(layer: Any) -> str | None:
@@ -28,7 +28,8 @@ def _reasons(layer: Any) -> Iterator[str | None]:
     mlp: Any = layer.mlp
     yield None if type(attention) is Attention else f"attention is {type(attention).__name__}"
     config = attention.config
-    for name in ("qkv", "o") if config.fused else ("q", "k", "v", "o"):
+    names = ("qkv", "o") if config.fused else ("q", "k", "v", "o")
+    for name in names:
         yield reason_not_plain(f"attention.{name}", getattr(attention, name))
     norms = {name: getattr(layer, name) for name in ("attention_norm", "mlp_norm")}
     branches = {name: getattr(layer, name) for name in ("attention_out_norm", "mlp_out_norm")}
@@ -44,6 +45,9 @@ def _reasons(layer: Any) -> Iterator[str | None]:
     yield f"mlp.{called[0]} is {type(getattr(mlp, called[0])).__name__}" if called else None
     same = (mlp.config.activation, mlp.config.gated) == (config.activation, True)
     yield None if same else "mlp has options of its own"
+    for name in names:  # a block computes all products in one dtype
+        dtype = getattr(attention, name).dtype
+        yield None if dtype == mlp.dtype else f"attention.{name} has dtype={dtype!r} beside mlp's {mlp.dtype!r}"
 
 
 def _reason_of_norm(name: str, norm: Any, config: Any) -> str | None:
