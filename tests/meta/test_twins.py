@@ -18,7 +18,7 @@ ONLY_TORCH = {
     "Triton": "core/triton_blocks.py core/launch.py",
     "oneDNN": "mlp/steps_onednn.py",
     "fn has state that a trace does not show": (
-        "core/replay.py tile/call.py tile/captures.py tile/probe.py tile/state.py tile/versions.py"
+        "core/replay.py tile/captures.py tile/probe.py tile/state.py tile/versions.py"
     ),
     "engines that shard parameters behind the library's back: FSDP2, DeepSpeed": "core/partitioned.py tile/fsdp_units.py",
     "process groups: JAX has mesh axes in one program": (

@@ -29,6 +29,7 @@ from tests.plans.ranks_torch_model import (
     untiled,
 )
 from tiled_torch import tile
+from tiled_torch.tile.module import INNER
 
 
 def count_hooks(model: nn.Module) -> Counter[int]:
@@ -124,7 +125,7 @@ def fsdp1(kind: str, checkpointed: bool, wrapped: str, use_orig_params: bool, ra
 
 def units_of(mlp: Any, wrapped: str) -> list[Any]:
     """The modules of an MLP that become units of their own, a list where several become one."""
-    inner = getattr(mlp, "inner", mlp)
+    inner = mlp.get_submodule(INNER) if INNER in dict(mlp.named_children()) else getattr(mlp, "inner", mlp)
     linears = [module for module in mlp.modules() if isinstance(module, nn.Linear)]
     adapters = [module for module in mlp.modules() if isinstance(module, LoRALinear)]
     units = {"block": [], "mlp": [mlp], "inner": [inner], "linear": linears, "adapter": adapters}
@@ -203,9 +204,9 @@ def tensor_parallel(checkpointed: bool, rank: int, world: int) -> dict[str, Any]
     """Gate and up split by column, down by row; both ranks hold the same tokens."""
     model: Any = Model("tile", 3, checkpointed)
     reference = untiled("tile")
-    plan = {"inner.gate": ColwiseParallel(), "inner.up": ColwiseParallel(), "inner.down": RowwiseParallel()}
+    plan = {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
     for block in model.blocks:
-        parallelize_module(block.mlp, init_device_mesh("cpu", (world,)), plan)
+        parallelize_module(block.mlp.get_submodule(INNER), init_device_mesh("cpu", (world,)), plan)
     for micro in range(MICRO_BATCHES):
         loss_of(model(batch(0, micro))).backward()
         loss_of(reference(batch(0, micro))).backward()

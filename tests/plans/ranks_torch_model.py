@@ -42,11 +42,11 @@ class TiledWeights(GatedMLP):
 
 
 class TiledModule(nn.Module):
-    """The same module through `tile`."""
+    """A module through `tile` anew in every call."""
 
-    def __init__(self, num_shards: int, module: nn.Module | None = None) -> None:
+    def __init__(self, num_shards: int, module: nn.Module) -> None:
         super().__init__()
-        self.inner = GatedMLP() if module is None else module
+        self.inner = module
         self.num_shards = num_shards
 
     def forward(self, x: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ MLPS: dict[str, Callable[[int], nn.Module]] = {
     "TiledMLP": lambda num_shards: TiledMLP(HIDDEN, INTERMEDIATE, num_shards=num_shards),
     "tiled_mlp": TiledWeights,
     "tiled_mlp-keep": lambda num_shards: TiledWeights(num_shards, keep=0.5),
-    "tile": TiledModule,
+    "tile": lambda num_shards: tile(GatedMLP(), num_shards=num_shards),
     "tile-forward": TiledForward,
     "untiled-lora": lambda num_shards: LoRAMLP(),
     "tile-lora": lambda num_shards: TiledModule(num_shards, LoRAMLP()),

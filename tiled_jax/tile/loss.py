@@ -16,7 +16,7 @@ from shared_specs.tile import means
 from tiled_jax import backends
 from tiled_jax.core.products import wide
 from tiled_jax.tile import token_layout
-from tiled_jax.tile.api import Shard, run_shards, with_owner
+from tiled_jax.tile.call import Shard, run_shards, with_owner
 
 _NAME = "tiled_loss"
 _LOOKS = means.Looks()

@@ -7,10 +7,10 @@ and hands their gradients to the anchors. Non-reentrant checkpointing stops its 
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._autograd import _get_current_graph_task_keep_graph as _keeps_graph  # torch has no public name for it
 from torch.utils import _pytree as pytree
 
@@ -21,13 +21,24 @@ from tiled_torch.core import replay
 from tiled_torch.core.tensors import device_kind, refuse_second_order
 from tiled_torch.tile import forward_mode, token_layout
 from tiled_torch.tile.call import Around, TiledCall, alone
+from tiled_torch.tile.module import Standing
 from tiled_torch.tile.state import mode_of
 
 _UNTILED = "; differentiate fn itself, or use tiled_jax."
 
 
+@overload
+def tile(fn: nn.Module, *, num_shards: int | None = None, tiling: Tiling | None = None) -> "TiledModule": ...
+
+
+@overload
+def tile(
+    fn: Callable[..., Any], *, num_shards: int | None = None, tiling: Tiling | None = None
+) -> Callable[..., Any]: ...
+
+
 def tile(fn: Callable[..., Any], *, num_shards: int | None = None, tiling: Tiling | None = None) -> Callable[..., Any]:
-    """Return a function of the same arguments that computes fn shard by shard, with exact gradients.
+    """Return a function of the same arguments that computes fn shard by shard, with exact gradients; of a module a module.
 
     fn(x)[rows] = fn(x[rows]) is what makes a function token-wise, and is not checked. Of what fn computes only one
     shard exists at a time; backward runs fn again, shard by shard, on the same random numbers and autocast state. Each
@@ -57,7 +68,9 @@ def tile(fn: Callable[..., Any], *, num_shards: int | None = None, tiling: Tilin
         num_shards: at most this many shards of T, >= 1; None lets the plan choose. See shared_specs.shards.
         tiling: the long form: num_shards or shard_tokens. keep and memory_budget do not apply.
     Returns:
-        A callable. Its x is [T, H] or [B, S, H] (any leading dims); T = 0 runs fn once without tokens.
+        Of an nn.Module a module that owns it, to be kept in its place: same keys in `state_dict()`, attributes and items;
+        in the names of parameters `_checkpoint_wrapped_module` stands in between, as with PyTorch's checkpoint wrapper. Of
+        a function a callable. Its x is [T, H] or [B, S, H] (any leading dims); T = 0 runs fn once without tokens.
     Numerics: gradients of what shards share are summed in float32 (float64 for float64) and cast once, or added to
         `main_grad`: one of 16 bits gets the finished sum, and is rounded once in each backward.
     Memory: keeps the tensor arguments, and of tensors that fn writes a copy for every shard (one in all of a tensor beyond
@@ -80,11 +93,26 @@ def tile(fn: Callable[..., Any], *, num_shards: int | None = None, tiling: Tilin
         >>> tile(experts, num_shards=4)(torch.randn(2, 5, 8)).shape
         torch.Size([2, 5, 8])
     """
-    return Tiled(fn, check_tile(fn, num_shards, tiling))
+    options = check_tile(fn, num_shards, tiling)
+    return TiledModule(fn, options) if isinstance(fn, nn.Module) else Tiled(fn, options)
+
+
+class TiledModule(Standing):
+    """The result of `tile` for a module."""
+
+    def __init__(self, module: nn.Module, tiling: Tiling) -> None:
+        super().__init__(module)
+        self._tiling = tiling
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return Tiled(self._stands_for, self._tiling)(*args, **kwargs)
+
+    def extra_repr(self) -> str:
+        return f"tiling={self._tiling!r}"
 
 
 class Tiled:
-    """The result of `tile`. function: the public function called, for its messages. around: makes the context in
+    """The result of `tile` for a function. function: the public function called, for its messages. around: makes the context in
     which all shards run, of forward and, told True, of backward.
     """
 
