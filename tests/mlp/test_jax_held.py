@@ -137,11 +137,11 @@ def test_a_frozen_parameter_of_a_model(scope: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("scope", ["mlp", "block"])
-def test_a_frozen_parameter_of_a_model_over_devices_is_refused_by_name(scope: str) -> None:
+def test_statistics_in_a_model_over_devices_are_refused_by_name(scope: str) -> None:
     model: Any = Llama(CONFIG, scope=scope, rngs=nnx.Rngs(0))
-    model.layers.mlp.w_gate = Frozen(model.layers.mlp.w_gate[...])
+    model.layers.mlp.w_gate = nnx.BatchStat(model.layers.mlp.w_gate[...])
     mesh = jax.make_mesh((2,), ("dp_shard",), axis_types=(jax.sharding.AxisType.Auto,))
-    with pytest.raises(UnsupportedError, match=r"layers\.mlp\.w_gate must be an nnx\.Param, got Frozen"):
+    with pytest.raises(UnsupportedError, match=r"layers\.mlp\.w_gate must be a parameter, got BatchStat"):
         parallelize(model, mesh, ParallelConfig(data=DataParallel()))
 
 

@@ -38,7 +38,7 @@ def generic_loss(
         _gathers_itself(_at(model, unit), nnx.from_flat_state(own), unit, mapped)
     loss = loss_fn(model, mapped.cast(batch))
     total, count = loss if isinstance(loss, tuple) else (loss, 1)
-    return total, count, same_keys(variables, split_model(model)[2])
+    return total, count, same_keys(variables, split_model(model, mapped.held)[2])
 
 
 def unit_path(path: Path) -> Path | None:
@@ -65,7 +65,7 @@ def _gathers_itself(module: nnx.Module, parameters: nnx.State, prefix: Path, map
     own = {path for path, _ in nnx.to_flat_state(parameters)}
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        graph, held, variables = split_model(self)
+        graph, held, variables = split_model(self, mapped.held)
         shared = nnx.from_flat_state([(path, leaf) for path, leaf in nnx.to_flat_state(held) if path not in own])
         _check_whole(shared)
         leaves, tree = jax.tree.flatten((args, kwargs))
@@ -79,7 +79,7 @@ def _gathers_itself(module: nnx.Module, parameters: nnx.State, prefix: Path, map
             given, named = jax.tree.unflatten(tree, inner)
             module = nnx.merge(graph, parameters, shared, variables, copy=True)
             y = kind.__call__(module, *given, **named)  # type: ignore[operator]
-            return y, same_keys(variables, split_model(module)[2])
+            return y, same_keys(variables, split_model(module, mapped.held)[2])
 
         layer = mapped.layer(run, prefix, index=prefix[-1])
         y, after = layer(parameters, *(leaves[place] for place in places), shared, variables)

@@ -30,7 +30,17 @@ from tiled_jax.plans.any_model import generic_loss
 from tiled_jax.plans.checks import check_batch, check_micro_batches, check_model, check_split, checked_axes
 from tiled_jax.plans.data import Mapped
 from tiled_jax.plans.registry import Path, as_parameters, placement_of, rules_of
-from tiled_jax.plans.variables import agree_on_state, of_rank, same_keys, split_model
+from tiled_jax.plans.variables import (
+    agree_on_state,
+    filter_of,
+    is_state,
+    joined,
+    of_rank,
+    parted,
+    same_keys,
+    split_model,
+    trained_paths,
+)
 
 _LOG = logging.getLogger("tiled_jax")
 HERE = "parallelize"
@@ -41,7 +51,8 @@ class TrainState(NamedTuple):
     """The state that a train step reads and writes.
 
     Args:
-        parameters: `nnx.State` of nnx.Param. optimizer: optax's state, or () without an optimizer.
+        parameters: `nnx.State` of nnx.Param, trained or not. optimizer: optax's state, of those that are trained, or ()
+            without an optimizer.
         variables: `nnx.State` of everything else in the model, often of nothing.
     """
 
@@ -57,8 +68,8 @@ class Parallelized:
     Args:
         step: step(state, batch) -> (state, loss), one optimizer update, compiled at its first call. It writes over its
             input state with `config.donate`. None without an optimizer.
-        gradients: gradients(parameters, batch) -> (loss, gradients), placed as the parameters are; for gradient
-            accumulation and for other optimizers. Donates nothing. Of a model with other variables
+        gradients: gradients(parameters, batch) -> (loss, gradients), of the trained parameters, placed as they are; for
+            gradient accumulation and for other optimizers. Donates nothing. Of a model with other variables
             gradients(parameters, batch, variables) -> (loss, gradients, variables).
         loss: loss(parameters, batch) -> the loss alone, without a gradient and in one piece, whatever micro_batches says; the
             batch is one whose sequences the devices divide. Of a model with other variables loss(parameters, batch,
@@ -91,6 +102,7 @@ def parallelize(
     *,
     loss_fn: Loss | None = None,
     optimizer: optax.GradientTransformation | None = None,
+    wrt: Any = nnx.Param,
 ) -> Parallelized:
     """Return a compiled train step of the model over the devices of a mesh, and the shardings of all that it works on.
 
@@ -109,8 +121,9 @@ def parallelize(
             `eval()`) that it has now. `tiled_jax.models.Llama` has rules for everything below. For other models tensor
             parallelism is left to XLA and needs `TensorParallel(sequence_parallel=False, loss_parallel=False)`, and the
             unit of gathering is the call of a module in a list; the rest is gathered once a step. Variables that are no
-            nnx.Param are carried along: data ranks draw from random keys folded with their rank (nnx.Dropout), and
-            floating-point statistics that differ between devices afterwards are averaged. Those of a Llama are refused.
+            nnx.Param, of a Llama random keys and statistics alone, are carried along: data ranks draw from random keys folded
+            with their rank (nnx.Dropout), and floating-point statistics that differ between devices afterwards are averaged.
+            A Llama with such ones is refused.
         mesh: all of whose axes the configuration names.
         config: see shared_specs.config.ParallelConfig. param_dtype is the dtype in which parameters are gathered and
             modules with a `dtype` compute, and in which loss_fn is given the floating-point arrays of a batch; the
@@ -120,6 +133,9 @@ def parallelize(
             they do not count alike; batch: a pytree of arrays whose dim 0 is the sequence. None: that of the rules
             (`next_token_loss` for Llama, of an array of tokens or a mapping, of packed documents too).
         optimizer: an optax transformation; None: the result has `gradients` and no `step`.
+        wrt: which parameters are trained, a filter as `nnx.Optimizer` has it: a type of variable (nnx.LoRAParam), a predicate
+            of path and variable, `nnx.All(nnx.Param, nnx.PathContains("mlp"))`. The others are placed and gathered alike, and
+            have neither gradients nor optimizer state. Variables that wrt takes are parameters, whatever their type.
     Returns:
         `Parallelized`.
     Numerics: gradients are summed over devices in reduce_dtype and returned in the dtype of the parameters, those of
@@ -157,7 +173,9 @@ def parallelize(
         fail(HERE, "loss_fn", "given for a model without a loss of its own", None, advice="Or register rules with one.")
     loss = None if loss_fn is not None else rules.loss
     check_model(model, mesh, config, axes, rules if loss is not None else None)
-    graph, parameters, variables = split_model(model)
+    held = nnx.Any(nnx.Param, filter_of(wrt)) if loss is None else nnx.Not(is_state)
+    graph, parameters, variables = split_model(model, held)
+    trained = trained_paths(parameters, wrt)
     placements = {
         path: placement_of(HERE, path, leaf.get_value().shape, _metadata(leaf), rules, axes)
         for path, leaf in nnx.to_flat_state(parameters)
@@ -171,10 +189,13 @@ def parallelize(
         param_dtype=None if data is None else data.param_dtype,
         reduce_dtype=None if data is None else data.reduce_dtype,
         cast_vectors=loss is None,
+        held=held,
     )
     computing = _computing_in(model, mapped.param_dtype)
-    built = _Build(mesh, mapped, computing, loss, loss_fn, optimizer).run(graph, parameters, variables)
+    built = _Build(mesh, mapped, computing, loss, loss_fn, optimizer, trained).run(graph, parameters, variables)
     if jax.process_index() == 0:
+        if len(trained) < len(placements):
+            _LOG.info("%s: wrt trains %d of %d parameters", HERE, len(trained), len(placements))
         for line in applied_lines(config, axes.size, _tiled_in(model, own=loss is not None)):
             _LOG.info("%s: %s", HERE, line)
     return built
@@ -225,6 +246,7 @@ class _Build:
     loss: Callable[..., tuple[Any, Any]] | None
     loss_fn: Loss | None
     optimizer: optax.GradientTransformation | None
+    trained: frozenset[Path]
 
     def run(self, graph: Any, parameters: Any, variables: Any) -> Parallelized:
         shapes = self._shapes(parameters, variables)
@@ -264,8 +286,9 @@ class _Build:
         variables = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole), variables)
         if self.optimizer is None:
             return TrainState(shapes, (), variables)
-        state = jax.eval_shape(self.optimizer.init, shapes)
-        return TrainState(shapes, as_parameters(state, shapes, whole), variables)
+        trained = parted(shapes, self.trained)[0]
+        state = jax.eval_shape(self.optimizer.init, trained)
+        return TrainState(shapes, as_parameters(state, trained, whole), variables)
 
     def _init(self, shardings: TrainState, own: Any, parameters: Any, variables: Any = None) -> TrainState:
         """own: the variables that the model came with."""
@@ -276,10 +299,11 @@ class _Build:
         variables = jax.tree.map(_copied, variables, shardings.variables)
         if self.optimizer is None:
             return TrainState(placed, (), variables)
-        return TrainState(placed, jax.jit(self.optimizer.init, out_shardings=shardings.optimizer)(placed), variables)
+        trained = parted(placed, self.trained)[0]
+        return TrainState(placed, jax.jit(self.optimizer.init, out_shardings=shardings.optimizer)(trained), variables)
 
     def _public_gradients(self, shardings: TrainState) -> Any:
-        placed = self._named(P()), shardings.parameters
+        placed = self._named(P()), parted(shardings.parameters, self.trained)[0]
         if jax.tree.leaves(shardings.variables):
             return jax.jit(self._gradients, out_shardings=(*placed, shardings.variables))
 
@@ -316,7 +340,7 @@ class _Build:
             function,
             mesh=self.mesh,
             in_specs=(specs, P(axes.batch or None), whole),
-            out_specs=P() if function == self._loss_on_device else (P(), specs, whole),
+            out_specs=P() if function == self._loss_on_device else (P(), parted(specs, self.trained)[0], whole),
             axis_names=manual,
         )(parameters, batch, variables)
 
@@ -329,11 +353,17 @@ class _Build:
         axes = tuple(axis for axis in self.mapped.axes.data if self.mapped.axes.size[axis] > 1)
         own = of_rank(variables, axes)
         parts = self.mapped.config.micro_batches
+        trained, frozen = parted(parameters, self.trained)
         if parts > 1:
-            loss, gradients, after = accumulated(self._sums, self.mapped.shared, parameters, batch, own, parts)
+            still = self.mapped.shared(frozen)
+
+            def sums(given: Any, batch: Any, variables: Any) -> tuple[jax.Array, jax.Array, Any]:
+                return self._sums(joined(given, still), batch, variables)
+
+            loss, gradients, after = accumulated(sums, self.mapped.shared, trained, batch, own, parts)
         else:
-            total = jax.value_and_grad(lambda parameters: self._total(parameters, batch, own), has_aux=True)
-            (loss, after), gradients = total(parameters)
+            total = jax.value_and_grad(lambda trained: self._total(joined(trained, frozen), batch, own), has_aux=True)
+            (loss, after), gradients = total(trained)
         return loss, gradients, agree_on_state(variables, after)
 
     def _total(self, parameters: Any, batch: Any, variables: Any) -> tuple[jax.Array, Any]:
@@ -346,7 +376,7 @@ class _Build:
         if self.loss is not None:
             model = nnx.merge(self.graph, parameters, variables, copy=True)
             total, count = self.loss(model, batch, self.mapped)
-            after = same_keys(variables, split_model(model)[2])
+            after = same_keys(variables, split_model(model, self.mapped.held)[2])
         else:
             assert self.loss_fn is not None
             total, count, after = generic_loss(self.graph, parameters, variables, batch, self.loss_fn, self.mapped)
@@ -362,9 +392,11 @@ class _Build:
         def step(state: TrainState, batch: Any) -> tuple[TrainState, jax.Array]:
             loss, gradients, variables = self._gradients(state.parameters, batch, state.variables)
             # optax raises a float to the power of an integer count, which strict promotion refuses.
+            trained, frozen = parted(state.parameters, self.trained)
             with jax.numpy_dtype_promotion("standard"):
-                updates, new = optimizer.update(gradients, state.optimizer, state.parameters)
-            return TrainState(optax.apply_updates(state.parameters, updates), new, variables), loss
+                updates, new = optimizer.update(gradients, state.optimizer, trained)
+            after: Any = optax.apply_updates(trained, updates)
+            return TrainState(joined(after, frozen), new, variables), loss
 
         donated = (0,) if self.mapped.config.donate else ()
         return jax.jit(step, donate_argnums=donated, out_shardings=(shardings, self._named(P())))

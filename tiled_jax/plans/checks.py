@@ -66,6 +66,8 @@ def check_model(
     if rules.sizes is None:
         return
     sizes = rules.sizes(model)
+    if axes.tensor is not None and isinstance(model, Llama):
+        _check_split_layers(model)
     if axes.tensor is not None and isinstance(model, Llama) and model.config.fused:
         refuse_fused(HERE, type(model).__name__, "layers.attention.qkv and layers.mlp.w_gate_up")
     if axes.tensor is not None:
@@ -78,6 +80,24 @@ def check_model(
         heads = sizes.even.get("num_attention_heads")
         if heads is not None:
             check_context_heads(HERE, heads, {axis: axes.size[axis] for axis in both})
+
+
+def _check_split_layers(model: Llama) -> None:
+    """Refuse layers of which tensor parallelism cannot split what stands in the place of a weight.
+
+    Raises:
+        UnsupportedError: a projection of the MLP is a layer; the output projection holds its bias elsewhere.
+    """
+    mlp: Any = model.layers.mlp
+    for name in getattr(mlp, "_layers", tuple)():
+        advice = "Put adapters on the projections of attention, or leave config.tensor out."
+        _unsupported(
+            f"layers.mlp.{name}", "a weight of the MLP with config.tensor", type(getattr(mlp, name)).__name__, advice
+        )
+    o = model.layers.attention.o
+    if not hasattr(o, "bias"):
+        advice = "nnx.LoRALinear is one; its sum over devices has the bias once."
+        _unsupported("layers.attention.o", "an nnx.Linear, or a subclass, with config.tensor", type(o).__name__, advice)
 
 
 def _check_own_loss(mesh: jax.sharding.Mesh, config: ParallelConfig) -> None:

@@ -31,6 +31,7 @@ class Mapped:
     param_dtype: Any = None
     reduce_dtype: Any = None
     cast_vectors: bool = False  # whether biases and norms take param_dtype too
+    held: Any = nnx.Param  # the filter of the parameters among a model's variables
 
     @property
     def sequence_parallel(self) -> bool:

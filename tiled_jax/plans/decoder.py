@@ -35,6 +35,7 @@ from tiled_jax.plans.decoder_ends import embedded, head_loss
 from tiled_jax.plans.decoder_layers import layer_apart
 from tiled_jax.plans.decoder_tokens import entered, over_shards, reduced
 from tiled_jax.plans.registry import ModelRules, register_rules
+from tiled_jax.plans.variables import is_state
 
 HERE = "parallelize"
 
@@ -91,8 +92,7 @@ def _check_model(model: Llama) -> None:
     """Check that these layers have all parts of a model.
 
     Raises:
-        UnsupportedError: they have experts, with scope="block" a part that is to be called, or a variable that is no
-            nnx.Param, of which nothing says where it belongs.
+        UnsupportedError: they have experts, with scope="block" a part that is to be called, or random keys or statistics.
     """
     if model.config.experts is not None:
         advice = "Pass tiled_jax.models.loss.summed_next_token_loss as loss_fn, with axes of data parallelism alone."
@@ -101,9 +101,9 @@ def _check_model(model: Llama) -> None:
     if reason is not None:
         rule, advice = "plain with scope='block'", "Take scope='mlp', whose parts are called."
         raise UnsupportedError(error_text(HERE, "a layer's parts", rule, reason, advice=advice))
-    for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Not(nnx.Param))):
-        name, advice = ".".join(map(str, path)), "Without `parallelize` a variable of any type takes part."
-        raise UnsupportedError(error_text(HERE, name, "an nnx.Param", type(variable).__name__, advice=advice))
+    for path, variable in nnx.to_flat_state(nnx.state(model, is_state)):
+        name, advice = ".".join(map(str, path)), "Its layers are one loop, which carries the hidden states alone."
+        raise UnsupportedError(error_text(HERE, name, "a parameter", type(variable).__name__, advice=advice))
 
 
 def _check_rows(rows: int, mapped: Mapped) -> None:
@@ -215,14 +215,19 @@ register_rules(
             "head.kernel": ("hidden", "vocab"),
             "norm.scale": ("norm",),
             "layers.*_norm.scale": ("layers", "norm"),
-            "layers.attention.q.kernel": ("layers", "hidden", "heads"),
-            "layers.attention.[kv].kernel": ("layers", "hidden", "kv_heads"),
+            "layers.attention.q.*kernel": ("layers", "hidden", "heads"),  # `*`: in an adapter around it too
+            "layers.attention.[kv].*kernel": ("layers", "hidden", "kv_heads"),
             "layers.attention.qkv.kernel": ("layers", "hidden", None),
-            "layers.attention.o.kernel": ("layers", "heads", "hidden"),
-            "layers.attention.q.bias": ("layers", "heads"),
-            "layers.attention.[kv].bias": ("layers", "kv_heads"),
+            "layers.attention.o.*kernel": ("layers", "heads", "hidden"),
+            "layers.attention.[qkv].*lora_a": ("layers", "hidden", None),
+            "layers.attention.q.*lora_b": ("layers", None, "heads"),
+            "layers.attention.[kv].*lora_b": ("layers", None, "kv_heads"),
+            "layers.attention.o.*lora_a": ("layers", "heads", None),
+            "layers.attention.o.*lora_b": ("layers", None, "hidden"),
+            "layers.attention.q.*bias": ("layers", "heads"),
+            "layers.attention.[kv].*bias": ("layers", "kv_heads"),
             "layers.attention.qkv.bias": ("layers", "norm"),
-            "layers.attention.o.bias": ("layers", "norm"),
+            "layers.attention.o.*bias": ("layers", "norm"),
             "layers.mlp.w_gate_up": ("layers", "hidden", None),
             "layers.mlp.w_gate": ("layers", "hidden", "intermediate"),
             "layers.mlp.w_up": ("layers", "hidden", "intermediate"),

@@ -136,7 +136,10 @@ def placement_of(
     name = ".".join(map(str, path))
     names = _names(function, name, len(shape), metadata, rules)
     if names is None:
-        return Placement(_longest(shape, axes), None, len(shape))
+        stacked = int(
+            any(each[0] == "layers" and pattern.startswith(f"{path[0]}.") for pattern, each in rules.axes.items())
+        )
+        return Placement(_longest(shape[stacked:], axes), None, len(shape) - stacked)
     logical: dict[str, SplitOver | None] = {**LOGICAL, **rules.logical}
     splits: dict[str, int] = {}
     for index, dim in enumerate(names):

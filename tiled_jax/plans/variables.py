@@ -1,4 +1,7 @@
-"""What a model holds beside its parameters - random keys, their counts, statistics - as devices carry it through a step."""
+"""What a model holds: parameters, of them those that are trained, and beside them random keys, their counts, statistics.
+
+The last are carried through a step as devices have them.
+"""
 
 from typing import Any
 
@@ -6,17 +9,61 @@ import jax
 from flax import nnx
 from jax import lax
 
-from shared_specs.errors import UnsupportedError, error_text
+from shared_specs.errors import UnsupportedError, error_text, fail, fail_type
 from tiled_jax.core.loops import varying
 from tiled_jax.core.products import wide
 
 HERE = "parallelize"
 
 
-def split_model(model: nnx.Module) -> tuple[Any, nnx.State, nnx.State]:
-    """Return the graph, the parameters and all other variables of a model."""
-    graph, parameters, others = nnx.split(model, nnx.Param, ...)
+def is_state(_: Any, leaf: Any) -> bool:
+    """Return whether a variable is of one of Flax's types for what a call itself changes."""
+    return isinstance(leaf, nnx.RngState | nnx.BatchStat | nnx.Cache | nnx.Intermediate)
+
+
+def split_model(model: nnx.Module, held: Any) -> tuple[Any, nnx.State, nnx.State]:
+    """Return the graph, the parameters, which are the variables that the filter `held` takes, and all others of a model."""
+    graph, parameters, others = nnx.split(model, held, ...)
     return graph, parameters, others
+
+
+def trained_paths(parameters: nnx.State, wrt: Any) -> frozenset[tuple[Any, ...]]:
+    """Return the paths of the parameters that the filter `wrt` takes.
+
+    Raises:
+        TypeError: wrt is no filter of nnx. SpecError: it takes none, though it is not the default, or one without a derivative.
+    """
+    taken = {path: leaf for path, leaf in nnx.to_flat_state(parameters) if filter_of(wrt)(path, leaf)}
+    if not taken and wrt is not nnx.Param:
+        fail(HERE, "wrt", "a filter that takes a parameter of the model", f"{wrt!r}, which takes none")
+    for path, leaf in taken.items():
+        dtype = leaf.get_value().dtype
+        if not jax.numpy.issubdtype(dtype, jax.numpy.floating):
+            name = ".".join(map(str, path))
+            fail(HERE, "wrt", "a filter of floating-point parameters", f"one that takes {name}, of {dtype}")
+    return frozenset(taken)
+
+
+def filter_of(wrt: Any) -> Any:
+    """Return the predicate (path, variable) -> bool of a filter of nnx; TypeError where it is none."""
+    try:
+        return nnx.filterlib.to_predicate(wrt)
+    except (TypeError, ValueError):  # the second from the message of the first
+        fail_type(
+            HERE, "wrt", "a filter of nnx: a type of variable, a predicate, nnx.Any(...), ...", type(wrt).__name__
+        )
+
+
+def parted(parameters: nnx.State, paths: frozenset[tuple[Any, ...]]) -> tuple[nnx.State, nnx.State]:
+    """Return the parameters at these paths, and the others."""
+    flat = nnx.to_flat_state(parameters)
+    taken = [(path, leaf) for path, leaf in flat if path in paths]
+    return nnx.from_flat_state(taken), nnx.from_flat_state([(path, leaf) for path, leaf in flat if path not in paths])
+
+
+def joined(*states: nnx.State) -> nnx.State:
+    """Return what `parted` was given."""
+    return nnx.from_flat_state([pair for state in states for pair in nnx.to_flat_state(state)])
 
 
 def of_rank(variables: nnx.State, axes: tuple[str, ...]) -> nnx.State:

@@ -58,6 +58,7 @@ def tile(
             from an object that is neither a pytree nor a Flax module, or a result [t, ...] of x cut in a later dim.
     Source: `lax.scan` over `jax.checkpoint`; the sharding idea is DeepSpeed's ALST (arXiv 2506.13996).
     Example:
+        >>> import jax.numpy as jnp
         >>> block = nnx.Sequential(nnx.Linear(8, 32, rngs=nnx.Rngs(0)), nnx.gelu, nnx.Linear(32, 8, rngs=nnx.Rngs(1)))
         >>> tile(block, num_shards=4)(jnp.ones((2, 5, 8))).shape
         (2, 5, 8)
