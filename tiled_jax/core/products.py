@@ -1,10 +1,16 @@
 """Matrix products with float32 accumulation, and the dtype that sums over tokens are kept in."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from shared_specs.errors import UnsupportedError, refusal_text
 from tiled_jax.core.linear_call import barrier
+
+_IMPORTED = lax.dot_general, lax.dot_general.__code__
 
 
 def wide(dtype: jnp.dtype) -> jnp.dtype:
@@ -27,6 +33,34 @@ def product_of_rows(a: jax.Array, b: jax.Array, out: jnp.dtype) -> jax.Array:
     if jax.default_backend() == "cpu":
         return product(barrier(a.T), b, (1, 0), out)
     return product(a, b, (0, 0), out)
+
+
+def refuse_exchanged_products(function: str, weights: Mapping[str, Any]) -> None:
+    """Refuse weights whose products somebody computes otherwise while a model runs, as qwix does to quantise and adapt.
+
+    What is computed again in backward would be computed without it, and a compiled call would be taken for the other kind.
+
+    Raises:
+        UnsupportedError: the product of one of them is not `lax.dot_general` alone now.
+    """
+    if (lax.dot_general, lax.dot_general.__code__) == _IMPORTED:
+        return
+    for name, w in weights.items():
+        if getattr(w, "ndim", 0) > 1 and not _is_plain_product(w):
+            wrong = f"the product with {name} is exchanged while the model runs, as qwix does"
+            advice = "Quantise or adapt plain layers and put tile(layers) in their place, or leave this module out of the rules."
+            raise UnsupportedError(refusal_text(function, wrong, advice=advice))
+
+
+def _is_plain_product(w: Any) -> bool:
+    def multiplied(rows: jax.Array) -> jax.Array:
+        return lax.dot_general(rows, w, (((1,), (0,)), ((), ())))
+
+    try:
+        program = jax.make_jaxpr(multiplied)(jax.ShapeDtypeStruct((1, w.shape[0]), w.dtype)).jaxpr
+    except Exception:  # of somebody else's code: it made a variable of a module, say
+        return False
+    return [equation.primitive.name for equation in program.eqns] == ["dot_general"]
 
 
 def after(first: jax.Array, value: jax.Array) -> jax.Array:

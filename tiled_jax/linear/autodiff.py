@@ -20,7 +20,7 @@ from shared_specs.collectives.partitions import bounds
 from shared_specs.errors import fail, show_shape
 from tiled_jax.core.linear_call import Arrays, Saved, differentiable
 from tiled_jax.core.loops import gradient_of, vary_like, vary_over
-from tiled_jax.core.products import product, product_of_rows, wide
+from tiled_jax.core.products import product, product_of_rows, refuse_exchanged_products, wide
 
 Gather = Literal["collective", "compiler"]
 _columns, _set_columns = partial(lax.dynamic_slice_in_dim, axis=1), partial(lax.dynamic_update_slice_in_dim, axis=1)
@@ -164,6 +164,7 @@ def tiled_linear(
     Raises:
         SpecError: a tile is not what the split over a manual mesh axis leaves of it.
     """
+    refuse_exchanged_products(function, {"weight": weight})
     mesh = jax.sharding.get_abstract_mesh()
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     explicit = tuple(axis for axis, kind in kinds.items() if kind == AxisType.Explicit)

@@ -24,7 +24,7 @@ from tiled_jax.collectives.gathered_tokens import TokenAxis
 from tiled_jax.collectives.padding import is_token, without_padding
 from tiled_jax.core.arrays import array, operands
 from tiled_jax.core.own_tokens import split_of
-from tiled_jax.core.products import wide
+from tiled_jax.core.products import refuse_exchanged_products, wide
 from tiled_jax.loss.autodiff import COLUMNS, NAME, LossCall, run
 from tiled_jax.loss.math import Rules
 from tiled_jax.loss.steps import XLA, LossSteps
@@ -106,6 +106,7 @@ def linear_cross_entropy(
 ) -> Any:
     """Return one checked call. `axis`: the mesh axis over which a vocabulary of `vocab` entries is split, and with
     sequence_parallel the tokens, of which every device has `split_sizes`."""
+    refuse_exchanged_products(function, {"weight": weight})
     given, x = targets, array(function, "x", x)
     w = {"weight": array(function, "weight", weight)} | (
         {} if bias is None else {"bias": array(function, "bias", bias)}

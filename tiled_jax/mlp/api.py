@@ -21,6 +21,7 @@ from tiled_jax import backends
 from tiled_jax.collectives.gathered_tokens import TokenAxis
 from tiled_jax.core.arrays import array, operands
 from tiled_jax.core.own_tokens import split_of
+from tiled_jax.core.products import refuse_exchanged_products
 from tiled_jax.mlp.autodiff import COLUMNS, MLPCall, run
 from tiled_jax.mlp.steps import XLA, MLPSteps
 
@@ -91,6 +92,7 @@ def tiled_mlp(
         >>> tiled_mlp(x, w, w, w.T, num_shards=3).shape
         (2, 5, 8)
     """
+    refuse_exchanged_products(_NAME, {"w_gate": w_gate, "w_up": w_up, "w_down": w_down})
     given = check_operands(
         _NAME, x, w_gate, w_up, w_down, biases, activation, num_shards, keep, tiling, backend, several=False
     )

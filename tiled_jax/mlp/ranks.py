@@ -19,6 +19,7 @@ from tiled_jax.collectives.gathered_tokens import axis_ranks
 from tiled_jax.collectives.mesh import check_mesh, place, split_as, token_spec
 from tiled_jax.collectives.padding import is_token, without_padding
 from tiled_jax.core.params import as_operands, compute_dtype
+from tiled_jax.core.products import refuse_exchanged_products
 from tiled_jax.mlp.api import check_operands, make_call
 from tiled_jax.mlp.autodiff import run
 from tiled_jax.mlp.params import MLPConfig, make_config, param_axes, param_shapes
@@ -77,6 +78,7 @@ def tensor_parallel_mlp(
             in_specs=(P("tp", None), P(None, "tp"), P(None, "tp"), P("tp", None)), out_specs=P("tp", None),
         )(x, w_gate, w_up, w_down)
     """
+    refuse_exchanged_products(_NAME, {"w_gate": w_gate, "w_up": w_up, "w_down": w_down})
     ranks = axis_ranks(_NAME, axis_name)
     given = check_operands(_NAME, x, w_gate, w_up, w_down, biases, activation, num_shards, keep, tiling, backend)
     rows = checks.flat_tokens(given.x.shape)

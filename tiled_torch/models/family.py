@@ -1,6 +1,7 @@
 """What `tile_model` has to know of a Hugging Face MLP class: where its projections are and that its math is the known one."""
 
 import inspect
+import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from shared_specs.config import Activation
 from tiled_torch.core.partitioned import is_hook, weight_of
 from tiled_torch.models.pickling import Remade
+
+_CAPTURING = "transformers.utils.output_capturing"
 
 
 @dataclass(frozen=True)
@@ -123,15 +126,31 @@ def reason_called(
 ) -> str | None:
     """Return why a module has to be called; None where its formula is all that it does.
 
+    Hooks by which transformers collects outputs are no reason in a call that does not ask for them: they stay for good.
     gathered: but for ZeRO-3's hooks. unit: but for FSDP2's. known: numbers of hooks that somebody else sees to.
     """
     if "forward" in vars(module):
         return f"{name} has a forward of its own"
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     found = (hook for kind in hooks for number, hook in getattr(module, kind).items() if number not in known)
-    engines = (gathered and is_hook, unit and _is_hook_of_units)
+    engines = (gathered and is_hook, unit and _is_hook_of_units, _collects_nothing)
     others = (hook for hook in found if not any(engine and engine(hook) for engine in engines))
     return f"{name} has hooks" if any(True for _ in others) else None
+
+
+def _collects_nothing(hook: Callable[..., Any]) -> bool:
+    """Return whether a hook is one of transformers' that collect outputs, and this call asks for none of its kind."""
+    if torch.compiler.is_compiling() or getattr(hook, "__module__", "") != _CAPTURING:
+        return False
+    active = _collector()
+    if active is None:
+        return False
+    wanted, cells = active.get(), dict(zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=True))
+    return wanted is None or ("key" in cells and cells["key"].cell_contents not in wanted)
+
+
+def _collector() -> Any:
+    return getattr(sys.modules.get(_CAPTURING), "_active_collector", None)
 
 
 def _is_hook_of_units(hook: Callable[..., Any]) -> bool:

@@ -1,4 +1,4 @@
-"""What ran, for `tiling_paths`, and a warning, once for a model and a reason, where a loss goes past the tiled one.
+"""What ran, for `tiling_paths`, and a warning, once for a model and a reason, where a loss, an MLP or a layer runs otherwise.
 
 Code that torch.compile traces reports nothing.
 """
@@ -53,6 +53,17 @@ def tell(module: Any, reason: str, advice: str) -> None:
     if not torch.compiler.is_compiling() and reason not in module._told:
         module._told = (*module._told, reason)
         warn_untiled(module._model_name, reason, advice)
+
+
+def tell_of_part(module: Any, what: str, reason: str) -> None:
+    """Warn once for a model and a reason that a part of it, in training, does not run as `tile_model` made it."""
+    told = vars(module).get("_heard")
+    if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and module.training) or told is None:
+        return
+    text = f"tile_model: {module._untiled.__name__} {what}: {reason}."
+    if text not in told:
+        told.add(text)
+        warnings.warn(f"{text} tiling_paths(model) says which ones.", UserWarning, stacklevel=3)
 
 
 def warn_untiled(model: str, reason: str, advice: str) -> None:

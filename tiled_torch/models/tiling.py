@@ -131,6 +131,12 @@ def tile_model(
     for module, _ in seen.heads.values():
         module._tiling = replace(options, keep=0.0)  # type: ignore[assignment]
         _watch_layers(module)
+    heard: set[str] = set()
+    for module in model.modules():
+        if isinstance(module, Tiled | TiledBlock):
+            module._heard = heard  # type: ignore[misc]
+        if isinstance(module, Tiled):
+            module._made = path_now(module)
     for module, reason in seen.left.values():
         vars(module)["_left"] = reason
     _tell_what_is_left(model, seen)

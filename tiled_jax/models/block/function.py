@@ -24,7 +24,7 @@ from tiled_jax.collectives.conjugates import Axis, exchange_parts, mesh_axis
 from tiled_jax.core.linear_call import Arrays, Saved, barrier, differentiable
 from tiled_jax.core.loops import Body, for_each, gradient_of, vary_over, varying_of
 from tiled_jax.core.own_tokens import Axes, TokenOp, as_typed, on_own_tokens
-from tiled_jax.core.products import wide
+from tiled_jax.core.products import refuse_exchanged_products, wide
 from tiled_jax.layers import attention_blocks, ring_steps
 from tiled_jax.mlp.api import check_operands, make_call
 from tiled_jax.mlp.loops import MLPCall
@@ -202,7 +202,9 @@ def block_layer(
     if turns is None:
         # An operand, because what a partitioner runs may have no constants.
         turns = turning(layer.attention.config.rope, layer.attention.head_dim, positions)
-    operands = {"x": x, "positions": positions, TURNS: turns} | parameters_of(layer)
+    parameters = parameters_of(layer)
+    refuse_exchanged_products("Llama", parameters)
+    operands = {"x": x, "positions": positions, TURNS: turns} | parameters
     operands |= {name: a for name, a in ((FIRST, first), (MASK, mask)) if a is not None}
     ranks = block_ranks(tensor, sequence_parallel)
     of_parts = apart(layer.attention.config, operands)

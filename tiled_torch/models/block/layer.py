@@ -28,7 +28,7 @@ from tiled_torch.models.block.parts import Unhooked
 from tiled_torch.models.block.shards import BlockRanks, ColumnShards, Shards, TokenShards, dealt, is_split
 from tiled_torch.models.family import forward_in_place_of, home_of, reason_called
 from tiled_torch.models.pickling import Remade
-from tiled_torch.models.reports import note_layers
+from tiled_torch.models.reports import note_layers, tell_of_part
 from tiled_torch.tile.api import tile
 from tiled_torch.tile.state import is_fake
 
@@ -97,6 +97,7 @@ class TiledBlock(Remade):
     _block_ran: str | None = None
     _block_ranks: BlockRanks | None = None  # what `parallelize` says of a layer whose weights are split
     _offload: bool = False
+    _heard: set[str]  # what was warned of, one set for a model
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Nothing: transformers' wrapper would checkpoint what is its own checkpoint."""
@@ -120,6 +121,7 @@ def _forward(layer: Any, hidden_states: Any, *args: Any, between: bool = False, 
     layer._block_ran = f"tiled_block{BETWEEN * between}" if reason is None else f"mlp: {reason}"
     offloaded = layer._offload or _is_offloaded(layer)
     if reason is not None:
+        tell_of_part(layer, "runs whole, its MLP alone a shard at a time, in spite of scope='block'", reason)
         again = torch.is_grad_enabled() and not cached and not torch._C._are_functorch_transforms_active()
         return _whole(layer, hidden_states, *args, recomputed=again, offloaded=offloaded, **kwargs)
     for mlp in layer.children():  # whose own forward does not run, where it would look

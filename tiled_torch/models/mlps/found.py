@@ -98,12 +98,23 @@ def kept_of(module: nn.Module, others: tuple[str, ...]) -> tuple[tuple[str, Any]
 def _values_of(module: nn.Module) -> list[tuple[str, Any]]:
     plain = (int, float, str, type(None))
     values = vars(module).items()
-    seen = ((name, value) for name, value in values if name not in _OWN and not name.startswith("_is_hf"))
+    seen = ((name, value) for name, value in values if name not in _OWN and not name.startswith(_OF_OTHERS))
     return [(name, value) for name, value in seen if isinstance(value, plain) or _is_function(value)]
 
 
-# Of nn.Module and of tiling; they say nothing of the formula.
-_OWN = frozenset(vars(nn.Module())) | {"_backend", "_ran", "_leaf", "_model_name", "_alone", "_run_split", "_left"}
+# Of nn.Module and of tiling, and of transformers, FSDP2 and DeepSpeed; they say nothing of the formula.
+_OWN = frozenset(vars(nn.Module())) | {
+    "_backend",
+    "_ran",
+    "_leaf",
+    "_model_name",
+    "_alone",
+    "_run_split",
+    "_left",
+    "_heard",
+    "_made",
+}
+_OF_OTHERS = ("_is_hf", "_is_fsdp", "_fsdp", "ds_")
 
 
 def _is_function(value: Any) -> bool:

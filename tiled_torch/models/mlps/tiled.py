@@ -23,7 +23,7 @@ from tiled_torch.models.llama import LLAMA
 from tiled_torch.models.mlps.found import OTHER, Found
 from tiled_torch.models.phi3 import PHI3
 from tiled_torch.models.pickling import Remade
-from tiled_torch.models.reports import note_layers, report
+from tiled_torch.models.reports import note_layers, report, tell_of_part
 from tiled_torch.tile.api import tile
 
 FAMILIES = (LLAMA, PHI3)
@@ -84,6 +84,8 @@ class Tiled(Remade):
     )
     _ran: str | None = None
     _told: tuple[str, ...] = ()
+    _heard: set[str]  # what was warned of, one set for a model
+    _made: str  # the path that it had when it was made
     _leaf: bool | None = None
     _found: Found | None = None
     _model_name: str = (
@@ -112,6 +114,8 @@ class Tiled(Remade):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         partitioned.refuse_early_gradient(self, args)  # type: ignore[arg-type]  # a mixin of modules
         path = path_now(self)
+        if path.startswith("tile: ") and path != getattr(self, "_made", path):
+            tell_of_part(self, "runs through tile, which recomputes all of it", path.removeprefix("tile: "))
         if path == "tiled_mlp" and (kwargs or len(args) != 1):
             path = "tile: it was called with more than x"
         report(self, path)
