@@ -125,6 +125,13 @@ MUTANTS = (
         "tests/app/test_plan.py -x -k bytes_of_the_state",
     ),
     Mutant(
+        "a plan keeps the input of one layer alone",
+        "shared_specs/app/plan/step.py",
+        "kept = 0 if setting.offload else decoder.layers",
+        "kept = 0 if setting.offload else 1",
+        "tests/app/test_plan.py -x -k inputs_of_layers_in_pytorch",
+    ),
+    Mutant(
         "a plan takes offloaded inputs for bytes of one element",
         "shared_specs/app/plan/step.py",
         "host = decoder.layers * setting.own_rows * decoder.hidden * setting.stream if",
@@ -542,6 +549,13 @@ MUTANTS = (
         "tests/compat/test_torch_liger.py -x -k test_loss",
     ),
     Mutant(
+        "the accuracy of tokens counts ignored ones",
+        "tiled_torch/compat/loss.py",
+        "right.sum() / count",
+        "right.mean()",
+        "tests/compat/test_torch_liger.py -x -k half_of_the_tokens",
+    ),
+    Mutant(
         "Megatron's smoothing is torch's",
         "tiled_torch/compat/megatron/cross_entropy.py",
         "label_smoothing = label_smoothing * vocab / (vocab - 1)",
@@ -554,6 +568,20 @@ MUTANTS = (
         'values.mean() if reduction == "mean" else values.sum()',
         "values.sum()",
         "tests/compat/test_torch_deepspeed.py -x",
+    ),
+    Mutant(
+        "class weights are not divided out of float16 gradients",
+        "tiled_torch/loss/loops.py",
+        "size = loss_math.size_of_losses(rules, labels)",
+        "pass",
+        "tests/loss/test_torch_autograd.py -x -k power_of_two",
+    ),
+    Mutant(
+        "float16 gradients of outputs are not scaled",
+        "tiled_torch/loss/loops.py",
+        "scale = loss_math.size_of_gradients(head.rules, labels, k)",
+        "scale = labels.weight.new_ones(())",
+        "tests/loss/test_torch_autograd.py -x -k small_upstream",
     ),
     Mutant(
         "a query sees the documents before its own",
@@ -631,6 +659,13 @@ MUTANTS = (
         'self._optimizer, float(state.optimizer["step"][...]))',
         "self._optimizer, 0.0)",
         "tests/app/test_torch_finetune.py -x -k state_goes_round",
+    ),
+    Mutant(
+        "short gradients are made longer",
+        "tiled_torch/commands/finetune/optimizing.py",
+        "scale = (longest / total).clamp(max=1.0)",
+        "scale = longest / total",
+        "tests/app/test_both_training.py -x -k short_ones_stay",
     ),
     Mutant(
         "the micro-batches of DDP are each reduced",
@@ -913,6 +948,13 @@ MUTANTS = (
         "tests/models/test_jax_experts.py -x -k 'shards_of_experts'",
     ),
     Mutant(
+        "JAX: a query of a block sees the documents before its own",
+        "tiled_jax/models/block/attention.py",
+        "            seen = seen & (keys[None, None, :] >= self.rows(self._first, at.queries)[:, :, None])",
+        "            pass",
+        "tests/models/test_jax_block.py -x -k two_documents",
+    ),
+    Mutant(
         "JAX: y is that of a device's own columns",
         "tiled_jax/core/own_tokens.py",
         "results |= lax.psum(partial, columns)",
@@ -927,6 +969,13 @@ MUTANTS = (
         "tests/tile/test_jax_mesh.py -x -k own_mask",
     ),
     Mutant(
+        "JAX: tile on a mesh sums gradients in 16 bits",
+        "tiled_jax/tile/split.py",
+        "of_rows | {name: a.astype(wide(a.dtype)) for name, a in of_whole.items()}",
+        "of_rows | of_whole",
+        "tests/tile/test_jax_mesh_dtypes.py -x -k many_shards_of_a_device",
+    ),
+    Mutant(
         "JAX: a module's parameters are added up over devices in the loop",
         "tiled_jax/tile/module_state.py",
         "varied(_value(variable), axes)",
@@ -939,6 +988,13 @@ MUTANTS = (
         "y = self.ranks.leave(y) if self.ranks.gathered > 1 else y",
         "y = self.ranks.leave(y)",
         "tests/models/test_jax_block.py -x -k 'weights_are_split and False-config1'",
+    ),
+    Mutant(
+        "JAX: master weights are rounded before their product",
+        "tiled_jax/core/params.py",
+        "return param == jnp.float32 and compute in (jnp.bfloat16, jnp.float16)",
+        "return False",
+        "tests/mlp/test_jax_modules.py -x -k master_weights",
     ),
     Mutant(
         "JAX: a low-rank adapter of a projection is left out",
@@ -1023,5 +1079,12 @@ MUTANTS = (
         "for place, _ in optax.tree.get_all_with_path(state, name):",
         "for place, _ in optax.tree.get_all_with_path(state, name)[:1]:",
         "tests/app/test_both_training.py -x -k 'its_schedule'",
+    ),
+    Mutant(
+        "JAX: tile on a mesh casts sums behind the loop over shards",
+        "tiled_jax/tile/split.py",
+        "else (a, twin))",
+        "else (with_gradient_of(a, twin),) * 2)",
+        "tests/tile/test_jax_mesh_dtypes.py -x -k many_shards_of_a_device",
     ),
 )
