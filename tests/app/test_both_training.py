@@ -3,8 +3,10 @@
 import io
 import json
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 from rich.console import Console
 
 from shared_specs.app.finetune.log import read_log, step_records
@@ -15,7 +17,9 @@ from shared_specs.app.options import FinetuneOptions, InputError
 from shared_specs.tolerances import DEMO_LOSS_RTOL, FLOOR, MODEL_FLOAT32
 from tests.app.test_both_finetune import _programs_are_not_optimized, inputs, run  # noqa: F401  (fixtures)
 from tests.asserting import assert_within
+from tiled_jax.commands.finetune import optimizing as jax_optimizing
 from tiled_jax.commands.finetune.trainer import JaxTrainer
+from tiled_torch.commands.finetune import optimizing as torch_optimizing
 from tiled_torch.commands.finetune.trainer import TorchTrainer
 
 TRAINING = {
@@ -121,6 +125,18 @@ def test_an_update_is_adamws(inputs, tmp_path):  # noqa: F811
         g = gradients[name].astype(np.float64) * 0.5 / norm
         expected = weight * (1 - 1e-2 * (0.0 if weight.ndim == 1 else 0.5)) - 1e-2 * g / (abs(g) + ADAMW.eps)
         assert_within(after[name], expected, DEMO_LOSS_RTOL, name)
+
+
+@pytest.mark.parametrize(("longest", "kept"), [(10.0, 1.0), (2.5, 0.5)])
+def test_long_gradients_are_scaled_down_and_short_ones_stay(longest, kept):
+    """A gradient of norm 5, told in both halves."""
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.tensor([3.0, 4.0])
+    assert torch_optimizing.clip([parameter], longest) == 5
+    assert parameter.grad.tolist() == [3 * kept, 4 * kept]
+    found, state = jax_optimizing.clip(longest).update({"w": jnp.array([3.0, 4.0])}, None)
+    assert state.gradient_norm == 5
+    assert found["w"].tolist() == [3 * kept, 4 * kept]
 
 
 def test_what_decays():

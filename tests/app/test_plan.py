@@ -26,6 +26,7 @@ from shared_specs.config import HALVES
 from shared_specs.kernels.roofline import GPUS
 from shared_specs.layers.block_costs import block_row_bytes
 from shared_specs.layers.ring import ring_multiple
+from shared_specs.loss.costs import LossShape, loss_peak_bytes
 from shared_specs.tolerances import PLAN_BYTES, PLAN_PUBLISHED
 
 # Of the published weight files.
@@ -320,6 +321,22 @@ def test_inputs_of_layers_in_jax_are_those_of_its_formula(dtype: Any) -> None:
     none, all_of = (block_row_bytes(**sizes, itemsize=kept.itemsize, kept_layers=n) for n in (0, EIGHT.layers))
     assert parts_of(EIGHT, kept).inputs == (all_of - none) * kept.rows == parts_of(EIGHT, waiting).host
     assert parts_of(EIGHT, waiting).inputs == 0
+
+
+def test_inputs_of_layers_in_pytorch_are_one_row_of_16_bits_a_token_of_every_layer() -> None:
+    """In the backward of a layer: on the GPU, or all of them in host memory."""
+    kept, waiting = (parts_of(EIGHT, Setting(tokens=2**20, gpus=8, context=8, offload=o)) for o in (False, True))
+    assert kept.inputs == waiting.host == 36 * 2**17 * 4096 * 2
+    assert (waiting.inputs, kept.host) == (0, 0)
+    assert (kept.attention, kept.shard) == (waiting.attention, waiting.shard)
+
+
+def test_beside_the_loss_stands_the_gradient_of_the_head() -> None:
+    """Of few layers, where the loss is the highest point of a step."""
+    setting = Setting(tokens=2**15, gpus=8)
+    shape = LossShape(tokens=2**15, hidden=4096, vocab=151936, itemsize=2, weight_itemsize=2)
+    of_loss = loss_peak_bytes(shape, setting.shards, device="gpu", kernels=True)
+    assert parts_of(replace(EIGHT, layers=4), setting).loss == of_loss + 2 * 4096 * 151936
 
 
 def test_a_million_tokens_on_eight_gpus() -> None:

@@ -116,6 +116,28 @@ def test_float16_under_a_loss_scaler(loss: LossOptions) -> None:
         assert error(ours, truth_) <= limit(error(theirs, truth_), "float16")
 
 
+def test_a_float16_mean_has_the_same_gradients_at_any_power_of_two_of_its_class_weights() -> None:
+    x, weight, _, targets = head(64, torch.float16)
+    classes, found = torch.linspace(0.5, 2.0, weight.shape[0]), []
+    for scale in (1.0, 2.0**-40, 2.0**20):
+        value = tiled_linear_cross_entropy(
+            x, weight, targets, loss=LossOptions(class_weight=scale * classes), num_shards=4
+        )
+        found.append(torch.autograd.grad(value, [x, weight]))
+    for odd in found[1:]:
+        assert all(a.any() and torch.equal(a, b) for a, b in zip(odd, found[0], strict=True))
+
+
+def test_small_upstream_gradients_of_float16_losses_are_not_lost_in_the_logits() -> None:
+    """2^-20 times the gradient of the weight, whose operands are large, is that of 2^-20 times the loss."""
+    x, weight, _, targets = head(64, torch.float16)
+    x, weight = x.detach() * 2.0**10, (weight.detach() * 2.0**-10).requires_grad_()
+    value = tiled_linear_cross_entropy(x, weight, targets, loss=NONE, num_shards=4).sum()
+    (whole,) = torch.autograd.grad(value, weight, retain_graph=True)
+    (small,) = torch.autograd.grad(2.0**-20 * value, weight)
+    assert error(small, 2.0**-20 * whole.float()) <= limit(0.0, "float16")
+
+
 @REDUCED
 def test_a_graph_can_be_walked_twice(loss: LossOptions) -> None:
     """The same gradients again, which add up; the first ones are not written over."""

@@ -121,6 +121,15 @@ def test_dtypes(dtype: Any) -> None:
     assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(half))} == {jnp.dtype(jnp.bfloat16)}
 
 
+def test_gradients_of_master_weights_have_more_than_16_bits() -> None:
+    """Sums over shards are float32, and nothing rounds them behind the call."""
+    x = operands(16, dtype=jnp.float32)[0]
+    module = TiledMLP(8, 12, num_shards=4, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    gradient = nnx.grad(lambda module: jnp.sum(module(x).astype(jnp.float32)))(module)
+    for leaf in jax.tree.leaves(gradient):
+        assert not np.array_equal(leaf, leaf.astype(jnp.bfloat16).astype(jnp.float32))
+
+
 @pytest.mark.parametrize("x", [np.ones((3, 8), np.int32), [[1.0] * 8]], ids=["integers", "list"])
 def test_x_that_is_no_array_of_floats_is_refused_by_the_call(x: Any) -> None:
     error, text = (

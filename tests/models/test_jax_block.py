@@ -110,6 +110,19 @@ def test_gradients_of_a_layer_with_more_norms(config: LlamaConfig, float64: None
     assert_same(block, plain)
 
 
+def test_two_documents_in_one_sequence_are_two_sequences(float64: None) -> None:
+    """Blocks of eight tokens and shards of five, both over the seam behind the sixth: no query sees the other document."""
+    graph, p = layer_of(5)
+    places, seam = jnp.tile(jnp.arange(6, dtype=jnp.int32), 2), jnp.repeat(jnp.array([[0, 6]], jnp.int32), 6, axis=1)
+
+    def y_and_dx(x: jax.Array, dy: jax.Array, given: Any) -> Any:
+        y, pull = jax.vjp(lambda x: block_layer(nnx.merge(graph, p), x, places, *given), x)
+        return y, pull(dy)
+
+    apart, packed = (quickly(partial(y_and_dx, given=given), rows(12, 1), rows(12, 2)) for given in ((2,), (1, seam)))
+    assert_same(packed, apart)
+
+
 def test_scales_of_norms_are_not_rounded_for_each_shard() -> None:
     """A shard's part of their gradients is float32, whatever the scales are."""
     config, random = NORMED, np.random.default_rng(0)

@@ -19,7 +19,7 @@ from tests.models.test_torch_models import IDS, Adapter, assert_same, build, los
 from tests.models.torch_decoders import exact
 from tests.ranks import Ranks
 from tiled_torch import tile_model, tiling_paths, untile_model
-from tiled_torch.models.block.offload import host_memory
+from tiled_torch.models.block.offload import HostMemory, host_memory
 from tiled_torch.parallel import parallelize
 
 KINDS = ["llama", "mistral", "qwen2", "qwen3"]
@@ -264,6 +264,28 @@ def test_autocast(implementation: str) -> None:
     assert layer_paths(model) == {"tiled_block"}
 
 
+class Remembering(Adapter):
+    """Which remembers the dtypes of what it returned."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.__dict__.setdefault("dtypes", []).append(y.dtype)
+        return y
+
+
+def test_an_adapter_computes_in_backward_in_the_dtype_that_autocast_gave_it_in_forward() -> None:
+    """Three shards in forward, and twice again in backward, which runs outside of autocast."""
+    model = build("llama", num_hidden_layers=1)
+    adapter = Remembering(model.model.layers[0].self_attn.v_proj)
+    model.model.layers[0].self_attn.v_proj = adapter
+    tile_model(model.float().train(), scope="block", num_shards=3)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(input_ids=IDS, labels=IDS, use_cache=False).loss
+    loss.backward()
+    assert adapter.dtypes == [torch.bfloat16] * 9
+    assert layer_paths(model) == {"tiled_block"}
+
+
 def test_a_compiled_decoder_runs_its_layers_as_they_are() -> None:
     model = build("llama", num_hidden_layers=1)
     expected = gradients(model)
@@ -314,6 +336,15 @@ def test_inputs_that_wait_in_host_memory(kind: str, how: str) -> None:
         assert_equal(gradients(model), expected)
         row = 8 * model.config.hidden_size
         assert host_memory(torch.device("cpu")).bytes == len(model.model.layers) * IDS.numel() * row
+
+
+def test_an_input_that_came_ahead_is_not_copied_again() -> None:
+    waiting = HostMemory(torch.device("cpu")).put(torch.ones(3))
+    waiting.fetch()
+    assert waiting.coming is not None
+    ahead, _ = waiting.coming
+    assert waiting.take() is ahead
+    assert waiting.coming is None
 
 
 def peak(tokens: int, layers: int, dtype: torch.dtype, offload: bool) -> int:

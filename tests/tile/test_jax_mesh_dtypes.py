@@ -10,13 +10,13 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shared_specs.config import LossOptions
+from shared_specs.config import LossOptions, Tiling
 from shared_specs.core.rounding import relative_error
 from shared_specs.tolerances import limit
 from tests.asserting import assert_within
 from tests.core.jax_program import counted
 from tests.mlp.jax_untiled import cross_entropy, loss_operands, mlp, operands, y_and_gradients
-from tiled_jax import backends, tiled_linear_cross_entropy, tiled_mlp
+from tiled_jax import backends, tile, tiled_linear_cross_entropy, tiled_mlp
 
 pytestmark = pytest.mark.ranks
 
@@ -133,3 +133,14 @@ def test_arrays_on_no_mesh_that_jit_puts_on_one(known: bool, same: Any) -> None:
     else:
         _, found = run()
     same(found, jax.jit(fn)(*arrays))
+
+
+def test_tile_adds_up_gradients_of_many_shards_of_a_device_in_float32() -> None:
+    """Of each of 1024 tokens, in shards of one, the gradient is 1: of more than 256 ones in bfloat16 the sum stays at 256."""
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    x = jax.device_put(jnp.ones((1024, 1), jnp.bfloat16), NamedSharding(mesh, P("data")))
+
+    def total(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.sum(tile(lambda x: x * w, tiling=Tiling(shard_tokens=1))(x).astype(jnp.float32))
+
+    assert jax.jit(jax.grad(total))(jnp.ones(1, jnp.bfloat16), x) == 1024

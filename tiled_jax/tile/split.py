@@ -23,7 +23,7 @@ from tiled_jax.core.linear_call import Arrays, Saved, differentiable
 from tiled_jax.core.loops import gradient_of
 from tiled_jax.core.own_tokens import Split, TokenOp, as_typed, on_own_tokens, shapes
 from tiled_jax.core.products import wide
-from tiled_jax.tile.shared_gradients import with_gradient_of
+from tiled_jax.tile.shared_gradients import Twins, with_gradient_of
 
 _OF = "tangent of "
 
@@ -65,16 +65,23 @@ class _Traced:
     constants: tuple[Any, ...]
     rows: int
 
-    def loop(self, rows: Sequence[jax.Array], constants: Sequence[Any], keys: Sequence[jax.Array]) -> list[jax.Array]:
-        """Return the rows of every result of this device's tokens; keys: one for each of its shards."""
+    def loop(self, rows: Sequence[jax.Array], constants: Sequence[Twins], keys: Sequence[jax.Array]) -> list[jax.Array]:
+        """Return the rows of every result of this device's tokens; keys: one for each of its shards.
+
+        constants: each with what takes its gradient, seen in every shard: else a loop adds up in the dtype of the constant.
+        """
         plan = self.plans[rows[0].shape[0]]
         t, count = plan.shard_tokens, len(plan)
 
         def run(length: int) -> Any:
             jaxpr, taken = self.at[length]
-            given = [constants[i] for i in taken]
-            fn = core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr.jaxpr, given))
-            return lambda keys, pieces: fn(*keys, *pieces, *constants[: self.held])
+
+            def of_shard(keys: Sequence[jax.Array], pieces: Sequence[jax.Array]) -> list[jax.Array]:
+                own = [a if twin is a else with_gradient_of(a, twin) for a, twin in constants]
+                fn = core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr.jaxpr, [own[i] for i in taken]))
+                return fn(*keys, *pieces, *own[: self.held])
+
+            return of_shard
 
         if count == 1:
             return jax.checkpoint(run(t))([key[0] for key in keys], rows)
@@ -97,13 +104,12 @@ class _Traced:
         keys = [_as_key(a, impl) for a, impl in zip(own, self.keys, strict=True)]
         names = ["x", *(f"row {i}" for i in range(1, self.rows))]
         pieces = [moved.get(name, rows[name]) for name in names]
-        constants: list[Any] = []
+        constants: list[Twins] = []
         for i, impl in enumerate(self.constants):
             name = f"constant {i}"
             a = _as_key(whole[name], impl)
-            if name in moved:
-                a = moved[name] if moved[name].dtype == a.dtype else with_gradient_of(a, moved[name])
-            constants.append(a)
+            twin: Any = moved.get(name, a)
+            constants.append((twin, twin) if twin.dtype == a.dtype else (a, twin))
         return {f"result {i}": a for i, a in enumerate(self.loop(pieces, constants, keys))}
 
 
