@@ -79,7 +79,9 @@ def test_exchanged_products_are_refused_and_leave_nothing_behind(name: str, monk
     expected = call()
     with monkeypatch.context() as changed:
         exchanged(changed, halved)
-        with pytest.raises(UnsupportedError, match=f"{name}: the product with .*{weight}.* is exchanged while the model runs"):
+        with pytest.raises(
+            UnsupportedError, match=f"{name}: the product with .*{weight}.* is exchanged while the model runs"
+        ):
             call()
     np.testing.assert_array_equal(call(), expected)
 

@@ -186,6 +186,7 @@ def test_a_user_may_change_logits_afterwards() -> None:
     assert torch.equal(outputs.logits, expected)
 
 
+@pytest.mark.filterwarnings("ignore:tile_model. .* runs through tile")
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
 @pytest.mark.filterwarnings("ignore:tile_model. the loss of GPT2LMHeadModel does not run .* lm_head is Adapter")
 @pytest.mark.parametrize("order", ["before", "after"])
@@ -231,6 +232,7 @@ def test_generate(kind: str) -> None:
     assert torch.equal(model.generate(IDS, **options), expected)
 
 
+@pytest.mark.filterwarnings("ignore:tile_model. .* runs through tile")
 def test_dropout_goes_through_tile_in_training_alone() -> None:
     model = build("gpt2")
     for layer in model.transformer.h:
@@ -243,6 +245,7 @@ def test_dropout_goes_through_tile_in_training_alone() -> None:
     assert tiling_paths(model)["transformer.h.0.mlp"] == "tile: dropout drops values"
 
 
+@pytest.mark.filterwarnings("ignore:tile_model. .* runs through tile")
 def test_a_factor_that_is_changed_later_is_computed() -> None:
     model: Any = tile_model(build("falcon_h1"), num_shards=3)
     assert tiling_paths(model)["model.layers.0.feed_forward"] == "tiled_mlp"
@@ -332,6 +335,8 @@ def test_a_head_in_units_of_fsdp2(pools: dict[int, Ranks], kind: str, units: str
     arguments: dict[str, Any] = {"kind": kind, "units": units, "policy": policy, "reshard": reshard}
     for found in pools[2].run("tests.models.ranks_torch_units:in_units", **arguments):
         assert found["paths"]["lm_head"] == TILED
+        mlps = {path for name, path in found["paths"].items() if name.endswith(".mlp")}
+        assert mlps == {"tiled_mlp"} or kind == "mixtral"  # what FSDP2 writes into modules is no other formula
         assert found["tiled dtypes"] == found["untiled dtypes"]
         for error, of_untiled in zip(found["tiled"], found["untiled"], strict=True):
             assert error <= FACTOR * of_untiled + MODEL_FLOAT32

@@ -81,6 +81,7 @@ NAMESAKES: dict[str, tuple[Callable[[Any], None], str, str, str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore:tile_model. .* in spite of scope=.block.")
 @pytest.mark.parametrize("scope", ["mlp", "block"])
 @pytest.mark.parametrize("name", NAMESAKES)
 def test_a_namesake_is_computed_as_it_is(name: str, scope: Any) -> None:
@@ -109,7 +110,8 @@ def test_a_class_of_transformers_that_is_patched(monkeypatch: pytest.MonkeyPatch
         return 3 * y, weights
 
     monkeypatch.setattr(theirs.LlamaAttention, "forward", forward)
-    found = loss_and_gradients(model)
+    with pytest.warns(UserWarning, match="LlamaDecoderLayer runs whole, .* in spite of scope='block': self_attn runs "):
+        found = loss_and_gradients(model)
     assert tiling_paths(model)[LAYER].startswith(f"mlp: self_attn runs {__name__}.")
     assert_same(found, loss_and_gradients(untile_model(model)))
 

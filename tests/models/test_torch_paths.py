@@ -69,13 +69,67 @@ def test_generate_is_the_untiled_models() -> None:
 
 
 def test_an_adapter_that_comes_later_is_told() -> None:
-    model = tile_model(build("llama"), num_shards=3)
+    """Once for the model, of the first layer that is called."""
+    model = tile_model(build("llama").train(), num_shards=3)
     loss_and_gradients(model)
-    model.model.layers[0].mlp.up_proj = Adapter(model.model.layers[0].mlp.up_proj)
+    for layer in model.model.layers[:1]:
+        layer.mlp.up_proj = Adapter(layer.mlp.up_proj)
     assert tiling_paths(model)["model.layers.0.mlp"] == "tiled_mlp"  # what ran, not what would
-    loss_and_gradients(model)
+    said = told(lambda: [loss_and_gradients(model) for _ in range(2)])
+    assert said == [
+        "tile_model: LlamaMLP runs through tile, which recomputes all of it: up_proj is Adapter. "
+        "tiling_paths(model) says which ones."
+    ]
     assert tiling_paths(model)["model.layers.0.mlp"] == "tile: up_proj is Adapter"
     assert tiling_paths(model)["model.layers.1.mlp"] == "tiled_mlp"
+
+
+BLOCKS = {"model.layers.0": "tiled_block", "model.layers.1": "tiled_block"}
+
+
+def paths_of_layers(model: Any) -> dict[str, str]:
+    return {name: path for name, path in tiling_paths(model).items() if name.count(".") == 2}
+
+
+@pytest.mark.filterwarnings("ignore:tile_model. the loss of LlamaForCausalLM .* without labels")
+@pytest.mark.parametrize("asked", ["use_cache", "output_hidden_states", "output_attentions"])
+def test_an_evaluation_between_steps_leaves_blocks(asked: str) -> None:
+    """transformers' hooks that collect outputs stay in the modules, and collect nothing in a step of training."""
+    model = build("llama").train()
+    model.set_attn_implementation("eager")
+    expected = loss_and_gradients(model)
+    tile_model(model, num_shards=3, scope="block")
+    with torch.no_grad():
+        found = model.eval()(IDS, **{asked: True})
+    assert asked == "use_cache" or len(found[asked.removeprefix("output_")]) >= len(model.model.layers)
+    assert told(lambda: assert_same(loss_and_gradients(model.train()), expected)) == []
+    assert paths_of_layers(model) == BLOCKS
+
+
+def test_a_step_that_collects_outputs_collects_them() -> None:
+    """The reason is told once, for all layers and steps."""
+    model = tile_model(build("llama").train(), num_shards=3, scope="block")
+    model.set_attn_implementation("eager")
+    loss_and_gradients(model)
+    seen: list[Any] = []
+    said = told(lambda: seen.extend(model(IDS, labels=IDS, output_attentions=True).attentions for _ in range(2)))
+    assert [text.partition("in spite of scope='block': ")[2] for text in said] == [
+        "attention weights are asked for. tiling_paths(model) says which ones."
+    ]
+    assert all(len(each) == len(model.model.layers) for each in seen)
+    loss_and_gradients(model)
+    assert paths_of_layers(model) == BLOCKS
+
+
+def test_what_keeps_a_layer_from_running_as_a_block_is_told_once() -> None:
+    model = tile_model(build("llama").train(), num_shards=3, scope="block")
+    for layer in model.model.layers:
+        layer.self_attn.q_proj.register_forward_hook(lambda *_: None)
+    said = told(lambda: [loss_and_gradients(model) for _ in range(2)])
+    assert said == [
+        "tile_model: LlamaDecoderLayer runs whole, its MLP alone a shard at a time, in spite of scope='block': "
+        "self_attn.q_proj has hooks. tiling_paths(model) says which ones."
+    ]
 
 
 def test_hooks_on_the_head_are_called_and_told() -> None:
@@ -117,6 +171,7 @@ def test_a_forward_put_into_a_part_is_called(path: str) -> None:
     assert tiling_paths(model)[place].endswith(f": {name} has a forward of its own")
 
 
+@pytest.mark.filterwarnings("ignore:tile_model. .* runs through tile")
 def test_an_activation_that_was_exchanged_is_the_one_that_runs() -> None:
     """One that the specification does not know was computed as silu."""
     model = build("llama")

@@ -48,7 +48,7 @@ def refuse_exchanged_products(function: str, weights: Mapping[str, Any]) -> None
     for name, w in weights.items():
         if getattr(w, "ndim", 0) > 1 and not _is_plain_product(w):
             wrong = f"the product with {name} is exchanged while the model runs, as qwix does"
-            advice = "Quantise or adapt plain layers and put tile(layers) in their place, or leave this module out of the rules."
+            advice = "Quantise or adapt plain layers and put tile(layers) in their place, or leave the module out of the rules."
             raise UnsupportedError(refusal_text(function, wrong, advice=advice))
 
 
