@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -55,7 +56,7 @@ def transformations(fn: Function) -> dict[str, Callable[[jax.Array, Any], Any]]:
         return jnp.sum(fn(x, w) ** 2)
 
     def scaled(s: jax.Array, x: jax.Array, w: Any) -> jax.Array:
-        return fn(x * s, w).reshape(-1)[:3]
+        return fn(x * s, w).ravel()[:3] if fn is head else fn(x * s, w).sum((0, 1))[:3]
 
     one = jnp.ones(())
     return {
@@ -67,26 +68,37 @@ def transformations(fn: Function) -> dict[str, Callable[[jax.Array, Any], Any]]:
         "hessian": lambda x, w: jax.grad(jax.grad(lambda s: jnp.sum(scaled(s, x, w) ** 2)))(one),
         "vmap of jit": lambda x, w: jax.vmap(jax.jit(lambda x: fn(x, w)))(x),
         "checkpoint": lambda x, w: jax.grad(jax.checkpoint(loss))(x, w),
+        "hvp": lambda x, w: jax.jvp(jax.grad(loss), (x, w), jax.tree.map(jnp.ones_like, (x, w)))[1],
+        "linearize": lambda x, w: jax.linearize(lambda x: fn(x, w), x)[1](jnp.ones_like(x)),
+        "scan": lambda x, w: jax.lax.scan(lambda _, x: (None, fn(x[None], w)), None, x)[1],
+        "jit of grad": lambda x, w: jax.jit(jax.grad(loss, (0, 1)))(x, w),
     }
 
 
-MESHES = {"Auto": AxisType.Auto, "around": AxisType.Auto}
-CASES = [(name, how, mesh) for mesh in MESHES for how in transformations(mlp) for name in FUNCTIONS]
+Axes = dict[str, AxisType]
+# Which axes there are, of two devices each; the first cuts the tokens, but for "around", where a mesh is set and they are whole.
+MESHES: dict[str, Axes] = {
+    "Auto": {"d": AxisType.Auto},
+    "around": {"d": AxisType.Auto},
+    "Explicit": {"d": AxisType.Explicit},
+    "both": {"d": AxisType.Explicit, "a": AxisType.Auto},
+}
+CASES = [(name, how, kind) for kind in MESHES for how in transformations(mlp) for name in FUNCTIONS]
 
 
-@pytest.mark.deep_but(6)
+@pytest.mark.deep_but(8)
 @pytest.mark.parametrize(("name", "how", "kind"), CASES)
 def test_a_mesh_changes_nothing(name: str, how: str, kind: str) -> None:
-    """Auto: a mesh cuts the tokens. around: there is one, `jax.set_mesh`, and the tokens are whole."""
+    """Each transformation, on each mesh, of each function: eager but for those with jit in their name."""
     run = transformations(FUNCTIONS[name])[how]
     expected = run(jnp.asarray(X), tuple(map(jnp.asarray, W)))
-    mesh = jax.make_mesh((2,), ("d",), axis_types=(MESHES[kind],))
-    spec = PartitionSpec(None, "d") if kind == "Auto" else PartitionSpec()
-    x = jax.device_put(jnp.asarray(X), NamedSharding(mesh, spec))
-    if kind == "around":
-        with jax.set_mesh(mesh):
-            found = run(x, tuple(map(jnp.asarray, W)))
-    else:
-        found = run(x, tuple(map(jnp.asarray, W)))
+    axes = MESHES[kind]
+    mesh = jax.make_mesh((2,) * len(axes), tuple(axes), axis_types=tuple(axes.values()))
+    spec = PartitionSpec() if kind == "around" else PartitionSpec(None, "d")
+    x, w = jax.device_put(jnp.asarray(X), NamedSharding(mesh, spec)), tuple(map(jnp.asarray, W))
+    if kind in ("Explicit", "both"):
+        w = jax.device_put(w, NamedSharding(mesh, PartitionSpec()))
+    with nullcontext() if kind == "Auto" else jax.set_mesh(mesh):
+        found = run(x, w)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert_within(np.asarray(a), np.asarray(b), between("float32"), how)

@@ -208,14 +208,18 @@ def _mapped(op: TokenOp, split: Split, rows: Arrays, whole: Arrays) -> tuple[Arr
     if split.mesh.explicit_axes:
         place = partial(jax.tree.map, lambda a, spec: jax.sharding.reshard(a, NamedSharding(split.mesh, spec)))
         rows, whole = place((rows, whole), given)
-    return jax.shard_map(
+    mapped = jax.shard_map(
         run,
         mesh=split.mesh,
         in_specs=given,
         out_specs=specs.of(*forms),
         axis_names=set(split.manual),
         check_vma=False,
-    )(rows, whole)
+    )
+    if len(split.manual) < len(split.mesh.axis_names):  # outside of any jit JAX takes such specs for those of all axes
+        mapped = jax.jit(mapped)
+    found: tuple[Arrays, Arrays] = mapped(rows, whole)
+    return found
 
 
 def _own_shapes(split: Split, rows: Arrays) -> Any:
