@@ -76,7 +76,7 @@ def transformations(fn: Function) -> dict[str, Callable[[jax.Array, Any], Any]]:
 
 
 Axes = dict[str, AxisType]
-# Which axes there are, of two devices each; the first cuts the tokens, but for "around", where a mesh is set and they are whole.
+# Axes of two devices each; the first cuts the tokens, but for "around", where a mesh is set and they are whole.
 MESHES: dict[str, Axes] = {
     "Auto": {"d": AxisType.Auto},
     "around": {"d": AxisType.Auto},

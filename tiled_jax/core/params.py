@@ -18,6 +18,13 @@ Sharding = tuple[str | None, str | None]
 init_weight, init_bias = nnx.initializers.lecun_normal(), nnx.initializers.zeros_init()
 
 
+def check_initialisers(function: str, kernel_init: Any, bias_init: Any) -> None:
+    """Raise TypeError for what makes no array of a key, a shape and a dtype."""
+    for name, value in (("kernel_init", kernel_init), ("bias_init", bias_init)):
+        if not callable(value):
+            fail_type(function, name, "an initialiser, as jax.nn.initializers has them", type(value).__name__)
+
+
 def check_dtypes(function: str, dtype: Any, param_dtype: Any) -> None:
     """Raise SpecError for a dtype that no MLP or loss is computed in; None leaves it to x and the parameters."""
     for name, value in (("dtype", dtype), ("param_dtype", param_dtype)):

@@ -14,7 +14,7 @@ from shared_specs.config import JAX
 from shared_specs.errors import UnsupportedError, error_text, fail, fail_type
 from shared_specs.linear import checks as linear_checks
 from tiled_jax.core.arrays import array, operand
-from tiled_jax.core.params import Sharding, as_operands, compute_dtype, init_bias, init_weight
+from tiled_jax.core.params import Sharding, as_operands, check_initialisers, compute_dtype, init_bias, init_weight
 from tiled_jax.linear.autodiff import Cut, Tiles, tiled_linear
 
 _PLAIN = {"nnx.Linear": nnx.Linear, "nn.Dense": nn.Dense}
@@ -104,7 +104,7 @@ def initialisers(
     The plain class is an nnx.Linear or nn.Dense.
 
     Raises:
-        SpecError: one is given both ways.
+        SpecError: one is given both ways. TypeError: one cannot be called.
         UnsupportedError: another class than `plain`, or an argument of it that is about more than initial values.
     """
     linear_checks.check_linear_class(function, linear_cls, linear_args, _PASSED)
@@ -120,7 +120,9 @@ def initialisers(
     for name, (init, default) in given.items():
         if name in args and init is not default:
             fail(function, name, "left out where linear_args has one", getattr(init, "__name__", repr(init)))
-    return {"weight": args.get("kernel_init", kernel_init), "bias": args.get("bias_init", bias_init)}
+    weight, bias = args.get("kernel_init", kernel_init), args.get("bias_init", bias_init)
+    check_initialisers(function, weight, bias)
+    return {"weight": weight, "bias": bias}
 
 
 def stacked_init(init: Any, tiles: Tiles) -> Any:

@@ -8,7 +8,15 @@ from flax import linen as nn
 from jax.nn.initializers import Initializer
 
 from shared_specs.config import LossOptions, Tiling
-from tiled_jax.core.params import Sharding, check_dtypes, check_precision, chosen_bias, init_bias, init_weight
+from tiled_jax.core.params import (
+    Sharding,
+    check_dtypes,
+    check_initialisers,
+    check_precision,
+    chosen_bias,
+    init_bias,
+    init_weight,
+)
 from tiled_jax.loss.params import loss_param_axes, loss_param_shapes, make_loss_config
 
 
@@ -44,6 +52,7 @@ class TiledLinearCrossEntropy(nn.Module):
         """[..., H] and [...] -> the loss, or a `LossResult`. `num_valid` replaces that of the options."""
         config = make_loss_config(self.loss, self.num_shards, self.tiling, self.backend)
         check_dtypes("TiledLinearCrossEntropy", self.dtype, self.param_dtype)
+        check_initialisers("TiledLinearCrossEntropy", self.kernel_init, self.bias_init)
         check_precision("TiledLinearCrossEntropy", self.precision)
         bias = chosen_bias("TiledLinearCrossEntropy", self.bias, self.use_bias, False)
         axes = loss_param_axes(self.sharding)

@@ -14,6 +14,7 @@ from tiled_jax.core.arrays import array, operands
 from tiled_jax.core.params import (
     Sharding,
     check_dtypes,
+    check_initialisers,
     check_precision,
     chosen_bias,
     held,
@@ -73,6 +74,7 @@ class TiledLinearCrossEntropy(nnx.Module):
         shapes = loss_param_shapes(hidden_size, vocab_size, bias=bias)
         config = make_loss_config(loss, num_shards, tiling, backend)
         check_dtypes("TiledLinearCrossEntropy", dtype, param_dtype)
+        check_initialisers("TiledLinearCrossEntropy", kernel_init, bias_init)
         check_precision("TiledLinearCrossEntropy", precision)
         rngs = check_module_rngs("TiledLinearCrossEntropy", rngs)
         axes, inits = loss_param_axes(sharding), {"weight": kernel_init, "bias": bias_init}

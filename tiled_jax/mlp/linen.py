@@ -9,7 +9,15 @@ from flax import linen as nn
 from jax.nn.initializers import Initializer
 
 from shared_specs.config import Tiling
-from tiled_jax.core.params import Sharding, check_dtypes, check_precision, chosen_bias, init_bias, init_weight
+from tiled_jax.core.params import (
+    Sharding,
+    check_dtypes,
+    check_initialisers,
+    check_precision,
+    chosen_bias,
+    init_bias,
+    init_weight,
+)
 from tiled_jax.mlp.api import tiled_mlp
 from tiled_jax.mlp.params import make_config, param_axes, param_shapes
 
@@ -53,6 +61,7 @@ class TiledMLP(nn.Module):
         kind: dict[str, Any] = {"gated": self.gated, "bias": bias, "fused_gate_up": self.fused_gate_up}
         shapes = param_shapes("TiledMLP", self.hidden_size, self.intermediate_size, **kind)
         check_dtypes("TiledMLP", self.dtype, self.param_dtype)
+        check_initialisers("TiledMLP", self.kernel_init, self.bias_init)
         check_precision("TiledMLP", self.precision)
         axes = param_axes(self.sharding, fused_gate_up=self.fused_gate_up)
         params = {}

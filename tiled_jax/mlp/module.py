@@ -14,7 +14,15 @@ from shared_specs.errors import fail
 from shared_specs.mlp import checks as mlp_checks
 from tiled_jax.core.activation_functions import activation_name
 from tiled_jax.core.arrays import array, operands
-from tiled_jax.core.params import Sharding, check_dtypes, check_precision, chosen_bias, init_bias, init_weight
+from tiled_jax.core.params import (
+    Sharding,
+    check_dtypes,
+    check_initialisers,
+    check_precision,
+    chosen_bias,
+    init_bias,
+    init_weight,
+)
 from tiled_jax.mlp import projections
 from tiled_jax.mlp.api import tiled_mlp
 from tiled_jax.mlp.params import make_config, param_axes, param_shapes
@@ -80,6 +88,7 @@ class TiledMLP(nnx.Module):
         )
         self.config = make_config(activation, gated, fused_gate_up, num_shards, keep, tiling, backend)
         check_dtypes("TiledMLP", dtype, param_dtype)
+        check_initialisers("TiledMLP", kernel_init, bias_init)
         check_precision("TiledMLP", precision)
         rngs = check_module_rngs("TiledMLP", rngs)
         self.dtype = dtype

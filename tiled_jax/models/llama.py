@@ -26,7 +26,7 @@ from tiled_jax.models.block.function import block_layer, check_block_model
 from tiled_jax.models.block.plain import reason_not_block
 from tiled_jax.models.config import LlamaConfig
 from tiled_jax.models.layer import Angles, DecoderLayer, linear_of, mlp_of, norm_of
-from tiled_jax.models.loss import next_token_loss
+from tiled_jax.models.loss import checked_tokens, next_token_loss
 from tiled_jax.models.rope import turned_by, turning
 from tiled_jax.models.watched import Heard, watched
 
@@ -49,15 +49,15 @@ class Llama(nnx.Module):
             MLP alone, with a warning: `tiling_paths` says why.
         checkpointing: recompute each layer in backward; only the layers' inputs are kept. A `Checkpointing` says more, such
             as that these wait in the host's memory.
-        dtype: of the products, "float32", "bfloat16" or "float16"; parameters, norms and the residual stream are float32.
-            "float64", where JAX has it, is that of everything.
+        dtype: of the products, float32, bfloat16 or float16, as jax.numpy has them or by name; parameters, norms and the
+            residual stream are float32. float64, where JAX has it, is that of everything.
         attention: the backend of `causal_attention`: "auto", "blocks" or "cudnn". Layers of scope="block", and rings, have
             blocks of their own and refuse "cudnn".
         rngs: initialises the parameters, which `from_hf` replaces.
     Raises:
         SpecError: tiling options or scope="block" with plain=True, another dtype, scope or attention.
         UnsupportedError: with scope="block" a tiling by more than num_shards, shard_tokens and vocab_shards, a model with
-            experts, or called on a mesh with Explicit axes; float64 where JAX has none.
+            experts, or called on a mesh with Explicit axes; tokens that such axes cut; float64 where JAX has none.
     Memory: all layers are one loop over stacked parameters (`layers`, leading dim num_hidden_layers), compiled once.
         With checkpointing backward keeps 4 * batch * tokens * hidden_size bytes a layer. Where some layers attend through a
         window and others do not, attention alone is compiled for both. With scope="block" the keys outside of a window are
@@ -77,10 +77,11 @@ class Llama(nnx.Module):
         plain: bool = False,
         scope: str = "mlp",
         checkpointing: bool | Checkpointing = False,
-        dtype: str = "float32",
+        dtype: Any = "float32",
         attention: str = "auto",
         rngs: nnx.Rngs,
     ):
+        dtype = name_of(dtype)
         _check_options(config, tiling, plain, scope, dtype, attention)
         self.config, self.checkpointing, self.dtype = config, checkpointing, jnp.dtype(dtype)
         self.plain, self.scope = plain, scope
@@ -111,7 +112,7 @@ class Llama(nnx.Module):
         """Return [batch, tokens] int32 -> logits [batch, tokens, vocab_size] of the compute dtype, or with labels the loss.
 
         Args:
-            tokens: [batch, tokens] int32.
+            tokens: [batch, tokens] integers, at least one.
             position_ids: [batch or 1, tokens] integers; None is 0, 1, ... Where they do not go on by one a document begins,
                 unless there is a mask, as in transformers: packed into one sequence, each attends to itself alone.
             attention_mask: [batch or 1, tokens], 0 for padding, which no other token sees, in front of the others or behind.
@@ -134,6 +135,7 @@ class Llama(nnx.Module):
         segment_ids: jax.Array | None = None,
     ) -> jax.Array:
         """Return the operand of the head: [batch, tokens] int32 -> [batch * tokens, hidden_size] of the compute dtype."""
+        tokens = checked_tokens("Llama", "tokens", tokens)
         batch, count = tokens.shape
         documents = None if segment_ids is None else checked_documents("Llama", segment_ids, batch, count)
         mask = None
@@ -246,6 +248,14 @@ class LayerKinds:
         if first is None and any(windows):
             first = jnp.zeros((1, tokens), jnp.int32)
         return [first_in_window(first, window, tokens) for window in windows]
+
+
+def name_of(dtype: Any) -> str:
+    """Return the name of a dtype, or of what is none."""
+    try:
+        return jnp.dtype(dtype).name
+    except TypeError:
+        return str(dtype)
 
 
 def _check_options(

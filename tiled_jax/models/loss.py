@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from shared_specs.config import LossOptions, Tiling
-from shared_specs.errors import fail, show_shape
+from shared_specs.errors import UnsupportedError, error_text, fail, fail_type, show_shape
 from tiled_jax.core.arrays import array
 from tiled_jax.core.products import wide
 from tiled_jax.layers.documents import documents_of_positions, shifted_labels
@@ -100,16 +100,53 @@ def _tiled(model: CausalLM, hidden: jax.Array, targets: jax.Array, loss: LossOpt
     return tiled_linear_cross_entropy(hidden, model.head_weight(), targets, loss=loss, tiling=model.loss_tiling)
 
 
+def checked_tokens(function: str, name: str, value: Any, at_least: int = 1) -> jax.Array:
+    """Return tokens [sequences, tokens], as an array of integers that is not empty.
+
+    Raises:
+        TypeError: they are no array of integers. SpecError: they have another shape, or fewer than `at_least` tokens.
+        UnsupportedError: Explicit axes of a mesh cut them.
+    """
+    tokens = array(function, name, value)
+    if not jnp.issubdtype(tokens.dtype, jnp.integer):
+        fail_type(function, name, "an array of integers", tokens.dtype.name)
+    if tokens.ndim != 2 or not tokens.shape[0] or tokens.shape[1] < at_least:
+        rule = (
+            "[sequences, tokens + 1], at least one of each"
+            if at_least > 1
+            else "[sequences, tokens], at least one of each"
+        )
+        fail(function, name, rule, show_shape(tuple(tokens.shape)))
+    refuse_cut_by_types(tokens)
+    return tokens
+
+
+def refuse_cut_by_types(tokens: Any) -> None:
+    """Refuse tokens that Explicit axes of a mesh cut: attention and the embedding are left to XLA, which does not cut those.
+
+    Raises:
+        UnsupportedError: they are.
+    """
+    sharding = getattr(jax.typeof(tokens), "sharding", None) if isinstance(tokens, jax.Array) else None
+    if sharding is not None and any(axes is not None for axes in sharding.spec):
+        advice = "Call it under parallelize, or inside jax.shard_map."
+        rule = "of axis type Auto where they cut the tokens"
+        raise UnsupportedError(error_text("Llama", "the axes of the mesh", rule, "Explicit", advice=advice))
+
+
 def inputs_and_targets(batch: Any) -> Tokens:
     """Return a batch as `next_token_loss` takes it.
 
     Padding goes in as entry 0: no other position of a causal model sees what stands behind its own.
     """
     if not isinstance(batch, Mapping):
-        inputs = batch[:, :-1]
-        return Tokens(_known(inputs), batch[:, 1:])
+        tokens = checked_tokens(_NAME, "batch", batch, at_least=2)
+        return Tokens(_known(tokens[:, :-1]), tokens[:, 1:])
     given = {name: array(_NAME, f"batch[{name!r}]", value) for name, value in batch.items() if value is not None}
     _check(given)
+    for name in ("input_ids", "labels", "shift_labels"):
+        if name in given:
+            checked_tokens(_NAME, f"batch[{name!r}]", given[name])
     labels, beside = given.get("labels"), {name: given.get(name) for name in BATCH[3:]}
     documents, positions = beside["segment_ids"], beside["position_ids"]
     if documents is None and positions is not None and beside["attention_mask"] is None:
