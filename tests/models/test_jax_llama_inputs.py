@@ -25,7 +25,11 @@ def ints(*dims: int) -> jax.Array:
 
 
 BATCHES: dict[str, tuple[Any, type[Exception], str]] = {
-    "one token": (ints(2, 1), SpecError, r"batch must be \[sequences, tokens \+ 1\], at least one of each, got \[2, 1\]"),
+    "one token": (
+        ints(2, 1),
+        SpecError,
+        r"batch must be \[sequences, tokens \+ 1\], at least one of each, got \[2, 1\]",
+    ),
     "no sequence": (ints(0, 4), SpecError, r"batch must be \[sequences, tokens \+ 1\], .* got \[0, 4\]"),
     "no batch": (ints(4), SpecError, r"batch must be \[sequences, tokens \+ 1\], .* got \[4\]"),
     "floats": (jnp.ones((2, 4)), TypeError, "batch must be an array of integers, got float32"),
@@ -69,7 +73,7 @@ def test_tokens_of_any_integers(kind: Any, model: Llama) -> None:
 def test_a_dtype_by_any_name(dtype: Any) -> None:
     shapes = nnx.eval_shape(lambda: Llama(llama_config(num_hidden_layers=1), dtype=dtype, rngs=nnx.Rngs(0)))
     assert shapes.dtype == jnp.bfloat16
-    with pytest.raises(SpecError, match="dtype must be one of .*, got int32"):
+    with pytest.raises(SpecError, match=r"dtype must be one of .*, got int32"):
         Llama(llama_config(), dtype=jnp.int32, rngs=nnx.Rngs(0))
 
 
@@ -78,7 +82,7 @@ def test_a_dtype_by_any_name(dtype: Any) -> None:
 def test_tokens_that_explicit_axes_cut_are_refused(spec: PartitionSpec, labels: bool, model: Llama) -> None:
     mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Explicit,))
     tokens = jax.device_put(ints(2, 8), NamedSharding(mesh, spec))
-    message = "Llama: the axes of the mesh must be of axis type Auto where they cut the tokens, got Explicit"
+    message = r"Llama: the axes of the mesh must be of axis type Auto where they cut the tokens, got Explicit"
     with jax.set_mesh(mesh), pytest.raises(UnsupportedError, match=message):
         model(tokens, labels=tokens if labels else None)
 

@@ -16,10 +16,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shared_specs.config import DataParallel, ParallelConfig
 from shared_specs.tolerances import between
 from tests.asserting import assert_within
-from tests.plans.jax_parallel_models import mesh_of
+from tests.plans.jax_parallel_models import llama_config, mesh_of
 from tiled_jax import TiledMLP
+from tiled_jax.models import Llama
 from tiled_jax.parallel import parallelize
-from tiled_jax.plans.registry import as_parameters
+from tiled_jax.plans.registry import MeshAxes, Placement, as_parameters, placement_of, rules_of
 
 GATE = "w_gate"
 
@@ -87,3 +88,13 @@ def test_an_array_lies_with_the_parameter_whose_place_and_shape_it_has() -> None
     found = jax.tree.map(lambda a: a.sharding, as_parameters(state, parameters, whole))
     expected = ({"w": first, "mlp": {"w": second}}, {"w": whole, "count": whole}, {"mlp": {"w": second}})
     assert found == expected
+
+
+def test_a_stacked_parameter_without_a_rule_is_not_split_along_its_layers() -> None:
+    """The scale of an adapter, say, of more layers than it has rows."""
+    axes = MeshAxes(batch=("d",), shard=("d",), context=(), ring=None, heads=None, tensor=None, size={"d": 2})
+    model = nnx.eval_shape(lambda: Llama(llama_config(), rngs=nnx.Rngs(0)))
+    for shape, dim in (((32, 4, 6), -1), ((32, 4, 3), -2), ((32, 3), None)):
+        placed = placement_of("parallelize", ("layers", "mlp", "own"), shape, None, rules_of(model), axes)
+        assert placed == Placement(dim, None, len(shape) - 1)
+    assert placement_of("parallelize", ("own",), (32, 4), None, rules_of(model), axes) == Placement(-2, None, 2)
