@@ -22,6 +22,7 @@ from tiled_jax.layers.documents import (
     positions_in,
 )
 from tiled_jax.layers.recompute import scan_layers
+from tiled_jax.mlp.projections import reason_not_plain
 from tiled_jax.models.block.function import block_layer, check_block_model
 from tiled_jax.models.block.plain import reason_not_block
 from tiled_jax.models.config import LlamaConfig
@@ -199,6 +200,26 @@ class Llama(nnx.Module):
     def head_weight(self) -> jax.Array:
         """Return [hidden_size, vocab_size], float32."""
         return self.embed.embedding[...].T if self.head is None else self.head.kernel[...]
+
+    def reason_not_plain_head(self) -> str | None:
+        """Return why the logits are more than the product with `head_weight`; None where that is all."""
+        if type(self).logits is not Llama.logits:
+            return "its logits are its own"
+        if self.head is None:
+            return None
+        head: Any = self.head
+        bias = getattr(head, "bias", None)
+        has_bias = isinstance(bias, nnx.Variable) and bias.get_value() is not None
+        return reason_not_plain("head", head) or ("head has a bias" if has_bias else None)
+
+    def of_head(self) -> "Llama":
+        """Return a module of what `logits` reads alone: without the layers, and without a table that a head stands beside."""
+        unread = {"layers", "norm"} | (
+            {"embed"} if self.head is not None and type(self).logits is Llama.logits else set()
+        )
+        made = object.__new__(type(self))
+        vars(made).update({name: value for name, value in vars(self).items() if name not in unread})
+        return made
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """[rows, hidden_size] -> [rows, vocab_size], in the compute dtype."""

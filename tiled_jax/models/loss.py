@@ -1,5 +1,6 @@
 """The loss of a causal language model."""
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
@@ -14,6 +15,7 @@ from tiled_jax.core.products import wide
 from tiled_jax.layers.documents import documents_of_positions, shifted_labels
 from tiled_jax.loss.api import tiled_linear_cross_entropy
 from tiled_jax.models.config import LlamaConfig
+from tiled_jax.tile.loss import tiled_loss
 
 _NAME = "next_token_loss"
 BATCH = ("input_ids", "labels", "shift_labels", "position_ids", "attention_mask", "segment_ids")
@@ -37,6 +39,8 @@ class CausalLM(Protocol):
     ) -> jax.Array: ...
     def head_weight(self) -> jax.Array: ...
     def logits(self, hidden: jax.Array) -> jax.Array: ...
+    def reason_not_plain_head(self) -> str | None: ...
+    def of_head(self) -> Any: ...
 
 
 class Tokens(NamedTuple):
@@ -83,10 +87,7 @@ def summed_next_token_loss(model: CausalLM, batch: Any) -> tuple[jax.Array, jax.
     valid = targets != IGNORED
     if not model.plain:
         return _tiled(model, hidden, targets, LossOptions(reduction="sum")), jnp.sum(valid)
-    logits = model.logits(hidden).astype(wide(hidden.dtype))
-    of_target = jnp.take_along_axis(logits, jnp.where(valid, targets, 0)[:, None], axis=-1)[:, 0]
-    nll = jax.nn.logsumexp(logits, axis=-1) - of_target
-    return jnp.sum(jnp.where(valid, nll, jnp.zeros_like(nll))), jnp.sum(valid)
+    return _summed(model.logits(hidden), targets), jnp.sum(valid)
 
 
 def _hidden_and_targets(model: CausalLM, batch: Any) -> tuple[jax.Array, jax.Array]:
@@ -96,8 +97,31 @@ def _hidden_and_targets(model: CausalLM, batch: Any) -> tuple[jax.Array, jax.Arr
 
 
 def _tiled(model: CausalLM, hidden: jax.Array, targets: jax.Array, loss: LossOptions) -> jax.Array:
-    loss = replace(loss, logit_softcap=model.config.logit_softcap)
-    return tiled_linear_cross_entropy(hidden, model.head_weight(), targets, loss=loss, tiling=model.loss_tiling)
+    reason = model.reason_not_plain_head()
+    if reason is None:
+        loss = replace(loss, logit_softcap=model.config.logit_softcap)
+        return tiled_linear_cross_entropy(hidden, model.head_weight(), targets, loss=loss, tiling=model.loss_tiling)
+    name = type(model).__name__
+    warnings.warn(
+        f"{name}: its loss does not run through tiled_linear_cross_entropy: {reason}. tiled_loss calls it for every shard.",
+        stacklevel=4,
+    )
+    tiling = model.loss_tiling or Tiling()
+    tiling = Tiling(num_shards=tiling.num_shards, shard_tokens=tiling.shard_tokens, token_axes=tiling.token_axes)
+
+    def summed(rows: jax.Array, targets: jax.Array, model: Any) -> jax.Array:
+        return _summed(model.logits(rows), targets)
+
+    total = tiled_loss(summed, hidden, targets, model.of_head(), tiling=tiling)
+    return total if loss.reduction == "sum" else total / jnp.sum(targets != IGNORED).astype(total.dtype)
+
+
+def _summed(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    """Return the sum of the cross entropies of the targets that are not ignored, in float32 (float64)."""
+    logits, valid = logits.astype(wide(logits.dtype)), targets != IGNORED
+    of_target = jnp.take_along_axis(logits, jnp.where(valid, targets, 0)[..., None], axis=-1)[..., 0]
+    nll = jax.nn.logsumexp(logits, axis=-1) - of_target
+    return jnp.sum(jnp.where(valid, nll, jnp.zeros_like(nll)))
 
 
 def checked_tokens(function: str, name: str, value: Any, at_least: int = 1) -> jax.Array:
@@ -108,6 +132,8 @@ def checked_tokens(function: str, name: str, value: Any, at_least: int = 1) -> j
         UnsupportedError: Explicit axes of a mesh cut them.
     """
     tokens = array(function, name, value)
+    if jnp.issubdtype(tokens.dtype, jnp.unsignedinteger):  # in which -100 would be an entry
+        tokens = tokens.astype(jnp.int32)
     if not jnp.issubdtype(tokens.dtype, jnp.integer):
         fail_type(function, name, "an array of integers", tokens.dtype.name)
     if tokens.ndim != 2 or not tokens.shape[0] or tokens.shape[1] < at_least:
@@ -146,7 +172,7 @@ def inputs_and_targets(batch: Any) -> Tokens:
     _check(given)
     for name in ("input_ids", "labels", "shift_labels"):
         if name in given:
-            checked_tokens(_NAME, f"batch[{name!r}]", given[name])
+            given[name] = checked_tokens(_NAME, f"batch[{name!r}]", given[name])
     labels, beside = given.get("labels"), {name: given.get(name) for name in BATCH[3:]}
     documents, positions = beside["segment_ids"], beside["position_ids"]
     if documents is None and positions is not None and beside["attention_mask"] is None:

@@ -132,7 +132,8 @@ def untile_model(model: nnx.Module) -> Any:
 def tiling_paths(model: nnx.Module) -> dict[str, str]:
     """Name of every MLP -> "tiled_mlp", or "tile" and why it is not computed by the formula, or "untiled" and why it is left.
 
-    Of a `Llama` with scope="block" also "layers" -> "tiled_block", or "mlp" and why only the MLP of a layer is tiled.
+    Of a `Llama` with scope="block" also "layers" -> "tiled_block", or "mlp" and why only the MLP of a layer is tiled; of one
+    whose head is more than its weight "head" -> "tiled_loss" and why.
 
     Each is what a call would do now.
 
@@ -149,6 +150,9 @@ def tiling_paths(model: nnx.Module) -> dict[str, str]:
     paths = {_name(path): module._path() for path, module in _own(model)}
     paths |= {_name(path): path_of(module) for path, module in nnx.iter_modules(model) if is_tiled(module)}
     for path, module in nnx.iter_modules(model):
+        reason = module.reason_not_plain_head() if isinstance(module, Llama) and not module.plain else None
+        if reason is not None:
+            paths[_name((*path, "head"))] = f"tiled_loss: {reason}"
         if isinstance(module, Llama) and module.scope == "block":
             paths[_name((*path, "layers"))] = ran = module._path()
             if ran == "tiled_block":  # its MLP is not called

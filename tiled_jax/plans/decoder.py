@@ -92,11 +92,17 @@ def _check_model(model: Llama) -> None:
     """Check that these layers have all parts of a model.
 
     Raises:
-        UnsupportedError: they have experts, with scope="block" a part that is to be called, or random keys or statistics.
+        UnsupportedError: they have experts, a head or with scope="block" a part that is to be called, or random keys or statistics.
     """
     if model.config.experts is not None:
         advice = "Pass tiled_jax.models.loss.summed_next_token_loss as loss_fn, with axes of data parallelism alone."
         raise UnsupportedError(error_text(HERE, "the model", "one of one MLP a layer", "experts", advice=advice))
+    reason = model.reason_not_plain_head()
+    if reason is not None:
+        advice = "Pass tiled_jax.models.loss.summed_next_token_loss as loss_fn, with axes of data parallelism alone."
+        raise UnsupportedError(
+            error_text(HERE, "the model's head", "one product with its weight", reason, advice=advice)
+        )
     reason = reason_not_block(model.layers) if model.scope == "block" else None
     if reason is not None:
         rule, advice = "plain with scope='block'", "Take scope='mlp', whose parts are called."

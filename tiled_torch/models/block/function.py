@@ -30,7 +30,8 @@ class BlockCall:
     """The static part of one call. layer: the module, for its formulas, never for its parameters.
 
     plain: linear layers of which only weight and bias are used; the others are called. cast: the dtype of autocast, where it is
-    on. random: the generators' states before every part of every shard, where numbers may be drawn.
+    on. random: the generators' states before every part of every shard, where numbers may be drawn. offloaded: its input waits
+    on the host, and is fetched twice in backward.
     """
 
     layer: Any
@@ -42,6 +43,7 @@ class BlockCall:
     cast: torch.dtype | None
     autocast: replay.Autocast
     random: replay.GeneratorStates | None
+    offloaded: bool = False
 
     @property
     def family(self) -> BlockFamily:
@@ -157,10 +159,12 @@ class Block(torch.autograd.Function):
                 dx[:, start:stop], of_a = _gradients(y, dy[:, start:stop], (x_shard, a_shard), leaves, sums)
                 cut.put(a, of_a.view(a_rows.shape), part, 1)  # nobody reads these rows any more
                 del y, x_shard, a_rows, a_shard, of_a
-            del x  # where inputs are offloaded, attention's backward has its room
+            if call.offloaded:
+                del x  # attention's backward has its room
             dqkv = _attention_gradients(groups, edges, a)
             del a
-            x = ctx.saved_tensors[0]
+            if call.offloaded:  # a checkpoint around gives what it makes again once
+                x = ctx.saved_tensors[0]
             for part, (start, stop) in shards:
                 with torch.enable_grad(), call.again(part):
                     x_shard = x[:, start:stop].detach().requires_grad_()

@@ -146,6 +146,7 @@ def _forward(layer: Any, hidden_states: Any, *args: Any, between: bool = False, 
         cast=autocast_dtype(x),
         autocast=replay.Autocast(x.device),
         random=replay.GeneratorStates(x.device, apart=is_fake(x)) if draws else None,
+        offloaded=offloaded,
     )
     # Its input is asked for twice in backward: attention's has its room between.
     with input_on_host(x, takes=2) if offloaded else nullcontext():
