@@ -63,7 +63,7 @@ SUITES = (
     Suite("test", (), 480, 2700, always=True),
     Suite("docs", ("docs/", "mkdocs.yml", "README.md", "requirements/docs.txt", *HALVES), 40, 600),
     Suite("test-figures", (*HALVES, "tests/"), 60, 600),
-    Suite("test-deep", (*HALVES, "tests/"), 300, 2700),
+    Suite("test-deep", (*HALVES, "tests/"), 400, 2700),
     Suite("float8", ("tiled_torch/plans/", "tiled_torch/layers/", "tests/float8/", "requirements/float8.txt"), 25, 600),
     Suite("deepspeed", ("tiled_torch/", "tests/zero/", "requirements/deepspeed.txt"), 70, 900),
     Suite(

@@ -247,6 +247,7 @@ PARALLEL_SIGNATURES: dict[str, tuple[Argument, ...]] = {
         Argument("config"),
         keyword("loss_fn", None, ONLY_JAX),
         keyword("optimizer", None, ONLY_JAX),
+        keyword("wrt", REQUIRED, ONLY_JAX),  # nnx.Param by default
     ),
 }
 

@@ -361,7 +361,7 @@ def test_a_lost_rank_ends_the_run_and_keeps_the_last_checkpoint(inputs, tmp_path
     else:
         process = from_nothing(ranks, *given, log=log)
     try:
-        deadline = time.monotonic() + 200
+        deadline = time.monotonic() + 600
         while not (out / LOG_NAME).exists() or len(losses(out)) < 4:
             assert code_of(process) is None, log.read_text()
             assert time.monotonic() < deadline
@@ -381,6 +381,7 @@ def test_a_lost_rank_ends_the_run_and_keeps_the_last_checkpoint(inputs, tmp_path
         with contextlib.suppress(psutil.NoSuchProcess):
             for child in [*psutil.Process(process.pid).children(recursive=True), process]:
                 child.kill()
+        code_of(process, 30)  # waited for, whatever went wrong
     assert code not in (0, None)
     shown = log.read_text()
     assert shown.count(f"dp 1 x fsdp {ranks} x cp 1 x tp 1, {ranks} processes") == 1

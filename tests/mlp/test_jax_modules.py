@@ -248,8 +248,9 @@ def test_a_product_is_few_calls_below_the_module(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(lax, "dot_general", seen)
     TiledMLP(8, 12, num_shards=3, rngs=nnx.Rngs(0))(jnp.ones((89, 8)))  # tokens of no other test, so that it is traced
-    assert (stacks[0][0], stacks[0][-1]) == ("__call__", "product")
-    assert len(stacks[0]) <= 12, stacks[0]
+    found = next(stack for stack in stacks if stack[-1] == "product")  # the others ask what a product is now
+    assert found[0] == "__call__"
+    assert len(found) <= 12, found
 
 
 @pytest.mark.parametrize("name", ["TiledMLP", "TiledLinearCrossEntropy"])

@@ -62,11 +62,13 @@ def test_tokens_that_are_refused(tokens: Any, kind: type[Exception], message: st
         model(tokens)
 
 
-@pytest.mark.parametrize("kind", [np.uint8, np.int64])
+@pytest.mark.parametrize("kind", [np.uint8, np.int16])
 def test_tokens_of_any_integers(kind: Any, model: Llama) -> None:
     tokens = np.arange(10).reshape(2, 5)
     expected = next_token_loss(model, jnp.asarray(tokens, jnp.int32))
     np.testing.assert_array_equal(next_token_loss(model, tokens.astype(kind)), expected)
+    mapping = {"input_ids": tokens.astype(kind), "labels": tokens.astype(kind)}
+    np.testing.assert_array_equal(next_token_loss(model, mapping), model(tokens, labels=tokens))
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, "bfloat16", np.dtype(jnp.bfloat16)])

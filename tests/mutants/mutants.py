@@ -1186,4 +1186,25 @@ MUTANTS = (
         "if sharding is not None and not sharding.spec:",
         "tests/models/test_jax_llama_inputs.py -k explicit",
     ),
+    Mutant(
+        "a Llama's loss reads the weight of its head and never calls it",
+        "tiled_jax/models/loss.py",
+        "    reason = model.reason_not_plain_head()\n",
+        "    reason = None\n",
+        "tests/models/test_jax_users_habits.py -k adapts_the_head",
+    ),
+    Mutant(
+        "a block asks twice for what a checkpoint around it makes again",
+        "tiled_torch/models/block/function.py",
+        "            if call.offloaded:  # a checkpoint around gives what it makes again once\n",
+        "            if True:\n",
+        "tests/models/test_torch_users_habits.py -k checkpoints_the_whole_model",
+    ),
+    Mutant(
+        "a block does not look at hooks of all modules",
+        "tiled_torch/models/block/layer.py",
+        "    if _has_any_global_hook():\n",
+        "    if not _has_any_global_hook:\n",
+        "tests/models/test_torch_users_habits.py -k listens_everywhere",
+    ),
 )

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from shared_specs.config import LossOptions, Tiling
 from shared_specs.errors import UnsupportedError, error_text, fail, fail_type, show_shape
 from tiled_jax.core.arrays import array
+from tiled_jax.core.params import as_operands
 from tiled_jax.core.products import wide
 from tiled_jax.layers.documents import documents_of_positions, shifted_labels
 from tiled_jax.loss.api import tiled_linear_cross_entropy
@@ -65,7 +66,7 @@ def next_token_loss(model: CausalLM, batch: Any) -> jax.Array:
             and, where several documents are packed into one sequence, "position_ids" that restart, or "segment_ids": each
             attends to itself alone, and its last token predicts nothing.
     Returns:
-        A float32 scalar (float64 of a float64 model); NaN where there is nothing to predict.
+        A float32 scalar (float64 of a float64 model); where there is nothing to predict 0, of a plain model NaN.
     Numerics: logits and their gradient have the compute dtype; everything between is float32.
     Memory: the logits of one shard of tokens; plain: one array [batch * tokens, vocab_size], which in backward becomes
         its own gradient.
@@ -100,7 +101,8 @@ def _tiled(model: CausalLM, hidden: jax.Array, targets: jax.Array, loss: LossOpt
     reason = model.reason_not_plain_head()
     if reason is None:
         loss = replace(loss, logit_softcap=model.config.logit_softcap)
-        return tiled_linear_cross_entropy(hidden, model.head_weight(), targets, loss=loss, tiling=model.loss_tiling)
+        weight = as_operands({"weight": model.head_weight()}, hidden.dtype)["weight"]
+        return tiled_linear_cross_entropy(hidden, weight, targets, loss=loss, tiling=model.loss_tiling)
     name = type(model).__name__
     warnings.warn(
         f"{name}: its loss does not run through tiled_linear_cross_entropy: {reason}. tiled_loss calls it for every shard.",
@@ -113,7 +115,8 @@ def _tiled(model: CausalLM, hidden: jax.Array, targets: jax.Array, loss: LossOpt
         return _summed(model.logits(rows), targets)
 
     total = tiled_loss(summed, hidden, targets, model.of_head(), tiling=tiling)
-    return total if loss.reduction == "sum" else total / jnp.sum(targets != IGNORED).astype(total.dtype)
+    count = jnp.maximum(jnp.sum(targets != IGNORED), 1)  # nothing to predict has no loss
+    return total if loss.reduction == "sum" else total / count.astype(total.dtype)
 
 
 def _summed(logits: jax.Array, targets: jax.Array) -> jax.Array:
@@ -132,8 +135,8 @@ def checked_tokens(function: str, name: str, value: Any, at_least: int = 1) -> j
         UnsupportedError: Explicit axes of a mesh cut them.
     """
     tokens = array(function, name, value)
-    if jnp.issubdtype(tokens.dtype, jnp.unsignedinteger):  # in which -100 would be an entry
-        tokens = tokens.astype(jnp.int32)
+    if jnp.issubdtype(tokens.dtype, jnp.integer) and tokens.dtype not in (jnp.int32, jnp.int64):
+        tokens = tokens.astype(jnp.int32)  # in an unsigned one -100 would be an entry
     if not jnp.issubdtype(tokens.dtype, jnp.integer):
         fail_type(function, name, "an array of integers", tokens.dtype.name)
     if tokens.ndim != 2 or not tokens.shape[0] or tokens.shape[1] < at_least:

@@ -92,7 +92,8 @@ def _check_model(model: Llama) -> None:
     """Check that these layers have all parts of a model.
 
     Raises:
-        UnsupportedError: they have experts, a head or with scope="block" a part that is to be called, or random keys or statistics.
+        UnsupportedError: they have experts, a head, or with scope="block" a part, that is to be called, random keys or
+            statistics.
     """
     if model.config.experts is not None:
         advice = "Pass tiled_jax.models.loss.summed_next_token_loss as loss_fn, with axes of data parallelism alone."

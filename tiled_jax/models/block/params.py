@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from tiled_jax.core.linear_call import Arrays
+from tiled_jax.core.params import as_operands
 from tiled_jax.models.config import LlamaConfig
 
 QKV = ("q", "k", "v")
@@ -24,7 +25,7 @@ _NORMS = {
 
 
 def parameters_of(layer: Any) -> Arrays:
-    """Return the parameters of a `DecoderLayer` by name."""
+    """Return the parameters of a `DecoderLayer` by name, projections in the dtype of the products or as masters of it."""
     attention = layer.attention
     norms = {name: getattr(layer, theirs) for name, theirs in _NORMS.items()}
     norms |= {"s_q": attention.q_norm, "s_k": attention.k_norm}
@@ -33,7 +34,10 @@ def parameters_of(layer: Any) -> Arrays:
         linear = getattr(attention, name)
         w |= {f"w_{name}": linear.kernel} | ({} if linear.bias is None else {f"b_{name}": linear.bias})
     found = {name: value[...] for name, value in w.items()}
-    return found | layer.mlp.config.held("Llama", layer.mlp)
+    found |= layer.mlp.config.held("Llama", layer.mlp)
+    if layer.mlp.dtype is None:
+        return found
+    return found | as_operands({name: a for name, a in found.items() if name[:2] in ("w_", "b_")}, layer.mlp.dtype)
 
 
 def apart(config: LlamaConfig, operands: Arrays) -> Arrays:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.modules.module import _has_any_global_hook  # torch has no public name for it
 from torch.utils.checkpoint import checkpoint
 
 from shared_specs.collectives.sequence_plan import SequencePlan, plan_sequence
@@ -49,6 +50,8 @@ def reason_not_block(layer: Any) -> str | None:
         forward = inspect.unwrap(vars(part)["forward"])
         if not part.__module__ == forward.__module__ == home:
             return f"{name} runs {forward.__module__}.{forward.__qualname__}"
+    if _has_any_global_hook():
+        return "there are hooks of all modules"
     ranks: BlockRanks | None = layer._block_ranks
     linears, known = family_of_block(layer).linears, frozenset() if ranks is None else ranks.hooks
     for name, module in layer.named_modules():
