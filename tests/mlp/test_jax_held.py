@@ -9,13 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
 from flax import nnx
 
+import tiled_jax
 from shared_specs.config import DataParallel, ParallelConfig
 from shared_specs.errors import UnsupportedError
 from shared_specs.tolerances import limit
 from tests.asserting import assert_within
-from tiled_jax import TiledLinearCrossEntropy, TiledMLP
+from tiled_jax import TiledLinearCrossEntropy, TiledMLP, linen
 from tiled_jax.models import Llama, LlamaConfig
 from tiled_jax.parallel import TensorParallelTiledMLP, parallelize
 from tiled_jax.tile.api import tile
@@ -149,3 +151,32 @@ def test_tile_of_a_module_sees_its_arrays() -> None:
     module = mlp("gated")
     module.w_gate = Frozen(module.w_gate[...])
     near(tile(module, num_shards=2)(x(6)), module(x(6)))
+
+
+class Owned(nnx.Param):
+    """A kind of parameter of somebody's own."""
+
+
+@pytest.mark.parametrize("head", [False, True])
+def test_variables_given_to_a_module_stay_what_they_are(head: bool) -> None:
+    """Their type, by which filters go, and their metadata, by which they are placed."""
+    made = nnx.initializers.lecun_normal()
+    shapes = [(H, V)] if head else [(H, I), (H, I), (I, H)]
+    given = [Owned(made(jax.random.key(i), shape, jnp.float32), placed="here") for i, shape in enumerate(shapes)]
+    module: Any = TiledLinearCrossEntropy.from_weights(*given) if head else TiledMLP.from_weights(*given)
+    names = ("weight",) if head else ("w_gate", "w_up", "w_down")
+    assert all(getattr(module, name) is variable for name, variable in zip(names, given, strict=True))
+    assert len(jax.tree.leaves(nnx.state(module, Owned))) == len(given)
+    assert module.weight.placed == "here" if head else module.w_down.placed == "here"
+
+
+@pytest.mark.parametrize("name", ["TiledMLP", "TiledLinear"])
+def test_an_initialiser_with_axes_of_its_own_is_refused(name: str) -> None:
+    """The axes of gate's dims are not those of down's, nor a weight's those of its tiles."""
+    message = f"{name}: kernel_init must be without mesh axes of its own, got with_partitioning"
+    init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("hidden", "inner"))
+    with pytest.raises(UnsupportedError, match=message):
+        getattr(tiled_jax, name)(H, I, kernel_init=init, rngs=nnx.Rngs(0))
+    init = nn.with_partitioning(nn.initializers.lecun_normal(), ("hidden", "inner"))
+    with pytest.raises(UnsupportedError, match=message):
+        getattr(linen, name)(H, I, kernel_init=init).init(jax.random.key(0), x(3))

@@ -15,7 +15,7 @@ from flax.training.train_state import TrainState
 
 from shared_specs.core.rounding import relative_error
 from shared_specs.tolerances import MODEL_FLOAT32
-from tiled_jax import TiledMLP, tiled_linear_cross_entropy
+from tiled_jax import TiledMLP, tile, tiled_linear_cross_entropy
 from tiled_jax.modules.linen import TiledMLP as LinenTiledMLP
 
 HIDDEN, INNER, VOCAB, STEPS = 16, 24, 31, 4
@@ -58,7 +58,8 @@ class PlainMLP(nnx.Module):
 class NnxModel(nnx.Module):
     def __init__(self, tiled: bool, rngs: nnx.Rngs) -> None:
         self.embed = nnx.Embed(VOCAB, HIDDEN, rngs=rngs)
-        self.norm = nnx.RMSNorm(HIDDEN, rngs=rngs)
+        norm = nnx.RMSNorm(HIDDEN, rngs=rngs)
+        self.norm = tile(norm, num_shards=4) if tiled else norm
         self.mlp = TiledMLP(HIDDEN, INNER, num_shards=5, rngs=rngs) if tiled else PlainMLP(rngs)
         self.tiled = tiled
 

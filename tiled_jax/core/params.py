@@ -1,5 +1,6 @@
 """What every module does with its parameters: their dtypes, their mesh axes, and the arrays that a call gets of them."""
 
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -23,6 +24,24 @@ def check_initialisers(function: str, kernel_init: Any, bias_init: Any) -> None:
     for name, value in (("kernel_init", kernel_init), ("bias_init", bias_init)):
         if not callable(value):
             fail_type(function, name, "an initialiser, as jax.nn.initializers has them", type(value).__name__)
+
+
+def refuse_partitioned(function: str, value: Any) -> Any:
+    """Return what an initialiser made; UnsupportedError where it names mesh axes, of other dims than those that are stored."""
+    linen = sys.modules.get("flax.linen")
+    boxed = isinstance(value, nnx.VariableMetadata) or (
+        linen is not None and isinstance(value, linen.meta.AxisMetadata)
+    )
+    if boxed:
+        advice = "Pass sharding=: one initialiser makes matrices of several forms here."
+        rule = "without mesh axes of its own"
+        raise UnsupportedError(error_text(function, "kernel_init", rule, "with_partitioning", advice=advice))
+    return value
+
+
+def as_variable(given: Any, value: jax.Array) -> nnx.Variable:
+    """Return the variable that was given, whatever its type and metadata, or an nnx.Param of an array."""
+    return given if isinstance(given, nnx.Variable) else nnx.Param(value)
 
 
 def check_dtypes(function: str, dtype: Any, param_dtype: Any) -> None:

@@ -14,7 +14,15 @@ from shared_specs.config import JAX
 from shared_specs.errors import UnsupportedError, error_text, fail, fail_type
 from shared_specs.linear import checks as linear_checks
 from tiled_jax.core.arrays import array, operand
-from tiled_jax.core.params import Sharding, as_operands, check_initialisers, compute_dtype, init_bias, init_weight
+from tiled_jax.core.params import (
+    Sharding,
+    as_operands,
+    check_initialisers,
+    compute_dtype,
+    init_bias,
+    init_weight,
+    refuse_partitioned,
+)
 from tiled_jax.linear.autodiff import Cut, Tiles, tiled_linear
 
 _PLAIN = {"nnx.Linear": nnx.Linear, "nn.Dense": nn.Dense}
@@ -130,7 +138,8 @@ def stacked_init(init: Any, tiles: Tiles) -> Any:
 
     def draw(key: jax.Array, shape: Sequence[int], dtype: Any) -> jax.Array:
         assert tuple(shape) == tiles.shape
-        return tiles.stack(init(key, (tiles.inputs.features, tiles.outputs.features), dtype))
+        drawn = init(key, (tiles.inputs.features, tiles.outputs.features), dtype)
+        return tiles.stack(refuse_partitioned("TiledLinear", drawn))
 
     return draw
 

@@ -13,6 +13,7 @@ from shared_specs.loss import checks as loss_checks
 from tiled_jax.core.arrays import array, operands
 from tiled_jax.core.params import (
     Sharding,
+    as_variable,
     check_dtypes,
     check_initialisers,
     check_precision,
@@ -99,7 +100,10 @@ class TiledLinearCrossEntropy(nnx.Module):
         tiling: Tiling | None = None,
         backend: str = "auto",
     ) -> Self:
-        """Return a module around an existing weight [H, V] and bias [V]; they become its parameters without a copy."""
+        """Return a module around an existing weight [H, V] and bias [V]; they become its parameters without a copy.
+
+        Variables stay what they are: those very ones, with their type and their sharding metadata.
+        """
         function = "TiledLinearCrossEntropy.from_weights"
         params = {"weight": array(function, "weight", weight)}
         params |= {} if bias is None else {"bias": array(function, "bias", bias)}
@@ -107,8 +111,9 @@ class TiledLinearCrossEntropy(nnx.Module):
         loss_checks.check_head(function, seen["weight"], seen.get("bias"), JAX)
         # The smallest module with these options; its parameter is replaced by the one given.
         module = cls(1, 1, loss=loss, num_shards=num_shards, tiling=tiling, backend=backend, rngs=nnx.Rngs(0))
-        for name, value in params.items():
-            setattr(module, name, nnx.Param(value))
+        for name, given in (("weight", weight), ("bias", bias)):
+            if name in params:
+                setattr(module, name, as_variable(given, params[name]))
         return module
 
     def __call__(self, x: jax.Array, targets: jax.Array, *, num_valid: Any = None) -> Any:

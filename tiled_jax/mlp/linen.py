@@ -17,6 +17,7 @@ from tiled_jax.core.params import (
     chosen_bias,
     init_bias,
     init_weight,
+    refuse_partitioned,
 )
 from tiled_jax.mlp.api import tiled_mlp
 from tiled_jax.mlp.params import make_config, param_axes, param_shapes
@@ -67,7 +68,10 @@ class TiledMLP(nn.Module):
         params = {}
         for name, shape in shapes.items():
             init = self.kernel_init if name.startswith("w_") else self.bias_init
-            if (names := axes(name)) is not None:
-                init = nn.with_partitioning(init, names)
+
+            def made(*given: Any, init: Any = init) -> Any:
+                return refuse_partitioned("TiledMLP", init(*given))
+
+            init = made if (names := axes(name)) is None else nn.with_partitioning(made, names)
             params[name] = self.param(name, init, shape, self.param_dtype)
         return tiled_mlp(**config.arguments(x, params, self.dtype))

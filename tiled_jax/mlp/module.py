@@ -16,12 +16,14 @@ from tiled_jax.core.activation_functions import activation_name
 from tiled_jax.core.arrays import array, operands
 from tiled_jax.core.params import (
     Sharding,
+    as_variable,
     check_dtypes,
     check_initialisers,
     check_precision,
     chosen_bias,
     init_bias,
     init_weight,
+    refuse_partitioned,
 )
 from tiled_jax.mlp import projections
 from tiled_jax.mlp.api import tiled_mlp
@@ -96,7 +98,8 @@ class TiledMLP(nnx.Module):
         for name, shape in shapes.items():
             init = kernel_init if name.startswith("w_") else bias_init
             metadata: dict[str, Any] = {} if axes(name) is None else {"out_sharding": axes(name)}
-            setattr(self, name, nnx.Param(init(rngs.params(), shape, param_dtype), **metadata))
+            value = refuse_partitioned("TiledMLP", init(rngs.params(), shape, param_dtype))
+            setattr(self, name, nnx.Param(value, **metadata))
 
     @classmethod
     def from_weights(
@@ -114,6 +117,8 @@ class TiledMLP(nnx.Module):
         backend: str = "auto",
     ) -> Self:
         """Return a module around existing weights ([in, out]); they become its parameters without a copy, unless fused.
+
+        Variables stay what they are: those very ones, with their type and their sharding metadata.
 
         Args:
             w_gate, w_up: [H, I]; w_gate None for a plain MLP. w_down: [I, H_out]. biases: any of gate, up, down.
@@ -140,8 +145,9 @@ class TiledMLP(nnx.Module):
             if f"{prefix}_gate" in params:
                 pair = [params.pop(f"{prefix}_{name}") for name in ("gate", "up")]
                 params[f"{prefix}_gate_up"] = jnp.concatenate(pair, axis=-1)
+        own = {**weights, **{f"b_{name}": b for name, b in given.items()}}
         for name, value in params.items():
-            setattr(module, name, nnx.Param(value))
+            setattr(module, name, as_variable(own.get(name), value))
         return module
 
     @classmethod
