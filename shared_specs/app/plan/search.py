@@ -39,7 +39,7 @@ _LEVERS: dict[Half, tuple[Lever, ...]] = {
         Lever("all but attention tiled, inputs on the host", {"scope": "block", "offload": True}),
     ),
 }
-_HOST = Lever("... and weights, gradients and optimizer on the host", {"host_state": True})
+_HOST = Lever("all but attention tiled, inputs and all state on the host", {"host_state": True})
 
 
 @dataclass(frozen=True, kw_only=True)

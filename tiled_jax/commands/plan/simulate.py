@@ -39,22 +39,31 @@ def simulate(decoder: Decoder, setting: Setting) -> Simulated:
     setting = setting_simulated(setting)
     prepare(setting.gpus)
     with _for_gpus():
-        axes = _context_axes(setting)
-        tensor = TensorParallel() if setting.tensor > 1 else None
-        mesh = mesh_of({"dp_shard": setting.data} | axes | ({} if tensor is None else {tensor.axis: setting.tensor}))
-        model = nnx.eval_shape(lambda: _model(decoder, setting))
-        data = DataParallel(
-            context_axis=("ring", "cp") if setting.context_kind == "2d" else next(iter(axes), None),
-            context=setting.context_kind,
-            param_dtype=None if setting.dtype == "float32" else setting.dtype,
-        )
-        made = parallelize(model, mesh, ParallelConfig(data=data, tensor=tensor))
+        model = nnx.eval_shape(lambda: model_of(decoder, setting))
+        made = parallelize(model, mesh_of(axes_of(setting)), config_of(setting))
         batch = jax.ShapeDtypeStruct((setting.sequences * setting.data, setting.tokens + 1), jnp.int32)
         # Without a device there is nothing to tune on, and Triton's products have no sizes but those that tuning finds.
         tuned: Any = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
         options = tuned if compiles_for_gpus() else None
         program = made.gradients.lower(made.shapes.parameters, batch).compile(options)
     return _of_program(program)
+
+
+def axes_of(setting: Setting) -> dict[str, int]:
+    """Return the axes of the mesh that a setting needs, name to size."""
+    sizes = {"dp_shard": setting.data} | _context_axes(setting)
+    return sizes | ({"tp": setting.tensor} if setting.tensor > 1 else {})
+
+
+def config_of(setting: Setting) -> ParallelConfig:
+    """Return the configuration that a setting is; that of checkpointing is the model's own."""
+    data = DataParallel(
+        param_dtype=None if setting.dtype == "float32" else setting.dtype,
+        context_axis=("ring", "cp") if setting.context_kind == "2d" else next(iter(_context_axes(setting)), None),
+        context=setting.context_kind,
+        cpu_offload=setting.host_state,
+    )
+    return ParallelConfig(tensor=TensorParallel() if setting.tensor > 1 else None, data=data)
 
 
 def _context_axes(setting: Setting) -> dict[str, int]:
@@ -79,7 +88,8 @@ def _of_program(program: Any) -> Simulated:
     )
 
 
-def _model(decoder: Decoder, setting: Setting) -> Llama:
+def model_of(decoder: Decoder, setting: Setting) -> Llama:
+    """Return a model of these sizes, tiled as the setting says."""
     config = {
         "model_type": decoder.kind,
         "hidden_size": decoder.hidden,

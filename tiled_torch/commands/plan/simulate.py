@@ -46,7 +46,7 @@ def simulate(decoder: Decoder, setting: Setting) -> Simulated:
         mesh = _mesh(setting, place)
         with FakeTensorMode(allow_non_fake_inputs=True):
             model = _model(decoder, setting, place)
-            model = parallelize(model.train(), mesh, _config(setting))
+            model = parallelize(model.train(), mesh, config_of(setting))
             ids = torch.zeros(setting.sequences, setting.tokens, dtype=torch.long, device=place)
             moments, collectives = _Moments(place), _Collectives()
             moments.follow(model, ids)
@@ -116,12 +116,18 @@ def _rank(setting: Setting) -> int:
 
 
 def _mesh(setting: Setting, place: str) -> Any:
-    shards = {"dp_shard": setting.gpus // setting.context // setting.tensor} | _context_axes(setting)
-    sizes = shards | ({"tp": setting.tensor} if setting.tensor > 1 else {})
+    sizes = axes_of(setting)
+    shards = [name for name in sizes if name != "tp"]
     mesh = init_device_mesh(place, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     if len(shards) > 1:  # not under fake tensors, which have no coordinates
         mesh[tuple(shards)]._flatten("_".join(shards))
     return mesh
+
+
+def axes_of(setting: Setting) -> dict[str, int]:
+    """Return the axes of the mesh that a setting needs, name to size."""
+    sizes = {"dp_shard": setting.data} | _context_axes(setting)
+    return sizes | ({"tp": setting.tensor} if setting.tensor > 1 else {})
 
 
 def _context_axes(setting: Setting) -> dict[str, int]:
@@ -131,7 +137,8 @@ def _context_axes(setting: Setting) -> dict[str, int]:
     return {"cp": setting.context} if setting.context > 1 else {}
 
 
-def _config(setting: Setting) -> ParallelConfig:
+def config_of(setting: Setting) -> ParallelConfig:
+    """Return the configuration that a setting is."""
     data = DataParallel(
         param_dtype=None if setting.dtype == "float32" else setting.dtype,
         context_axis=("ring", "cp") if setting.context_kind == "2d" else next(iter(_context_axes(setting)), None),
