@@ -216,8 +216,12 @@ class FinetuneOptions:
         _require(self.scope == "block", "scope", "be mlp or block", self.scope, "")
         refused = [flag(name) for name in ("plain", "keep", "memory_budget") if getattr(self, name)]
         if refused:
-            hint = "A layer that is one function keeps its input alone."
-            raise InputError(f"finetune: --scope block excludes {refused[0]}. {hint}")
+            hints = {
+                "--plain": "Plain layers are not tiled.",
+                "--keep": "A layer that is one function keeps its input alone.",
+                "--memory-budget": "It plans the shards of MLP and loss; pass --shard-tokens, or --plan with the memory of a device.",
+            }
+            raise InputError(f"finetune: --scope block excludes {refused[0]}. {hints[refused[0]]}")
 
     def _check_ranks(self) -> None:
         parts = self.dp * self.fsdp

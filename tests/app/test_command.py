@@ -82,7 +82,14 @@ def test_help_names_every_option(capsys, monkeypatch):
         ("--plain --num-shards 2", "--plain does not tile, so --num-shards would do nothing"),
         ("--plain --keep 0.5", "--plain does not tile, so --keep would do nothing"),
         ("--offload", "--offload needs --checkpointing or --scope block"),
-        ("--scope block --keep 0.5", "--scope block excludes --keep"),
+        (
+            "--scope block --keep 0.5",
+            "--scope block excludes --keep. A layer that is one function keeps its input alone",
+        ),
+        (
+            "--scope block --memory-budget 1GB",
+            "--scope block excludes --memory-budget. It plans the shards of MLP and loss",
+        ),
         ("--scope layer", "--scope must be one of mlp, block, got layer"),
         ("--memory-budget 3potatoes", "--memory-budget must be a size, got '3potatoes'"),
         ("--memory-budget 0.1", "--memory-budget must be >= 1"),
