@@ -219,7 +219,7 @@ class FinetuneOptions:
             hints = {
                 "--plain": "Plain layers are not tiled.",
                 "--keep": "A layer that is one function keeps its input alone.",
-                "--memory-budget": "It plans the shards of MLP and loss; pass --shard-tokens, or --plan with the memory of a device.",
+                "--memory-budget": "It plans the shards of MLP and loss; pass --shard-tokens, or --plan SIZE.",
             }
             raise InputError(f"finetune: --scope block excludes {refused[0]}. {hints[refused[0]]}")
 

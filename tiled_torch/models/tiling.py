@@ -29,7 +29,7 @@ from tiled_torch.models.mlps.survey import Survey, survey
 from tiled_torch.models.mlps.tiled import FAMILIES as FAMILIES
 from tiled_torch.models.mlps.tiled import Tiled as Tiled
 from tiled_torch.models.mlps.tiled import family_of as family_of
-from tiled_torch.models.mlps.tiled import known_of, reason_not_plain
+from tiled_torch.models.mlps.tiled import known_of, note_made, reason_not_plain
 from tiled_torch.models.mlps.tiled import path_now as path_now
 from tiled_torch.models.reports import ALONE
 
@@ -135,8 +135,7 @@ def tile_model(
     for module in model.modules():
         if isinstance(module, Tiled | TiledBlock):
             module._heard = heard  # type: ignore[misc]
-        if isinstance(module, Tiled):
-            module._made = path_now(module)
+    note_made(model)
     for module, reason in seen.left.values():
         vars(module)["_left"] = reason
     _tell_what_is_left(model, seen)

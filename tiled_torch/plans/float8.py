@@ -7,6 +7,7 @@ from torch import nn
 
 from shared_specs.config import SELECTIVE_MODES, ParallelConfig
 from shared_specs.errors import UnsupportedError, error_text, fail
+from tiled_torch.models.mlps.tiled import note_made
 from tiled_torch.plans.registry import Plan
 
 
@@ -63,3 +64,4 @@ def use_float8(model: nn.Module, plan: Plan) -> None:
 
     names = _float8_layers(model, plan)
     convert_to_float8_training(model, module_filter_fn=lambda _, name: name in names)
+    note_made(model)

@@ -37,6 +37,13 @@ def path_now(mlp: Any) -> str:
     return "tiled_mlp" if reason is None else f"tile: {reason}"
 
 
+def note_made(model: nn.Module) -> None:
+    """Take how the MLPs of a model would run now for what was asked for: of another path a warning tells."""
+    for module in model.modules():
+        if isinstance(module, Tiled):
+            module._made = path_now(module)
+
+
 def family_of(module: nn.Module) -> Family | None:
     """Return the family a module belongs to, by the name of its class or of the class it had before tiling or sharding."""
     if not any(hasattr(module, family.projections[0]) for family in FAMILIES):
