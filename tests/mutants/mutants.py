@@ -1203,8 +1203,8 @@ MUTANTS = (
     Mutant(
         "a block does not look at hooks of all modules",
         "tiled_torch/models/block/layer.py",
-        "    if _has_any_global_hook():\n",
-        "    if not _has_any_global_hook:\n",
+        "    if _anybody_hooks_all_modules():\n",
+        "    if not _anybody_hooks_all_modules:\n",
         "tests/models/test_torch_users_habits.py -k listens_everywhere",
     ),
 )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.modules.module import _has_any_global_hook  # torch has no public name for it
+from torch.nn.modules import module as of_all_modules  # whose hooks have no public name
 from torch.utils.checkpoint import checkpoint
 
 from shared_specs.collectives.sequence_plan import SequencePlan, plan_sequence
@@ -50,7 +50,7 @@ def reason_not_block(layer: Any) -> str | None:
         forward = inspect.unwrap(vars(part)["forward"])
         if not part.__module__ == forward.__module__ == home:
             return f"{name} runs {forward.__module__}.{forward.__qualname__}"
-    if _has_any_global_hook():
+    if _anybody_hooks_all_modules():
         return "there are hooks of all modules"
     ranks: BlockRanks | None = layer._block_ranks
     linears, known = family_of_block(layer).linears, frozenset() if ranks is None else ranks.hooks
@@ -71,6 +71,18 @@ def reason_not_block(layer: Any) -> str | None:
             return f"{name} is {type(parameter).__name__}"
     missing = next((name for name in plain_linears(layer) if f"{name}.weight" not in parameters), None)
     return None if missing is None else f"{missing} has no weight of its own"
+
+
+def _anybody_hooks_all_modules() -> bool:
+    """Return whether there are hooks of all modules, but for those by which PyTorch's own tools follow where a model is."""
+    names = (
+        "_global_forward_pre_hooks",
+        "_global_forward_hooks",
+        "_global_backward_pre_hooks",
+        "_global_backward_hooks",
+    )
+    found = (hook for name in names for hook in getattr(of_all_modules, name).values())
+    return any(not str(getattr(hook, "__module__", "")).startswith(("torch.", "tiled_torch.")) for hook in found)
 
 
 def plain_linears(layer: nn.Module) -> frozenset[str]:
