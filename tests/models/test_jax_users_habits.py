@@ -213,6 +213,7 @@ def _promotion_as_users_have_it() -> Iterator[None]:
 
 @pytest.mark.filterwarnings("ignore:Llama. scope='block' tiles the MLP of a layer alone:UserWarning")
 @pytest.mark.filterwarnings("ignore:.* its loss does not run through tiled_linear_cross_entropy:UserWarning")
+@pytest.mark.deep_but(50)
 @pytest.mark.parametrize(("do", "form"), HABITS)
 def test_habit(do: Habit, form: str) -> None:
     expected, found = reference(do, MODELS[form]), outcome(do, MODELS[form](form))

@@ -195,6 +195,7 @@ def flat(name: str, value: Any) -> Any:
 @pytest.mark.filterwarnings(
     "ignore:.* is deprecated and will be removed in v6:FutureWarning"
 )  # of transformers, in peft too
+@pytest.mark.deep_but(160)
 @pytest.mark.parametrize(("do", "form", "refused", "raises"), HABITS)
 def test_habit(do: Habit, form: str, refused: str, raises: bool) -> None:
     expected, found = reference(do, MODELS[form]), outcome(do, MODELS[form](form))

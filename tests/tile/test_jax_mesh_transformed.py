@@ -86,7 +86,7 @@ MESHES: dict[str, Axes] = {
 CASES = [(name, how, kind) for kind in MESHES for how in transformations(mlp) for name in FUNCTIONS]
 
 
-@pytest.mark.deep_but(8)
+@pytest.mark.deep_but(6)
 @pytest.mark.parametrize(("name", "how", "kind"), CASES)
 def test_a_mesh_changes_nothing(name: str, how: str, kind: str) -> None:
     """Each transformation, on each mesh, of each function: eager but for those with jit in their name."""
