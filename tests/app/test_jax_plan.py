@@ -1,15 +1,20 @@
 """`plan` beside what XLA says of the JAX half's own step, compiled for one device and for eight."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from flax import nnx
 
-from shared_specs.app.plan.decoder import Decoder
+from shared_specs.app.plan.decoder import MODELS, WHOLE, Decoder
 from shared_specs.app.plan.simulated import Simulated, beside_simulation
 from shared_specs.app.plan.step import RESERVE, Setting, parts_of
 from shared_specs.tolerances import PLAN_BYTES
-from tiled_jax.commands.plan.simulate import SIMULATOR, simulate
+from tests.app.test_plan_settings import recommended
+from tiled_jax.commands.plan.simulate import SIMULATOR, model_of, simulate
+from tiled_jax.plans.checks import check_model, checked_axes
+from tiled_jax.plans.registry import placement_of, rules_of
 
 pytestmark = pytest.mark.ranks
 
@@ -90,3 +95,18 @@ def test_a_program_for_this_processor_stands_in_for_a_gpus() -> None:
 def test_norms_of_heads_cost_no_token_more() -> None:
     """A Qwen3's: q and k are made again a shard at a time, and not kept."""
     assert_predicted(replace(SMALL, kind="qwen3"), tokens=4096)
+
+
+@pytest.mark.deep_but(2)
+@pytest.mark.parametrize("name", [name for name, decoder in MODELS.items() if decoder.kind in WHOLE])
+def test_every_parameter_of_a_recommendation_has_a_place(name: str) -> None:
+    """The model itself, as shapes, and where the mesh splits it, as `parallelize` asks before it compiles anything."""
+    settings = list(dict.fromkeys(recommended(name, "jax")))
+    model = nnx.eval_shape(lambda: model_of(MODELS[name], settings[0]))
+    rules = rules_of(model)
+    for setting in settings:
+        mesh: Any = SimpleNamespace(shape=setting.axes)
+        axes = checked_axes(setting.config, mesh)
+        check_model(model, mesh, setting.config, axes, rules)
+        for path, leaf in nnx.to_flat_state(nnx.state(model)):
+            placement_of("parallelize", path, leaf.get_value().shape, None, rules, axes)

@@ -1091,8 +1091,8 @@ MUTANTS = (
     Mutant(
         "products that somebody exchanges are taken for plain ones",
         "tiled_jax/core/products.py",
-        "if (lax.dot_general, lax.dot_general.__code__) == _IMPORTED:",
-        "if (lax.dot_general, lax.dot_general.__code__) != ():",
+        "if _product_now() == _IMPORTED:",
+        "if _product_now() != ():",
         "tests/core/test_jax_exchanged_products.py",
     ),
     Mutant(

@@ -10,7 +10,13 @@ from jax import lax
 from shared_specs.errors import UnsupportedError, refusal_text
 from tiled_jax.core.linear_call import barrier
 
-_IMPORTED = lax.dot_general, lax.dot_general.__code__
+
+def _product_now() -> tuple[Any, Any]:
+    """Return what says whether somebody has exchanged `lax.dot_general`: itself and its code."""
+    return lax.dot_general, getattr(lax.dot_general, "__code__", None)
+
+
+_IMPORTED = _product_now()
 
 
 def wide(dtype: jnp.dtype) -> jnp.dtype:
@@ -43,7 +49,7 @@ def refuse_exchanged_products(function: str, weights: Mapping[str, Any]) -> None
     Raises:
         UnsupportedError: the product of one of them is not `lax.dot_general` alone now.
     """
-    if (lax.dot_general, lax.dot_general.__code__) == _IMPORTED:
+    if _product_now() == _IMPORTED:
         return
     for name, w in weights.items():
         if getattr(w, "ndim", 0) > 1 and not _is_plain_product(w):

@@ -55,8 +55,7 @@ def tiled_linen(module: Any, options: Tiling, rngs: Any) -> Any:
         advice = "Every shard draws from splits of the module's own streams; give them to init or apply."
         fail("tile", "rngs", "None for a linen module", type(rngs).__name__, advice=advice)
     names = [name for name, field in module.__dataclass_fields__.items() if field.init and name != "tile_options"]
-    made = linen_class(type(module))(**{name: getattr(module, name) for name in names}, tile_options=options)
-    return made
+    return linen_class(type(module))(**{name: getattr(module, name) for name in names}, tile_options=options)
 
 
 @functools.cache

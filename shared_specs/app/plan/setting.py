@@ -5,7 +5,7 @@ from typing import Literal
 
 from shared_specs.collectives.costs import gathered_plan
 from shared_specs.collectives.sequence_plan import SequencePlan, plan_sequence
-from shared_specs.config import ContextKind, Half
+from shared_specs.config import Checkpointing, ContextKind, DataParallel, Half, ParallelConfig, TensorParallel
 from shared_specs.layers.block_costs import WIDE
 from shared_specs.shards import ShardPlan, plan_tokens
 
@@ -78,6 +78,30 @@ class Setting:
     def ring(self) -> int:
         """Return how many places the ring has in which keys and values travel; 1 is no ring."""
         return self.context // self.exchanging
+
+    @property
+    def context_axes(self) -> dict[str, int]:
+        """Return the mesh axes that cut sequences, name to size, that of the rings first where there are two."""
+        if self.context_kind == "2d":
+            return {"ring": self.ring, "cp": self.inside}
+        return {"cp": self.context} if self.context > 1 else {}
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Return the axes of the mesh, name to size."""
+        return {"dp_shard": self.data, **self.context_axes} | ({"tp": self.tensor} if self.tensor > 1 else {})
+
+    @property
+    def config(self) -> ParallelConfig:
+        """Return what `parallelize` is given."""
+        data = DataParallel(
+            param_dtype=None if self.dtype == "float32" else self.dtype,
+            context_axis=("ring", "cp") if self.context_kind == "2d" else next(iter(self.context_axes), None),
+            context=self.context_kind,
+            cpu_offload=self.host_state,
+        )
+        tensor = TensorParallel() if self.tensor > 1 else None
+        return ParallelConfig(data=data, tensor=tensor, checkpointing=Checkpointing(offload=self.offload))
 
     @property
     def itemsize(self) -> int:

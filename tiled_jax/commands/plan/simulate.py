@@ -13,7 +13,7 @@ from flax import nnx
 from shared_specs.app.plan.decoder import Decoder
 from shared_specs.app.plan.simulated import Simulated, Simulator
 from shared_specs.app.plan.step import Setting
-from shared_specs.config import Checkpointing, DataParallel, ParallelConfig, TensorParallel, Tiling
+from shared_specs.config import Checkpointing, Tiling
 from shared_specs.shards import TARGET_TOKENS
 from tiled_jax.commands.plan.device import compiles_for_gpus, mesh_of, prepare
 from tiled_jax.layers import attention_blocks
@@ -40,37 +40,13 @@ def simulate(decoder: Decoder, setting: Setting) -> Simulated:
     prepare(setting.gpus)
     with _for_gpus():
         model = nnx.eval_shape(lambda: model_of(decoder, setting))
-        made = parallelize(model, mesh_of(axes_of(setting)), config_of(setting))
+        made = parallelize(model, mesh_of(setting.axes), setting.config)
         batch = jax.ShapeDtypeStruct((setting.sequences * setting.data, setting.tokens + 1), jnp.int32)
         # Without a device there is nothing to tune on, and Triton's products have no sizes but those that tuning finds.
         tuned: Any = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
         options = tuned if compiles_for_gpus() else None
         program = made.gradients.lower(made.shapes.parameters, batch).compile(options)
     return _of_program(program)
-
-
-def axes_of(setting: Setting) -> dict[str, int]:
-    """Return the axes of the mesh that a setting needs, name to size."""
-    sizes = {"dp_shard": setting.data} | _context_axes(setting)
-    return sizes | ({"tp": setting.tensor} if setting.tensor > 1 else {})
-
-
-def config_of(setting: Setting) -> ParallelConfig:
-    """Return the configuration that a setting is; that of checkpointing is the model's own."""
-    data = DataParallel(
-        param_dtype=None if setting.dtype == "float32" else setting.dtype,
-        context_axis=("ring", "cp") if setting.context_kind == "2d" else next(iter(_context_axes(setting)), None),
-        context=setting.context_kind,
-        cpu_offload=setting.host_state,
-    )
-    return ParallelConfig(tensor=TensorParallel() if setting.tensor > 1 else None, data=data)
-
-
-def _context_axes(setting: Setting) -> dict[str, int]:
-    """Return the axes that cut sequences, name to size, that of the rings first where there are two."""
-    if setting.context_kind == "2d":
-        return {"ring": setting.ring, "cp": setting.inside}
-    return {"cp": setting.context} if setting.context > 1 else {}
 
 
 def _of_program(program: Any) -> Simulated:

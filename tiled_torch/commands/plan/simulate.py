@@ -23,7 +23,7 @@ from shared_specs.app.models.decoders import DECODERS
 from shared_specs.app.plan.decoder import FAMILIES, Decoder
 from shared_specs.app.plan.simulated import Simulated, Simulator
 from shared_specs.app.plan.step import Setting
-from shared_specs.config import Checkpointing, DataParallel, ParallelConfig, TensorParallel, Tiling
+from shared_specs.config import Tiling
 from tiled_torch.commands.plan.device import NAME, simulated_ranks
 from tiled_torch.models import tile_model
 from tiled_torch.models.block.offload import host_memory
@@ -46,7 +46,7 @@ def simulate(decoder: Decoder, setting: Setting) -> Simulated:
         mesh = _mesh(setting, place)
         with FakeTensorMode(allow_non_fake_inputs=True):
             model = _model(decoder, setting, place)
-            model = parallelize(model.train(), mesh, config_of(setting))
+            model = parallelize(model.train(), mesh, setting.config)
             ids = torch.zeros(setting.sequences, setting.tokens, dtype=torch.long, device=place)
             moments, collectives = _Moments(place), _Collectives()
             moments.follow(model, ids)
@@ -116,37 +116,12 @@ def _rank(setting: Setting) -> int:
 
 
 def _mesh(setting: Setting, place: str) -> Any:
-    sizes = axes_of(setting)
+    sizes = setting.axes
     shards = [name for name in sizes if name != "tp"]
     mesh = init_device_mesh(place, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     if len(shards) > 1:  # not under fake tensors, which have no coordinates
         mesh[tuple(shards)]._flatten("_".join(shards))
     return mesh
-
-
-def axes_of(setting: Setting) -> dict[str, int]:
-    """Return the axes of the mesh that a setting needs, name to size."""
-    sizes = {"dp_shard": setting.data} | _context_axes(setting)
-    return sizes | ({"tp": setting.tensor} if setting.tensor > 1 else {})
-
-
-def _context_axes(setting: Setting) -> dict[str, int]:
-    """Return the axes that cut sequences, name to size, that of the rings first where there are two."""
-    if setting.context_kind == "2d":
-        return {"ring": setting.ring, "cp": setting.inside}
-    return {"cp": setting.context} if setting.context > 1 else {}
-
-
-def config_of(setting: Setting) -> ParallelConfig:
-    """Return the configuration that a setting is."""
-    data = DataParallel(
-        param_dtype=None if setting.dtype == "float32" else setting.dtype,
-        context_axis=("ring", "cp") if setting.context_kind == "2d" else next(iter(_context_axes(setting)), None),
-        context=setting.context_kind,
-        cpu_offload=setting.host_state,
-    )
-    tensor = TensorParallel() if setting.tensor > 1 else None
-    return ParallelConfig(tensor=tensor, checkpointing=Checkpointing(offload=setting.offload), data=data)
 
 
 def _model(decoder: Decoder, setting: Setting, place: str) -> nn.Module:
