@@ -23,7 +23,7 @@ DOCS_ENV := .venv-docs/.installed
 # The project goes in with the setuptools of the lock, and pip resolves nothing for it.
 INSTALL_PROJECT := -m pip install --quiet --no-deps --no-build-isolation --editable .
 FAST := tests --ignore=tests/gpu
-BY_CAPABILITY := $(addprefix tests/,app bridge collectives compat core kernels layers linear loss mlp models plans tile trainers)
+BY_CAPABILITY := $(addprefix tests/,app bridge collectives compat core habits kernels layers linear loss mlp models plans tile trainers)
 OLD_TORCH := $(BY_CAPABILITY)
 # triton 3.6's interpreter does what NumPy no longer likes.
 OLD_TRITON := -W "ignore:Conversion of an array with ndim:DeprecationWarning"
@@ -148,8 +148,9 @@ deepspeed: $(DEEPSPEED_ENV) ## ZeRO-1, 2 and 3 with DeepSpeed's own engine on tw
 	TILED_ZERO=1 TILED_REQUIRE=torch PYTHONPATH=$(CURDIR)/.venv-deepspeed $(BIN)/python -m pytest tests/zero $(ARGS)
 
 .PHONY: trainers
-trainers: $(TRAINERS_ENV) ## trl's, peft's and Lightning's trainers and grain's batches with tiled models
-	TILED_TRAINERS=1 PYTHONPATH=$(CURDIR)/.venv-trainers $(BIN)/python -m pytest $(SIDE_BY_SIDE) tests/trainers/packages $(ARGS)
+trainers: $(TRAINERS_ENV) ## trl, peft, Lightning, qwix and grain with tiled models
+	TILED_TRAINERS=1 PYTHONPATH=$(CURDIR)/.venv-trainers $(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "not slow and not gpu" \
+	  tests/trainers/packages tests/habits/test_torch_habits_training.py $(ARGS)
 
 ##@ Changing the code
 

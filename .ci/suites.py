@@ -73,6 +73,7 @@ SUITES = (
             "tiled_torch/plans/",
             "tiled_torch/compat/",
             "tests/trainers/",
+            "tests/habits/",
             "requirements/trainers.txt",
         ),
         60,

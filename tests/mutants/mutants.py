@@ -1191,20 +1191,20 @@ MUTANTS = (
         "tiled_jax/models/loss.py",
         "    reason = model.reason_not_plain_head()\n",
         "    reason = None\n",
-        "tests/models/test_jax_users_habits.py -k adapts_the_head",
+        "tests/habits/test_jax_habits_training.py -k adapts_the_head",
     ),
     Mutant(
         "a block asks twice for what a checkpoint around it makes again",
         "tiled_torch/models/block/function.py",
         "            if call.offloaded:  # a checkpoint around gives what it makes again once\n",
         "            if True:\n",
-        "tests/models/test_torch_users_habits.py -k checkpoints_the_whole_model",
+        "tests/habits/test_torch_habits_backward.py -k checkpoints_the_whole_model",
     ),
     Mutant(
         "a block does not look at hooks of all modules",
         "tiled_torch/models/block/layer.py",
         "    if _anybody_hooks_all_modules():\n",
         "    if not _anybody_hooks_all_modules:\n",
-        "tests/models/test_torch_users_habits.py -k listens_everywhere",
+        "tests/habits/test_torch_habits_hooks.py -k listens_everywhere",
     ),
 )
