@@ -28,13 +28,21 @@ OLD_TORCH := $(BY_CAPABILITY)
 # triton 3.6's interpreter does what NumPy no longer likes.
 OLD_TRITON := -W "ignore:Conversion of an array with ndim:DeprecationWarning"
 NEW_JAX := $(BY_CAPABILITY) tests/meta/test_lock.py tests/meta/test_examples.py
+# Of these what is known to differ between versions of JAX: compiled programs, bytes, meshes, kernels and Mosaic.
+NEW_JAX_PART := tests/meta/test_lock.py tests/collectives tests/core tests/kernels \
+  $(sort $(wildcard tests/*/test_jax_*mesh*.py tests/*/test_jax_*program*.py tests/*/test_jax_*parallel*.py)) \
+  $(addprefix tests/,layers/test_jax_checkpoint.py layers/test_jax_context.py layers/test_jax_ring.py linear/test_jax_sharded.py \
+  loss/test_jax_loss.py loss/test_jax_sequence_loss.py mlp/test_jax_bytes.py mlp/test_jax_deterministic.py \
+  mlp/test_jax_transformations.py models/test_jax_block.py tile/test_jax_owning.py \
+  tile/test_jax_sharding.py tile/test_jax_sums.py)
 
 # What JAX compiled for the tests is kept here between runs: half of their time. Nothing is kept where it is empty.
 export TILED_JAX_CACHE ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/tiled-mlp/jax
 
 # A worker that dies ends the run: pytest-xdist 3.8 waits for ever for the rest of its file where it starts another one.
-SIDE_BY_SIDE = -n $(JOBS) --dist loadfile --max-worker-restart=0
-test test-deep test-figures float8 deepspeed trainers aot-triton test-new-jax test-old-torch: export OMP_NUM_THREADS := 1
+# What failed at the first try and not at the second (tests/second_tries.py) is shown with its traceback.
+SIDE_BY_SIDE = -n $(JOBS) --dist loadfile --max-worker-restart=0 --rerun-show-tracebacks
+test test-deep test-figures float8 deepspeed trainers aot-triton test-new-jax test-new-jax-part test-old-torch: export OMP_NUM_THREADS := 1
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # What `make gpu` runs under: output as it comes, Triton on the device, JAX's memory piece by piece, no host name looked up.
@@ -103,13 +111,16 @@ mutants: $(ENV) ## whether the tests notice the known ways to break the library,
 test-fast: $(ENV) ## the specification and the repository's own rules
 	TILED_TESTS=spec $(BIN)/python -m pytest $(FAST) $(ARGS)
 
-.PHONY: test-new-jax
+.PHONY: test-new-jax test-new-jax-part
 test-new-jax: ## shared_specs and the JAX half on Python 3.12 with the newest supported JAX
+test-new-jax-part: ## of these what is known to differ between versions: programs, bytes, meshes, kernels
+test-new-jax-part: NEW_JAX := $(NEW_JAX_PART)
+test-new-jax test-new-jax-part:
 	@if python=$$(.ci/find-python 3.12); then \
 	  $(MAKE) --no-print-directory $(NEW_JAX_ENV) NEW_JAX_PYTHON="$$python" && \
 	  TILED_TESTS=spec,jax TILED_OPTIMIZE=1 TILED_REQUIRE=jax .venv-new-jax/bin/python -m pytest $(SIDE_BY_SIDE) $(NEW_JAX) $(ARGS); \
 	else \
-	  echo "test-new-jax: skipped: no working Python 3.12 on PATH, in pyenv or in uv"; \
+	  echo "$@: skipped: no working Python 3.12 on PATH, in pyenv or in uv"; \
 	fi
 
 .PHONY: lock

@@ -16,6 +16,7 @@ import pytest
 
 from tests.devices import has_cuda
 from tests.ranks import Ranks
+from tests.second_tries import add_second_tries
 
 # A property is tried with the same examples each time, however busy the machine is.
 hypothesis.settings.register_profile("suite", deadline=None, derandomize=True)
@@ -141,7 +142,7 @@ def _jax_files_share_what_was_compiled(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m is heard
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of a test with `deep_but(n)` all cases but the first n are deep. PyTorch warns of operations on a GPU that the fixture
     above makes it watch."""
     cases: Counter[str] = Counter()
@@ -154,3 +155,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.deep)
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.filterwarnings("ignore:.*deterministic:UserWarning"))
+    add_second_tries(config, items)

@@ -121,6 +121,20 @@ def test_a_slow_machine_leaves_suites_out_and_says_so():
     ]
 
 
+def test_where_there_is_no_time_for_all_of_a_suite_a_part_of_it_runs():
+    whole = ci.Suite("whole", ("whole/",), 300, 900, part=suite("part", seconds=80))
+    assert passed_over(10, 1, TEST, whole)[1:] == ["whole: fine (300 s)", "6.7 minutes, green"]
+    assert passed_over(10, 2, TEST, whole)[1:] == [
+        "whole: left out: it takes about 600 s here and 400 s of the 10 minutes are left",
+        "part: fine (160 s)",
+        "6.0 minutes, green, 1 left out",
+    ]
+    assert passed_over(5, 2, TEST, whole)[1:] == [
+        "whole: left out: it takes about 600 s here and 100 s of the 5 minutes are left",
+        "3.3 minutes, green, 1 left out",
+    ]
+
+
 def test_what_always_runs_does_so_without_time_and_all_runs_without_a_budget():
     lint = suite("lint", always=True)
     late = "a: left out: it takes about 100 s here and 0 s of the 1 minutes are left"
@@ -138,6 +152,11 @@ def test_what_always_runs_does_so_without_time_and_all_runs_without_a_budget():
         (2, "=== 1 failed, 3 passed in 2.00s ===\nmake: *** Error 1\n", "RED: exit status 2, 1 failed, 3 passed in 7 s"),
         (-9, "", "RED: ended by signal 9"),
         (None, "=== 1 passed in 2.00s ===\n", "RED: ran over its limit of 60 s"),
+        (
+            0,
+            "RERUN tests/b.py::test_b\nRERUN tests/a.py::test_a[1]\n== 2 passed, 2 rerun in 2.00s ==\n",
+            "2 passed, 2 rerun in 7 s, tried twice: tests/a.py::test_a[1], tests/b.py::test_b",
+        ),
     ],
 )  # fmt: skip
 def test_each_suite_has_one_plain_line(status, output, line):
@@ -214,10 +233,22 @@ def test_a_budget_that_is_no_number_is_refused(minutes, monkeypatch, capsys):
 
 
 def test_every_suite_is_a_target_and_its_limit_is_generous():
-    targets = set(re.findall(r"^\.PHONY: (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    assert set(names(ci.SUITES)) - targets == set()
-    assert len(set(names(ci.SUITES))) == len(ci.SUITES)
-    assert [one.name for one in ci.SUITES if one.limit < 3 * one.seconds] == []
+    phony = re.findall(r"^\.PHONY: (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    targets = {target for line in phony for target in line.split()}
+    suites = [*ci.SUITES, *(one.part for one in ci.SUITES if one.part)]
+    assert set(names(suites)) - targets == set()
+    assert len(set(names(suites))) == len(suites)
+    assert [one.name for one in suites if one.limit < 3 * one.seconds] == []
+
+
+def test_a_part_has_nothing_that_the_whole_has_not():
+    database = subprocess.run(["make", "-pq"], cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    whole, part = (
+        re.findall(rf"^{name} := (.*)$", database, re.MULTILINE)[0].split() for name in ("NEW_JAX", "NEW_JAX_PART")
+    )
+    assert [name for name in part if not (ROOT / name).exists()] == []
+    assert [name for name in part if not any(name == one or name.startswith(f"{one}/") for one in whole)] == []
+    assert len(set(part)) > 20
 
 
 def test_every_guard_names_something():

@@ -47,7 +47,7 @@ def pytest(folder: Path, arguments: str, *, new_jax: bool) -> tuple[int, str]:
     python, needs = (str(NEW_JAX), "jax") if new_jax else (sys.executable, "torch,jax")
     settings = {"PYTHONPATH": str(folder), "TILED_REQUIRE": needs, "OMP_NUM_THREADS": "1"}
     settings |= {"TILED_OPTIMIZE": "1", "TILED_TESTS": "spec,jax"} if new_jax else {}
-    command = [python, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    command = [python, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:rerunfailures"]
     command += ["-m", "not slow and not gpu", *shlex.split(arguments)]  # what is named may be deep
     try:
         done = subprocess.run(
