@@ -111,7 +111,8 @@ mutants: $(ENV) ## whether the tests notice the known ways to break the library,
 test-fast: $(ENV) ## the specification and the repository's own rules
 	TILED_TESTS=spec $(BIN)/python -m pytest $(FAST) $(ARGS)
 
-.PHONY: test-new-jax test-new-jax-part
+.PHONY: test-new-jax
+.PHONY: test-new-jax-part
 test-new-jax: ## shared_specs and the JAX half on Python 3.12 with the newest supported JAX
 test-new-jax-part: ## of these what is known to differ between versions: programs, bytes, meshes, kernels
 test-new-jax-part: NEW_JAX := $(NEW_JAX_PART)

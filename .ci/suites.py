@@ -96,7 +96,7 @@ SUITES = (
         170,
         1800,
     ),
-    # What it has in common with `test`, which runs the JAX half with the other version in full, is left to that for want of time.
+    # For want of time what both versions have in common is left to `test`, which runs the JAX half in full.
     Suite(
         "test-new-jax",
         ("tiled_jax/", "shared_specs/", "requirements/new-jax.txt", "tests/*/*jax*"),

@@ -66,6 +66,34 @@ def test_a_shard_of_tokens_at_a_time_is_what_runs() -> None:
     assert not widest()
 
 
+@pytest.mark.parametrize("limit", [0.5, 10.0, 500.0])
+@pytest.mark.parametrize("where", ["gate", "up", "h", "y", "gradient"])
+def test_what_is_cut_off_only_at_large_values_is_seen(where: str, limit: float) -> None:
+    """Clamped activations as gpt-oss has them, relu6, clipped hidden states, a clipped gradient: none is the formula."""
+
+    @jax.custom_vjp
+    def cut_in_backward(x: jax.Array) -> jax.Array:
+        return x
+
+    cut_in_backward.defvjp(lambda x: (x, x), lambda x, dx: (jnp.where(abs(x) > limit, 0.0, dx),))
+
+    class Clipped(GatedMLP):
+        def __call__(self, x: jax.Array) -> jax.Array:
+            def cut(at: str, x: jax.Array) -> jax.Array:
+                return jnp.clip(x, -limit, limit) if at == where else x
+
+            x = cut_in_backward(x) if where == "gradient" else x
+            h = nnx.silu(cut("gate", self.gate_proj(x))) * cut("up", self.up_proj(x))
+            return cut("y", self.down_proj(cut("h", h)))
+
+    module = Clipped(Config(), nnx.Rngs(0))
+    x = 10 * limit * drawn(2, 7, H, dtype=jnp.float32)
+    expected = module(x)
+    tile_model(module, num_shards=2)
+    assert tiling_paths(module)[""] != "tiled_mlp"
+    np.testing.assert_array_equal(module(x), expected)
+
+
 def one(**options: Any) -> GatedMLP:
     return GatedMLP(Config(**options), nnx.Rngs(0))
 

@@ -22,6 +22,8 @@ from tiled_jax.tile.api import tile
 
 Values = dict[Path, Any]
 _ROWS = (2, 5)  # tokens that the formula is compared on
+# Each of its own size: small ones, and some whose values meet whatever a module cuts off.
+_SCALES = ((0.1, 0.3, 1.0, 1.0, 3.0), (10.0, 100.0, 1e3, 1e4, 1.0))
 _TOKENS = 64  # and those that shards of are compared with all
 
 _WRITES = "it writes to its state"
@@ -140,7 +142,7 @@ def _formula_of(probe: Probe, hidden: int, form: Any) -> Formula | None:
     shapes = {path: a.shape for path, a in probe.parameters.items()}
     if len(probe.parameters) != sum(not isinstance(leaf, nnx.RngState) for leaf in probe._leaves.values()):
         return None
-    x = _normal(1, (*_ROWS, hidden))
+    x = _tokens(1, hidden)
     y = probe.run(x)
     numbers = {path: np.asarray(a) for path, a in probe.parameters.items()}
     made = (
@@ -148,28 +150,38 @@ def _formula_of(probe: Probe, hidden: int, form: Any) -> Formula | None:
         for parts in candidates(shapes, hidden, form.shape[-1])
         for activation in ACTIVATIONS
     )
-    return next((formula for formula in made if _close(formula(numbers, np.asarray(x)), y)), None)
+    return next((formula for formula in made if _each_close(formula(numbers, np.asarray(x)), y)), None)
 
 
 def _is(probe: Probe | None, formula: Formula, hidden: int) -> bool:
-    """Return whether a module has the formula's values and gradients (of x and of every parameter)."""
+    """Return whether a module has the formula's values and gradients (of x, token by token, and of every parameter).
+
+    Parameters have the gradients of tokens of one size, where none is lost beside those of larger ones.
+    """
     if probe is None:
         return False
-    x = _normal(2, (*_ROWS, hidden))
     try:
-        dy = _normal(3, probe.run(x).shape)
-        found, expected = (
-            jax.jit(_gradients, static_argnums=0)(fn, probe.parameters, x, dy) for fn in (probe, formula)
-        )
+        for x, of_each in ((_tokens(2, hidden), True), (_normal(2, (*_ROWS, hidden)), False)):
+            dy = _normal(3, probe.run(x).shape)
+            (found, expected), (of_found, of_expected) = zip(
+                *(jax.jit(_gradients, static_argnums=0)(fn, probe.parameters, x, dy) for fn in (probe, formula)),
+                strict=True,
+            )
+            if not all(map(_each_close, found, expected)):
+                return False
+            pairs = zip(jax.tree.leaves(of_found), jax.tree.leaves(of_expected), strict=True)
+            if not of_each and not all(_close(a, b) for a, b in pairs):
+                return False
     except Exception:  # in training it needs what it is not given, a random stream
         return False
-    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
-    return not probe.writes and all(_close(a, b) for a, b in pairs)
+    return not probe.writes
 
 
 def _gradients(fn: Callable[..., Any], parameters: Values, x: jax.Array, dy: jax.Array) -> Any:
+    """Return y and dx, and the gradients of the parameters."""
     y, pull = jax.vjp(fn, parameters, x)
-    return y, pull(dy)
+    dparameters, dx = pull(dy)
+    return (y, dx), dparameters
 
 
 def _reason_not_token_wise(module: nnx.Module, probe: Probe, hidden: int) -> str | None:
@@ -204,6 +216,19 @@ def _reason_not_token_wise(module: nnx.Module, probe: Probe, hidden: int) -> str
 def _close(found: Any, expected: Any) -> bool:
     a, b = (np.asarray(each, np.float64) for each in (found, expected))
     return a.shape == b.shape and bool(np.linalg.norm(a - b) <= FORMULA_FLOAT32 * np.linalg.norm(b))
+
+
+def _each_close(found: Any, expected: Any) -> bool:
+    """Return whether every token of one is the other's."""
+    a, b = (np.asarray(each, np.float64) for each in (found, expected))
+    if a.shape != b.shape:
+        return False
+    return bool(np.all(np.linalg.norm(a - b, axis=-1) <= FORMULA_FLOAT32 * np.linalg.norm(b, axis=-1)))
+
+
+def _tokens(seed: int, hidden: int) -> jax.Array:
+    """Return tokens of sizes that differ."""
+    return _normal(seed, (*_ROWS, hidden)) * jnp.asarray(_SCALES, jnp.float32)[..., None]
 
 
 def _normal(seed: int, shape: tuple[int, ...]) -> jax.Array:

@@ -22,7 +22,7 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "relu_squared": lambda x: F.relu(x).square(),
 }
 # One token each: small ones, and some whose values meet whatever a module cuts off.
-_SCALES = (0.1, 0.3, 1.0, 1.0, 3.0, 10.0, 100.0)
+_SCALES = (0.1, 0.3, 1.0, 1.0, 3.0, 10.0, 100.0, 1e3, 1e4)
 
 
 def formula_of(module: nn.Module, layout: MLPLayout) -> tuple[Roles, Activation] | None:
