@@ -9,7 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed._tools.mod_tracker import ModTracker
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.module_tracker import ModuleTracker
 
 from shared_specs import UnsupportedError
 from shared_specs.core.rounding import relative_error
@@ -118,6 +123,31 @@ def test_a_step_that_collects_outputs_collects_them() -> None:
     ]
     assert all(len(each) == len(model.model.layers) for each in seen)
     loss_and_gradients(model)
+    assert paths_of_layers(model) == BLOCKS
+
+
+TOOLS: dict[str, Any] = {
+    "FlopCounterMode": lambda: FlopCounterMode(display=False),
+    "ModuleTracker": ModuleTracker,
+    "ModTracker": ModTracker,
+    "MemTracker": MemTracker,
+    "CommDebugMode": CommDebugMode,
+}
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_tools_that_follow_a_model_follow_its_blocks(tool: str) -> None:
+    """CommDebugMode cannot follow a module that is called twice: under it the MLPs alone run a shard at a time."""
+    model = build("llama").train()
+    expected = loss_and_gradients(model)
+    tile_model(model, num_shards=3, scope="block")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*there are hooks of all modules")
+        warnings.filterwarnings("ignore", message=".*ackward hook")  # of CommDebugMode itself
+        with TOOLS[tool]():
+            assert_same(loss_and_gradients(model), expected)
+    assert (paths_of_layers(model) == BLOCKS) == (tool != "CommDebugMode")
+    assert_same(loss_and_gradients(model), expected)
     assert paths_of_layers(model) == BLOCKS
 
 

@@ -451,10 +451,31 @@ MUTANTS = (
         "tests/models/test_torch_block.py -x -k 'test_gradients and qwen2'",
     ),
     Mutant(
+        "shards of a block are leaves, which tools that follow a model cannot hook",
+        "tiled_torch/models/block/function.py",
+        "return x.detach().requires_grad_().view_as(x)",
+        "return x.detach().requires_grad_()",
+        "tests/models/test_torch_paths.py -k follow_its_blocks",
+    ),
+    Mutant(
+        "a probe of an MLP looks at values alone",
+        "tiled_torch/models/mlps/probe.py",
+        "    return all(map(_near, found, expected))",
+        "    return True",
+        "tests/models/test_torch_mlp_probe.py",
+    ),
+    Mutant(
+        "JAX: a probe of an MLP asks with tokens of one size",
+        "tiled_jax/models/others/probe.py",
+        " * jnp.asarray(_SCALES, jnp.float32)[..., None]",
+        "",
+        "tests/models/test_jax_tile_model.py -k cut_off",
+    ),
+    Mutant(
         "a block computes its second part again from the first rows",
         "tiled_torch/models/block/function.py",
-        "x_shard = x[:, start:stop].detach().requires_grad_()\n                    a_rows",
-        "x_shard = x[:, : stop - start].detach().requires_grad_()\n                    a_rows",
+        "x_shard = _entry(x[:, start:stop])\n                    a_rows",
+        "x_shard = _entry(x[:, : stop - start])\n                    a_rows",
         "tests/models/test_torch_block.py -x -k 'test_gradients and qwen2'",
     ),
     Mutant(

@@ -110,6 +110,9 @@ class Block(torch.autograd.Function):
     def forward(ctx: Any, call: BlockCall, x: Tensor, cos: Tensor, sin: Tensor, mask: Any, *params: Tensor) -> Tensor:
         ctx.call = call
         ctx.save_for_backward(x, cos, sin, mask, *params)
+        x = (
+            x.detach()
+        )  # whose slices would ask for gradients that nobody makes here, which hooks of all modules look for
         with call.autocast.again():
             parts = BlockParts(call, (cos, sin), params, {})
             groups = parts.projections(x)
@@ -143,7 +146,7 @@ class Block(torch.autograd.Function):
         }
         shards, random = list(enumerate(cut.spans)), call.random
         with nullcontext() if random is None else random.kept(), call.autocast.again():
-            groups = parts.projections(x, again=True)
+            groups = parts.projections(x.detach(), again=True)
             for tensor in chain.from_iterable(groups):
                 tensor.requires_grad_()
             parts.params |= leaves
@@ -152,9 +155,9 @@ class Block(torch.autograd.Function):
             dx = torch.empty_like(x, memory_format=torch.contiguous_format)
             for part, (start, stop) in shards:
                 with torch.enable_grad(), call.again(len(shards) + 1 + part):
-                    x_shard = x[:, start:stop].detach().requires_grad_()
+                    x_shard = _entry(x[:, start:stop])
                     a_rows = cut.rows(a, part, 1)
-                    a_shard = a_rows.flatten(2).detach().requires_grad_()
+                    a_shard = _entry(a_rows.flatten(2))
                     y = parts.behind(x_shard, a_shard, part, needed=False)
                 dx[:, start:stop], of_a = _gradients(y, dy[:, start:stop], (x_shard, a_shard), leaves, sums)
                 cut.put(a, of_a.view(a_rows.shape), part, 1)  # nobody reads these rows any more
@@ -167,13 +170,18 @@ class Block(torch.autograd.Function):
                 x = ctx.saved_tensors[0]
             for part, (start, stop) in shards:
                 with torch.enable_grad(), call.again(part):
-                    x_shard = x[:, start:stop].detach().requires_grad_()
+                    x_shard = _entry(x[:, start:stop])
                     qkv = parts.before(x_shard, part, needed=False)
                 given = [torch.cat([cut.rows(g[place], part, 2) for g in dqkv], 1) for place in range(3)]
                 dx[:, start:stop] += _gradients(qkv, given, (x_shard,), leaves, sums)[0]
                 del qkv, x_shard, given
             cut.complete((name, total) for name, total in sums.items() if total is not None and call.by_autograd(name))
         return None, dx, None, None, None, *(None if total is None else total.result() for total in sums.values())
+
+
+def _entry(x: Tensor) -> Tensor:
+    """Return x as something whose gradient can be asked for, and no leaf: hooks of all modules hear of those in backward() alone."""
+    return x.detach().requires_grad_().view_as(x)
 
 
 def _attended(call: BlockCall, groups: list[HeadGroup], mask: Tensor | None) -> tuple[Tensor, list[Any]]:

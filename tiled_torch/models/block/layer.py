@@ -74,7 +74,10 @@ def reason_not_block(layer: Any) -> str | None:
 
 
 def _anybody_hooks_all_modules() -> bool:
-    """Return whether there are hooks of all modules, but for those by which PyTorch's own tools follow where a model is."""
+    """Return whether there are hooks of all modules, but for those by which PyTorch's own tools follow where a model is.
+
+    CommDebugMode's are none of these: it cannot follow a module that is called twice.
+    """
     names = (
         "_global_forward_pre_hooks",
         "_global_forward_hooks",
@@ -82,7 +85,8 @@ def _anybody_hooks_all_modules() -> bool:
         "_global_backward_hooks",
     )
     found = (hook for name in names for hook in getattr(of_all_modules, name).values())
-    return any(not str(getattr(hook, "__module__", "")).startswith(("torch.", "tiled_torch.")) for hook in found)
+    homes = [str(getattr(hook, "__module__", "")) for hook in found]
+    return any(not home.startswith(("torch.", "tiled_torch.")) or ".tensor.debug." in home for home in homes)
 
 
 def plain_linears(layer: nn.Module) -> frozenset[str]:

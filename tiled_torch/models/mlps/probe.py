@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,17 +33,38 @@ def formula_of(module: nn.Module, layout: MLPLayout) -> tuple[Roles, Activation]
     if any(tensor is not None for name in layout.others for tensor in module.get_submodule(name).state_dict().values()):
         return None
     generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
+    with torch.enable_grad():
         twin = small_twin(module, small_sizes(module), generator)
         x = tokens_of(sizes_of(twin.get_submodule(next(layout.roles()).up)), generator)
-        found = twin(x)
-        if not isinstance(found, Tensor) or not same(_in_training(twin, x), found):
+        found = _with_gradients(twin, twin, x)
+        if found is None or (training := _with_gradients(lambda x: _in_training(twin, x), twin, x)) is None:
+            return None
+        if not _all_same(training, found):
             return None
         for roles in layout.roles():
             for name, activation in ACTIVATIONS.items():
-                if same(found, _formula(twin, roles, activation, x)):
-                    return roles, name
+                if same(found[0], _formula(twin, roles, activation, x)):
+                    expected = _with_gradients(partial(_formula, twin, roles, activation), twin, x)
+                    return (roles, name) if _all_same(found, expected) else None
     return None
+
+
+def _with_gradients(run: Callable[[Tensor], Any], twin: nn.Module, x: Tensor) -> list[Tensor] | None:
+    """Return the result and the gradients of x and of every parameter; None where there are none.
+
+    Gradients of parameters, which are sums over tokens, come from those of middling sizes: larger ones would hide them.
+    """
+    params = [p.requires_grad_() for p in twin.parameters()]
+    x = x.clone().requires_grad_()
+    y = run(x)
+    if not isinstance(y, Tensor) or not y.requires_grad or y.shape[:-1] != x.shape[:-1]:
+        return None
+    dy = torch.cos(torch.arange(y.numel(), dtype=y.dtype, device=y.device)).view(y.shape)
+    (dx,) = torch.autograd.grad(y, x, dy, retain_graph=True)
+    middling = (torch.tensor(_SCALES) <= 3.0).to(dy)[:, None]
+    of_params = torch.autograd.grad(y, params, dy * middling, allow_unused=True)
+    zeros = (torch.zeros_like(p) if found is None else found for p, found in zip(params, of_params, strict=True))
+    return [y.detach(), dx, *(gradient.reshape(1, 1, -1) for gradient in zeros)]
 
 
 def _in_training(twin: Any, x: Tensor) -> Tensor:
@@ -110,9 +132,21 @@ def tokens_of(sizes: tuple[int, int] | None, generator: torch.Generator) -> Tens
     return torch.randn(1, len(_SCALES), sizes[0], generator=generator, dtype=torch.float64) * scales[:, None]
 
 
-def same(found: Tensor, expected: Tensor) -> bool:
-    """Return whether every token of one is the other's, to rounding of float64, and there is something to compare."""
+def _all_same(found: list[Tensor], expected: list[Tensor] | None) -> bool:
+    """Return whether results are the same, and gradients, which may be zeros."""
+    if expected is None or not same(found[0], expected[0]):
+        return False
+    return all(map(_near, found, expected))
+
+
+def _near(found: Tensor, expected: Tensor) -> bool:
     if found.shape != expected.shape or found.dtype != expected.dtype or not expected.isfinite().all():
         return False
-    size = expected.flatten(2).norm(dim=-1)
-    return bool(((found - expected).flatten(2).norm(dim=-1) <= FLOOR["float64"] * size).all() and size.min() > 0)
+    return bool(
+        ((found - expected).flatten(2).norm(dim=-1) <= FLOOR["float64"] * expected.flatten(2).norm(dim=-1)).all()
+    )
+
+
+def same(found: Tensor, expected: Tensor) -> bool:
+    """Return whether every token of one is the other's, to rounding of float64, and there is something to compare."""
+    return _near(found, expected) and bool(expected.flatten(2).norm(dim=-1).min() > 0)
