@@ -34,7 +34,7 @@ def starts_processes(item: pytest.Item) -> bool:
     """Whether a test starts processes, or devices that wait for each other, as far as its file tells."""
     if item.get_closest_marker(MARKER) or FIXTURES & set(getattr(item, "fixturenames", ())):
         return True
-    return isinstance(item, pytest.Function) and bool(STARTERS & uses(item.module))
+    return isinstance(item, pytest.Function) and item.module is not None and bool(STARTERS & uses(item.module))
 
 
 def add_second_tries(config: pytest.Config, items: list[pytest.Item]) -> None:

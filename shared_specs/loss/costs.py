@@ -62,6 +62,19 @@ def loss_flop(shape: LossShape, *, gradients_in_forward: bool, dx: bool = True, 
     return (1 + again + dx + dweight) * 2 * shape.tokens * shape.hidden * shape.vocab
 
 
+def runs_alone(tokens: int, valid: int) -> bool:
+    """Return whether the rows that count are taken out of all rows: where at least a sixteenth of them are ignored.
+
+    Of fewer, such as the last token of every sequence, the products cost less than copies of all the others.
+    """
+    return 16 * (tokens - valid) >= tokens > 0
+
+
+def chosen_shard_tokens(shape: LossShape, shard_tokens: int) -> int:
+    """Return the tokens of a shard whose rows of x and dx are copies, so that these fit beside its logits in the same bytes."""
+    return max(1, shard_tokens * shape.vocab_shard // (shape.vocab_shard + 2 * shape.hidden))
+
+
 def loss_accumulator_bytes(shape: LossShape) -> int:
     """Return bytes of the float32 sum of dweight where it is not the returned gradient itself: 16-bit weights."""
     return shape.vocab * shape.hidden * 4 if shape.weight_itemsize < 4 else 0

@@ -38,9 +38,9 @@ def assert_close(answers: list[Any], gradients: int, what: object) -> None:
 
 
 HEADS: dict[str, dict[str, Any]] = {
-    "mean": {},
+    "mean": {"every": 40},
     "sum": {"reduction": "sum"},
-    "none": {"reduction": "none"},
+    "none": {"reduction": "none", "every": 40},
     "num_valid": {"num_valid": 17},
     "smoothing": {"label_smoothing": 0.2},
     "class_weight": {"class_weight": True, "label_smoothing": 0.2},
@@ -56,8 +56,10 @@ HEADS: dict[str, dict[str, Any]] = {
         "logit_softcap": 3.0,
     },
     "accuracy": {"outputs": ("accuracy",)},
-    "vocab_shards": {"vocab_shards": 3},
-    "vocab_shards none": {"vocab_shards": 3, "reduction": "none"},
+    "vocab_shards": {"vocab_shards": 3, "every": 40},
+    "vocab_shards none": {"vocab_shards": 3, "reduction": "none", "every": 40},
+    "vocab_shards, ignored": {"vocab_shards": 3},
+    "ignored none": {"reduction": "none", "vocab_shards": 2, "label_smoothing": 0.2},
     "vocab_shards outputs": {"vocab_shards": 3, "outputs": OUTPUTS, "label_smoothing": 0.2},
     "padded": {"partition": "padded"},
     "main_grad": {"main_grad": True},
@@ -77,8 +79,8 @@ HEADS: dict[str, dict[str, Any]] = {
     "one entry": {"vocab": 1},
     "no tokens": {"tokens": 0, "outputs": ("lse",)},
     "one shard": {"num_shards": 1},
-    "twice": {"twice": True},
-    "twice none": {"twice": True, "reduction": "none"},
+    "twice": {"every": 40, "twice": True},
+    "twice none": {"every": 40, "twice": True, "reduction": "none"},
 }
 
 
@@ -109,7 +111,7 @@ def test_head(heads, world):
 
 def test_head_with_frozen_operands(pools):
     frozen = (("x",), ("weight",), ("weight", "bias"), ("x", "weight"))
-    cases = [{"frozen": names, "reduction": reduction} for names in frozen for reduction in ("mean", "none")]
+    cases = [{"frozen": names, "reduction": kind, "every": 40} for names in frozen for kind in ("mean", "none")]
     for case, answers in zip(cases, run(pools, 2, "head", *cases), strict=True):
         assert_close(answers, 3 - len(case["frozen"]), case)
         assert all(answer["untouched"] for answer in answers)
@@ -129,7 +131,7 @@ def test_two_collectives_per_shard_and_one_shard_of_logits(heads, world):
 def test_a_memory_budget_gives_every_rank_the_same_plan(pools):
     """Although one rank holds an entry less, which alone would fit one token more."""
     budget = 2 * 8 * 10 * 21  # logits and their copies: 9 tokens with 22 entries, 10 with 21, 11 with 19
-    options = {"vocab": 85, "num_shards": None, "memory_budget": budget}
+    options = {"vocab": 85, "num_shards": None, "memory_budget": budget, "every": 40}
     cases = [options | {"partition": partition} for partition in ("range", "dtensor", "padded")]
     for case, answers in zip(cases, run(pools, 4, "head", *cases), strict=True):
         assert_close(answers, 3, case)

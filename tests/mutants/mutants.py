@@ -451,6 +451,27 @@ MUTANTS = (
         "tests/models/test_torch_block.py -x -k 'test_gradients and qwen2'",
     ),
     Mutant(
+        "rows that are ignored are multiplied",
+        "tiled_torch/loss/call.py",
+        "return chosen if runs_alone(targets.numel(), chosen.numel()) else None",
+        "return None",
+        "tests/loss/test_torch_ignored.py -k flop",
+    ),
+    Mutant(
+        "gradients of the rows that count go to the first rows",
+        "tiled_torch/core/row_shards.py",
+        "self.out.index_copy_(0, self.chosen[start:stop], self.buffer[: stop - start])",
+        "self.out[start:stop] = self.buffer[: stop - start]",
+        "tests/loss/test_torch_ignored.py -k values_and_gradients",
+    ),
+    Mutant(
+        "shards of rows that count are as long as those of all",
+        "shared_specs/loss/costs.py",
+        "return max(1, shard_tokens * shape.vocab_shard // (shape.vocab_shard + 2 * shape.hidden))",
+        "return shard_tokens",
+        "tests/loss/test_torch_ignored.py -k peak_bytes",
+    ),
+    Mutant(
         "shards of a block are leaves, which tools that follow a model cannot hook",
         "tiled_torch/models/block/function.py",
         "return x.detach().requires_grad_().view_as(x)",

@@ -61,6 +61,10 @@ class Rows:
         """dtype: of partial sums, if that is what shards write."""
         return Written(self.plan, out)
 
+    def room(self) -> Tensor:
+        """Return what `written` takes for x's gradient, [T, H]: shards write all of it."""
+        return torch.empty(self.x.shape, dtype=self.x.dtype, device=self.x.device)
+
     def shards(
         self, dtype: torch.dtype, first: int = 0, last: int | None = None
     ) -> Iterator[tuple[int, slice, Tensor]]:
@@ -73,3 +77,53 @@ class Rows:
         for shard in range(first, len(spans)):
             yield shard, slice(*spans[shard]), taken.take()  # only the caller holds it
             taken.let_go()
+
+
+class ChosenRows(Rows):
+    """Some rows of x [T, H], by their numbers [n] in rising order, as if there were no others.
+
+    A shard of x is a copy, and so is one of what is written until it goes to its rows.
+    """
+
+    def __init__(self, x: Tensor, chosen: Tensor, plan: ShardPlan) -> None:
+        """plan: of n tokens."""
+        super().__init__(x, plan)
+        self.chosen = chosen
+
+    def taken(self, order: Iterable[tuple[Tensor, int]], dtype: torch.dtype) -> Taken:
+        return _ChosenTaken(self, order, dtype)
+
+    def written(self, out: Tensor, dtype: torch.dtype) -> Written:
+        return _ChosenWritten(self, out)
+
+    def room(self) -> Tensor:
+        """Return zeros: there are rows that no shard writes."""
+        return torch.zeros(self.x.shape, dtype=self.x.dtype, device=self.x.device)
+
+
+class _ChosenTaken(Taken):
+    def __init__(self, rows: ChosenRows, order: Iterable[tuple[Tensor, int]], dtype: torch.dtype) -> None:
+        super().__init__(rows.plan, order, dtype)
+        self.chosen = rows.chosen
+
+    def take(self) -> Tensor:
+        rows, shard = next(self.order)
+        return rows.index_select(0, self.chosen[slice(*self.spans[shard])]).to(self.dtype)
+
+
+class _ChosenWritten(Written):
+    def __init__(self, rows: ChosenRows, out: Tensor) -> None:
+        super().__init__(rows.plan, out)
+        self.chosen = rows.chosen
+        self.buffer = out.new_empty((rows.plan.longest, *out.shape[1:]))
+        self.shard = 0
+
+    def start(self, shard: int) -> Tensor:
+        self.shard = shard
+        start, stop = self.spans[shard]
+        return self.buffer[: stop - start]
+
+    def done(self) -> None:
+        """Put the shard into its rows."""
+        start, stop = self.spans[self.shard]
+        self.out.index_copy_(0, self.chosen[start:stop], self.buffer[: stop - start])

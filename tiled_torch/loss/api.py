@@ -70,6 +70,9 @@ def tiled_linear_cross_entropy(
         compute dtype near 1, and multiplied by the upstream gradient and 1/num_valid in float32 after the products.
         The weight's gradient is summed over shards in float32 and cast once, or added to `weight.main_grad` (of 16 bits too,
         which is then rounded once in each backward).
+    Cost: rows whose label is ignored are not multiplied where they are a sixteenth of all rows or more: 6 THV FLOP times the
+        share that counts. How many count is read from the device once a call. All rows are run where "lse" or "entropy" is an
+        output (they have values at ignored labels too), under fake tensors, and while a CUDA graph is captured.
     Memory: peak `loss_costs.loss_peak_bytes`: one shard of logits. Keeps the gradients until backward, or, with reduction
         "none" or outputs that have gradients, x and two numbers per token (also for float16 with a z_loss: 8 THV FLOP
         instead of 6, because how large gradients are is known only after the last log-sum-exp). Forward mode (dual tensors of
@@ -221,7 +224,7 @@ class Given(NamedTuple):
             value, right = WithGradients.apply(*given, call, needs)[:2]
             found = [None, None, None, right]
         else:
-            value, *found = Recomputed.apply(*given, call)
+            value, *found = Recomputed.apply(*given, call)[:5]
         named: dict[str, Any] = dict(zip(("log_probs", "lse", "entropy", "accuracy"), found, strict=True))
         return LossResult(value, **{name: named[name] for name in options.outputs}) if options.outputs else value
 
@@ -284,16 +287,18 @@ class Recomputed(torch.autograd.Function):
 
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor | None, ...]:
-        return loss_call.values(Operands(*args[:6]), args[6])
+        given, call = Operands(*args[:6]), args[6]
+        chosen = call.chosen(given)
+        return *loss_call.values(given, call, chosen), chosen
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        _, _, lse, entropy, right = output
-        ctx.mark_non_differentiable(right)
+        _, _, lse, entropy, right, chosen = output
+        ctx.mark_non_differentiable(right, *([] if chosen is None else [chosen]))
         ctx.set_materialize_grads(False)
         # x, weight, bias: logits are computed again; targets, class_weight, num_valid: what they are compared with;
-        # lse, entropy: what exp(logits) is normalised with.
-        ctx.save_for_backward(*inputs[:6], lse, entropy)
+        # lse, entropy: what exp(logits) is normalised with; chosen: the rows that were run.
+        ctx.save_for_backward(*inputs[:6], lse, entropy, chosen)
         ctx.call = inputs[6]
         _remember(ctx, inputs[:3], ctx.call.owners)
 
@@ -304,8 +309,8 @@ class Recomputed(torch.autograd.Function):
         if all(d is None for d in upstream[:4]) or not any(needs):
             return (None,) * 7
         refuse_second_order(call.function, _UNTILED)
-        *given, lse, entropy = ctx.saved_tensors
-        found, scale = loss_call.gradients(upstream, Operands(*given), (lse, entropy), call, needs)
+        *given, lse, entropy, chosen = ctx.saved_tensors
+        found, scale = loss_call.gradients(upstream, Operands(*given), (lse, entropy), call, needs, chosen)
         return *_returned(ctx, [found.dx, found.dweight, found.dbias], scale), None, None, None, None
 
 

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from shared_specs.core import checks
 from shared_specs.loss import checks as loss_checks
+from shared_specs.loss.costs import LossShape, chosen_shard_tokens, runs_alone
 from shared_specs.shards import ShardPlan
 from tiled_torch.core.autocast import without_autocast
 from tiled_torch.core.operands import has_values
-from tiled_torch.core.row_shards import Rows
+from tiled_torch.core.row_shards import ChosenRows, Rows
 from tiled_torch.core.tensors import dtype_name, rows_of, wide_dtype
 from tiled_torch.loss import math as loss_math
 from tiled_torch.loss.loops import (
@@ -68,11 +69,30 @@ class LossCall:
         """Return whether the gradients are computed with the loss."""
         return self.rules.options.gradients_with_loss(dtype_name(self.dtype))
 
-    def rows(self, given: Operands) -> Rows:
-        """Return x, shard by shard."""
+    def chosen(self, given: Operands) -> Tensor | None:
+        """Return the numbers [n] of the rows that count, where many do not; None where all rows are run.
+
+        It waits for the device once. All rows are run where that cannot be (fake tensors, a CUDA graph that is captured), where
+        ranks split the tokens, and where a result of ignored rows is asked for.
+        """
+        targets, outputs = given.targets.reshape(-1), self.rules.options.outputs
+        if self.split is not None or "lse" in outputs or "entropy" in outputs:
+            return None
+        if not has_values(targets) or (targets.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return None
+        chosen = (targets != self.rules.options.ignore_index).nonzero()[:, 0]
+        return chosen if runs_alone(targets.numel(), chosen.numel()) else None
+
+    def rows(self, given: Operands, chosen: Tensor | None = None) -> Rows:
+        """Return x, shard by shard: all rows, or the chosen ones."""
+        x = rows_of(given.x)
         if self.split is not None:
-            return self.split.rows(rows_of(given.x))
-        return Rows(rows_of(given.x), ShardPlan(checks.flat_tokens(given.x.shape), self.shard_tokens))
+            return self.split.rows(x)
+        if chosen is None:
+            return Rows(x, ShardPlan(checks.flat_tokens(given.x.shape), self.shard_tokens))
+        entries = -(-self.rules.vocab // (1 if self.ranks is None else self.ranks.size))  # the same on every rank
+        shape = LossShape(tokens=x.shape[0], hidden=x.shape[1], vocab=entries, vocab_shards=self.vocab_shards)
+        return ChosenRows(x, chosen, ShardPlan(chosen.numel(), chosen_shard_tokens(shape, self.shard_tokens)))
 
     def result(self, values: Tensor, dims: torch.Size) -> Tensor:
         """Return numbers per token of all shards as [*dims] of this call's own; not a view.
@@ -116,7 +136,8 @@ class LossCall:
 def with_gradients(given: Operands, call: LossCall, needs: Needs) -> tuple[Tensor | None, ...]:
     """Return the loss, the accuracy, the factor of the gradients, and dx [T, H], dweight and dbias before that factor."""
     with without_autocast(given.x):
-        labels, head, rows = call.labels(given), call.head(given), call.rows(given)
+        chosen = call.chosen(given)
+        labels, head, rows = _of(call.labels(given), chosen), call.head(given), call.rows(given, chosen)
         parts: OutputParts = (None, None, None)
         if any(needs):
             tokens, found, size = losses_and_gradients(rows, head, labels, needs)
@@ -129,11 +150,18 @@ def with_gradients(given: Operands, call: LossCall, needs: Needs) -> tuple[Tenso
         return value, right, factor * size, *parts
 
 
-def values(given: Operands, call: LossCall) -> tuple[Tensor | None, ...]:
-    """Return the loss, log_probs, lse, entropy (None where not asked for) and the accuracy."""
+def _of(labels: Labels, chosen: Tensor | None) -> Labels:
+    return labels if chosen is None else labels[chosen]
+
+
+def values(given: Operands, call: LossCall, chosen: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Return the loss, log_probs, lse, entropy (None where not asked for) and the accuracy.
+
+    chosen: the rows that are run, as `LossCall.chosen` has them; lse of the others is 0.
+    """
     with without_autocast(given.x):
-        labels, head, rows = call.labels(given), call.head(given), call.rows(given)
-        tokens = losses(rows, head, labels)
+        labels, head, rows = _of(call.labels(given), chosen), call.head(given), call.rows(given, chosen)
+        tokens = losses(rows, head, labels).among(given.targets.numel(), chosen)
         factor, count = call.factors(labels, given.num_valid)
         dims = given.targets.shape
         value, right = call.reduced(tokens.loss, factor, dims), call.reduced(tokens.right, count, dims)
@@ -149,16 +177,19 @@ def gradients(
     saved: tuple[Tensor, Tensor | None],
     call: LossCall,
     needs: Needs,
+    chosen: Tensor | None,
 ) -> tuple[Gradients, Tensor]:
     """Return gradients from the upstream ones of the loss, log_probs, lse and entropy, and the factor that still multiplies
     them.
 
-    saved: lse and entropy as `values` gave them; the logits are computed again.
+    saved: lse and entropy as `values` gave them, chosen as it took them; the logits are computed again.
     """
     with without_autocast(given.x):
-        labels, head, rows = call.labels(given), call.head(given), call.rows(given)
+        labels, head, rows = call.labels(given), call.head(given), call.rows(given, chosen)
         upstream, (lse, entropy) = _everywhere(upstream, saved, call)
         k = _coefficients(upstream, lse, labels, call, given.num_valid)
+        if chosen is not None:  # without entropy
+            labels, lse, k = labels[chosen], lse[chosen], k[chosen]
         return gradients_of(rows, head, labels, needs, (lse, entropy), k)
 
 

@@ -133,7 +133,7 @@ def values_op(
     """Return the loss, log_probs, lse, entropy (empty where not asked for) and the accuracy."""
     call = Static(list(sizes), list(factors), words, dtype).call
     given = Operands(x, weight, bias, targets, class_weight, num_valid)
-    return tuple(_filled(a, x) for a in loss_call.values(given, call))  # type: ignore[return-value]
+    return tuple(_filled(a, x) for a in loss_call.values(given, call, call.chosen(given)))  # type: ignore[return-value]
 
 
 @values_op.register_fake
@@ -174,7 +174,7 @@ def backward(
     call = Static(list(sizes), list(factors), words, dtype).call
     given = Operands(x, weight, bias, targets, class_weight, num_valid)
     saved = (lse, entropy if entropy.numel() else None)
-    found, scale = loss_call.gradients(upstream, given, saved, call, Needs(*needs))
+    found, scale = loss_call.gradients(upstream, given, saved, call, Needs(*needs), call.chosen(given))
     pairs = zip((found.dx, found.dweight, found.dbias), (x, weight, bias), strict=True)
     grads = [None if d is None or a is None else scaled(d, scale, a.dtype).view(a.shape) for d, a in pairs]
     return tuple(_filled(a, x) for a in grads)  # type: ignore[return-value]

@@ -20,7 +20,10 @@ from tiled_torch.loss.steps import EAGER, LossSteps
 
 
 class Ranks(Protocol):
-    """The other holders of the vocabulary: reductions over them, in place."""
+    """The holders of the vocabulary: how many they are, and reductions over them, in place."""
+
+    @property
+    def size(self) -> int: ...
 
     def maximum_(self, a: Tensor) -> Tensor: ...
 
@@ -103,6 +106,13 @@ class Tokens(NamedTuple):
     def __getitem__(self, rows: slice) -> "Tokens":  # type: ignore[override]
         return Tokens(*(None if part is None else part[rows] for part in self))  # type: ignore[arg-type]
 
+    def among(self, tokens: int, chosen: Tensor | None) -> "Tokens":
+        """Return results of all tokens [T] from those of the chosen ones: zeros in the other rows."""
+        if chosen is None:
+            return self
+        wholes = (None if part is None else part.new_zeros(tokens).index_copy_(0, chosen, part) for part in self)
+        return Tokens(*wholes)  # type: ignore[arg-type]
+
     def write(self, rules: Rules, labels: Labels, found: Statistics) -> None:
         """The results of one shard into these rows."""
         self.loss.copy_(loss_math.token_losses(rules, labels, found))
@@ -129,9 +139,8 @@ class Gradients:
     def __init__(self, rows: Rows, head: Head, needs: Needs) -> None:
         self.head = head
         w = head.weight
-        x = rows.x
-        self.dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs.x else None
-        self.rows = None if self.dx is None else rows.written(self.dx, x.dtype)
+        self.dx = rows.room() if needs.x else None
+        self.rows = None if self.dx is None else rows.written(self.dx, self.dx.dtype)
         self.summed = head.ranks if rows.here else None  # over whom dx is still to be summed once it is written
         self.into: Tensor | None = None  # rows of dx that the present shard of tokens writes
         wide = wide_dtype(w.dtype)

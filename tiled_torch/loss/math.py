@@ -59,7 +59,7 @@ class Labels:
     class_weight: Tensor | None
     total_weight: Tensor | float
 
-    def __getitem__(self, rows: slice) -> "Labels":
+    def __getitem__(self, rows: slice | Tensor) -> "Labels":
         parts = self.target[rows], self.counted[rows], self.weight[rows]
         return Labels(*parts, self.class_weight, self.total_weight)
 
@@ -205,7 +205,7 @@ class Coefficients(NamedTuple):
     c: Tensor | None
     d: Tensor | None = None
 
-    def __getitem__(self, rows: slice) -> "Coefficients":  # type: ignore[override]
+    def __getitem__(self, rows: slice | Tensor) -> "Coefficients":  # type: ignore[override]
         return Coefficients(*(None if part is None else part[rows] for part in self))  # type: ignore[arg-type]
 
 

@@ -43,6 +43,10 @@ class Group:
     def __init__(self, over: RankGroup) -> None:
         self.over = over
 
+    @property
+    def size(self) -> int:
+        return self.over.size
+
     def maximum_(self, a: Tensor) -> Tensor:
         return self._reduce(a, torch.distributed.ReduceOp.MAX)
 

@@ -180,7 +180,7 @@ class Block(torch.autograd.Function):
 
 
 def _entry(x: Tensor) -> Tensor:
-    """Return x as something whose gradient can be asked for, and no leaf: hooks of all modules hear of those in backward() alone."""
+    """Return x as something whose gradient can be asked for, and no leaf: hooks of all modules cannot follow those."""
     return x.detach().requires_grad_().view_as(x)
 
 
