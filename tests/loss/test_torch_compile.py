@@ -63,7 +63,8 @@ def test_opcheck(operator: str) -> None:
     options = LossOptions() if operator == "with_gradients_op" else LossOptions(reduction="none", outputs=("entropy",))
     static = compiled.Static.of(LossCall("test", Rules(options, 41), 4, 2, torch.float32))
     needs = ([True, True, True],) if operator == "with_gradients_op" else ()
-    arguments = (x, weight, bias, targets, None, None, *static, *needs)
+    token_weight = torch.linspace(0, 2, targets.numel()).view(targets.shape)
+    arguments = (x, weight, bias, targets, None, None, token_weight, *static, *needs)
     torch.library.opcheck(getattr(compiled, operator), arguments)
 
 

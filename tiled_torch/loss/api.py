@@ -48,6 +48,7 @@ def tiled_linear_cross_entropy(
     num_shards: int | None = None,
     tiling: Tiling | None = None,
     backend: str = "auto",
+    token_weight: Tensor | None = None,
 ) -> Tensor | LossResult:
     """Return the cross entropy of logits x weight^T + bias with the targets, with exact gradients.
 
@@ -63,6 +64,9 @@ def tiled_linear_cross_entropy(
         num_shards: at most this many shards of T, >= 1; None lets the plan choose. See shared_specs.shards.
         tiling: the long form of num_shards, which it excludes; vocab_shards also vocab_shards the vocabulary.
         backend: "auto", "eager" or "triton"; a backend named explicitly runs or raises.
+        token_weight: [T] or [B, S], as targets, or None for ones: what the loss of each token is multiplied by (importance
+            weights, packed examples); no gradient goes to it. A mean divides by the number of tokens that count (or their class
+            weights, or num_valid), not by the weights. Other outputs are not weighted.
     Returns:
         The loss: a scalar, or [same leading dims] with reduction="none", float32 (float64 for float64). With
         loss.outputs a LossResult that holds it and what was asked for.
@@ -95,7 +99,7 @@ def tiled_linear_cross_entropy(
     for name, tensor in {"x": x, "weight": weight, "targets": targets, "bias": bias}.items():
         if tensor is not None or name != "bias":
             check_tensor(_NAME, name, tensor, split if name in ("weight", "bias") else whole)
-    given = Given(_NAME, x, weight, targets, bias, loss)
+    given = Given(_NAME, x, weight, targets, bias, loss, token_weight)
     plan, vocab_shards, chosen = given.check(
         num_shards, tiling, backend, weight.shape[0] if isinstance(weight, Tensor) else 0
     )
@@ -111,6 +115,7 @@ class Given(NamedTuple):
     targets: Tensor
     bias: Tensor | None
     loss: LossOptions
+    token_weight: Tensor | None = None
 
     def check(
         self,
@@ -128,7 +133,8 @@ class Given(NamedTuple):
         """
         name, loss = self.function, self.loss
         tensors = {"x": self.x, "weight": self.weight, "targets": self.targets}
-        tensors |= {} if self.bias is None else {"bias": self.bias}
+        optional = {"bias": self.bias, "token_weight": self.token_weight}
+        tensors |= {name: tensor for name, tensor in optional.items() if tensor is not None}
         for argument, tensor in tensors.items():
             if not isinstance(tensor, Tensor):
                 fail_type(name, argument, "an array", type(tensor).__name__)
@@ -136,18 +142,16 @@ class Given(NamedTuple):
             name, num_shards, 0.0, tiling, x=tuple(self.x.shape), unused=("keep", "deterministic")
         )
         loss_checks.check_loss_options(name, loss)
-        for argument in ("class_weight", "num_valid"):
-            value = getattr(loss, argument)
+        fixed = {"loss.class_weight": loss.class_weight, "loss.num_valid": loss.num_valid}
+        for argument, value in (fixed | {"token_weight": self.token_weight}).items():
             if isinstance(value, Tensor) and value.requires_grad:
-                fail_with(
-                    name, f"loss.{argument} requires a gradient, which a loss does not compute", advice="Detach it."
-                )
+                fail_with(name, f"{argument} requires a gradient, which a loss does not compute", advice="Detach it.")
             if tangents.carry_tangents([value]):
-                fail_with(name, f"loss.{argument} has a tangent, which a loss does not carry", advice="Detach it.")
-            number = argument == "num_valid" and isinstance(value, int | float)
+                fail_with(name, f"{argument} has a tangent, which a loss does not carry", advice="Detach it.")
+            number = argument == "loss.num_valid" and isinstance(value, int | float)
             if not isinstance(value, Tensor | None) and not number:
-                rule = "a number or a 0-d array" if argument == "num_valid" else "an array"
-                fail_type(name, f"loss.{argument}", rule, type(value).__name__)
+                rule = "a number or a 0-d array" if argument == "loss.num_valid" else "an array"
+                fail_type(name, argument, rule, type(value).__name__)
         cast = autocast_dtype(self.x)
         loss_checks.check_linear_cross_entropy(
             name,
@@ -157,6 +161,7 @@ class Given(NamedTuple):
             bias=None if self.bias is None else operand(self.bias, cast),
             class_weight=None if loss.class_weight is None else operand(loss.class_weight, None),
             num_valid=operand(loss.num_valid, None) if isinstance(loss.num_valid, Tensor) else None,
+            token_weight=None if self.token_weight is None else operand(self.token_weight, None),
             names=TORCH,
             vocab=vocab,
         )
@@ -213,7 +218,8 @@ class Given(NamedTuple):
         rules, shards = Rules(options, vocab), (plan.shard_tokens, vocab_shards)
         call = LossCall(self.function, rules, *shards, dtype, start, ranks, backend, split, owners)
         number = _number(self.loss.num_valid, self.x)
-        given = Operands(self.x, self.weight, self.bias, self.targets, self.loss.class_weight, number)
+        fixed = self.targets, self.loss.class_weight, number, self.token_weight
+        given = Operands(self.x, self.weight, self.bias, *fixed)
         grads = torch.is_grad_enabled()
         needs = Needs(*(grads and a is not None and a.requires_grad for a in given[:3]))
         if dual:
@@ -255,7 +261,7 @@ class WithGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor | None, ...]:
-        return loss_call.with_gradients(Operands(*args[:6]), *args[6:])
+        return loss_call.with_gradients(Operands(*args[:7]), *args[7:])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
@@ -263,15 +269,15 @@ class WithGradients(torch.autograd.Function):
         ctx.mark_non_differentiable(right, factor, *(a for a in found if a is not None))
         ctx.set_materialize_grads(False)
         # All but the factor: only a second backward computes the gradients from them again.
-        ctx.save_for_backward(*inputs[:6])
+        ctx.save_for_backward(*inputs[:7])
         # Not saved tensors: they become the gradients in place, and nothing else may see them.
-        ctx.found, ctx.factor, ctx.call = found, factor, inputs[6]
+        ctx.found, ctx.factor, ctx.call = found, factor, inputs[7]
         _remember(ctx, inputs[:3], ctx.call.owners)
 
     @staticmethod
     def backward(ctx: Any, dvalue: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         if dvalue is None:
-            return (None,) * 8
+            return (None,) * 9
         call: LossCall = ctx.call
         refuse_second_order(call.function, _UNTILED)
         found, ctx.found = ctx.found, None
@@ -279,7 +285,7 @@ class WithGradients(torch.autograd.Function):
             needs = Needs(*ctx.needs_input_grad[:3])
             found = list(loss_call.with_gradients(Operands(*ctx.saved_tensors), call, needs)[3:])
         grads = _returned(ctx, found, dvalue.to(ctx.factor.dtype) * ctx.factor)
-        return *grads, None, None, None, None, None
+        return *grads, None, None, None, None, None, None
 
 
 class Recomputed(torch.autograd.Function):
@@ -287,7 +293,7 @@ class Recomputed(torch.autograd.Function):
 
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor | None, ...]:
-        given, call = Operands(*args[:6]), args[6]
+        given, call = Operands(*args[:7]), args[7]
         chosen = call.chosen(given)
         return *loss_call.values(given, call, chosen), chosen
 
@@ -296,10 +302,10 @@ class Recomputed(torch.autograd.Function):
         _, _, lse, entropy, right, chosen = output
         ctx.mark_non_differentiable(right, *([] if chosen is None else [chosen]))
         ctx.set_materialize_grads(False)
-        # x, weight, bias: logits are computed again; targets, class_weight, num_valid: what they are compared with;
+        # x, weight, bias: logits are computed again; targets and what they weigh: what logits are compared with;
         # lse, entropy: what exp(logits) is normalised with; chosen: the rows that were run.
-        ctx.save_for_backward(*inputs[:6], lse, entropy, chosen)
-        ctx.call = inputs[6]
+        ctx.save_for_backward(*inputs[:7], lse, entropy, chosen)
+        ctx.call = inputs[7]
         _remember(ctx, inputs[:3], ctx.call.owners)
 
     @staticmethod
@@ -307,11 +313,11 @@ class Recomputed(torch.autograd.Function):
         call: LossCall = ctx.call
         needs = Needs(*ctx.needs_input_grad[:3])
         if all(d is None for d in upstream[:4]) or not any(needs):
-            return (None,) * 7
+            return (None,) * 8
         refuse_second_order(call.function, _UNTILED)
         *given, lse, entropy, chosen = ctx.saved_tensors
         found, scale = loss_call.gradients(upstream, Operands(*given), (lse, entropy), call, needs, chosen)
-        return *_returned(ctx, [found.dx, found.dweight, found.dbias], scale), None, None, None, None
+        return *_returned(ctx, [found.dx, found.dweight, found.dbias], scale), None, None, None, None, None
 
 
 def _remember(ctx: Any, operands: tuple[Tensor | None, ...], owners: tuple[Tensor | None, ...]) -> None:

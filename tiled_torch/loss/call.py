@@ -35,7 +35,7 @@ OutputParts = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 class Operands(NamedTuple):
-    """The tensors of one call. x: [..., H]; weight: [V, H]; targets: [...]; num_valid: [], wide."""
+    """The tensors of one call. x: [..., H]; weight: [V, H]; targets, token_weight: [...]; num_valid: [], wide."""
 
     x: Tensor
     weight: Tensor
@@ -43,6 +43,7 @@ class Operands(NamedTuple):
     targets: Tensor
     class_weight: Tensor | None
     num_valid: Tensor | None
+    token_weight: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,9 @@ class LossCall:
             missing = loss_math.first_missing_target(targets, self.rules.vocab, ignore)
             if missing is not None:
                 loss_checks.fail_target(self.function, missing, self.rules.vocab, ignore)
-        return loss_math.make_labels(self.rules, targets, given.class_weight, wide_dtype(self.dtype))
+        wide = wide_dtype(self.dtype)
+        token_weight = None if given.token_weight is None else given.token_weight.reshape(-1).to(wide)
+        return loss_math.make_labels(self.rules, targets, given.class_weight, wide, token_weight)
 
     def factors(self, labels: Labels, num_valid: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the factors of the sums of the losses and of the right tokens; 0 for a mean of nothing.
@@ -218,7 +221,7 @@ def _coefficients(
 ) -> Coefficients:
     """Return the coefficients, [T] each, from the upstream gradients of the loss, log_probs, lse and entropy."""
     dvalue, dlog_probs, dlse, dentropy = (None if d is None else d.reshape(-1).to(lse.dtype) for d in upstream[:4])
-    k = loss_math.loss_coefficients(call.rules, labels, lse)
+    k = loss_math.loss_coefficients(call.rules, labels.scaled, lse)
     factor, _ = call.factors(labels, num_valid)
     g = lse.new_zeros(()) if dvalue is None else dvalue if call.rules.options.reduction == "none" else dvalue * factor
     # 0 for ignored tokens even where the upstream gradient or lse is not finite

@@ -68,6 +68,7 @@ def with_gradients_op(
     targets: Tensor,
     class_weight: Tensor | None,
     num_valid: Tensor | None,
+    token_weight: Tensor | None,
     sizes: Sequence[int],
     factors: Sequence[float],
     words: str,
@@ -78,7 +79,7 @@ def with_gradients_op(
     them).
     """
     call = Static(list(sizes), list(factors), words, dtype).call
-    given = Operands(x, weight, bias, targets, class_weight, num_valid)
+    given = Operands(x, weight, bias, targets, class_weight, num_valid, token_weight)
     *results, dx, dweight, dbias = loss_call.with_gradients(given, call, Needs(*needs))
     parts = (None if dx is None else dx.view(x.shape), dweight, dbias)
     return tuple(_filled(a, x) for a in (*results, *parts))  # type: ignore[return-value]
@@ -111,7 +112,7 @@ def _scale_gradients(ctx: Any, dvalue: Tensor, *_: Tensor) -> tuple[Tensor | Non
         (part.to(factor.dtype) * scale).to(dtype) if need else None
         for part, dtype, need in zip(parts, ctx.dtypes, ctx.needs, strict=True)
     ]
-    return *grads, *(None for _ in range(3 + len(Static._fields) + 1))
+    return *grads, *(None for _ in range(4 + len(Static._fields) + 1))
 
 
 with_gradients_op.register_autograd(_scale_gradients, setup_context=_keep_gradients)
@@ -125,6 +126,7 @@ def values_op(
     targets: Tensor,
     class_weight: Tensor | None,
     num_valid: Tensor | None,
+    token_weight: Tensor | None,
     sizes: Sequence[int],
     factors: Sequence[float],
     words: str,
@@ -132,12 +134,12 @@ def values_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the loss, log_probs, lse, entropy (empty where not asked for) and the accuracy."""
     call = Static(list(sizes), list(factors), words, dtype).call
-    given = Operands(x, weight, bias, targets, class_weight, num_valid)
+    given = Operands(x, weight, bias, targets, class_weight, num_valid, token_weight)
     return tuple(_filled(a, x) for a in loss_call.values(given, call, call.chosen(given)))  # type: ignore[return-value]
 
 
 @values_op.register_fake
-def _(x, weight, bias, targets, class_weight, num_valid, *args):  # type: ignore[no-untyped-def]
+def _(x, weight, bias, targets, class_weight, num_valid, token_weight, *args):  # type: ignore[no-untyped-def]
     call = Static(*args).call
     options, wide = call.rules.options, wide_dtype(call.dtype)
 
@@ -162,6 +164,7 @@ def backward(
     targets: Tensor,
     class_weight: Tensor | None,
     num_valid: Tensor | None,
+    token_weight: Tensor | None,
     lse: Tensor,
     entropy: Tensor,
     sizes: Sequence[int],
@@ -172,7 +175,7 @@ def backward(
 ) -> MadeParts:
     upstream = (dvalue, dlog_probs, dlse, dentropy if dentropy.numel() else None)
     call = Static(list(sizes), list(factors), words, dtype).call
-    given = Operands(x, weight, bias, targets, class_weight, num_valid)
+    given = Operands(x, weight, bias, targets, class_weight, num_valid, token_weight)
     saved = (lse, entropy if entropy.numel() else None)
     found, scale = loss_call.gradients(upstream, given, saved, call, Needs(*needs), call.chosen(given))
     pairs = zip((found.dx, found.dweight, found.dbias), (x, weight, bias), strict=True)
@@ -190,15 +193,15 @@ def _(*args):  # type: ignore[no-untyped-def]
 def _keep_operands(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     _, _, lse, entropy, right = output
     ctx.mark_non_differentiable(right)
-    ctx.save_for_backward(*inputs[:6], lse, entropy)
-    ctx.static = inputs[6:]
+    ctx.save_for_backward(*inputs[:7], lse, entropy)
+    ctx.static = inputs[7:]
 
 
 def _call_backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
     needs = list(ctx.needs_input_grad[:3])  # of this call: an exported program was traced with others
     found = backward(*upstream[:4], *ctx.saved_tensors, *ctx.static, needs)
     grads = [a if need else None for a, need in zip(found, needs, strict=True)]
-    return *grads, *(None for _ in range(3 + len(Static._fields)))
+    return *grads, *(None for _ in range(4 + len(Static._fields)))
 
 
 values_op.register_autograd(_call_backward, setup_context=_keep_operands)

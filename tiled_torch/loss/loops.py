@@ -115,7 +115,7 @@ class Tokens(NamedTuple):
 
     def write(self, rules: Rules, labels: Labels, found: Statistics) -> None:
         """The results of one shard into these rows."""
-        self.loss.copy_(loss_math.token_losses(rules, labels, found))
+        self.loss.copy_(loss_math.token_losses(rules, labels.scaled, found))
         self.log_probs.copy_(torch.where(labels.counted == 0, 0.0, -found.nll * labels.counted))
         self.lse.copy_(found.lse)
         self.right.copy_(found.right * labels.counted)
@@ -214,14 +214,14 @@ def losses(rows: Rows, head: Head, labels: Labels) -> Tokens:
 def losses_and_gradients(rows: Rows, head: Head, labels: Labels, needs: Needs) -> tuple[Tokens, Gradients, Tensor]:
     """Return results per token, the gradients of the sum of the losses, and the number that still multiplies these.
 
-    6 THV FLOP, 8 with vocabulary shards. The number is a power of two by which class weights and logit_scale are divided, so
-    that dlogits keep their precision in float16.
+    6 THV FLOP, 8 with vocabulary shards. The number is a power of two by which weights and logit_scale are divided, so that
+    dlogits keep their precision in float16.
     """
     rules, tokens, buffer = head.rules, empty_tokens(rows, entropy=False), head.buffer(rows.plan)
-    size, sized = labels.weight.new_ones(()), labels  # near 1 already, but for class weights and a scale
-    if labels.class_weight is not None or abs(rules.options.logit_scale) != 1.0:
-        size = loss_math.size_of_losses(rules, labels)
-        sized = labels.over(size)
+    size, sized = labels.weight.new_ones(()), labels.scaled  # near 1 already, but for weights and a scale
+    if sized is not labels or labels.class_weight is not None or abs(rules.options.logit_scale) != 1.0:
+        size = loss_math.size_of_losses(rules, sized)
+        sized = sized.over(size)
     gradients = Gradients(rows, head, needs)
     kept = len(head.parts) == 1
     for shard, place, x in rows.shards(head.weight.dtype):

@@ -51,6 +51,7 @@ class Labels:
         target: the entry, 0 where there is none. counted: 1, 0 where ignored, NaN where the target does not exist.
         weight: class weight of the target, times counted.
         class_weight: [V] or None. total_weight: its sum, or V.
+        token_weight: what the loss of each token is multiplied by, [T] or None for ones.
     """
 
     target: Tensor
@@ -58,26 +59,45 @@ class Labels:
     weight: Tensor
     class_weight: Tensor | None
     total_weight: Tensor | float
+    token_weight: Tensor | None = None
 
     def __getitem__(self, rows: slice | Tensor) -> "Labels":
         parts = self.target[rows], self.counted[rows], self.weight[rows]
-        return Labels(*parts, self.class_weight, self.total_weight)
+        token_weight = None if self.token_weight is None else self.token_weight[rows]
+        return Labels(*parts, self.class_weight, self.total_weight, token_weight)
+
+    @property
+    def scaled(self) -> "Labels":
+        """Return the labels of losses times their tokens' weights: losses are linear in `counted` and `weight`."""
+        if self.token_weight is None:
+            return self
+        return self.times(torch.where(self.counted == 0, 0.0, self.token_weight))
+
+    def times(self, factor: Tensor) -> "Labels":
+        """Return the labels of losses times a number, or one for each token."""
+        return replace(self, counted=self.counted * factor, weight=self.weight * factor, token_weight=None)
 
     def over(self, size: Tensor) -> "Labels":
-        """Return the same for losses divided by a number: their coefficients are linear in `counted` and `weight`."""
-        return Labels(self.target, self.counted / size, self.weight / size, self.class_weight, self.total_weight)
+        """Return the labels of losses divided by a number."""
+        return replace(self, counted=self.counted / size, weight=self.weight / size)
 
 
-def make_labels(rules: Rules, targets: Tensor, class_weight: Tensor | None, wide: torch.dtype) -> Labels:
-    """Return the labels of targets [T], class weights [V] given whole."""
+def make_labels(
+    rules: Rules,
+    targets: Tensor,
+    class_weight: Tensor | None,
+    wide: torch.dtype,
+    token_weight: Tensor | None = None,
+) -> Labels:
+    """Return the labels of targets [T], class weights [V] given whole, token weights [T]."""
     valid = targets != rules.options.ignore_index
     exists = (targets >= 0) & (targets < rules.vocab)
     target = torch.where(valid & exists, targets, 0).long()
     counted = torch.where(valid & ~exists, torch.nan, valid.to(wide))
     if class_weight is None:
-        return Labels(target, counted, counted, None, float(rules.vocab))
+        return Labels(target, counted, counted, None, float(rules.vocab), token_weight)
     class_weight = class_weight.to(wide)
-    return Labels(target, counted, counted * class_weight[target], class_weight, class_weight.sum())
+    return Labels(target, counted, counted * class_weight[target], class_weight, class_weight.sum(), token_weight)
 
 
 def first_missing_target(targets: Tensor, vocab: int, ignore_index: int) -> int | None:

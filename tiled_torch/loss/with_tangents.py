@@ -27,7 +27,9 @@ def loss(given: Operands, call: LossCall) -> tuple[Tensor, ...]:
         found = [_of_no_tokens(rows.new_empty(0, dtype=wide_dtype(call.dtype)))] * (not len(plan))
         for start, stop in plan.spans:
             logits = F.linear(rows[start:stop].to(call.dtype), weight, bias)
-            found.append(_of_logits(call.rules, logits, labels[start:stop]))
+            value, *rest = _of_logits(call.rules, logits, labels[start:stop])
+            weight_of = labels[start:stop].token_weight
+            found.append((value if weight_of is None else torch.where(value == 0, 0.0, value * weight_of), *rest))
         loss, log_probs, lse, entropy, right = map(torch.cat, zip(*found, strict=True))
         factor, count = call.factors(labels, given.num_valid)
         dims = given.targets.shape
