@@ -776,6 +776,41 @@ MUTANTS = (
         'g_loss = g["loss"] if "loss" in g else zero',
         "tests/loss/test_both_loss.py -k 'jax and z'",
     ),
+    Mutant(
+        "JAX: rows without a label are multiplied",
+        "tiled_jax/core/turns.py",
+        "needed = jnp.minimum(lax.div(tokens + (t - 1), jnp.int32(t)), whole)",
+        "needed = jnp.int32(whole)",
+        "tests/loss/test_jax_ignored.py -k as_many_shards",
+    ),
+    Mutant(
+        "JAX: the shard that is not full is left out",
+        "tiled_jax/core/turns.py",
+        "lax.div(tokens + (t - 1), jnp.int32(t))",
+        "lax.div(tokens, jnp.int32(t))",
+        "tests/loss/test_jax_ignored.py -k formula",
+    ),
+    Mutant(
+        "JAX: gradients of rows with a label are written in a run",
+        "tiled_jax/loss/loops.py",
+        'return sums | {"x": with_rows(gradients["x"], dx, of.place)}',
+        'return sums | {"x": with_rows(gradients["x"], dx, jnp.ravel(of.place)[0])}',
+        "tests/loss/test_jax_ignored.py -k formula",
+    ),
+    Mutant(
+        "JAX: a second derivative is that of a loop of unknown length",
+        "tiled_jax/core/turns.py",
+        "return _run(most, all_of_them[1:], callee, given)",
+        "return _run(primals[0], all_of_them[1:], callee, given)",
+        "tests/loss/test_jax_ignored.py -k derivatives",
+    ),
+    Mutant(
+        "JAX: a batch has the turns of its element with fewest labels",
+        "tiled_jax/core/turns.py",
+        "count = jnp.max(count, initial=0) if has[0] else count",
+        "count = jnp.min(count, initial=9) if has[0] else count",
+        "tests/loss/test_jax_ignored.py -k batch",
+    ),
     # JAX: tile, layers, kernels.
     Mutant(
         "JAX: all shards share one dropout mask",

@@ -84,7 +84,9 @@ def _jvp(primals: Any, tangents: Any, *, callee: Any, most: int, given: int) -> 
 def _batch(arrays: Any, dims: Any, *, callee: Any, most: int, given: int) -> tuple[Any, Any]:
     size = next(a.shape[dim] for a, dim in zip(arrays, dims, strict=True) if isinstance(dim, int))
     has = [isinstance(dim, int) for dim in dims]
-    count, *arrays = (jnp.moveaxis(a, dim, 0) if isinstance(dim, int) else a for a, dim in zip(arrays, dims, strict=True))
+    count, *arrays = (
+        jnp.moveaxis(a, dim, 0) if isinstance(dim, int) else a for a, dim in zip(arrays, dims, strict=True)
+    )
     count = jnp.max(count, initial=0) if has[0] else count
     shared, of_shared = arrays[:given], [0 if each else None for each in has[1 : 1 + given]]
     carry = [

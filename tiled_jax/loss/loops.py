@@ -268,9 +268,7 @@ class _Setting(NamedTuple):
 
     def numbers(self, x: jax.Array, names: Collection[str]) -> Arrays:
         """Return the numbers of every token before the first shard."""
-        return {
-            name: vary_over(before_first(name, x.shape[0], self.dtype), self.token_axes) for name in sorted(names)
-        }
+        return {name: vary_over(before_first(name, x.shape[0], self.dtype), self.token_axes) for name in sorted(names)}
 
     def with_rows(self, call: LossCall, numbers: Arrays, values: Arrays, place: Any) -> Arrays:
         """Return the numbers with those of one shard."""
@@ -302,7 +300,9 @@ def _parts(call: LossCall, w: Arrays, class_weight: jax.Array | None) -> Callabl
         def own(a: jax.Array | None, columns: int) -> jax.Array | None:
             if a is None:
                 return None
-            return loss_math.with_columns(a if len(call.parts) == 1 else _columns(a, first, entries, a.ndim - 1), columns)
+            return loss_math.with_columns(
+                a if len(call.parts) == 1 else _columns(a, first, entries, a.ndim - 1), columns
+            )
 
         width = columns(entries)
         weight, bias = own(w["weight"], width), own(w.get("bias"), width)
