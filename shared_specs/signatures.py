@@ -99,7 +99,13 @@ SIGNATURES: dict[str, tuple[Argument, ...]] = {
         *TILING,
     ),
     "TiledMLP.to_linears": (Argument("self"),),
-    "tiled_linear_cross_entropy": (Argument("x"), Argument("weight"), Argument("targets"), *_LOSS),
+    "tiled_linear_cross_entropy": (
+        Argument("x"),
+        Argument("weight"),
+        Argument("targets"),
+        *_LOSS,
+        keyword("token_weight", None, ONLY_JAX),
+    ),
     "tiled_loss": (
         Argument("fn"),
         Argument("x"),

@@ -59,6 +59,7 @@ def check_linear_cross_entropy(
     class_weight: Operand | None,
     num_valid: Operand | None,
     names: HalfNames,
+    token_weight: Operand | None = None,
     vocab: int | None = None,
     master_weights: bool = False,
 ) -> None:
@@ -91,9 +92,16 @@ def check_linear_cross_entropy(
         fail(function, "loss.class_weight", show_shape((entries,)), show_shape(class_weight.shape))
     if num_valid is not None and num_valid.shape != ():
         fail(function, "loss.num_valid", "a number or a 0-d array", show_shape(num_valid.shape))
+    if token_weight is not None:
+        if token_weight.shape != targets.shape:
+            rule = f"{show_shape(targets.shape)}, a number for each target"
+            advice = "Give tokens that count alike the same number."
+            fail(function, "token_weight", rule, show_shape(token_weight.shape), advice=advice)
+        check_float(function, "token_weight", token_weight.dtype)
     others = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
     check_kinds(function, x, others, master_weights=master_weights)
-    check_devices(function, {"x": x, **others, "targets": targets, "loss.class_weight": class_weight})
+    fixed = {"targets": targets, "loss.class_weight": class_weight, "token_weight": token_weight}
+    check_devices(function, {"x": x, **others, **fixed})
 
 
 def check_vocab_parallel_logits(function: str, logits: Operand, target: Operand) -> None:

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from shared_specs.config import LossOptions, Tiling
 from shared_specs.loss import costs as loss_costs
-from shared_specs.tolerances import DISTRIBUTED_FLOAT64, MODEL_FLOAT32
+from shared_specs.tolerances import DISTRIBUTED_FLOAT64, MODEL_FLOAT32, between
 from tests.asserting import assert_within
 from tests.core.jax_counting import flop, temp_bytes
 from tests.mlp.jax_untiled import cross_entropy, loss_operands
@@ -112,6 +112,90 @@ def test_rows_without_a_label_have_the_values_that_they_had(x64: None, monkeypat
     for actual, expected in zip(jax.tree.leaves(result), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_array_equal(actual, expected)
     assert not np.asarray(gradients[0])[arguments[-1] == -100].any()
+
+
+WEIGHTED: dict[str, dict[str, Any]] = {
+    "mean": {"z_loss": 1e-2, "label_smoothing": 0.1},
+    "sum, outputs": {"reduction": "sum", "outputs": ("log_probs", "accuracy")},
+    "none": {"reduction": "none"},
+    "mean, class weights": {"class_weight": np.linspace(0.5, 2.0, V), "logit_softcap": 5.0},
+    "mean, a count": {"num_valid": 7.0},
+}
+
+
+def token_weights(tokens: int = T) -> jax.Array:
+    """Of both signs, and some zero."""
+    found = 3 * np.random.default_rng(1).standard_normal(tokens)
+    return jnp.asarray(np.where(np.arange(tokens) % 7 == 2, 0, found))
+
+
+@pytest.mark.deep_but(2)
+@pytest.mark.parametrize("options", WEIGHTED)
+def test_a_weight_of_every_token_multiplies_its_loss(options: str, same: Any) -> None:
+    """As the losses of reduction "none" times the weights do; a mean is divided by what it is divided by without."""
+    given: Any = dict(WEIGHTED[options])
+    if "class_weight" in given:
+        given["class_weight"] = jnp.asarray(given["class_weight"])
+    loss, weights, reduction = LossOptions(**given), token_weights(), given.get("reduction", "mean")
+
+    def by_hand(x: jax.Array, weight: jax.Array, targets: jax.Array, bias: jax.Array) -> Any:
+        each = LossOptions(**given | {"reduction": "none", "num_valid": None})
+        found = cross_entropy(x, weight, targets, bias, loss=each)
+        losses = weights * (found.loss if loss.outputs else found)
+        heaviness = jnp.ones(V) if loss.class_weight is None else loss.class_weight
+        count = loss.num_valid or jnp.sum(jnp.where(targets == -100, 0, heaviness[targets]))
+        total = {"none": losses, "sum": jnp.sum(losses), "mean": jnp.sum(losses) / count}[reduction]
+        if not loss.outputs:
+            return total
+        return found._replace(loss=total, accuracy=lax.stop_gradient(jnp.sum(found.accuracy)))
+
+    for share in (0.0, 0.5):
+        arguments = *operands(), labels(share)
+        fn = partial(tiled, loss=loss, token_weight=weights)
+        same(with_gradients(fn)(*arguments), with_gradients(by_hand)(*arguments))
+
+
+def test_a_weight_of_every_token_has_no_gradient_and_costs_no_product() -> None:
+    """6 THV where the same sum made of the losses of each token takes 8."""
+    x, weight, _ = operands(dtype=jnp.float32)
+    targets, weights = labels(0.5), token_weights().astype(jnp.float32)
+    fn = lambda x, w, weights: tiled(x, w, targets, token_weight=weights)  # noqa: E731
+    assert not np.asarray(jax.grad(fn, argnums=2)(x, weight, weights)).any()
+    assert flop(jax.grad(fn, argnums=(0, 1)), x, weight, weights) == 6 * T * H * V
+    by_hand = lambda x, w: jnp.sum(weights * tiled(x, w, targets, loss=LossOptions(reduction="none")))  # noqa: E731
+    assert flop(jax.grad(by_hand, argnums=(0, 1)), x, weight) == 8 * T * H * V
+
+
+@pytest.mark.ranks
+@pytest.mark.deep_but(1)
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_weights_of_tokens_that_a_mesh_cuts(kind: AxisType, same: Any) -> None:
+    """Each device has those of its own tokens; in float64 what gradients are divided by in between changes no bit of them."""
+    mesh, targets, (x, weight, _), weights = mesh_of(4, kind=kind), of_devices(4), operands(4 * T), token_weights(4 * T)
+    fn = jax.jit(jax.value_and_grad(partial(tiled, loss=LossOptions(reduction="sum")), argnums=(0, 1)))
+    each = LossOptions(reduction="none")
+    by_hand = jax.value_and_grad(
+        lambda x, w: jnp.sum(weights * cross_entropy(x, w, targets, loss=each)), argnums=(0, 1)
+    )
+    with jax.set_mesh(mesh):
+        place = lambda a, *axes: jax.device_put(a, NamedSharding(mesh, P(*axes)))  # noqa: E731
+        arguments = place(x, "data"), place(weight), place(targets, "data")
+        found = fn(*arguments, token_weight=place(weights, "data"))
+    same(found, by_hand(x, weight))
+
+
+def test_float16_gradients_of_heavy_tokens_are_stored_near_one() -> None:
+    """Weights of 1e6, of which float16 has none: the gradients of the logits are divided by their size in between."""
+    x, weight, _ = operands(dtype=jnp.float32)
+    targets, arrays = labels(0.5), (x.astype(jnp.float16), weight.astype(jnp.float16))
+    weights = jnp.where(jnp.arange(T) % 2 == 0, 1e6, 2e6)
+    loss = LossOptions(num_valid=1e6)
+    found = jax.grad(lambda x, w: tiled(x, w, targets, loss=loss, token_weight=weights), argnums=(0, 1))(*arrays)
+    wide = [a.astype(jnp.float32) for a in arrays]
+    each = LossOptions(reduction="none")
+    wanted = jax.grad(lambda x, w: jnp.sum(weights / 1e6 * cross_entropy(x, w, targets, loss=each)), argnums=(0, 1))
+    for a, b in zip(found, wanted(*wide), strict=True):
+        assert_within(np.asarray(a, np.float32), np.asarray(b), between("float16"), "a gradient")
 
 
 # How often. Nothing is timed.
@@ -343,9 +427,10 @@ def test_a_vocabulary_that_is_split(data: int, check_vma: bool, counted: Any, sa
 
 
 def test_by_the_kernels(interpreting: None) -> None:
-    """They are given the same rows."""
+    """They are given the same rows, and the weights of their tokens."""
     x, weight, bias = operands(11, dtype=jnp.float32)
-    call = partial(tiled_linear_cross_entropy, loss=LossOptions(label_smoothing=0.1), tiling=Tiling(shard_tokens=4))
+    loss, weights = LossOptions(label_smoothing=0.1, z_loss=1e-2), token_weights(11).astype(jnp.float32)
+    call = partial(tiled_linear_cross_entropy, loss=loss, tiling=Tiling(shard_tokens=4), token_weight=weights)
     arguments = x, weight, bias, labels(0.5, 11)
     found, wanted = (with_gradients(fn)(*arguments) for fn in (partial(call, backend="pallas"), call))
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):

@@ -772,8 +772,8 @@ MUTANTS = (
     Mutant(
         "JAX: ignored tokens have a gradient",
         "tiled_jax/loss/math.py",
-        'g_loss = jnp.where(labels.counted == 0, 0, g["loss"]) if "loss" in g else zero',
-        'g_loss = g["loss"] if "loss" in g else zero',
+        'g_loss = jnp.where(labels.counted == 0, 0, weighted(labels, g["loss"])) if "loss" in g else zero',
+        'g_loss = weighted(labels, g["loss"]) if "loss" in g else zero',
         "tests/loss/test_both_loss.py -k 'jax and z'",
     ),
     Mutant(
@@ -810,6 +810,27 @@ MUTANTS = (
         "count = jnp.max(count, initial=0) if has[0] else count",
         "count = jnp.min(count, initial=9) if has[0] else count",
         "tests/loss/test_jax_ignored.py -k batch",
+    ),
+    Mutant(
+        "JAX: weights of tokens multiply losses and not their gradients",
+        "tiled_jax/loss/math.py",
+        'g_loss = jnp.where(labels.counted == 0, 0, weighted(labels, g["loss"])) if "loss" in g else zero',
+        'g_loss = jnp.where(labels.counted == 0, 0, g["loss"]) if "loss" in g else zero',
+        "tests/loss/test_jax_ignored.py -k weight_of_every_token_multiplies",
+    ),
+    Mutant(
+        "JAX: the size of gradients forgets the weights of tokens",
+        "tiled_jax/loss/loops.py",
+        "tokens = None if tokens is None else tokens.astype(dtype)",
+        "tokens = None",
+        "tests/loss/test_jax_ignored.py -k heavy_tokens",
+    ),
+    Mutant(
+        "JAX: the kernel's z-loss forgets the weights of tokens",
+        "tiled_jax/loss/steps_kernels.py",
+        "of_lse=loss_math.weighted(labels, labels.counted * (2 * rules.options.z_loss / size))",
+        "of_lse=labels.counted * (2 * rules.options.z_loss / size)",
+        "tests/loss/test_jax_ignored.py -k by_the_kernels",
     ),
     # JAX: tile, layers, kernels.
     Mutant(

@@ -41,6 +41,7 @@ def tiled_linear_cross_entropy(
     num_shards: int | None = None,
     tiling: Tiling | None = None,
     backend: str = "auto",
+    token_weight: jax.Array | None = None,
 ) -> Any:
     """Return the cross entropy of logits x w + b, one shard of tokens at a time, exactly.
 
@@ -57,6 +58,10 @@ def tiled_linear_cross_entropy(
         tiling: the long form, with vocab_shards too. keep does not apply.
         backend: "auto" | "xla" | "pallas"; one named explicitly runs or raises. "pallas", which "auto" takes on a Hopper GPU,
             makes loss and gradient of a shard of logits in one kernel, for all but float64.
+        token_weight: [same leading dims], floating: what multiplies the loss of each token, with all that `LossOptions` adds
+            to it: weighted sums, advantages, masks. It gets no gradient and changes no count: "mean" is the sum of
+            token_weight * loss divided by what it is divided by without, the number of valid targets. A sum or a mean with it
+            takes 6 THV as without, where one made of reduction "none" takes 8. A token of weight 0 still is a valid one.
     Returns:
         The loss, [] or with reduction "none" [same leading dims], float32 (float64 for float64); a `LossResult` where
         loss.outputs names any.
@@ -93,7 +98,9 @@ def tiled_linear_cross_entropy(
         >>> result.log_probs.shape
         (2, 5)
     """
-    return linear_cross_entropy(NAME, x, weight, targets, bias, loss, num_shards, tiling, backend)
+    return linear_cross_entropy(
+        NAME, x, weight, targets, bias, loss, num_shards, tiling, backend, token_weight=token_weight
+    )
 
 
 def linear_cross_entropy(
@@ -111,6 +118,7 @@ def linear_cross_entropy(
     vocab: int | None = None,
     sequence_parallel: bool = False,
     split_sizes: Any = None,
+    token_weight: Any = None,
 ) -> Any:
     """Return one checked call. `axis`: the mesh axis over which a vocabulary of `vocab` entries is split, and with
     sequence_parallel the tokens, of which every device has `split_sizes`."""
@@ -125,6 +133,7 @@ def linear_cross_entropy(
     )
     loss_checks.check_loss_options(function, loss)
     fixed = {"targets": targets} | _arrays(function, loss)
+    fixed |= {} if token_weight is None else {"token_weight": array(function, "token_weight", token_weight)}
     steps = choose_steps(function, backend, x.dtype)
     seen = operands({"x": x, **w, **fixed})
     loss_checks.check_linear_cross_entropy(
@@ -135,6 +144,7 @@ def linear_cross_entropy(
         bias=seen.get("bias"),
         class_weight=seen.get("class_weight"),
         num_valid=seen.get("num_valid"),
+        token_weight=seen.get("token_weight"),
         names=config.JAX,
         vocab=vocab,
         master_weights=True,
@@ -183,7 +193,8 @@ def linear_cross_entropy(
     )
     if split is not None:
         return _result(run(call, x, w, fixed), loss, targets.shape)
-    x, fixed["targets"] = x.reshape(rows, x.shape[-1]), targets.reshape(rows)
+    x = x.reshape(rows, x.shape[-1])
+    fixed |= {name: fixed[name].reshape(rows) for name in ("targets", "token_weight") if name in fixed}
     if sizes is None or axis is None:
         return _result(run(call, x, w, fixed), loss, targets.shape)
     tokens = is_token(sizes, rows, axis)

@@ -90,7 +90,7 @@ def forward(
 
     def shard(place: Any, size: int, given: _ShardTokens, carry: tuple[Arrays, Arrays]) -> tuple[Arrays, Arrays]:
         numbers, gradients = carry
-        x_shard, labels = given.x, setting.labelled(given.targets)
+        x_shard, labels = given.x, setting.labelled(given.targets, given.weights)
         found, dlogits = _statistics(call, setting, x_shard, labels, gradient=bool(gradients), unit=unit)
         values = loss_math.values(call.rules, labels, found, setting.class_total) | {
             "weight": jnp.nan_to_num(labels.weight)
@@ -103,7 +103,7 @@ def forward(
         return numbers, gradients
 
     carry = setting.numbers(x, names), setting.zeros(x, w, wanted)
-    return _for_each_shard(call, _ShardTokens(x, setting.targets), shard, carry)
+    return _for_each_shard(call, _ShardTokens(x, setting.targets, weights=setting.weights), shard, carry)
 
 
 def tangents(
@@ -121,7 +121,7 @@ def tangents(
 
     def shard(place: Any, size: int, given: _ShardTokens, carry: Arrays) -> Arrays:
         at, of_x = given.numbers, given.more
-        labels, found = setting.labelled(given.targets), _whole(at)
+        labels, found = setting.labelled(given.targets, given.weights), _whole(at)
         lse = loss_math.log_sum_exp(call.rules, found)
 
         def part(first: Any, entries: int, sums: Arrays) -> Arrays:
@@ -142,7 +142,7 @@ def tangents(
             sums = lax.psum(sums, call.axis)
         return setting.with_rows(call, carry, sums, place)
 
-    given = _ShardTokens(x, setting.targets, numbers, t.get("x"))
+    given = _ShardTokens(x, setting.targets, numbers, t.get("x"), setting.weights)
     return _for_each_shard(call, given, shard, setting.numbers(x, names))
 
 
@@ -167,17 +167,18 @@ def backward(
     found = _whole(numbers)
     lse = loss_math.log_sum_exp(call.rules, found)
     g = {name: jnp.broadcast_to(d, lse.shape) for name, d in g.items()}
-    k = loss_math.coefficients(call.rules, setting.labelled(setting.targets), lse, setting.class_total, g)
+    labels = setting.labelled(setting.targets, setting.weights)
+    k = loss_math.coefficients(call.rules, labels, lse, setting.class_total, g)
     sigma = of_all(call, loss_math.size_of_gradients(call.rules, k, setting.class_weight))
     k = jax.tree.map(lambda a: a / sigma, k)
 
     def shard(place: Any, size: int, given: _ShardTokens, gradients: Arrays) -> Arrays:
         at, of_rows = given.numbers
-        labels, found = setting.labelled(given.targets), _whole(at)
+        labels, found = setting.labelled(given.targets, given.weights), _whole(at)
         of = _LossShard(place, given.x, labels, found, k=of_rows, entropy=at.get("entropy"), sigma=sigma)
         return _with_shard(call, setting, gradients, of)
 
-    given = _ShardTokens(x, setting.targets, (numbers, k))
+    given = _ShardTokens(x, setting.targets, (numbers, k), weights=setting.weights)
     gradients = _for_each_shard(call, given, shard, setting.zeros(x, w, wanted))
     return {name: a if name == "x" else a * sigma for name, a in gradients.items()}
 
@@ -236,7 +237,8 @@ class _Setting(NamedTuple):
     """
 
     targets: jax.Array  # of all tokens, of a device's own ones where devices split them
-    labelled: Callable[[jax.Array], Labels]  # of targets
+    weights: jax.Array | None  # of the same tokens
+    labelled: Callable[[jax.Array, jax.Array | None], Labels]  # of targets and their weights
     class_total: jax.Array | int  # Σ ω over the vocabulary
     class_weight: jax.Array | None  # of the whole vocabulary
     part: Callable[[Any, int], Part]  # (first entry, entries) of this weight
@@ -248,16 +250,18 @@ class _Setting(NamedTuple):
     def of(cls, call: LossCall, x: jax.Array, w: Arrays, fixed: Arrays) -> "_Setting":
         dtype, rules = wide(x.dtype), call.rules
         own = frozenset() if call.axis is None else varying(lax.axis_index(call.axis))
-        known = varying_of(fixed[name] for name in ("targets", "class_weight") if name in fixed)
+        known = varying_of(fixed[name] for name in ("targets", "token_weight", "class_weight") if name in fixed)
         logits = varying_of([x, *w.values()])
         token_axes = known | (own | logits if call.tokens else logits - {call.axis})
         targets = vary_over(fixed["targets"], token_axes)
         class_weight = fixed.get("class_weight")
         if class_weight is not None:
             class_weight = vary_over(class_weight.astype(dtype), token_axes)
+        weights = fixed.get("token_weight")
         return cls(
             targets=targets,
-            labelled=lambda targets: loss_math.make_labels(rules, targets, class_weight, dtype),
+            weights=None if weights is None else vary_over(weights.astype(dtype), token_axes),
+            labelled=lambda targets, weights: loss_math.make_labels(rules, targets, class_weight, dtype, weights),
             class_total=rules.vocab if class_weight is None else jnp.sum(class_weight),
             class_weight=class_weight,
             part=_parts(call, {name: a.astype(x.dtype) for name, a in w.items()}, class_weight),
@@ -357,6 +361,7 @@ class _ShardTokens(NamedTuple):
     targets: jax.Array
     numbers: Any = ()  # a pytree of [t] in the wide dtype
     more: Any = None  # further rows [t, H]
+    weights: jax.Array | None = None  # of the tokens' losses
 
 
 def _for_each_shard(
@@ -401,21 +406,25 @@ def of_all(call: LossCall, size: jax.Array) -> jax.Array:
     return size if call.tokens is None else lax.pmax(call.tokens.differing(size), call.tokens.name)
 
 
-def unit_of(call: LossCall, targets: jax.Array, class_weight: jax.Array | None, dtype: Any) -> jax.Array | None:
+def unit_of(call: LossCall, operands: Arrays, dtype: Any) -> jax.Array | None:
     """Return the number by which gradients of the sum of the losses are divided to be stored near 1; None where they are.
 
-    Where a mesh cuts the tokens it is that of the heaviest class, the same on all devices.
+    Where a mesh cuts the tokens it is that of the heaviest class and the heaviest token, the same on all devices.
     """
-    if class_weight is None and abs(call.rules.options.logit_scale) == 1:
+    targets, tokens = operands["targets"], operands.get("token_weight")
+    class_weight = operands.get("class_weight")
+    if class_weight is None and tokens is None and abs(call.rules.options.logit_scale) == 1:
         return None
     weight = None if class_weight is None else class_weight.astype(dtype)
+    tokens = None if tokens is None else tokens.astype(dtype)
     if call.split is not None:
+        tokens = None if tokens is None else jnp.max(jnp.abs(tokens), initial=0)[None]
         targets = (
             jnp.zeros(1, targets.dtype) if weight is None else jnp.argmax(jnp.abs(weight))[None].astype(targets.dtype)
         )
-    axes = varying_of([targets] if weight is None else [targets, weight])
-    targets, weight = vary_over(targets, axes), None if weight is None else vary_over(weight, axes)
-    labels = loss_math.make_labels(call.rules, targets, weight, dtype)
+    axes = varying_of(a for a in (targets, weight, tokens) if a is not None)
+    targets, weight, tokens = jax.tree.map(partial(vary_over, axes=axes), (targets, weight, tokens))
+    labels = loss_math.make_labels(call.rules, targets, weight, dtype, tokens)
     total = call.rules.vocab if weight is None else jnp.sum(weight)
     return of_all(call, loss_math.size_of_losses(call.rules, labels, total, weight))
 
