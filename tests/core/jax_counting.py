@@ -25,7 +25,8 @@ def _flop_of(equation: Any) -> int:
     if name in ("while", "cond"):
         raise ValueError(f"{name}: how often it runs cannot be read from the program")
     inner = sum(_flop(jaxpr) for value in params.values() for jaxpr in jaxprs_in(value))
-    return inner * (params["length"] if name == "scan" else 1)
+    # tiled_turns: of all its shards, which it runs where every row has a label.
+    return inner * {"scan": params.get("length"), "tiled_turns": params.get("most")}.get(name, 1)
 
 
 def collectives(fn: Callable[..., Any], *arguments: Any) -> dict[bool, int]:

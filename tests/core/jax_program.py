@@ -5,8 +5,11 @@ import re
 from collections import Counter
 
 
-def counted(text: str | None) -> tuple[Counter[str], Counter[str], int]:
-    """Collectives of a compiled program outside and inside of its loops, and the multiply-adds of its products: a device's."""
+def counted(text: str | None, *, turns: int = 1) -> tuple[Counter[str], Counter[str], int]:
+    """Collectives of a compiled program outside and inside of its loops, and the multiply-adds of its products: a device's.
+
+    turns: how often a loop runs of which the program does not say it.
+    """
     assert text is not None
     found: dict[bool, Counter[str]] = {False: Counter(), True: Counter()}
     products = [0]
@@ -36,7 +39,7 @@ def counted(text: str | None) -> tuple[Counter[str], Counter[str], int]:
             trips = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
             loop = " while(" in line
             for inner in re.findall(r"(?:to_apply|calls|body|branch_computations)=\{?%?([\w.\-]+)", line):
-                visit(inner, count * (int(trips[1]) if loop and trips else 1), in_loop or loop)
+                visit(inner, count * (1 if not loop else int(trips[1]) if trips else turns), in_loop or loop)
 
     visit(re.findall(r"ENTRY %?([\w.\-]+)", text)[0], 1, False)
     return found[False], found[True], products[0]

@@ -110,7 +110,7 @@ def test_bad_loss_input(case: BadCase, half: Half) -> None:
         arguments["loss"] = LossOptions(class_weight=placed(half, case, "class_weight", weights))
     operands = [case.operands.get(name, arrays[name]) for name in GOOD_LOSS_SHAPES]
     with pytest.raises(case.error) as caught:
-        function(*operands, **({"bias": arrays["bias"]} if "bias" in arrays else {}), **arguments)
+        function(*operands, **{name: a for name, a in arrays.items() if name not in GOOD_LOSS_SHAPES}, **arguments)
     assert type(caught.value) is case.error
     assert str(caught.value) == case.text(NAMES[half])
 

@@ -43,7 +43,7 @@ ONLY_TORCH = {
 }
 ONLY_JAX = {
     "operations that JAX does not have: loops with a carry, functions with a tangent of their own, a device's own tokens": (
-        "core/arrays.py core/linear_call.py core/loops.py core/own_tokens.py core/products.py"
+        "core/arrays.py core/linear_call.py core/loops.py core/own_tokens.py core/products.py core/turns.py loss/rows.py"
     ),
     "Mosaic GPU": "core/activations.py core/mosaic.py mlp/kernels/glu_up_aux.py mlp/kernels/main_loop.py",
     "differentiation rules, apart from the call": "linear/autodiff.py loss/autodiff.py mlp/autodiff.py",

@@ -27,6 +27,7 @@ from tiled_jax.core.own_tokens import split_of
 from tiled_jax.core.products import refuse_exchanged_products, wide
 from tiled_jax.loss.autodiff import COLUMNS, NAME, LossCall, run
 from tiled_jax.loss.math import Rules
+from tiled_jax.loss.rows import may_stop_early
 from tiled_jax.loss.steps import XLA, LossSteps
 
 
@@ -40,6 +41,7 @@ def tiled_linear_cross_entropy(
     num_shards: int | None = None,
     tiling: Tiling | None = None,
     backend: str = "auto",
+    token_weight: jax.Array | None = None,
 ) -> Any:
     """Return the cross entropy of logits x w + b, one shard of tokens at a time, exactly.
 
@@ -56,6 +58,10 @@ def tiled_linear_cross_entropy(
         tiling: the long form, with vocab_shards too. keep does not apply.
         backend: "auto" | "xla" | "pallas"; one named explicitly runs or raises. "pallas", which "auto" takes on a Hopper GPU,
             makes loss and gradient of a shard of logits in one kernel, for all but float64.
+        token_weight: [same leading dims], floating: what multiplies the loss of each token, with all that `LossOptions` adds
+            to it: weighted sums, advantages, masks. It gets no gradient and changes no count: "mean" is the sum of
+            token_weight * loss divided by what it is divided by without, the number of valid targets. A sum or a mean with it
+            takes 6 THV as without, where one made of reduction "none" takes 8. A token of weight 0 still is a valid one.
     Returns:
         The loss, [] or with reduction "none" [same leading dims], float32 (float64 for float64); a `LossResult` where
         loss.outputs names any.
@@ -67,6 +73,13 @@ def tiled_linear_cross_entropy(
         With reduction "mean" or "sum" and one vocabulary shard the gradients are computed in forward, 6 THV FLOP, and kept;
         else x, the weight and two numbers per token are, and backward computes the logits again, 8 THV. Without gradients
         2 THV.
+    Ignored tokens: rows of x whose target is ignore_index are not multiplied. Those with a label come first and only as many
+        shards of the plan as they need are run, ceil(valid / t) on each device by its own count, which no host waits for; a
+        `vmap` runs as many as its element with most labels. Every shard is run where "lse" or "entropy" is an output, in a
+        call of one shard, in a derivative of a derivative (forward over reverse and reverse over reverse, whose loops need a
+        known number of turns), with sequence_parallel, and where devices that meet in a shard (a split vocabulary, or axes
+        that a `shard_map` leaves to XLA) lie on a mesh that cuts the tokens too, or may: there a device with fewer turns
+        would be waited for. shared_specs.loss.costs.loss_flop(valid=).
     Raises:
         SpecError: shapes, dtypes or devices disagree (of arrays committed to one each, outside `jit`), a number is out of
         its range, or a target is neither an entry nor ignored. Under `jit` a target cannot be read: there its token's
@@ -85,7 +98,9 @@ def tiled_linear_cross_entropy(
         >>> result.log_probs.shape
         (2, 5)
     """
-    return linear_cross_entropy(NAME, x, weight, targets, bias, loss, num_shards, tiling, backend)
+    return linear_cross_entropy(
+        NAME, x, weight, targets, bias, loss, num_shards, tiling, backend, token_weight=token_weight
+    )
 
 
 def linear_cross_entropy(
@@ -103,6 +118,7 @@ def linear_cross_entropy(
     vocab: int | None = None,
     sequence_parallel: bool = False,
     split_sizes: Any = None,
+    token_weight: Any = None,
 ) -> Any:
     """Return one checked call. `axis`: the mesh axis over which a vocabulary of `vocab` entries is split, and with
     sequence_parallel the tokens, of which every device has `split_sizes`."""
@@ -117,6 +133,7 @@ def linear_cross_entropy(
     )
     loss_checks.check_loss_options(function, loss)
     fixed = {"targets": targets} | _arrays(function, loss)
+    fixed |= {} if token_weight is None else {"token_weight": array(function, "token_weight", token_weight)}
     steps = choose_steps(function, backend, x.dtype)
     seen = operands({"x": x, **w, **fixed})
     loss_checks.check_linear_cross_entropy(
@@ -127,6 +144,7 @@ def linear_cross_entropy(
         bias=seen.get("bias"),
         class_weight=seen.get("class_weight"),
         num_valid=seen.get("num_valid"),
+        token_weight=seen.get("token_weight"),
         names=config.JAX,
         vocab=vocab,
         master_weights=True,
@@ -171,10 +189,12 @@ def linear_cross_entropy(
         tokens=None if sizes is None or axis is None else TokenAxis.of(axis, plan.shard_tokens),
         split=split,
         replan=None if split is None else replan,
+        valid_first=len(plan) > 1 and sizes is None and may_stop_early(loss.outputs, targets, axis, split),
     )
     if split is not None:
         return _result(run(call, x, w, fixed), loss, targets.shape)
-    x, fixed["targets"] = x.reshape(rows, x.shape[-1]), targets.reshape(rows)
+    x = x.reshape(rows, x.shape[-1])
+    fixed |= {name: fixed[name].reshape(rows) for name in ("targets", "token_weight") if name in fixed}
     if sizes is None or axis is None:
         return _result(run(call, x, w, fixed), loss, targets.shape)
     tokens = is_token(sizes, rows, axis)

@@ -23,8 +23,8 @@ _D, _OF, _G = "gradient of ", "tangent of ", "upstream of "  # begin names
 
 
 class _LossRules:
-    """x is [T, H] and targets [T], or with `call.split` [*leading dims, ...]; further operands are the weight, its bias,
-    class_weight [V] and num_valid []."""
+    """x is [T, H] and targets and token_weight [T], or with `call.split` [*leading dims, ...]; further operands are the
+    weight, its bias, class_weight [V] and num_valid []."""
 
     @staticmethod
     def forward(call: LossCall, operands: Arrays) -> Arrays:
@@ -90,7 +90,7 @@ def _results(
 
     unit = None
     if wanted and call.in_forward:
-        unit = loops.unit_of(call, rows["targets"], whole.get("class_weight"), wide(rows["x"].dtype))
+        unit = loops.unit_of(call, rows | whole, wide(rows["x"].dtype))
     whole |= {} if unit is None else {"unit": unit}
     numbers, sums = on_own_tokens(call.split, _op(run))(rows, whole)
     gradients = {name: (numbers if name == "x" else sums).pop(_D + name) for name in wanted if call.in_forward}
@@ -141,14 +141,14 @@ def _gradients(call: LossCall, arrays: Arrays, g: Arrays, wanted: tuple[str, ...
 
 def _rows_and_whole(operands: Arrays) -> tuple[Arrays, Arrays]:
     """Return the operands with a row for every token, and those that all tokens share."""
-    rows = {name: operands[name] for name in ("x", "targets")}
+    rows = {name: operands[name] for name in ("x", "targets", "token_weight") if name in operands}
     return rows, {name: operands[name] for name in ("weight", "bias", "class_weight") if name in operands}
 
 
 def _on_device(call: LossCall, rows: Arrays, whole: Arrays, axes: tuple[str, ...]) -> tuple[LossCall, Arrays, Arrays]:
     """Return a device's own call, its weight and bias, and what has no gradient."""
     w = {name: whole[name] for name in COLUMNS if name in whole}
-    fixed = {"targets": rows["targets"]} | {name: whole[name] for name in ("class_weight",) if name in whole}
+    fixed = {name: a for name, a in (rows | whole).items() if name in ("targets", "token_weight", "class_weight")}
     return call.on_device(rows["x"].shape[0], w["weight"].shape[1], axes), w, fixed
 
 

@@ -2,7 +2,8 @@
 
 Two ways to the gradients. Where one upstream number scales all of them, forward computes them while a shard's logits are
 there and backward multiplies: 6 THV. Otherwise two numbers per token are kept, and backward computes the logits again:
-8 THV. Without differentiation only the logits are computed: 2 THV.
+8 THV. Without differentiation only the logits are computed: 2 THV. Where `LossCall.valid_first`, T are the tokens with a
+label, in whole shards.
 """
 
 from collections.abc import Callable, Collection
@@ -21,14 +22,16 @@ from tiled_jax.core.linear_call import barrier
 from tiled_jax.core.loops import Body, for_each, vary_over, varying, varying_of
 from tiled_jax.core.own_tokens import Split
 from tiled_jax.core.products import product, wide
+from tiled_jax.core.turns import for_each_of_first
 from tiled_jax.loss import math as loss_math
 from tiled_jax.loss.math import Coefficients, Labels, Part, Rules, Statistics
+from tiled_jax.loss.rows import before_first, rows_of, valid_first, with_rows
 from tiled_jax.loss.steps import XLA, LossSteps
 
 Arrays = dict[str, jax.Array]
 NAME = "tiled_linear_cross_entropy"
 
-_rows, _set_rows = lax.dynamic_slice_in_dim, lax.dynamic_update_slice_in_dim
+_columns, _set_columns = lax.dynamic_slice_in_dim, lax.dynamic_update_slice_in_dim
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +45,7 @@ class LossCall:
             tokens too; plan is then of a device's own tokens, and a shard is gathered.
         split: how a mesh cuts the tokens where this is not inside a `shard_map`: x and targets then have their leading dims,
             and every device makes a plan for its own tokens, `replan(tokens, entries)`.
+        valid_first: whether rows are taken in the order of `rows.valid_first`, and only as many shards as have a label.
     """
 
     plan: ShardPlan
@@ -52,6 +56,7 @@ class LossCall:
     tokens: TokenAxis | None = None
     split: Split | None = None
     replan: Callable[[int, int], ShardPlan] | None = None
+    valid_first: bool = False
 
     @property
     def in_forward(self) -> bool:
@@ -64,7 +69,9 @@ class LossCall:
             return self
         plan = self.plan if tokens == self.plan.tokens else self.replan(tokens, entries)
         parts = ShardPlan(entries, -(-entries // len(self.parts)))
-        return replace(self, plan=plan, parts=parts, axis=axes or None)
+        # Devices that have parts of one vocabulary meet in every shard: as often only where they all have the same tokens.
+        valid_first = self.valid_first and not (axes and tokens < self.plan.tokens)
+        return replace(self, plan=plan, parts=parts, axis=axes or None, valid_first=valid_first)
 
 
 def forward(
@@ -81,22 +88,22 @@ def forward(
     backends.record_run(NAME, call.steps.backend)
     setting = _Setting.of(call, x, w, fixed)
 
-    def shard(start: Any, size: int, given: _ShardTokens, carry: tuple[Arrays, Arrays]) -> tuple[Arrays, Arrays]:
+    def shard(place: Any, size: int, given: _ShardTokens, carry: tuple[Arrays, Arrays]) -> tuple[Arrays, Arrays]:
         numbers, gradients = carry
-        x_shard, labels = given.x, setting.labelled(given.targets)
+        x_shard, labels = given.x, setting.labelled(given.targets, given.weights)
         found, dlogits = _statistics(call, setting, x_shard, labels, gradient=bool(gradients), unit=unit)
         values = loss_math.values(call.rules, labels, found, setting.class_total) | {
             "weight": jnp.nan_to_num(labels.weight)
         }
-        numbers = setting.with_rows(call, numbers, values, start)
+        numbers = setting.with_rows(call, numbers, values, place)
         if gradients:
             gradients = _with_shard(
-                call, setting, gradients, _LossShard(start, x_shard, labels, found, dlogits=dlogits)
+                call, setting, gradients, _LossShard(place, x_shard, labels, found, dlogits=dlogits)
             )
         return numbers, gradients
 
     carry = setting.numbers(x, names), setting.zeros(x, w, wanted)
-    return _for_each_shard(call, _ShardTokens(x, setting.targets), shard, carry)
+    return _for_each_shard(call, _ShardTokens(x, setting.targets, weights=setting.weights), shard, carry)
 
 
 def tangents(
@@ -112,9 +119,9 @@ def tangents(
     moved_part = _parts(call, {name: a.astype(x.dtype) for name, a in (zeros | of_w).items()}, None)
     axes = setting.axes | varying_of(t.values())
 
-    def shard(start: Any, size: int, given: _ShardTokens, carry: Arrays) -> Arrays:
+    def shard(place: Any, size: int, given: _ShardTokens, carry: Arrays) -> Arrays:
         at, of_x = given.numbers, given.more
-        labels, found = setting.labelled(given.targets), _whole(at)
+        labels, found = setting.labelled(given.targets, given.weights), _whole(at)
         lse = loss_math.log_sum_exp(call.rules, found)
 
         def part(first: Any, entries: int, sums: Arrays) -> Arrays:
@@ -133,9 +140,9 @@ def tangents(
         sums = for_each(call.parts, Body(part, _after_all), sums)
         if call.axis is not None:
             sums = lax.psum(sums, call.axis)
-        return setting.with_rows(call, carry, sums, start)
+        return setting.with_rows(call, carry, sums, place)
 
-    given = _ShardTokens(x, setting.targets, numbers, t.get("x"))
+    given = _ShardTokens(x, setting.targets, numbers, t.get("x"), setting.weights)
     return _for_each_shard(call, given, shard, setting.numbers(x, names))
 
 
@@ -160,17 +167,18 @@ def backward(
     found = _whole(numbers)
     lse = loss_math.log_sum_exp(call.rules, found)
     g = {name: jnp.broadcast_to(d, lse.shape) for name, d in g.items()}
-    k = loss_math.coefficients(call.rules, setting.labelled(setting.targets), lse, setting.class_total, g)
+    labels = setting.labelled(setting.targets, setting.weights)
+    k = loss_math.coefficients(call.rules, labels, lse, setting.class_total, g)
     sigma = of_all(call, loss_math.size_of_gradients(call.rules, k, setting.class_weight))
     k = jax.tree.map(lambda a: a / sigma, k)
 
-    def shard(start: Any, size: int, given: _ShardTokens, gradients: Arrays) -> Arrays:
+    def shard(place: Any, size: int, given: _ShardTokens, gradients: Arrays) -> Arrays:
         at, of_rows = given.numbers
-        labels, found = setting.labelled(given.targets), _whole(at)
-        of = _LossShard(start, given.x, labels, found, k=of_rows, entropy=at.get("entropy"), sigma=sigma)
+        labels, found = setting.labelled(given.targets, given.weights), _whole(at)
+        of = _LossShard(place, given.x, labels, found, k=of_rows, entropy=at.get("entropy"), sigma=sigma)
         return _with_shard(call, setting, gradients, of)
 
-    given = _ShardTokens(x, setting.targets, (numbers, k))
+    given = _ShardTokens(x, setting.targets, (numbers, k), weights=setting.weights)
     gradients = _for_each_shard(call, given, shard, setting.zeros(x, w, wanted))
     return {name: a if name == "x" else a * sigma for name, a in gradients.items()}
 
@@ -183,7 +191,7 @@ def _whole(numbers: Arrays) -> Statistics:
 class _LossShard(NamedTuple):
     """The parts that the gradients of one shard are made of: `dlogits` where they are there, else of the coefficients."""
 
-    start: Any
+    place: Any  # as in rows.py
     x: jax.Array
     labels: Labels
     found: Statistics
@@ -209,7 +217,7 @@ def _with_shard(call: LossCall, setting: "_Setting", gradients: Arrays, of: _Los
         if name == "x" or d.shape == value.shape:
             return value + d
         last = value.ndim - 1
-        return _set_rows(value, _rows(value, first, d.shape[-1], last) + d, first, last)
+        return _set_columns(value, _columns(value, first, d.shape[-1], last) + d, first, last)
 
     rows = {"x": vary_over(jnp.zeros(of.x.shape, setting.dtype), setting.axes)} if "x" in gradients else {}
     sums = for_each(call.parts, Body(part, _after_all), gradients | rows)
@@ -218,7 +226,7 @@ def _with_shard(call: LossCall, setting: "_Setting", gradients: Arrays, of: _Los
     dx = (sums["x"] * of.sigma).astype(of.x.dtype)
     if call.tokens is not None:
         dx = vary_over(call.tokens.scatter(dx), setting.axes)
-    return sums | {"x": _set_rows(gradients["x"], dx, of.start, 0)}
+    return sums | {"x": with_rows(gradients["x"], dx, of.place)}
 
 
 class _Setting(NamedTuple):
@@ -229,7 +237,8 @@ class _Setting(NamedTuple):
     """
 
     targets: jax.Array  # of all tokens, of a device's own ones where devices split them
-    labelled: Callable[[jax.Array], Labels]  # of targets
+    weights: jax.Array | None  # of the same tokens
+    labelled: Callable[[jax.Array, jax.Array | None], Labels]  # of targets and their weights
     class_total: jax.Array | int  # Σ ω over the vocabulary
     class_weight: jax.Array | None  # of the whole vocabulary
     part: Callable[[Any, int], Part]  # (first entry, entries) of this weight
@@ -241,16 +250,18 @@ class _Setting(NamedTuple):
     def of(cls, call: LossCall, x: jax.Array, w: Arrays, fixed: Arrays) -> "_Setting":
         dtype, rules = wide(x.dtype), call.rules
         own = frozenset() if call.axis is None else varying(lax.axis_index(call.axis))
-        known = varying_of(fixed[name] for name in ("targets", "class_weight") if name in fixed)
+        known = varying_of(fixed[name] for name in ("targets", "token_weight", "class_weight") if name in fixed)
         logits = varying_of([x, *w.values()])
         token_axes = known | (own | logits if call.tokens else logits - {call.axis})
         targets = vary_over(fixed["targets"], token_axes)
         class_weight = fixed.get("class_weight")
         if class_weight is not None:
             class_weight = vary_over(class_weight.astype(dtype), token_axes)
+        weights = fixed.get("token_weight")
         return cls(
             targets=targets,
-            labelled=lambda targets: loss_math.make_labels(rules, targets, class_weight, dtype),
+            weights=None if weights is None else vary_over(weights.astype(dtype), token_axes),
+            labelled=lambda targets, weights: loss_math.make_labels(rules, targets, class_weight, dtype, weights),
             class_total=rules.vocab if class_weight is None else jnp.sum(class_weight),
             class_weight=class_weight,
             part=_parts(call, {name: a.astype(x.dtype) for name, a in w.items()}, class_weight),
@@ -261,12 +272,12 @@ class _Setting(NamedTuple):
 
     def numbers(self, x: jax.Array, names: Collection[str]) -> Arrays:
         """Return the numbers of every token before the first shard."""
-        return {name: vary_over(jnp.zeros(x.shape[0], self.dtype), self.token_axes) for name in sorted(names)}
+        return {name: vary_over(before_first(name, x.shape[0], self.dtype), self.token_axes) for name in sorted(names)}
 
-    def with_rows(self, call: LossCall, numbers: Arrays, values: Arrays, start: Any) -> Arrays:
+    def with_rows(self, call: LossCall, numbers: Arrays, values: Arrays, place: Any) -> Arrays:
         """Return the numbers with those of one shard."""
         return {
-            name: _set_rows(rows, vary_over(_own(call, values[name]), self.token_axes), start, 0)
+            name: with_rows(rows, vary_over(_own(call, values[name]), self.token_axes), place)
             for name, rows in numbers.items()
         }
 
@@ -285,7 +296,7 @@ def _parts(call: LossCall, w: Arrays, class_weight: jax.Array | None) -> Callabl
     if call.axis is not None and class_weight is not None:
         padding = lax.axis_size(call.axis) * local - call.rules.vocab
         padded = vary_over(jnp.pad(class_weight, (0, padding)), varying(before))
-        class_weight = _rows(padded, before, local)
+        class_weight = _columns(padded, before, local)
     if len(call.parts) == 1:  # once, and not for every shard of tokens
         w = {name: loss_math.with_columns(a, columns(local)) for name, a in w.items()}
 
@@ -293,7 +304,9 @@ def _parts(call: LossCall, w: Arrays, class_weight: jax.Array | None) -> Callabl
         def own(a: jax.Array | None, columns: int) -> jax.Array | None:
             if a is None:
                 return None
-            return loss_math.with_columns(a if len(call.parts) == 1 else _rows(a, first, entries, a.ndim - 1), columns)
+            return loss_math.with_columns(
+                a if len(call.parts) == 1 else _columns(a, first, entries, a.ndim - 1), columns
+            )
 
         width = columns(entries)
         weight, bias = own(w["weight"], width), own(w.get("bias"), width)
@@ -348,14 +361,23 @@ class _ShardTokens(NamedTuple):
     targets: jax.Array
     numbers: Any = ()  # a pytree of [t] in the wide dtype
     more: Any = None  # further rows [t, H]
+    weights: jax.Array | None = None  # of the tokens' losses
 
 
 def _for_each_shard(
     call: LossCall, given: _ShardTokens, run: Callable[[Any, int, _ShardTokens, Any], Any], carry: Any
 ) -> Any:
-    """carry = run(start, size, what the shard is given, carry) for every shard, gathered where devices split the tokens."""
+    """carry = run(place, size, what the shard is given, carry) for every shard, gathered where devices split the tokens."""
 
     tokens = call.tokens
+    if call.valid_first:
+        order, valid = valid_first(given.targets, call.rules.options.ignore_index)
+
+        def of_order(start: Any, size: int, carry: Any) -> Any:
+            place = rows_of(order, start, size)
+            return run(place, size, _cut(given, place, size), carry)
+
+        return for_each_of_first(call.plan, valid, of_order, carry)
     if tokens is None:
         body = Body(lambda start, size, carry: run(start, size, _cut(given, start, size), carry), _after_all)
         return for_each(call.plan, body, carry)
@@ -384,21 +406,25 @@ def of_all(call: LossCall, size: jax.Array) -> jax.Array:
     return size if call.tokens is None else lax.pmax(call.tokens.differing(size), call.tokens.name)
 
 
-def unit_of(call: LossCall, targets: jax.Array, class_weight: jax.Array | None, dtype: Any) -> jax.Array | None:
+def unit_of(call: LossCall, operands: Arrays, dtype: Any) -> jax.Array | None:
     """Return the number by which gradients of the sum of the losses are divided to be stored near 1; None where they are.
 
-    Where a mesh cuts the tokens it is that of the heaviest class, the same on all devices.
+    Where a mesh cuts the tokens it is that of the heaviest class and the heaviest token, the same on all devices.
     """
-    if class_weight is None and abs(call.rules.options.logit_scale) == 1:
+    targets, tokens = operands["targets"], operands.get("token_weight")
+    class_weight = operands.get("class_weight")
+    if class_weight is None and tokens is None and abs(call.rules.options.logit_scale) == 1:
         return None
     weight = None if class_weight is None else class_weight.astype(dtype)
+    tokens = None if tokens is None else tokens.astype(dtype)
     if call.split is not None:
+        tokens = None if tokens is None else jnp.max(jnp.abs(tokens), initial=0)[None]
         targets = (
             jnp.zeros(1, targets.dtype) if weight is None else jnp.argmax(jnp.abs(weight))[None].astype(targets.dtype)
         )
-    axes = varying_of([targets] if weight is None else [targets, weight])
-    targets, weight = vary_over(targets, axes), None if weight is None else vary_over(weight, axes)
-    labels = loss_math.make_labels(call.rules, targets, weight, dtype)
+    axes = varying_of(a for a in (targets, weight, tokens) if a is not None)
+    targets, weight, tokens = jax.tree.map(partial(vary_over, axes=axes), (targets, weight, tokens))
+    labels = loss_math.make_labels(call.rules, targets, weight, dtype, tokens)
     total = call.rules.vocab if weight is None else jnp.sum(weight)
     return of_all(call, loss_math.size_of_losses(call.rules, labels, total, weight))
 
@@ -407,5 +433,5 @@ def _after_all(start: Any, carry: Any) -> Any:
     return barrier((start, carry))
 
 
-def _cut(rows: Any, start: Any, size: int) -> Any:
-    return jax.tree.map(lambda a: _rows(a, start, size), rows)
+def _cut(rows: Any, place: Any, size: int) -> Any:
+    return jax.tree.map(lambda a: rows_of(a, place, size), rows)

@@ -51,12 +51,13 @@ class Labels(NamedTuple):
     """The labels of each token, [t] each.
 
     target: the entry, 0 where there is none. counted: 1, 0 where ignored, NaN where the target does not exist.
-    weight: class weight of the target, times counted.
+    weight: class weight of the target, times counted. token: what multiplies the token's loss; None: nothing does.
     """
 
     target: jax.Array
     counted: jax.Array
     weight: jax.Array
+    token: jax.Array | None = None
 
 
 class Statistics(NamedTuple):
@@ -83,14 +84,20 @@ class Coefficients(NamedTuple):
     d: jax.Array | None
 
 
-def make_labels(rules: Rules, targets: jax.Array, class_weight: jax.Array | None, dtype: jnp.dtype) -> Labels:
+def make_labels(
+    rules: Rules,
+    targets: jax.Array,
+    class_weight: jax.Array | None,
+    dtype: jnp.dtype,
+    token_weight: jax.Array | None = None,
+) -> Labels:
     """Return the labels of targets [t], class weights [V] given whole."""
     valid = targets != rules.options.ignore_index
     exists = (targets >= 0) & (targets < rules.vocab)
     target = jnp.where(valid & exists, targets, 0)
     counted = jnp.where(valid & ~exists, jnp.nan, valid.astype(dtype))
     weight = counted if class_weight is None else counted * class_weight.astype(dtype)[target]
-    return Labels(target, counted, weight)
+    return Labels(target, counted, weight, token_weight)
 
 
 def transform(rules: Rules, logits: jax.Array) -> tuple[jax.Array, jax.Array | float]:
@@ -190,6 +197,7 @@ def values(rules: Rules, labels: Labels, found: Statistics, class_total: jax.Arr
         loss += options.label_smoothing / rules.vocab * (class_total * lse - found.weighted)
     if options.z_loss:
         loss += options.z_loss * lse * lse
+    loss = weighted(labels, loss)
     ignored = labels.counted == 0
     out = {
         "loss": jnp.where(ignored, 0, loss),
@@ -204,13 +212,18 @@ def values(rules: Rules, labels: Labels, found: Statistics, class_total: jax.Arr
     return out
 
 
+def weighted(labels: Labels, of_losses: jax.Array) -> jax.Array:
+    """Return losses [t], or gradients of them, times the tokens' weights."""
+    return of_losses if labels.token is None else of_losses * labels.token
+
+
 def coefficients(
     rules: Rules, labels: Labels, lse: jax.Array, class_total: jax.Array | float, g: dict[str, jax.Array]
 ) -> Coefficients:
     """Return the coefficients of every token [t] for upstream gradients g per token of loss, log_probs, lse and entropy."""
     options, zero = rules.options, jnp.zeros_like(lse)
     smooth = options.label_smoothing
-    g_loss = jnp.where(labels.counted == 0, 0, g["loss"]) if "loss" in g else zero
+    g_loss = jnp.where(labels.counted == 0, 0, weighted(labels, g["loss"])) if "loss" in g else zero
     g_log_probs = jnp.where(labels.counted == 0, 0, g["log_probs"]) if "log_probs" in g else zero
     b = g_loss * (1 - smooth) * labels.weight - g_log_probs
     a = b + g_loss * (smooth / rules.vocab * class_total + 2 * options.z_loss * lse)

@@ -83,7 +83,7 @@ class KernelLossSteps(LossSteps):
             zeros = jnp.zeros_like(labels.weight)
             k = _coefficients(loss_math.loss_coefficients(rules, labels, zeros, total, size), None)
             if rules.options.z_loss:
-                k = k._replace(of_lse=labels.counted * (2 * rules.options.z_loss / size))
+                k = k._replace(of_lse=loss_math.weighted(labels, labels.counted * (2 * rules.options.z_loss / size)))
             columns = _columns(rules, logits, part, labels, entries)
             found, dlogits = self._run(cross_entropy.statistics_and_gradient, rules, logits, columns, k)
             return Statistics(*found), dlogits
