@@ -259,7 +259,6 @@ BAD_LOSS_CASES: tuple[BadCase, ...] = (
     ),
     BadCase(
         id="token_weight-shape",
-        halves=("jax",),
         shapes={"token_weight": (6,)},
         message=(
             f"{_LOSS}: token_weight must be [2, 3], a number for each target, got [6]."
@@ -268,14 +267,12 @@ BAD_LOSS_CASES: tuple[BadCase, ...] = (
     ),
     BadCase(
         id="token_weight-dtype",
-        halves=("jax",),
         shapes={"token_weight": (2, 3)},
         dtypes={"token_weight": "int32"},
         message=f"{_LOSS}: token_weight must be of dtype float32, bfloat16, float16, float64, got int32.",
     ),
     BadCase(
         id="token_weight-kind",
-        halves=("jax",),
         arguments={"token_weight": [1.0]},
         error=TypeError,
         message=f"{_LOSS}: token_weight must be an array, got list.",

@@ -614,7 +614,7 @@ MUTANTS = (
     Mutant(
         "class weights are not divided out of float16 gradients",
         "tiled_torch/loss/loops.py",
-        "size = loss_math.size_of_losses(rules, labels)",
+        "size = loss_math.size_of_losses(rules, sized)",
         "pass",
         "tests/loss/test_torch_autograd.py -x -k power_of_two",
     ),
