@@ -35,11 +35,19 @@ def log_probs_of(model: Llama, ids: jax.Array, targets: jax.Array) -> tuple[jax.
 
 
 def objective(
-    new: jax.Array, old: jax.Array, reference: jax.Array, advantages: jax.Array, counted: jax.Array
+    new: jax.Array,
+    old: jax.Array,
+    reference: jax.Array,
+    advantages: jax.Array,
+    counted: jax.Array,
+    clip: tuple[float, float] = (0.2, 0.2),
 ) -> jax.Array:
-    """Return the mean over the counted tokens of the clipped objective and the divergence from the reference."""
+    """Return the mean over the counted tokens of the clipped objective and the divergence from the reference.
+
+    clip: how far a ratio may go down and up; DAPO (arXiv 2503.14476) has (0.2, 0.28).
+    """
     ratio = jnp.exp(new - old)
-    gain = jnp.minimum(ratio * advantages, jnp.clip(ratio, 0.8, 1.2) * advantages)
+    gain = jnp.minimum(ratio * advantages, jnp.clip(ratio, 1 - clip[0], 1 + clip[1]) * advantages)
     away = jnp.exp(reference - new) - (reference - new) - 1
     return jnp.sum((0.04 * away - gain) * counted) / jnp.sum(counted)
 

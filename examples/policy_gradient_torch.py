@@ -23,10 +23,20 @@ def log_probs_of(model: nn.Module, ids: Tensor, targets: Tensor) -> tuple[Tensor
     return result.log_probs, result.entropy
 
 
-def objective(new: Tensor, old: Tensor, reference: Tensor, advantages: Tensor, counted: Tensor) -> Tensor:
-    """Return the mean over the counted tokens of the clipped objective and the divergence from the reference."""
+def objective(
+    new: Tensor,
+    old: Tensor,
+    reference: Tensor,
+    advantages: Tensor,
+    counted: Tensor,
+    clip: tuple[float, float] = (0.2, 0.2),
+) -> Tensor:
+    """Return the mean over the counted tokens of the clipped objective and the divergence from the reference.
+
+    clip: how far a ratio may go down and up; DAPO (arXiv 2503.14476) has (0.2, 0.28).
+    """
     ratio = (new - old).exp()
-    gain = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+    gain = torch.minimum(ratio * advantages, ratio.clamp(1 - clip[0], 1 + clip[1]) * advantages)
     away = (reference - new).exp() - (reference - new) - 1
     return ((0.04 * away - gain) * counted).sum() / counted.sum()
 

@@ -1,11 +1,13 @@
 """The Python of documents, notebooks and scripts, run as a reader would run it: top to bottom, in one namespace."""
 
+import importlib.util
 import json
 import re
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
 BLOCK = re.compile(r"(?:<!-- not run: (?P<reason>.+?) -->\n+)?^```python\n(?P<code>.*?)^```$", re.S | re.M)
 
 
@@ -35,3 +37,13 @@ def run(path: Path, parts: list[tuple[int, str]]) -> dict[str, Any]:
     for line, code in parts:
         exec(compile("\n" * line + code, str(path), "exec"), names)
     return names
+
+
+def script(stem: str) -> Any:
+    """The module of a script of examples/, which no package holds."""
+    spec = importlib.util.spec_from_file_location(f"example_{stem}", EXAMPLES / f"{stem}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

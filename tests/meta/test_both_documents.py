@@ -1,37 +1,25 @@
 """What documents, notebooks and scripts show runs as it stands, on a CPU, and comes to what they say."""
 
-import importlib.util
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import jax
 import pytest
 
 from shared_specs.tolerances import DEMO_LOSS_RTOL
-from tests.documents import ROOT, blocks, cells, pages, run
+from tests.documents import EXAMPLES, ROOT, blocks, cells, pages, run, script
 from tests.ranks import Ranks
 from tests.tiny_model import write_tiny_folder
 
 pytest.importorskip("transformers")
-EXAMPLES = ROOT / "examples"
 PAGES = [path for path in pages() if blocks(path.read_text(encoding="utf-8"))]
 NOTEBOOKS = sorted(EXAMPLES.glob("*.ipynb"))
 
 
 def name(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
-
-
-def script(stem: str) -> Any:
-    """The module of a script of examples/, which no package holds."""
-    spec = importlib.util.spec_from_file_location(f"example_{stem}", EXAMPLES / f"{stem}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +91,15 @@ def test_policy_gradients_agree_in_their_first_step_and_then_improve() -> None:
     for stem in ("policy_gradient_torch", "policy_gradient_jax"):
         first, second = script(stem).main(["--tokens", "32"])
         assert first == pytest.approx(0, abs=DEMO_LOSS_RTOL)
+        assert second < first
+
+
+@pytest.mark.deep
+def test_preferences_improve() -> None:
+    """The policy is the reference at first, so that DPO begins at log 2."""
+    for stem in ("preference_torch", "preference_jax"):
+        first, second = script(stem).main(["--tokens", "32"])
+        assert first == pytest.approx(math.log(2), rel=DEMO_LOSS_RTOL)
         assert second < first
 
 
