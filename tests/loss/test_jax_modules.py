@@ -66,6 +66,17 @@ def test_from_weights_options_and_a_count_given_with_the_call(same: Any) -> None
     same(applied.loss, cross_entropy(x, weight, targets, bias, loss=other))
 
 
+def test_a_weight_for_each_token_is_given_with_the_call(same: Any) -> None:
+    x, weight, targets = loss_operands(3, 5)
+    token_weight = jnp.linspace(0.0, 2.0, 15).reshape(3, 5)
+    per_token = cross_entropy(x, weight, targets, loss=LossOptions(reduction="none"))
+    expected = jnp.sum(token_weight * per_token) / jnp.sum(targets != -100, dtype=per_token.dtype)
+    module: Any = TiledLinearCrossEntropy.from_weights(weight, num_shards=4)
+    twin: Any = linen.TiledLinearCrossEntropy(8, 13)
+    same(module(x, targets, token_weight=token_weight), expected)
+    same(twin.apply({"params": {"weight": weight}}, x, targets, token_weight=token_weight), expected)
+
+
 def test_from_weights_refuses_what_does_not_fit() -> None:
     with pytest.raises(SpecError, match=r"^TiledLinearCrossEntropy\.from_weights: bias must be \[13\], got \[8\]\."):
         TiledLinearCrossEntropy.from_weights(jnp.ones((8, 13)), bias=jnp.ones(8))

@@ -13,7 +13,7 @@ from shared_specs.loss.costs import LossShape, loss_flop
 from shared_specs.tolerances import limit
 from tests.core.torch_counting import GemmFlop
 from tests.loss.test_torch_ignored import OPTIONS, H, T, V, operands, plain
-from tiled_torch import tiled_linear_cross_entropy
+from tiled_torch import TiledLinearCrossEntropy, tiled_linear_cross_entropy
 
 
 def weights(tokens: int = T) -> Tensor:
@@ -45,6 +45,13 @@ def test_it_is_the_loss_of_each_token_times_its_weight(name: str, vocab_shards: 
             assert relative_error(ours.detach().numpy(), theirs.detach().numpy()) <= limit(0.0, "float64"), share
         if loss.outputs:
             assert (found.log_probs[targets >= 0] < 0).all()  # no weight in it
+
+
+def test_a_module_takes_it_with_the_call() -> None:
+    x, weight, bias, targets = operands(0.5)
+    module = TiledLinearCrossEntropy.from_weights(weight, bias=bias, num_shards=4)
+    expected = tiled_linear_cross_entropy(x, weight, targets, bias=bias, num_shards=4, token_weight=weights())
+    assert torch.equal(module(x, targets, token_weight=weights()), expected)  # type: ignore[arg-type]
 
 
 def test_gradients_come_with_the_loss() -> None:

@@ -48,8 +48,10 @@ class TiledLinearCrossEntropy(nn.Module):
     precision: Any = None
 
     @nn.compact
-    def __call__(self, x: jax.Array, targets: jax.Array, *, num_valid: Any = None) -> Any:
-        """[..., H] and [...] -> the loss, or a `LossResult`. `num_valid` replaces that of the options."""
+    def __call__(
+        self, x: jax.Array, targets: jax.Array, *, num_valid: Any = None, token_weight: jax.Array | None = None
+    ) -> Any:
+        """[..., H], [...] and token_weight [...] -> the loss, or a `LossResult`. `num_valid` replaces that of the options."""
         config = make_loss_config(self.loss, self.num_shards, self.tiling, self.backend)
         check_dtypes("TiledLinearCrossEntropy", self.dtype, self.param_dtype)
         check_initialisers("TiledLinearCrossEntropy", self.kernel_init, self.bias_init)
@@ -62,4 +64,4 @@ class TiledLinearCrossEntropy(nn.Module):
             params[name] = self.param(
                 name, nn.with_partitioning(init, axes[name]) if axes else init, shape, self.param_dtype
             )
-        return config.apply(x, targets, params, self.dtype, num_valid=num_valid)
+        return config.apply(x, targets, params, self.dtype, num_valid=num_valid, token_weight=token_weight)

@@ -116,14 +116,16 @@ class TiledLinearCrossEntropy(nnx.Module):
                 setattr(module, name, as_variable(given, params[name]))
         return module
 
-    def __call__(self, x: jax.Array, targets: jax.Array, *, num_valid: Any = None) -> Any:
-        """[..., H] and [...] -> the loss, or a `LossResult`. `num_valid` replaces that of the options."""
+    def __call__(
+        self, x: jax.Array, targets: jax.Array, *, num_valid: Any = None, token_weight: jax.Array | None = None
+    ) -> Any:
+        """[..., H], [...] and token_weight [...] -> the loss, or a `LossResult`. `num_valid` replaces that of the options."""
         params = held("TiledLinearCrossEntropy", self, ("weight",), ("bias",))
         fixed = {name: getattr(self, name) for name in ("class_weight", "num_valid")}
         arrays = {name: None if value is None else value[...] for name, value in fixed.items()}
         if num_valid is not None:
             arrays["num_valid"] = num_valid
-        return self.config.apply(x, targets, params, self.dtype, **arrays)
+        return self.config.apply(x, targets, params, self.dtype, **arrays, token_weight=token_weight)
 
 
 def _variable(value: Any) -> nnx.Variable | None:

@@ -29,9 +29,10 @@ class LossConfig:
     ) -> Any:
         """Return what `tiled_linear_cross_entropy` does of x and the parameters (by name) `as_computed`.
 
-        `arrays`: class_weight and num_valid where they are not None; they replace those of the options.
+        `arrays`: class_weight and num_valid where they are not None; they replace those of the options. And token_weight.
         """
         x, params = as_computed(x, params, dtype)
+        token_weight = arrays.pop("token_weight", None)
         given = {name: value for name, value in arrays.items() if value is not None}
         return tiled_linear_cross_entropy(
             x,
@@ -41,6 +42,7 @@ class LossConfig:
             loss=replace(self.loss, **given) if given else self.loss,
             tiling=self.tiling,
             backend=self.backend,
+            token_weight=token_weight,
         )
 
 

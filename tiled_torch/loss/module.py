@@ -97,11 +97,20 @@ class TiledLinearCrossEntropy(nn.Module):
             with gathering(parameter, write=True):
                 nn.init.uniform_(parameter, -bound, bound)
 
-    def forward(self, x: Tensor, targets: Tensor, *, num_valid: Any = None) -> Tensor | LossResult:
-        """x [..., H], targets [...]: the loss, or a LossResult. num_valid, where given, replaces the option's."""
+    def forward(
+        self, x: Tensor, targets: Tensor, *, num_valid: Any = None, token_weight: Tensor | None = None
+    ) -> Tensor | LossResult:
+        """x [..., H], targets and token_weight [...]: the loss, or a LossResult. num_valid replaces the option's."""
         loss = self.loss if num_valid is None else replace(self.loss, num_valid=num_valid)
         return tiled_linear_cross_entropy(
-            x, self.weight, targets, bias=self.bias, loss=loss, tiling=self.tiling, backend=self.backend
+            x,
+            self.weight,
+            targets,
+            bias=self.bias,
+            loss=loss,
+            tiling=self.tiling,
+            backend=self.backend,
+            token_weight=token_weight,
         )
 
     def extra_repr(self) -> str:

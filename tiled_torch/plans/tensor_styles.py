@@ -321,7 +321,11 @@ class TiledLossStyle(ParallelStyle):
 class _SplitLoss:
     """Forward of a TiledLinearCrossEntropy whose parameters are DTensors."""
 
-    def forward(self: Any, x: Tensor, targets: Tensor, *, num_valid: Any = None) -> Any:
+    def forward(self: Any, x: Tensor, targets: Tensor, *, num_valid: Any = None, token_weight: Any = None) -> Any:
+        if token_weight is not None:
+            name, rule = type(self).__name__, "None where the vocabulary is split"
+            got, advice = type(token_weight).__name__, "Weigh what reduction='none' returns."
+            raise UnsupportedError(error_text(name, "token_weight", rule, got, advice=advice))
         loss = self.loss if num_valid is None else replace(self.loss, num_valid=num_valid)
         return split_loss(x, self.weight, targets, bias=self.bias, loss=loss, tiling=self.tiling, backend=self.backend)
 
