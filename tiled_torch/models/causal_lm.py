@@ -274,7 +274,7 @@ def _with_loss(model: Any, given: dict[str, Any], extra: dict[str, Any], made: O
     cast = autocast_dtype(rows)
     if torch.compiler.is_compiling():
         compiled = later(loss=loss, **found)
-        compiled._pending = LaterOutputs(model, rows, options, cast)
+        compiled._wait(LaterOutputs(model, rows, options, cast))
         return compiled
     return kind(loss=loss, logits=lazy_logits(model, rows, options, cast), **found)
 
