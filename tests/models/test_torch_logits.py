@@ -309,7 +309,8 @@ def test_outputs_that_come_from_one_graph_into_another() -> None:
     for again in range(2):
         with torch._dynamo.config.patch(error_on_recompile=again > 0):
             outputs, twice = step()
-        assert len(outputs) == len(expected) and list(outputs) == list(expected)
+        assert len(outputs) == len(expected)
+        assert list(outputs) == list(expected)
         assert torch.equal(twice, 2 * expected.loss)
         for logits in (outputs.get("logits"), outputs["logits"], outputs[1], outputs.logits):
             assert relative_error(logits.detach().numpy(), expected.logits.detach().numpy()) <= limit(0.0, "float32")
