@@ -76,7 +76,8 @@ def tile_model(
     Documents may be packed into a sequence: where `position_ids` restart, without a mask and a cache, attention stays within
     documents as in transformers, of Llama, Mistral, Qwen and Gemma models with its "sdpa" one document after the other, without
     its mask of all tokens, and the last token of a document predicts nothing in the loss of known classes (in others' it does
-    what it does in transformers: give it the label -100).
+    what it does in transformers: give it the label -100). For the loss positions restart where one is not larger than the one
+    before it; steps of more than one take no label away.
 
     Under ZeRO-3 an MLP, and the head with its loss, are gathered once around all shards; nothing has to be marked. Its engine
     may come first, but not where MLPs have adapters (LoRA): these become its leaf modules, for which x has to require grad
