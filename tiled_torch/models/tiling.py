@@ -89,7 +89,8 @@ def tile_model(
             decoder layer but attention; such a layer keeps its input alone, in host memory where checkpointing offloads, and
             in training fills no cache. Compilers leave it as it is. `tiling_paths` says why one runs its MLP alone by shards.
             It excludes keep, a memory budget and a backend.
-        strict: True refuses a model of which anything would stay as it is, or of whose loss that is not known beforehand.
+        strict: True refuses a model of which anything would stay as it is, or of whose loss that is not known beforehand. That
+            is the head of a classifier or a reward model too, which has a few outputs for a token: give its base model.
         num_shards, keep, tiling, backend: as in `tiled_mlp`, for every MLP; for the loss too, where keep has no meaning.
     Returns:
         The model itself.
@@ -137,7 +138,7 @@ def tile_model(
         if isinstance(module, Tiled | TiledBlock):
             module._heard = heard  # type: ignore[misc]
     note_made(model)
-    for module, reason in seen.left.values():
+    for module, reason in (*seen.left.values(), *seen.others.values()):
         vars(module)["_left"] = reason
     _tell_what_is_left(model, seen)
     return model
@@ -157,6 +158,7 @@ def _refuse_what_is_seen(model: nn.Module, seen: Survey, *, strict: bool) -> Non
     if strict:
         inside = {name: inline_path(module) for name, (module, _) in seen.inline.items()}
         left |= {name: path for name, path in inside.items() if path.startswith("untiled")}
+        left |= {name: reason for name, (_, reason) in seen.others.items()}
     if strict and left:
         name, reason = next(iter(left.items()))
         got = _named(name, reason) + (f", and {len(left) - 1} more" if len(left) > 1 else "")
@@ -291,7 +293,8 @@ def tiling_paths(model: nn.Module) -> dict[str, str]:
     "tiled_experts", or how else they run and why, and of their routers -> "tile"; of every other MLP that `tile_model` saw ->
     "untiled" and why it stays as it is. With scope="block" of every layer too -> "tiled_block", or why its MLP runs alone.
 
-    Of a language model also its head -> "tiled_linear_cross_entropy", or how else its loss runs and why.
+    Of a language model also its head -> "tiled_linear_cross_entropy", or how else its loss runs and why; of a classifier or a
+    reward model its head -> "untiled" and that its loss is another one.
     Each is what the last call did; before the first, and where only compiled code ran, what a call would do now.
 
     Args:
