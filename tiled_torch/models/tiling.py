@@ -111,6 +111,7 @@ def tile_model(
     """
     options = checks.resolve_tiling("tile_model", num_shards, keep, tiling, unused=("vocab_shards", "deterministic"))
     checks.check_backend("tile_model", backend, TORCH, backends.usable_backends())
+    checks.check_flags("tile_model", strict=strict)
     check_scope("tile_model", scope)
     if scope == "block":
         check_block_tiling("tile_model", options, backend)
