@@ -109,12 +109,7 @@ def tile_model(
         >>> tiling_paths(model)["model.layers.0.mlp"]
         'tiled_mlp'
     """
-    options = checks.resolve_tiling("tile_model", num_shards, keep, tiling, unused=("vocab_shards", "deterministic"))
-    checks.check_backend("tile_model", backend, TORCH, backends.usable_backends())
-    checks.check_flags("tile_model", strict=strict)
-    check_scope("tile_model", scope)
-    if scope == "block":
-        check_block_tiling("tile_model", options, backend)
+    options = checked_options(scope, strict, num_shards, keep, tiling, backend)
     if not isinstance(model, nn.Module):
         fail_type("tile_model", "model", "a torch.nn.Module", type(model).__name__)
     seen = survey(model)
@@ -143,6 +138,28 @@ def tile_model(
         vars(module)["_left"] = reason
     _tell_what_is_left(model, seen)
     return model
+
+
+def checked_options(
+    scope: Literal["mlp", "block"] = "mlp",
+    strict: bool = False,
+    num_shards: int | None = None,
+    keep: float = 0.0,
+    tiling: Tiling | None = None,
+    backend: str = "auto",
+) -> Tiling:
+    """Return the tiling that arguments of `tile_model` say, of whatever model.
+
+    Raises:
+        SpecError, TypeError: one that no model takes. UnsupportedError: an option that scope="block" excludes.
+    """
+    options = checks.resolve_tiling("tile_model", num_shards, keep, tiling, unused=("vocab_shards", "deterministic"))
+    checks.check_backend("tile_model", backend, TORCH, backends.usable_backends())
+    checks.check_flags("tile_model", strict=strict)
+    check_scope("tile_model", scope)
+    if scope == "block":
+        check_block_tiling("tile_model", options, backend)
+    return options
 
 
 def _refuse_what_is_seen(model: nn.Module, seen: Survey, *, strict: bool) -> None:
