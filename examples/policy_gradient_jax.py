@@ -28,7 +28,9 @@ CONFIG = LlamaConfig.from_hf(
 
 
 def log_probs_of(model: Llama, ids: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the log-probability of every target [B, S] and the entropy of its distribution; 0 where targets are -100."""
+    """Return the log-probability of every target [B, S], 0 where targets are -100, and the entropy of every token's
+    distribution, which is there for any target.
+    """
     hidden = model.hidden(ids).reshape(*ids.shape, -1)
     result = tiled_linear_cross_entropy(hidden, model.head_weight(), targets, loss=OPTIONS)
     return result.log_probs, result.entropy

@@ -17,7 +17,9 @@ OPTIONS = LossOptions(reduction="none", outputs=("log_probs", "entropy"))
 
 
 def log_probs_of(model: nn.Module, ids: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the log-probability of every target [B, S] and the entropy of its distribution; 0 where targets are -100."""
+    """Return the log-probability of every target [B, S], 0 where targets are -100, and the entropy of every token's
+    distribution, which is there for any target.
+    """
     hidden = model.model(input_ids=ids).last_hidden_state
     result = tiled_linear_cross_entropy(hidden, model.lm_head.weight, targets, loss=OPTIONS)
     return result.log_probs, result.entropy

@@ -81,9 +81,10 @@ class LossOptions:
         num_valid: what "mean" divides by, a number or 0-d array > 0, where the count is not this call's own (gradient
             accumulation, data parallel); None counts (sums the class weights of) the valid targets. An array that holds 0
             gives an infinite loss, or 0 where no target is valid.
-        outputs: any of "log_probs" (of the targets, 0 where ignored), "lse", "entropy", each [*tokens] and with
-            gradients, and "accuracy" (reduced as the loss is, unweighted; no gradient). With any the result is a
-            `LossResult`. The first three make backward compute the logits again: 8 THV FLOP instead of 6.
+        outputs: any of "log_probs" (of the targets, 0 where ignored), "lse", "entropy" (of every token's distribution,
+            whatever its target), each [*tokens] and with gradients, and "accuracy" (reduced as the loss is, unweighted;
+            no gradient). With any the result is a `LossResult`. The first three make backward compute the logits again:
+            8 THV FLOP instead of 6.
     """
 
     ignore_index: int = -100

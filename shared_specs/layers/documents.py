@@ -1,8 +1,12 @@
 """Documents packed into one sequence, in NumPy: what a query sees, where positions restart, and what the last token predicts.
 
 A document is a run of tokens with one number. A query sees the keys of its own document up to itself, so that the place of its
-document's first token says all; and the token in front of a seam predicts nothing. Where positions are given instead of
-numbers, a document begins wherever a position is not the one before it plus one, as in transformers.
+document's first token says all; and the token in front of a seam predicts nothing.
+
+Where positions are given instead of numbers, attention's documents are transformers': one begins wherever a position is not the
+one before it plus one. The loss, in which transformers has no documents, counts every label that it can: a seam is where a
+position is not larger than the one before it. Positions that go forward by more than one (strides, PoSE) take no label away,
+nor does a row in which all are the same.
 """
 
 from typing import Any
@@ -12,6 +16,11 @@ import numpy as np
 from shared_specs.errors import fail, fail_type, show_shape
 
 Array = np.ndarray[Any, Any]
+
+NOTHING_LEFT = (
+    "every label looks across a seam of documents, of which position_ids begin one wherever they do not grow. "
+    "Pass position_ids that grow inside a document, or none."
+)
 
 
 def _places(like: Array) -> Array:
@@ -43,6 +52,18 @@ def documents_of_positions(positions: Array) -> Array:
     """
     jumps: Array = np.diff(positions, axis=1, prepend=positions[:, :1] - 1) != 1
     return np.cumsum(jumps, 1)
+
+
+def documents_of_restarts(positions: Array) -> Array:
+    """Return [B, S], 0, 1, ...: which document a token is in for the loss, whose labels do not look across a restart.
+
+    Example:
+        >>> documents_of_restarts(np.array([[0, 1, 7, 0, 0, 2], [5, 5, 5, 5, 5, 5]])).tolist()
+        [[0, 0, 0, 1, 2, 2], [0, 0, 0, 0, 0, 0]]
+    """
+    before, after = positions[:, :-1], positions[:, 1:]
+    restarts = (after <= before) & (after != before).any(1, keepdims=True)
+    return np.concatenate((np.zeros((len(positions), 1), int), np.cumsum(restarts, 1)), 1)[:, : positions.shape[1]]
 
 
 def positions_in(documents: Array) -> Array:

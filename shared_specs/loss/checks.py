@@ -49,6 +49,16 @@ def check_loss_options(function: str, loss: object) -> None:
         _check_number(function, "loss.num_valid", loss.num_valid, "> 0", least=5e-324)
 
 
+def check_count(function: str, count: float) -> None:
+    """Check the number that an array of `num_valid` holds, where it can be read. 0 stays, as it does where it cannot.
+
+    Raises:
+        SpecError: it is negative.
+    """
+    if count < 0:
+        fail(function, "loss.num_valid", "> 0", count)
+
+
 def check_linear_cross_entropy(
     function: str,
     *,

@@ -208,7 +208,7 @@ def way_of(case: LossCase) -> tuple[Any, ...]:
     "case", [pytest.param(case, id=case.id, marks=() if is_fast(case) else pytest.mark.slow) for case in CASES]
 )
 def test_case(case: LossCase, interpreting: None) -> None:
-    loss_autodiff.run.clear_cache()  # cases of one program: what is found compiled says nothing of its backend
+    loss_autodiff.run_compiled.clear_cache()  # cases of one program: what is found compiled says nothing of its backend
     backends.record_run(NAME, "nothing")
     assert_case(case, ADAPTERS["jax"].run_loss(case, "pallas"))
     assert backends.last_run(NAME) == "pallas"

@@ -7,6 +7,7 @@ from shared_specs.errors import SpecError
 from shared_specs.layers.documents import (
     check_documents,
     documents_of_positions,
+    documents_of_restarts,
     first_keys,
     positions_in,
     shifted_labels,
@@ -27,6 +28,18 @@ def test_from_numbers_to_positions_and_back() -> None:
 def test_one_document_is_what_it_was() -> None:
     assert not documents_of_positions(np.arange(3, 9)[None]).any()
     assert (positions_in(np.zeros((2, 4), int)) == np.arange(4)).all()
+
+
+def test_the_loss_has_a_seam_where_positions_do_not_grow() -> None:
+    """Not where they go forward by more than one, as in PoSE, nor in a row of one position."""
+    rows = {(0, 2, 4, 6): [0, 0, 0, 0], (0, 1, 50, 51): [0, 0, 0, 0], (0, 1, 0, 0): [0, 0, 1, 2]}
+    rows |= {(3, 3, 3, 3): [0, 0, 0, 0], (3, 2, 1, 0): [0, 1, 2, 3], (0, 5, 5, 9): [0, 0, 1, 1]}
+    for row, expected in rows.items():
+        for dtype in (np.int64, np.uint8):
+            assert documents_of_restarts(np.array([row], dtype)).tolist() == [expected]
+    assert documents_of_restarts(np.array([list(row) for row in rows])).tolist() == list(rows.values())
+    assert documents_of_restarts(np.zeros((2, 1), int)).tolist() == [[0], [0]]
+    assert documents_of_restarts(np.zeros((2, 0), int)).shape == (2, 0)
 
 
 def test_the_last_token_of_a_document_predicts_nothing() -> None:

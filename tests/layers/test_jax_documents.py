@@ -15,6 +15,7 @@ from tiled_jax.layers import documents as ours
 from tiled_jax.layers.attention import causal_attention
 from tiled_jax.parallel import context_slice
 
+RESTARTS = np.array([[0, 1, 50, 51, 0, 1, 1], [2, 2, 2, 2, 2, 2, 2], [0, 2, 4, 6, 8, 9, 0]], np.int32)
 DOCUMENTS = np.array([[5, 5, 5, 2, 2, 9, 9, 5], [1, 1, 1, 1, 1, 1, 0, 0]], np.int32)
 
 
@@ -34,6 +35,12 @@ def test_functions_are_those_of_the_specification(documents: np.ndarray) -> None
         ),
     ):
         np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("rows", [RESTARTS, RESTARTS[:, :1], RESTARTS[:, :0]], ids=["several", "a token", "none"])
+def test_restarts_are_those_of_the_specification(rows: np.ndarray) -> None:
+    found = ours.documents_of_restarts(jnp.asarray(rows))
+    np.testing.assert_array_equal(found, spec.documents_of_restarts(rows))
 
 
 @pytest.mark.parametrize("block", [3, 64])

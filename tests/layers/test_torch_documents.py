@@ -7,6 +7,7 @@ import torch
 from shared_specs.layers import documents as spec
 from tiled_torch.layers import documents as ours
 
+RESTARTS = np.array([[0, 1, 50, 51, 0, 1, 1], [2, 2, 2, 2, 2, 2, 2], [0, 2, 4, 6, 8, 9, 0]])
 NUMBERS = np.array([[5, 5, 5, 2, 2, 9, 9], [1, 1, 1, 1, 1, 1, 0]])
 
 
@@ -24,6 +25,12 @@ def test_from_positions() -> None:
     assert packed is not None
     assert torch.equal(packed, found)
     assert ours.packed(torch.arange(3, 9)[None]) is None
+
+
+@pytest.mark.parametrize("rows", [RESTARTS, RESTARTS[:, :1], RESTARTS[:, :0]], ids=["several", "a token", "none"])
+def test_from_restarts(rows: np.ndarray) -> None:
+    found = ours.documents_of_restarts(torch.from_numpy(rows))
+    assert found.tolist() == spec.documents_of_restarts(rows).tolist()
 
 
 def test_labels() -> None:

@@ -104,6 +104,18 @@ def test_preferences_improve() -> None:
 
 
 @pytest.mark.deep
+def test_the_entropy_of_a_completion_leaves_out_the_prompt() -> None:
+    """Its rows have entropies, but no log-probabilities."""
+    page = ROOT / "docs/recipes/reinforcement_learning.md"
+    found = run(page, blocks(page.read_text(encoding="utf-8"))[:2])
+    result, counted = found["result"], found["counted"].numpy()
+    entropies = result.entropy.detach().numpy()
+    assert not result.log_probs.detach().numpy()[~counted].any()
+    assert entropies.min() > 0
+    assert found["entropy"].item() == pytest.approx(entropies[counted].mean(), rel=DEMO_LOSS_RTOL)
+
+
+@pytest.mark.deep
 @pytest.mark.ranks
 def test_a_long_context_on_two_ranks_is_that_of_one(pools: dict[int, Ranks], model: str) -> None:
     one, two = (pools[count].run("tests.meta.ranks_torch_examples:long_context", model=model) for count in (1, 2))

@@ -99,3 +99,31 @@ def test_positions_that_do_not_fit() -> None:
     ):
         with pytest.raises((SpecError, TypeError), match="^Llama: " + message):
             jax.eval_shape(lambda p, positions=positions: nnx.merge(graph, p)(IDS, positions), state)
+
+
+POSITIONS = {
+    "steps of two": np.arange(TOKENS) * 2,
+    "a jump, as in PoSE": np.concatenate((np.arange(5), np.arange(TOKENS - 5) + 100)),
+    "one position": np.full(TOKENS, 3),
+}
+
+
+@pytest.mark.parametrize("positions", POSITIONS.values(), ids=POSITIONS.keys())
+def test_positions_that_do_not_restart_take_no_label_away(positions: np.ndarray, float64: None) -> None:
+    """The loss was 0 at steps of two."""
+    model, ids = llama(num_hidden_layers=1), packed(2, TOKENS)["input_ids"]
+    given = {"input_ids": ids, "position_ids": np.tile(positions.astype(np.int32), (2, 1))}
+    targets = np.concatenate((ids[:, 1:], [[-100]] * 2), 1).astype(np.int32)
+    found, expected = (
+        next_token_loss(model, given | {name: of}) for name, of in (("labels", ids), ("shift_labels", targets))
+    )
+    assert float(expected) > 1
+    assert_within(np.asarray(found), np.asarray(expected), DISTRIBUTED_FLOAT64, "loss")
+
+
+def test_where_no_label_is_left_a_warning_says_so(float64: None) -> None:
+    model, ids = llama(num_hidden_layers=1), packed(2, TOKENS)["input_ids"]
+    backwards = np.tile(np.arange(TOKENS, dtype=np.int32)[::-1], (2, 1))
+    with pytest.warns(UserWarning, match=r"^next_token_loss: the loss is of no label: every label looks across a seam"):
+        found = next_token_loss(model, {"input_ids": ids, "labels": ids, "position_ids": backwards})
+    assert float(found) == 0

@@ -1,6 +1,7 @@
 """`tile_model` on Flax nnx models of others: what is found is the module's own function, and what is not found is said."""
 
 import copy
+import pickle
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from shared_specs.tolerances import DEMO_LOSS_RTOL
 from tests.models.jax_other_models import FORMS, Config, Decoder, GatedMLP, H, I, Layer, TwoLayers, in_sequence
 from tiled_jax import SpecError, TiledMLP, Tiling, UnsupportedError, tile_model, tiling_paths, untile_model
+from tiled_jax.models.others import tiled
 
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 16, (2, 7)))
 
@@ -394,6 +396,26 @@ def test_modules_of_ours_count_and_stay() -> None:
     model = Decoder(TiledMLP(H, I, num_shards=2, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(1))
     assert tiling_paths(tile_model(model)) == {"layers.0.mlp": "tiled_mlp"}
     assert type(model.layers[0].mlp) is TiledMLP
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["here", "in another process"])
+def test_a_tiled_model_is_pickled(elsewhere: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what its classes are made of, which nobody can look up by their names; a graph definition and a deep copy too."""
+    layers = [nnx.Linear(8, 12, rngs=nnx.Rngs(0)), nnx.gelu, nnx.Linear(12, 8, rngs=nnx.Rngs(1))]
+    model = tile_model(nnx.Sequential(nnx.Sequential(*layers), nnx.Linear(8, 8, rngs=nnx.Rngs(2))), num_shards=3)
+    x, kind = drawn(2, 5, 8, dtype=jnp.float32), type(model.layers[0])
+    y = model(x)
+    stored = [pickle.dumps(model), pickle.dumps(model, protocol=2), pickle.dumps(nnx.split(model))]
+    assert type(copy.deepcopy(model).layers[0]) is kind
+    if elsewhere:
+        monkeypatch.setattr(tiled, "_classes", {})
+    for each in stored:
+        found = pickle.loads(each)
+        found = nnx.merge(*found) if isinstance(found, tuple) else found
+        assert tiling_paths(found) == {"layers.0": "tiled_mlp"}
+        assert (type(found.layers[0]) is kind) != elsewhere
+        assert type(found.layers[0])._tiling == kind._tiling
+        assert jnp.array_equal(found(x), y)
 
 
 def test_tiling_again_and_what_it_is_given() -> None:

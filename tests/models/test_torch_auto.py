@@ -46,6 +46,12 @@ def test_a_configuration_becomes_a_tiled_model() -> None:
 def test_what_tile_model_refuses_is_refused() -> None:
     with pytest.raises(SpecError, match="tile_model: num_shards must be >= 1, got 0"):
         AutoTiledModelForCausalLM.from_config(build("gpt2").config, num_shards=0)
+    for wrong, text in (
+        ({"num_shards": 0}, "num_shards must be >= 1"),
+        ({"strict": 1}, "strict must be True or False"),
+    ):
+        with pytest.raises((SpecError, TypeError), match=f"^tile_model: {text}"):  # before there is a model
+            AutoTiledModelForCausalLM.from_pretrained("/nowhere", **wrong)
     with pytest.raises(UnsupportedError, match="tiled as a whole with strict=True"):
         AutoTiledModelForCausalLM.from_config(build("prophetnet").config, strict=True)
     with pytest.raises(TypeError, match=r"^AutoTiledModelForCausalLM: a model is made by from_pretrained"):

@@ -290,3 +290,27 @@ def test_logits_of_a_compiled_model() -> None:
             model.lm_head.weight.add_(1)
         with pytest.raises(RuntimeError, match=r"^outputs\.logits: "):
             outputs.logits.sum()
+
+
+# What the compiler does with tensors that it takes up after a break in the graph.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised inside torch's own tracer
+def test_outputs_that_come_from_one_graph_into_another() -> None:
+    """Their length is what a compiler guards on: it is the same before and after the logits are made."""
+    model = tile_model(build("llama").float(), num_shards=3)
+    expected = model(input_ids=IDS, labels=IDS)
+
+    @torch.compile(backend="eager")
+    def step() -> Any:
+        outputs = model(input_ids=IDS, labels=IDS)
+        torch._dynamo.graph_break()
+        return outputs, outputs.loss * 2
+
+    for again in range(2):
+        with torch._dynamo.config.patch(error_on_recompile=again > 0):
+            outputs, twice = step()
+        assert len(outputs) == len(expected)
+        assert list(outputs) == list(expected)
+        assert torch.equal(twice, 2 * expected.loss)
+        for logits in (outputs.get("logits"), outputs["logits"], outputs[1], outputs.logits):
+            assert relative_error(logits.detach().numpy(), expected.logits.detach().numpy()) <= limit(0.0, "float32")

@@ -272,3 +272,8 @@ def test_the_logits_never_exist() -> None:
     with LiveBytes() as live:
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     assert live.largest < 128 * 4096 * 8 / 2
+
+
+def test_a_flag_is_true_or_false() -> None:
+    with pytest.raises(TypeError, match=r"^tile_model: strict must be True or False, got str"):
+        tile_model(build("llama"), strict="yes")  # type: ignore[arg-type]

@@ -466,3 +466,18 @@ def test_loss_is_the_models_own() -> None:
     found = model(input_ids=IDS, labels=IDS, output_router_logits=True)
     plain = F.cross_entropy(found.logits[:, :-1].flatten(0, 1), IDS[:, 1:].flatten())
     assert relative_error(found.loss.detach().numpy(), (plain + 0.7 * found.aux_loss).detach().numpy()) <= MODEL_FLOAT32
+
+
+# What the compiler does with tensors that it takes up after a break in the graph.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised inside torch's own tracer
+@pytest.mark.deep_but(2)
+@pytest.mark.parametrize("kind", ["mixtral", "deepseek_v3", "gpt_oss", "qwen3_moe"])
+def test_a_compiled_model(kind: str) -> None:
+    """Whose experts run between two graphs, and whose outputs come from one graph into another."""
+    only = {"first_k_dense_replace": 0, "mlp_layer_types": ["sparse"]} if kind == "deepseek_v3" else {}
+    model = tile_model(build(kind, num_hidden_layers=1, **only), num_shards=4)
+    expected = step(model)
+    torch._dynamo.reset()
+    found = step(torch.compile(model, backend="eager"))
+    assert_same({name.removeprefix("_orig_mod."): tensor for name, tensor in found.items()}, expected)

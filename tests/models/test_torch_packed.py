@@ -97,3 +97,29 @@ def test_a_padded_batch_has_no_seams() -> None:
     found = model(input_ids=ids, position_ids=positions, attention_mask=mask, labels=labels).loss
     truth = plain(input_ids=ids, position_ids=positions, attention_mask=mask, labels=labels).loss
     assert (found - truth).abs() <= MODEL_FLOAT32 * truth
+
+
+POSITIONS = {
+    "steps of two": torch.arange(LENGTH) * 2,
+    "a jump, as in PoSE": torch.cat([torch.arange(5), torch.arange(LENGTH - 5) + 100]),
+    "one position": torch.full((LENGTH,), 3),
+}
+
+
+@pytest.mark.parametrize("positions", POSITIONS.values(), ids=POSITIONS.keys())
+def test_positions_that_do_not_restart_take_no_label_away(positions: torch.Tensor) -> None:
+    """Attention separates what transformers separates; the loss was 0 at steps of two."""
+    ids, _, labels = packed()
+    given = {"input_ids": ids, "position_ids": positions.expand(BATCH, -1), "labels": labels, "use_cache": False}
+    truth = decoder()(**given).loss
+    found = tile_model(decoder(), num_shards=2)(**given).loss
+    assert (found - truth).abs() <= MODEL_FLOAT32 * truth
+
+
+def test_where_no_label_is_left_a_warning_says_so() -> None:
+    ids, positions, labels = packed()
+    model = tile_model(decoder(), num_shards=2)
+    with pytest.warns(UserWarning, match=r"^tile_model: the loss of LlamaForCausalLM is 0: every label looks across"):
+        found = model(input_ids=ids, position_ids=torch.arange(LENGTH).flip(0).expand(BATCH, -1), labels=labels)
+    assert found.loss == 0
+    model(input_ids=ids, position_ids=positions, labels=labels)

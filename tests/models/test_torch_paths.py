@@ -269,6 +269,27 @@ def test_a_forward_in_an_instance_stays_and_is_told(part: str) -> None:
     assert tiling_paths(model) == {}
 
 
+HEADS = {"SequenceClassification": "score", "TokenClassification": "score", "QuestionAnswering": "qa_outputs"}
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_the_head_of_another_loss_stays_and_is_told(kind: str) -> None:
+    """Without a warning: it has a few outputs for a token. strict refuses it as it refuses all that stays."""
+    model = build("llama")
+    model = getattr(transformers, f"LlamaFor{kind}")(model.config)
+    head, reason = HEADS[kind], f"the loss of LlamaFor{kind} is no language model's"
+    assert told(lambda: tile_model(model, num_shards=3)) == []
+    assert tiling_paths(model) == {
+        head: f"untiled: {reason}",
+        **{f"{model.base_model_prefix}.layers.{i}.mlp": "tiled_mlp" for i in range(len(model.base_model.layers))},
+    }
+    assert tiling_paths(untile_model(model)) == {}
+    with pytest.raises(UnsupportedError, match=rf"tiled as a whole with strict=True, got {head}: {reason}"):
+        tile_model(model, strict=True)
+    tile_model(model.base_model, strict=True)
+    assert head not in tiling_paths(model)
+
+
 def fused(self: Any, *args: Any, labels: Any = None, fused_lm_head: bool = False, **kwargs: Any) -> Any:
     """As trl's SFTTrainer: a head of its own behind the layers, the original forward for whoever does not ask for it."""
     if not fused_lm_head:

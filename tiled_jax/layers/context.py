@@ -22,7 +22,7 @@ from shared_specs.plans.checks import check_context_tokens
 from tiled_jax.collectives.conjugates import Axis, copy_to, exchange_parts, mesh_axis, take_part
 from tiled_jax.core.arrays import array
 from tiled_jax.layers.attention import causal_attention
-from tiled_jax.layers.documents import documents_of_positions, positions_in, shifted_labels
+from tiled_jax.layers.documents import documents_of_restarts, positions_in, shifted_labels
 
 Attend = Callable[..., jax.Array]  # of q, k and v, and documents where there are any
 
@@ -65,7 +65,7 @@ def context_slice(
     tokens = next(value.shape[1] for value in given.values() if value is not None)
     documents, positions, labels = (given.get(key) for key in ("documents", "position_ids", "labels"))
     if documents is None and positions is not None:
-        documents = documents_of_positions(positions)
+        documents = documents_of_restarts(positions)
     if labels is not None and given.get("shift_labels") is None:
         given["shift_labels"] = shifted_labels(labels, documents, ignore_index)
     if positions is None:

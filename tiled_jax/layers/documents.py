@@ -57,6 +57,18 @@ def documents_of_positions(positions: jax.Array) -> jax.Array:
     return jnp.pad(jnp.cumsum(jumps, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))[:, : positions.shape[1]]
 
 
+def documents_of_restarts(positions: jax.Array) -> jax.Array:
+    """Return [B, S] int32, 0, 1, ...: which document a token is in for the loss, whose labels do not look across a restart.
+
+    Example:
+        >>> documents_of_restarts(jnp.asarray([[0, 1, 7, 0, 0, 2], [5, 5, 5, 5, 5, 5]])).tolist()
+        [[0, 0, 0, 1, 2, 2], [0, 0, 0, 0, 0, 0]]
+    """
+    before, after = positions[:, :-1], positions[:, 1:]
+    restarts = (after <= before) & jnp.any(after != before, axis=1, keepdims=True)
+    return jnp.pad(jnp.cumsum(restarts, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))[:, : positions.shape[1]]
+
+
 def positions_in(documents: jax.Array) -> jax.Array:
     """Return [B, S] int32: the place of every token in its document."""
     return jnp.arange(documents.shape[1], dtype=jnp.int32) - first_keys(documents)

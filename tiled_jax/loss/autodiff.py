@@ -7,7 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import Tracer
 
+from shared_specs.loss import checks as loss_checks
 from tiled_jax.core.linear_call import Arrays, Saved, differentiable
 from tiled_jax.core.loops import Like, gradient_of, upstream_of
 from tiled_jax.core.own_tokens import TokenOp, as_typed, on_own_tokens
@@ -193,4 +195,16 @@ def _run(call: LossCall, x: jax.Array, w: Arrays, fixed: Arrays) -> Arrays:
 
 
 # Called outside of any jit too, forward and backward are one compiled program each.
-run = jax.jit(_run, static_argnums=0)
+run_compiled = jax.jit(_run, static_argnums=0)
+
+
+def run(call: LossCall, x: jax.Array, w: Arrays, fixed: Arrays) -> Arrays:
+    """Return the results of a checked call.
+
+    Raises:
+        SpecError: num_valid, where it can be read, is negative.
+    """
+    count = fixed.get("num_valid")
+    if count is not None and not isinstance(count, Tracer) and count.is_fully_addressable:
+        loss_checks.check_count(NAME, float(count))
+    return run_compiled(call, x, w, fixed)

@@ -7,13 +7,15 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from shared_specs.config import LossOptions, Tiling
 from shared_specs.errors import UnsupportedError, error_text, fail, fail_type, show_shape
+from shared_specs.layers.documents import NOTHING_LEFT
 from tiled_jax.core.arrays import array
 from tiled_jax.core.params import as_operands
 from tiled_jax.core.products import wide
-from tiled_jax.layers.documents import documents_of_positions, shifted_labels
+from tiled_jax.layers.documents import documents_of_restarts, shifted_labels
 from tiled_jax.loss.api import tiled_linear_cross_entropy
 from tiled_jax.models.config import LlamaConfig
 from tiled_jax.tile.loss import tiled_loss
@@ -64,7 +66,8 @@ def next_token_loss(model: CausalLM, batch: Any) -> jax.Array:
             tokens], as Hugging Face names them: "input_ids"; "labels", which are shifted here, or "shift_labels", which are
             already, -100 where nothing is to be predicted; and what a call of the model takes: "attention_mask", 0 for padding,
             and, where several documents are packed into one sequence, "position_ids" that restart, or "segment_ids": each
-            attends to itself alone, and its last token predicts nothing.
+            attends to itself alone, and its last token predicts nothing. For the loss positions restart where one is not larger
+            than the one before it; steps of more than one take no label away.
     Returns:
         A float32 scalar (float64 of a float64 model); where there is nothing to predict 0, of a plain model NaN.
     Numerics: logits and their gradient have the compute dtype; everything between is float32.
@@ -179,9 +182,19 @@ def inputs_and_targets(batch: Any) -> Tokens:
     labels, beside = given.get("labels"), {name: given.get(name) for name in BATCH[3:]}
     documents, positions = beside["segment_ids"], beside["position_ids"]
     if documents is None and positions is not None and beside["attention_mask"] is None:
-        documents = documents_of_positions(positions)
+        documents = documents_of_restarts(positions)
     shifted = given["shift_labels"] if labels is None else shifted_labels(labels, documents, IGNORED)
+    if labels is not None and documents is not None:
+        _tell_where_nothing_is_left(labels, shifted)
     return Tokens(_known(given["input_ids"]), shifted, **beside)
+
+
+def _tell_where_nothing_is_left(labels: jax.Array, shifted: jax.Array) -> None:
+    """Warn where every label looks across a seam, so that there is no loss; of values that can be read."""
+    if isinstance(labels, Tracer) or isinstance(shifted, Tracer):
+        return
+    if bool(jnp.all(shifted == IGNORED)) and bool(jnp.any(labels[:, 1:] != IGNORED)):
+        warnings.warn(f"{_NAME}: the loss is of no label: {NOTHING_LEFT}", UserWarning, stacklevel=4)
 
 
 def _known(inputs: jax.Array) -> jax.Array:

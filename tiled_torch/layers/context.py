@@ -24,7 +24,7 @@ from tiled_torch.collectives.conjugates import ToHidden, ToSequence, move
 from tiled_torch.collectives.groups import RankGroup, not_compiled, rank_group
 from tiled_torch.core.tensors import refuse_dtensor
 from tiled_torch.layers.attention import causal_attention
-from tiled_torch.layers.documents import documents_of_positions, positions_in, shifted_labels
+from tiled_torch.layers.documents import documents_of_restarts, positions_in, shifted_labels
 
 Attend = Callable[..., Tensor]
 
@@ -85,7 +85,7 @@ def whole_batch(batch: Mapping[str, Any], ignore_index: int) -> dict[str, Any]:
     if documents is not None and positions is None:
         given["position_ids"] = positions_in(documents)
     if documents is None and positions is not None:
-        documents = documents_of_positions(positions)
+        documents = documents_of_restarts(positions)
     if given.get("labels") is not None and given.get("shift_labels") is None:
         given["shift_labels"] = shifted_labels(given["labels"], documents, ignore_index)
     return given

@@ -36,6 +36,13 @@ def documents_of_positions(positions: Tensor) -> Tensor:
     return (torch.diff(positions, dim=1, prepend=positions[:, :1] - 1) != 1).cumsum(1)
 
 
+def documents_of_restarts(positions: Tensor) -> Tensor:
+    """Return [B, S], 0, 1, ...: which document a token is in for the loss, whose labels do not look across a restart."""
+    before, after = positions[:, :-1], positions[:, 1:]
+    restarts = (after <= before) & (after != before).any(1, keepdim=True)
+    return F.pad(restarts.cumsum(1), (positions.shape[1] - restarts.shape[1], 0))
+
+
 def positions_in(documents: Tensor) -> Tensor:
     """Return [B, S]: the place of every token in its document."""
     return torch.arange(documents.shape[1], device=documents.device) - first_keys(documents)

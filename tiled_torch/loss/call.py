@@ -131,6 +131,8 @@ class LossCall:
         if self.rules.options.reduction != "mean":
             one = labels.counted.new_ones(())
             return one, one
+        if num_valid is not None and num_valid.device.type == "cpu" and has_values(num_valid):
+            loss_checks.check_count(self.function, num_valid.item())
         weight, count = labels.weight.sum(), labels.counted.sum()
         pairs = ((weight, weight), (count, count)) if num_valid is None else ((count, num_valid),) * 2
         return tuple(torch.where(nothing == 0, 0.0, a.reciprocal()) for nothing, a in pairs)  # type: ignore[return-value]

@@ -16,6 +16,9 @@ from shared_specs.config import LossOptions
 from shared_specs.loss.costs import LOSS_ELEMENTS
 from tiled_torch.core.tensors import device_kind, wide_dtype
 
+# Where z - lse or z - max is below it exp is 0 in float64 too. It stands for -inf, whose product with that 0 is NaN.
+LEAST_LOG = -1000.0
+
 
 @dataclass(frozen=True)
 class Rules:
@@ -193,13 +196,13 @@ def statistics_(rules: Rules, z: Tensor, part: Part, labels: Labels) -> Statisti
         return Statistics(none, zero, zero, zero if rules.smooth else None, zero if rules.entropy else None)
     top = z.amax(1)
     column, inside = part.local(labels)
-    target = z.gather(1, column)[:, 0] * inside
+    target = torch.where(inside == 0, 0.0, z.gather(1, column)[:, 0])
     weights = part.weights(labels)
     weighted = None if not rules.smooth else z.sum(1) if weights is None else z @ weights
-    z.sub_(top[:, None])
+    z.sub_(top.clamp(min=torch.finfo(top.dtype).min)[:, None])  # -inf where no entry of the part is possible
     if not rules.entropy:
         return Statistics(top, z.exp_().sum(1), target, weighted, None)
-    shifted = z.clone()
+    shifted = z.clamp(min=LEAST_LOG)
     total = z.exp_().sum(1)
     return Statistics(top, total, target, weighted, shifted.mul_(z).sum(1))
 
@@ -308,7 +311,7 @@ def gradient_(
     z.sub_(lse[:, None])
     factor = k.a
     if k.d is not None and entropy is not None:  # p log p is 0 where p is
-        factor = z.add(entropy[:, None]).mul_(k.d[:, None]).neg_().add_(k.a[:, None])
+        factor = z.clamp(min=LEAST_LOG).add_(entropy[:, None]).mul_(-k.d[:, None]).add_(k.a[:, None])
     p = z.exp_()
     pull_back_(rules, p, part, labels, factor, k, slope)
     if p is not logits:

@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM
 
-from tiled_torch.models.tiling import tile_model
+from tiled_torch.models.tiling import checked_options, tile_model
 
 _OWN = frozenset(inspect.signature(tile_model).parameters) - {"model"}
 
@@ -63,4 +63,7 @@ class AutoTiledModelForCausalLM:
 
 
 def _taken(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {name: kwargs.pop(name) for name in _OWN & kwargs.keys()}
+    """Take the arguments of `tile_model` out, refused before a model is loaded."""
+    own = {name: kwargs.pop(name) for name in _OWN & kwargs.keys()}
+    checked_options(**own)
+    return own

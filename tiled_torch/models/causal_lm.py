@@ -1,12 +1,13 @@
 """The loss of a Hugging Face causal language model, tiled: `model(..., labels=...).loss` without the logits.
 
 The formula is that of transformers' ForCausalLMLoss: labels shifted by one unless `shift_labels` is given, the sum divided by
-`num_items_in_batch` where it is given, the mean over valid labels otherwise. Where position_ids restart, the last token of a
-document predicts nothing, as if its successor's label were ignored, which transformers leaves to who packs. `outputs.logits`
-are computed when they are read.
+`num_items_in_batch` where it is given, the mean over valid labels otherwise. Where position_ids restart (one is not larger than
+the one before it), the last token of a document predicts nothing, as if its successor's label were ignored, which transformers
+leaves to who packs. `outputs.logits` are computed when they are read.
 """
 
 import inspect
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import fields
@@ -21,10 +22,12 @@ from transformers.utils.generic import ModelOutput, can_return_tuple
 
 from shared_specs.config import LossOptions, Tiling
 from shared_specs.errors import UnsupportedError, error_text
+from shared_specs.layers.documents import NOTHING_LEFT
 from tiled_torch.core.autocast import autocast_dtype
+from tiled_torch.core.operands import has_values
 from tiled_torch.core.partitioned import called_once, is_partitioned
 from tiled_torch.core.tensors import wide_dtype
-from tiled_torch.layers.documents import documents_of_positions, shifted_labels
+from tiled_torch.layers.documents import documents_of_restarts, shifted_labels
 from tiled_torch.loss.api import tiled_linear_cross_entropy
 from tiled_torch.models.attention import for_documents
 from tiled_torch.models.experts import aux_loss
@@ -96,12 +99,16 @@ def loss_options(model: Any, num_valid: Any, ignore_index: int) -> LossOptions:
 
 
 def documents_of_call(given: Mapping[str, Any]) -> Tensor | None:
-    """Return which document every token is in, by positions that restart, where transformers looks at them; None elsewhere."""
+    """Return which document every token is in for the loss: those given, or by positions that restart, where transformers
+    looks at them; None elsewhere.
+    """
+    if given.get("documents") is not None:
+        return given["documents"]
     positions, mask = given.get("position_ids"), given.get("attention_mask")
     if not isinstance(positions, Tensor) or positions.dim() != 2:
         return None
     told = mask is None and given.get("past_key_values") is None
-    return documents_of_positions(positions) if told else None
+    return documents_of_restarts(positions) if told else None
 
 
 def linear_loss(
@@ -174,6 +181,7 @@ class TiledCausalLM(Remade):
     _linear_loss = staticmethod(linear_loss)  # `parallelize` puts the one of a split head into the instance
     _ran: str | None = None
     _told: tuple[str, ...] = ()
+    _seams_are_known: bool = False
 
     @property
     def _model_name(self) -> str:
@@ -198,6 +206,7 @@ def _forward_of(untiled: type[nn.Module]) -> Callable[..., Any]:
             return untiled.forward(self, *args, **kwargs)
         given |= {name: value for name, value in kwargs.items() if name in names}
         extra = {name: value for name, value in kwargs.items() if name not in names}
+        documents = documents_of_call(given | extra)  # attention's are others
         told = for_documents(self, given | extra)
         if "documents" in told:
             args, kwargs = (), told
@@ -208,7 +217,7 @@ def _forward_of(untiled: type[nn.Module]) -> Callable[..., Any]:
             if path.startswith("untiled"):
                 report(self, path)
                 return untiled.forward(self, *args, **kwargs)
-            found = _with_loss(self, given, extra, made)
+            found = _with_loss(self, given, extra, documents, made)
             report(self, path)  # past what called it inside its own forward
             return found
 
@@ -249,17 +258,20 @@ def _outputs_of(signature: inspect.Signature) -> Outputs:
     )
 
 
-def _with_loss(model: Any, given: dict[str, Any], extra: dict[str, Any], made: Outputs) -> Any:
+def _with_loss(
+    model: Any, given: dict[str, Any], extra: dict[str, Any], documents: Tensor | None, made: Outputs
+) -> Any:
     """`given`: the named arguments of forward; `extra`: its kwargs, the loss's among them; `made`: what it returns."""
     labels, keep = given.pop("labels", None), given.pop("logits_to_keep", 0)
     count, targets = extra.pop("num_items_in_batch", None), extra.pop("shift_labels", None)
     ignore_index = extra.pop("ignore_index", -100)
-    documents = extra["documents"] if "documents" in extra else documents_of_call(given)
     balances = aux_loss.asks_for_router_logits(model, given)
     outputs = model.model(**given, **extra)
     hidden = outputs.last_hidden_state
     if targets is None:
         targets = shifted_labels(labels, documents, ignore_index)
+        if documents is not None:
+            _tell_where_nothing_is_left(model, labels, targets, ignore_index)
     else:
         targets = targets.reshape(hidden.shape[:-1])
     options = loss_options(model, count, ignore_index)
@@ -274,9 +286,18 @@ def _with_loss(model: Any, given: dict[str, Any], extra: dict[str, Any], made: O
     cast = autocast_dtype(rows)
     if torch.compiler.is_compiling():
         compiled = later(loss=loss, **found)
-        compiled._pending = LaterOutputs(model, rows, options, cast)
+        compiled._wait(LaterOutputs(model, rows, options, cast))
         return compiled
     return kind(loss=loss, logits=lazy_logits(model, rows, options, cast), **found)
+
+
+def _tell_where_nothing_is_left(model: Any, labels: Tensor, targets: Tensor, ignore_index: int) -> None:
+    """Warn, of the first call with positions, where every label looks across a seam, so that the loss is 0."""
+    if torch.compiler.is_compiling() or model._seams_are_known or not has_values(targets):
+        return
+    model._seams_are_known = True  # no wait for the device in any other step
+    if bool((targets == ignore_index).all()) and bool((labels[:, 1:] != ignore_index).any()):
+        warnings.warn(f"tile_model: the loss of {model._model_name} is 0: {NOTHING_LEFT}", UserWarning, stacklevel=3)
 
 
 def _kept(hidden: Tensor, keep: int | Tensor) -> Tensor:

@@ -30,16 +30,23 @@ class LaterOutputs:
 
 
 class Later:
-    """Every way to look into a ModelOutput, with the logits put into their place before."""
+    """Every way to look at a value of a ModelOutput, with the logits put into their place before.
+
+    The place is there from the start: keys and length, which compilers guard on, are the same before and after.
+    """
 
     def _settle(self: Any) -> None:
         pending = self.__dict__.pop("_pending", None)
-        if pending is None:
-            return
+        if pending is not None:
+            OrderedDict.__setitem__(self, "logits", pending.logits())
+
+    def _wait(self: Any, pending: LaterOutputs) -> None:
+        """Let the logits be made by `pending`, on the first look."""
         later = [name for name in OrderedDict.keys(self) if name != "loss"]
-        OrderedDict.__setitem__(self, "logits", pending.logits())
+        OrderedDict.__setitem__(self, "logits", None)
         for name in later:
             OrderedDict.move_to_end(self, name)
+        self._pending = pending
 
     @property
     def logits(self: Any) -> Tensor | None:
@@ -51,24 +58,13 @@ class Later:
         """The attribute is the item, which ModelOutput sets besides."""
 
     def __getitem__(self: Any, key: Any) -> Any:
-        self._settle()
+        if key != "loss":  # nor do a compiler's guards on the loss
+            self._settle()
         return super().__getitem__(key)  # type: ignore[misc]
 
-    def __iter__(self: Any) -> Any:
+    def get(self: Any, key: Any, default: Any = None) -> Any:
         self._settle()
-        return super().__iter__()  # type: ignore[misc]
-
-    def __len__(self: Any) -> int:
-        self._settle()
-        return super().__len__()  # type: ignore[misc]
-
-    def __contains__(self: Any, key: object) -> bool:
-        self._settle()
-        return super().__contains__(key)  # type: ignore[misc]
-
-    def keys(self: Any) -> Any:
-        self._settle()
-        return super().keys()  # type: ignore[misc]
+        return super().get(key, default)  # type: ignore[misc]
 
     def values(self: Any) -> Any:
         self._settle()

@@ -76,7 +76,8 @@ def tile_model(
     Documents may be packed into a sequence: where `position_ids` restart, without a mask and a cache, attention stays within
     documents as in transformers, of Llama, Mistral, Qwen and Gemma models with its "sdpa" one document after the other, without
     its mask of all tokens, and the last token of a document predicts nothing in the loss of known classes (in others' it does
-    what it does in transformers: give it the label -100).
+    what it does in transformers: give it the label -100). For the loss positions restart where one is not larger than the one
+    before it; steps of more than one take no label away.
 
     Under ZeRO-3 an MLP, and the head with its loss, are gathered once around all shards; nothing has to be marked. Its engine
     may come first, but not where MLPs have adapters (LoRA): these become its leaf modules, for which x has to require grad
@@ -88,7 +89,8 @@ def tile_model(
             decoder layer but attention; such a layer keeps its input alone, in host memory where checkpointing offloads, and
             in training fills no cache. Compilers leave it as it is. `tiling_paths` says why one runs its MLP alone by shards.
             It excludes keep, a memory budget and a backend.
-        strict: True refuses a model of which anything would stay as it is, or of whose loss that is not known beforehand.
+        strict: True refuses a model of which anything would stay as it is, or of whose loss that is not known beforehand. That
+            is the head of a classifier or a reward model too, which has a few outputs for a token: give its base model.
         num_shards, keep, tiling, backend: as in `tiled_mlp`, for every MLP; for the loss too, where keep has no meaning.
     Returns:
         The model itself.
@@ -107,11 +109,7 @@ def tile_model(
         >>> tiling_paths(model)["model.layers.0.mlp"]
         'tiled_mlp'
     """
-    options = checks.resolve_tiling("tile_model", num_shards, keep, tiling, unused=("vocab_shards", "deterministic"))
-    checks.check_backend("tile_model", backend, TORCH, backends.usable_backends())
-    check_scope("tile_model", scope)
-    if scope == "block":
-        check_block_tiling("tile_model", options, backend)
+    options = checked_options(scope, strict, num_shards, keep, tiling, backend)
     if not isinstance(model, nn.Module):
         fail_type("tile_model", "model", "a torch.nn.Module", type(model).__name__)
     seen = survey(model)
@@ -136,10 +134,32 @@ def tile_model(
         if isinstance(module, Tiled | TiledBlock):
             module._heard = heard  # type: ignore[misc]
     note_made(model)
-    for module, reason in seen.left.values():
+    for module, reason in (*seen.left.values(), *seen.others.values()):
         vars(module)["_left"] = reason
     _tell_what_is_left(model, seen)
     return model
+
+
+def checked_options(
+    scope: Literal["mlp", "block"] = "mlp",
+    strict: bool = False,
+    num_shards: int | None = None,
+    keep: float = 0.0,
+    tiling: Tiling | None = None,
+    backend: str = "auto",
+) -> Tiling:
+    """Return the tiling that arguments of `tile_model` say, of whatever model.
+
+    Raises:
+        SpecError, TypeError: one that no model takes. UnsupportedError: an option that scope="block" excludes.
+    """
+    options = checks.resolve_tiling("tile_model", num_shards, keep, tiling, unused=("vocab_shards", "deterministic"))
+    checks.check_backend("tile_model", backend, TORCH, backends.usable_backends())
+    checks.check_flags("tile_model", strict=strict)
+    check_scope("tile_model", scope)
+    if scope == "block":
+        check_block_tiling("tile_model", options, backend)
+    return options
 
 
 def _refuse_what_is_seen(model: nn.Module, seen: Survey, *, strict: bool) -> None:
@@ -156,6 +176,7 @@ def _refuse_what_is_seen(model: nn.Module, seen: Survey, *, strict: bool) -> Non
     if strict:
         inside = {name: inline_path(module) for name, (module, _) in seen.inline.items()}
         left |= {name: path for name, path in inside.items() if path.startswith("untiled")}
+        left |= {name: reason for name, (_, reason) in seen.others.items()}
     if strict and left:
         name, reason = next(iter(left.items()))
         got = _named(name, reason) + (f", and {len(left) - 1} more" if len(left) > 1 else "")
@@ -290,7 +311,8 @@ def tiling_paths(model: nn.Module) -> dict[str, str]:
     "tiled_experts", or how else they run and why, and of their routers -> "tile"; of every other MLP that `tile_model` saw ->
     "untiled" and why it stays as it is. With scope="block" of every layer too -> "tiled_block", or why its MLP runs alone.
 
-    Of a language model also its head -> "tiled_linear_cross_entropy", or how else its loss runs and why.
+    Of a language model also its head -> "tiled_linear_cross_entropy", or how else its loss runs and why; of a classifier or a
+    reward model its head -> "untiled" and that its loss is another one.
     Each is what the last call did; before the first, and where only compiled code ran, what a call would do now.
 
     Args:

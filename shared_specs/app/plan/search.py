@@ -18,6 +18,7 @@ ATTENTION_REACHED = 0.55
 NODE = 8  # GPUs of a node, between which the fastest links are
 LONGEST = 2**30  # tokens at which the search ends
 STEP = 1024  # tokens to which the longest context is rounded down
+LEAST_MEMORY = 2**30  # of a GPU: a smaller number was meant in another unit
 
 
 class Lever(NamedTuple):
@@ -139,14 +140,17 @@ def memory_of(gpu: str, option: str) -> tuple[int, GPU | None]:
     """Return bytes of a GPU, and its rates where it is one that is known. gpu: a name, or a size; option: for messages.
 
     Raises:
-        InputError: it is neither.
+        InputError: it is neither, or a size that no GPU has.
     """
     found = GPUS.get(gpu.lower())
     if found is not None:
         return int(found.memory_bytes), found
     if not gpu[:1].isdigit():
         raise InputError(f"{option} must be one of {', '.join(GPUS)}, or a size such as 80GB, got {gpu}.")
-    return parse_size(gpu, option), None
+    size = parse_size(gpu, option)
+    if size < LEAST_MEMORY:
+        raise InputError(f"{option} must be at least 1GiB, got {gpu}, which is {size} bytes. Write for example 80GB.")
+    return size, None
 
 
 def splits(decoder: Decoder, base: Setting, tp: int | None) -> list[int]:

@@ -3,7 +3,9 @@
 Everything about tiling is in the class that a module is given: its attributes, state and checkpoints stay what they were.
 """
 
+import copyreg
 from collections.abc import Iterator, MutableMapping
+from functools import cache
 from types import MethodType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -58,8 +60,20 @@ def tiled_class(untiled: type, formula: Formula | None, form: Form, tiling: Tili
         "__module__": untiled.__module__,
         "__doc__": untiled.__doc__,
     }
-    made.append(type(untiled)(f"Tiled{untiled.__name__}", (untiled,), attributes))
+    made.append(_metaclass(type(untiled))(f"Tiled{untiled.__name__}", (untiled,), attributes))
     return made[-1]
+
+
+@cache
+def _metaclass(kind: type) -> type:
+    """Return a metaclass whose classes are pickled by what they are made of, in models and in graph definitions."""
+    made = type(kind.__name__, (kind,), {})
+    copyreg.pickle(made, _reduced)  # type: ignore[arg-type]
+    return made
+
+
+def _reduced(made: Any) -> tuple[Any, tuple[Any, ...]]:
+    return tiled_class, (made._untiled, made._formula, made._form, made._tiling, made._backend)
 
 
 def _call(module: Any, *args: Any, **kwargs: Any) -> Any:

@@ -86,7 +86,7 @@ def _write_block(
     z, bent = _transformed(a, scale, cap, CAP)
     p = tl.exp(z - base)
     if D:  # p log p is 0 where p is
-        p *= factor - d * (z - base + entropy)
+        p *= factor - tl.where(p == 0.0, 0.0, d * (z - base + entropy))
     else:
         p *= factor
     p = tl.where(j == column, p - b, p)

@@ -26,6 +26,9 @@ COMPILED = "torch.compile traces its forward, in which the logits of all tokens 
 # What forwards call the tokens to predict: transformers', and many others' that follow nanoGPT.
 LABELS = ("labels", "targets")
 
+# The same of any loss: of answers too, which are places in the tokens.
+_TARGETS = (*LABELS, "start_positions")
+
 NO_HEAD = "its output embeddings are no linear layer"
 
 
@@ -52,6 +55,19 @@ def head_of(model: Any) -> tuple[str, nn.Module] | None:
     if not isinstance(head, nn.Module) or sizes_of(head) is None:
         return None
     return next(((name, module) for name, module in model.named_modules() if module is head), None)
+
+
+def other_heads(model: nn.Module) -> dict[str, nn.Module]:
+    """Return what a model of transformers has beside its base model for a loss that is no language model's, by name: the heads
+    of classification, rewards, answers. They have few outputs for a token.
+    """
+    if not isinstance(model, PreTrainedModel) or head_of(model) is not None:
+        return {}
+    base = model._modules.get(model.base_model_prefix)
+    if base is None or not any(name in inspect.signature(model.forward).parameters for name in _TARGETS):
+        return {}
+    others = ((name, child) for name, child in model.named_children() if child is not base)
+    return {name: child for name, child in others if next(child.parameters(), None) is not None}
 
 
 def reason_not_any(model: nn.Module) -> str | None:

@@ -9,7 +9,7 @@ from torch import nn
 from tiled_torch.models.causal_lm import TiledCausalLM, tiled_causal_lm
 from tiled_torch.models.experts.forms import is_experts, routers_in
 from tiled_torch.models.family import forward_in_place_of
-from tiled_torch.models.heads.model import any_lm, head_of, is_exact, reason_not_any
+from tiled_torch.models.heads.model import any_lm, head_of, is_exact, other_heads, reason_not_any
 from tiled_torch.models.mlps.chunk import TiledChunk, chunk_class, has_chunk, reason_not_chunk
 from tiled_torch.models.mlps.found import Found, find
 from tiled_torch.models.mlps.inline import TiledInline, inline_class, reason_not_inline
@@ -25,7 +25,8 @@ ADVICE = "Tile the model before what replaces it (accelerate's hooks, say)"
 @dataclass
 class Survey:
     """mlps, chunks, inline, heads: name -> (module, what its class becomes). experts: names of experts and routers. found:
-    what probes showed, by the name of the MLP. left: name -> (module, why). heads' reasons are by the name of the head."""
+    what probes showed, by the name of the MLP. left: name -> (module, why). heads' reasons are by the name of the head.
+    others: the same of heads of other losses, which are a few numbers for a token and of which nobody is warned."""
 
     mlps: dict[str, tuple[nn.Module, Maker]] = field(default_factory=dict)
     experts: list[str] = field(default_factory=list)
@@ -34,6 +35,7 @@ class Survey:
     heads: dict[str, tuple[nn.Module, Maker]] = field(default_factory=dict)
     found: dict[str, Found] = field(default_factory=dict)
     left: dict[str, tuple[nn.Module, str]] = field(default_factory=dict)
+    others: dict[str, tuple[nn.Module, str]] = field(default_factory=dict)
 
     @property
     def layers(self) -> int:
@@ -62,6 +64,7 @@ def survey(model: nn.Module) -> Survey:
             _look_inside(result, name, module, pair)
     for name, module in model.named_modules():
         _look_for_head(result, name, module)
+        _look_for_others(result, name, module)
     return result
 
 
@@ -133,3 +136,11 @@ def _look_for_head(result: Survey, name: str, module: Any) -> None:
         result.heads[name] = module, any_lm
     else:
         result.left[f"{name}.{head[0]}".removeprefix(".")] = head[1], reason
+
+
+def _look_for_others(result: Survey, name: str, module: nn.Module) -> None:
+    seen = result.mlps.keys() | result.left.keys() | result.chunks.keys() | result.inline.keys()
+    for head, child in other_heads(module).items():
+        place = f"{name}.{head}".removeprefix(".")
+        if place not in seen:
+            result.others[place] = child, f"the loss of {type(module).__name__} is no language model's"
