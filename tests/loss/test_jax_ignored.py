@@ -190,7 +190,8 @@ def test_float16_gradients_of_heavy_tokens_are_stored_near_one() -> None:
     targets, arrays = labels(0.5), (x.astype(jnp.float16), weight.astype(jnp.float16))
     weights = jnp.where(jnp.arange(T) % 2 == 0, 1e6, 2e6)
     loss = LossOptions(num_valid=1e6)
-    found = jax.grad(lambda x, w: tiled(x, w, targets, loss=loss, token_weight=weights), argnums=(0, 1))(*arrays)
+    fn = jax.jit(jax.grad(lambda x, w: tiled(x, w, targets, loss=loss, token_weight=weights), argnums=(0, 1)))
+    found = fn(*arrays)
     wide = [a.astype(jnp.float32) for a in arrays]
     each = LossOptions(reduction="none")
     wanted = jax.grad(lambda x, w: jnp.sum(weights / 1e6 * cross_entropy(x, w, targets, loss=each)), argnums=(0, 1))
