@@ -2,7 +2,8 @@
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,6 +74,47 @@ def leading_dims(function: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 def has_rows(shape: tuple[int, ...], lead: tuple[int, ...]) -> bool:
     """Return whether an array of this shape begins as x does, and so is cut with it."""
     return shape[: len(lead)] == lead
+
+
+def broadcasts_over_tokens(shape: tuple[int, ...], lead: tuple[int, ...]) -> bool:
+    """Return whether an array of this shape begins as one that has the leading dims of x by broadcasting.
+
+    Example:
+        >>> [broadcasts_over_tokens(shape, (2, 7)) for shape in ((1, 7), (7,), (2, 1, 3), (1, 1), (3, 7))]
+        [True, True, True, False, False]
+    """
+    for dims in range(1, min(len(lead), len(shape)) + 1):
+        pairs = [*zip(shape[:dims], lead[-dims:], strict=True)]
+        if all(size in (1, of_x) for size, of_x in pairs) and any(size > 1 for size, _ in pairs):
+            return True
+    return False
+
+
+@contextmanager
+def noting_what_broadcasts(layout: TokenLayout, whole: Iterable[tuple[int, ...]]) -> Generator[None]:
+    """Tell, beside an error of fn, of arrays that broadcast over the tokens and were passed whole. whole: their shapes.
+
+    fn may mean such an array to be whole, and so it is not refused.
+    """
+    try:
+        yield
+    except Exception as error:
+        found = [shape for shape in whole if broadcasts_over_tokens(shape, layout.lead)]
+        if found:
+            error.add_note(_note(layout, found[0]))
+        raise
+
+
+def _note(layout: TokenLayout, shape: tuple[int, ...]) -> str:
+    lead = show_shape(layout.lead)
+    cut = f"an argument {show_shape(shape)} was passed whole to every shard of tokens, as all without x's leading dims {lead}"
+    advice = f"Where it is of tokens, expand it to {lead}."
+    if has_rows(shape, layout.lead):
+        cut = (
+            f"an argument {show_shape(shape)} was passed whole to every shard of tokens, as all beside an x of two dims"
+        )
+        advice = "Where it is of tokens, give x and it a leading dim of 1."
+    return f"{layout.function}: {cut}. {advice}"
 
 
 def first_name(fn: Callable[..., Any]) -> str:

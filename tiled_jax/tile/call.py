@@ -12,6 +12,7 @@ from jax import lax
 from shared_specs.config import Tiling
 from shared_specs.errors import UnsupportedError, error_text, fail_with
 from shared_specs.shards import ShardPlan, plan_tiling
+from shared_specs.tile.token_layout import noting_what_broadcasts
 from tiled_jax import backends
 from tiled_jax.core.loops import varying_of
 from tiled_jax.core.own_tokens import split_of
@@ -32,7 +33,9 @@ def call_tiled(
     key = rngs if isinstance(rngs, jax.Array) else None
     if rngs is not None and key is None:
         kwargs = {**kwargs, "rngs": rngs}  # streams are split and advanced as those of any module among the arguments
-    return run_shards(fn, token_layout.split(fn, args, kwargs), options, key)
+    layout = token_layout.split(fn, args, kwargs)
+    with noting_what_broadcasts(layout, [array.shape for array in layout.whole()]):
+        return run_shards(fn, layout, options, key)
 
 
 def run_shards(

@@ -206,8 +206,8 @@ def _forward_of(untiled: type[nn.Module]) -> Callable[..., Any]:
             return untiled.forward(self, *args, **kwargs)
         given |= {name: value for name, value in kwargs.items() if name in names}
         extra = {name: value for name, value in kwargs.items() if name not in names}
-        documents = documents_of_call(given | extra)  # attention's are others
-        told = for_documents(self, given | extra)
+        called = given | extra
+        told = for_documents(self, called)
         if "documents" in told:
             args, kwargs = (), told
             given = {name: value for name, value in told.items() if name in names}
@@ -217,7 +217,8 @@ def _forward_of(untiled: type[nn.Module]) -> Callable[..., Any]:
             if path.startswith("untiled"):
                 report(self, path)
                 return untiled.forward(self, *args, **kwargs)
-            found = _with_loss(self, given, extra, documents, made)
+            # Attention's documents are others.
+            found = _with_loss(self, given, extra, documents_of_call(called), made)
             report(self, path)  # past what called it inside its own forward
             return found
 

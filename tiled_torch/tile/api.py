@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from shared_specs.config import Tiling
 from shared_specs.shards import ShardPlan, plan_tiling
 from shared_specs.tile.checks import check_tile
+from shared_specs.tile.token_layout import noting_what_broadcasts
 from tiled_torch.core import replay
 from tiled_torch.core.tensors import device_kind, refuse_second_order
 from tiled_torch.tile import forward_mode, token_layout
@@ -136,7 +137,8 @@ class Tiled:
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         replay.refuse_transforms(self.function, "fn")
         layout, tensors = token_layout.split(self.fn, args, kwargs, function=self.function)
-        with mode_of(tensors), self.around(False):
+        whole = [tuple(t.shape) for t, rowed in zip(tensors, layout.rowed, strict=True) if not rowed]
+        with mode_of(tensors), self.around(False), noting_what_broadcasts(layout, whole):
             return self._run_split(layout, tensors)
 
     def _run_split(self, layout: token_layout.Layout, tensors: list[Tensor]) -> Any:
