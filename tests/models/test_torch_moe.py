@@ -471,7 +471,7 @@ def test_loss_is_the_models_own() -> None:
 # What the compiler does with tensors that it takes up after a break in the graph.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised inside torch's own tracer
-@pytest.mark.deep_but(2)
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize("kind", ["mixtral", "deepseek_v3", "gpt_oss", "qwen3_moe"])
 def test_a_compiled_model(kind: str) -> None:
     """Whose experts run between two graphs, and whose outputs come from one graph into another."""
