@@ -242,7 +242,8 @@ def test_products_of_the_compiled_program() -> None:
     fn, parameters = shapes_of(1)
     tokens = jax.ShapeDtypeStruct((1, T + 1), jnp.int32)
     text = jax.jit(fn).lower(parameters, tokens).compile().as_text()
-    assert 2 * counted(text)[2] == flop(fn, parameters, tokens)
+    loss_shards = T // 32  # of tokens that all have a label, which the program does not know
+    assert 2 * counted(text, turns=loss_shards)[2] == flop(fn, parameters, tokens)
 
 
 @pytest.mark.skipif(MERGES, reason="of what XLA compiles, " + RULE)
