@@ -13,6 +13,7 @@ from shared_specs.app.gpu import parity as gpu_parity
 from shared_specs.app.gpu.parity import bounded, run_parity
 
 ROOT = Path(__file__).parents[2]
+IN_ORDER = ["-p", "no:randomly"]  # these folders know nothing of pyproject.toml
 GREEN = "import pytest\n@pytest.mark.gpu\ndef test_green(): pass\ndef test_of_no_gpu(): assert False\n"
 
 RED_AND_HANGING = """import time, pytest
@@ -40,7 +41,7 @@ def parts(folder: Path, parity: str, large: str) -> dict[str, str]:
 def test_red_parity_does_not_stop_the_large_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_parity, "side_by_side", list)
     files = parts(tmp_path, GREEN.replace("pass", "assert False"), GREEN)
-    assert run_parity(tmp_path / "out", ["-p", "no:randomly"], **files) == 1
+    assert run_parity(tmp_path / "out", IN_ORDER, **files) == 1
     found = logs(tmp_path / "out")
     assert "1 failed, 1 deselected" in found["parity.log"]
     assert "1 passed, 1 deselected" in found["large.log"]
@@ -57,7 +58,7 @@ def test_a_short_run_leaves_the_large_tests_out_and_says_what_failed(
     folder.mkdir()
     (folder / "test_some.py").write_text(RED_AND_HANGING)
     arguments = {"tests": str(folder), "large": "", "parity_seconds": 20.0, "all_seconds": 20.0}
-    assert run_parity(tmp_path / "out", [], **arguments) == 124
+    assert run_parity(tmp_path / "out", IN_ORDER, **arguments) == 124
     found = logs(tmp_path / "out")
     assert "large.log" not in found
     assert "assert 1 == 2" in found["parity.log"]
@@ -66,7 +67,7 @@ def test_a_short_run_leaves_the_large_tests_out_and_says_what_failed(
 def test_what_hangs_is_ended_and_the_rest_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_parity, "side_by_side", list)
     files = parts(tmp_path, "import time\ntime.sleep(600)\n", GREEN)
-    assert run_parity(tmp_path / "out", [], parity_seconds=2.0, **files) == 124
+    assert run_parity(tmp_path / "out", IN_ORDER, parity_seconds=2.0, **files) == 124
     assert "1 passed" in logs(tmp_path / "out")["large.log"]
 
 
