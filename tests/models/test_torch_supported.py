@@ -9,7 +9,7 @@ from tests.models.supported import IMAGES, TABLE, TEXT, checked, counts, table, 
 # One of each kind of head, of MLP and of what is left.
 REPRESENTATIVE = (
     "apertus bart bert bitnet bloom cohere2 ctrl deepseek_v3 electra ernie4_5 falcon falcon_h1 gemma4_text git gpt2 gpt_neox "
-    "granitemoeshared inkling_text mamba mixtral mpt nemotron opt phi prophetnet qwen3_5_text stablelm starcoder2 xlnet"
+    "axk2 granitemoeshared inkling_text mamba mixtral mpt nemotron opt phi prophetnet qwen3_5_text stablelm starcoder2 xlnet"
 ).split()
 WITH_IMAGES = "idefics2 llama4 paligemma qwen3_5 t5gemma2".split()
 
