@@ -74,10 +74,7 @@ class Labels:
         """Return the labels of losses times their tokens' weights: losses are linear in `counted` and `weight`."""
         if self.token_weight is None:
             return self
-        return self.times(torch.where(self.counted == 0, 0.0, self.token_weight))
-
-    def times(self, factor: Tensor) -> "Labels":
-        """Return the labels of losses times a number, or one for each token."""
+        factor = torch.where(self.counted == 0, 0.0, self.token_weight)
         return replace(self, counted=self.counted * factor, weight=self.weight * factor, token_weight=None)
 
     def over(self, size: Tensor) -> "Labels":

@@ -110,9 +110,8 @@ class Block(torch.autograd.Function):
     def forward(ctx: Any, call: BlockCall, x: Tensor, cos: Tensor, sin: Tensor, mask: Any, *params: Tensor) -> Tensor:
         ctx.call = call
         ctx.save_for_backward(x, cos, sin, mask, *params)
-        x = (
-            x.detach()
-        )  # whose slices would ask for gradients that nobody makes here, which hooks of all modules look for
+        # Its slices would ask for gradients that nobody makes here, and hooks of all modules look for what makes them.
+        x = x.detach()
         with call.autocast.again():
             parts = BlockParts(call, (cos, sin), params, {})
             groups = parts.projections(x)
