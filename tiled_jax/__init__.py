@@ -28,7 +28,13 @@ from shared_specs.errors import SpecError, UnsupportedError
 if TYPE_CHECKING:
     __version__: str
     from tiled_jax.backends import usable_backends
-    from tiled_jax.functional import tile, tiled_linear_cross_entropy, tiled_loss, tiled_mlp
+    from tiled_jax.functional import (
+        tile,
+        tiled_distillation_loss,
+        tiled_linear_cross_entropy,
+        tiled_loss,
+        tiled_mlp,
+    )
     from tiled_jax.models.tiling import tile_model, tiling_paths, untile_model
     from tiled_jax.modules import TiledLinear, TiledLinearCrossEntropy, TiledLinearReturnBias, TiledMLP, linen
     from tiled_jax.parallel import parallelize, vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
@@ -53,6 +59,7 @@ __all__ = [
     "parallelize",
     "tile",
     "tile_model",
+    "tiled_distillation_loss",
     "tiled_linear_cross_entropy",
     "tiled_loss",
     "tiled_mlp",
@@ -65,7 +72,7 @@ __all__ = [
 
 _MODULES = {
     "backends": ("usable_backends",),
-    "functional": ("tile", "tiled_linear_cross_entropy", "tiled_loss", "tiled_mlp"),
+    "functional": ("tile", "tiled_distillation_loss", "tiled_linear_cross_entropy", "tiled_loss", "tiled_mlp"),
     "models.tiling": ("tile_model", "tiling_paths", "untile_model"),
     "modules": ("TiledLinear", "TiledLinearCrossEntropy", "TiledLinearReturnBias", "TiledMLP", "linen"),
     "parallel": ("parallelize", "vocab_parallel_cross_entropy", "vocab_parallel_linear_cross_entropy"),

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     __version__: str
     from tiled_torch.backends import usable_backends as usable_backends
     from tiled_torch.functional import tile as tile
+    from tiled_torch.functional import tiled_distillation_loss as tiled_distillation_loss
     from tiled_torch.functional import tiled_linear_cross_entropy as tiled_linear_cross_entropy
     from tiled_torch.functional import tiled_loss as tiled_loss
     from tiled_torch.functional import tiled_mlp as tiled_mlp
@@ -62,6 +63,7 @@ __all__ = [
     "parallelize",
     "tile",
     "tile_model",
+    "tiled_distillation_loss",
     "tiled_linear_cross_entropy",
     "tiled_loss",
     "tiled_mlp",
@@ -74,7 +76,7 @@ __all__ = [
 
 _MODULES = {
     "backends": ("usable_backends",),
-    "functional": ("tile", "tiled_linear_cross_entropy", "tiled_loss", "tiled_mlp"),
+    "functional": ("tile", "tiled_distillation_loss", "tiled_linear_cross_entropy", "tiled_loss", "tiled_mlp"),
     "models": ("AutoTiledModelForCausalLM", "tile_model", "tiling_paths", "untile_model"),
     "modules": ("TiledLinear", "TiledLinearCrossEntropy", "TiledLinearReturnBias", "TiledMLP"),
     "parallel": ("parallelize", "vocab_parallel_cross_entropy", "vocab_parallel_linear_cross_entropy"),

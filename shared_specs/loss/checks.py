@@ -11,42 +11,48 @@ from shared_specs.core.checks import Operand, check_devices, check_float, check_
 from shared_specs.errors import fail, fail_type, show_shape
 
 
-def _check_number(function: str, name: str, value: object, rule: str, *, least: float, most: float = math.inf) -> None:
+def check_number(function: str, name: str, value: object, rule: str, *, least: float, most: float = math.inf) -> None:
+    """Check that a value is a number between two others.
+
+    Raises:
+        SpecError: it is out of this range, or NaN.
+        TypeError: it is no number.
+    """
     if isinstance(value, bool) or not isinstance(value, int | float):
         fail_type(function, name, "a number", type(value).__name__)
     if not least <= value <= most:  # also refuses NaN
         fail(function, name, rule, value)
 
 
-def check_loss_options(function: str, loss: object) -> None:
-    """Check every field of LossOptions except the arrays, `class_weight` and `num_valid`.
+def check_loss_options(function: str, loss: object, argument: str = "loss") -> None:
+    """Check every field of LossOptions except the arrays, `class_weight` and `num_valid`. argument: what it is passed as.
 
     Raises:
         SpecError: a value is out of range.
         TypeError: a value is of the wrong kind.
     """
     if not isinstance(loss, LossOptions):
-        fail_type(function, "loss", "a LossOptions", type(loss).__name__)
+        fail_type(function, argument, "a LossOptions", type(loss).__name__)
     if isinstance(loss.ignore_index, bool) or not isinstance(loss.ignore_index, int):
-        fail_type(function, "loss.ignore_index", "an integer", type(loss.ignore_index).__name__)
-    _check_number(function, "loss.label_smoothing", loss.label_smoothing, "in [0, 1]", least=0.0, most=1.0)
-    _check_number(function, "loss.z_loss", loss.z_loss, ">= 0", least=0.0)
-    _check_number(function, "loss.logit_scale", loss.logit_scale, "finite", least=-1e300, most=1e300)
+        fail_type(function, f"{argument}.ignore_index", "an integer", type(loss.ignore_index).__name__)
+    check_number(function, f"{argument}.label_smoothing", loss.label_smoothing, "in [0, 1]", least=0.0, most=1.0)
+    check_number(function, f"{argument}.z_loss", loss.z_loss, ">= 0", least=0.0)
+    check_number(function, f"{argument}.logit_scale", loss.logit_scale, "finite", least=-1e300, most=1e300)
     if loss.logit_softcap is not None:
-        _check_number(function, "loss.logit_softcap", loss.logit_softcap, "> 0", least=5e-324)
+        check_number(function, f"{argument}.logit_softcap", loss.logit_softcap, "> 0", least=5e-324)
     if not is_one_of(loss.reduction, LOSS_REDUCTIONS):
-        fail(function, "loss.reduction", "one of " + ", ".join(LOSS_REDUCTIONS), repr(loss.reduction))
+        fail(function, f"{argument}.reduction", "one of " + ", ".join(LOSS_REDUCTIONS), repr(loss.reduction))
     if not isinstance(loss.outputs, tuple):
-        fail_type(function, "loss.outputs", "a tuple of names", type(loss.outputs).__name__)
+        fail_type(function, f"{argument}.outputs", "a tuple of names", type(loss.outputs).__name__)
     for name in loss.outputs:
         if not is_one_of(name, LOSS_OUTPUTS):
-            fail(function, "loss.outputs", "among " + ", ".join(LOSS_OUTPUTS), repr(name))
+            fail(function, f"{argument}.outputs", "among " + ", ".join(LOSS_OUTPUTS), repr(name))
     if loss.num_valid is not None and loss.reduction != "mean":
-        fail(function, "loss.num_valid", 'left out unless loss.reduction is "mean"', loss.num_valid)
+        fail(function, f"{argument}.num_valid", f'left out unless {argument}.reduction is "mean"', loss.num_valid)
     if isinstance(loss.num_valid, bool):
-        fail_type(function, "loss.num_valid", "a number or a 0-d array", "bool")
+        fail_type(function, f"{argument}.num_valid", "a number or a 0-d array", "bool")
     if isinstance(loss.num_valid, int | float):
-        _check_number(function, "loss.num_valid", loss.num_valid, "> 0", least=5e-324)
+        check_number(function, f"{argument}.num_valid", loss.num_valid, "> 0", least=5e-324)
 
 
 def check_count(function: str, count: float) -> None:

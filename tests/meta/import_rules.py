@@ -2,7 +2,7 @@
 
 `shared_specs` needs numpy and ml_dtypes only, and `app` is its one room with more. The halves never see each other.
 Inside a half a capability is a room, and imports go one way:
-core <- collectives <- tile <- mlp, loss, linear <- layers <- models, bridge <- plans, compat <- commands.
+core <- collectives <- tile <- mlp, loss, linear <- layers, distillation <- models, bridge <- plans, compat <- commands.
 """
 
 import ast
@@ -22,6 +22,7 @@ SPEC_LEVELS = {
     "loss": 4,
     "linear": 4,
     "layers": 5,
+    "distillation": 5,
     "plans": 6,
     "kernels": 6,
     "reference": 6,
@@ -39,6 +40,7 @@ LEVELS = {
     "loss": 4,
     "linear": 4,
     "layers": 5,
+    "distillation": 5,
     "models": 6,
     "bridge": 6,
     "plans": 7,  # above models: a plan is applied to a finished model

@@ -104,6 +104,14 @@ def test_preferences_improve() -> None:
 
 
 @pytest.mark.deep
+def test_a_student_learns_from_its_teacher() -> None:
+    for stem in ("distillation_torch", "distillation_jax"):
+        for kind in ("forward_kl", "jsd"):
+            losses = script(stem).main(["--tokens", "32", "--kind", kind])
+            assert losses == sorted(losses, reverse=True)
+
+
+@pytest.mark.deep
 def test_the_entropy_of_a_completion_leaves_out_the_prompt() -> None:
     """Its rows have entropies, but no log-probabilities."""
     page = ROOT / "docs/recipes/reinforcement_learning.md"

@@ -4,17 +4,20 @@ import ast
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-ROOMS = ("core", "collectives", "tile", "mlp", "loss", "linear", "layers", "plans", "commands")
+ROOMS = ("core", "collectives", "tile", "mlp", "loss", "linear", "layers", "distillation", "plans", "commands")
 
 # Why a file stands in one half alone -> the files.
 ONLY_TORCH = {
     "autograd in place: dtypes, buffers and main_grad are the library's own work": (
-        "core/autocast.py core/gradients.py core/operands.py core/row_shards.py core/tensors.py linear/sums.py loss/call.py"
+        "core/autocast.py core/gradients.py core/operands.py core/row_shards.py core/tensors.py distillation/call.py "
+        "linear/sums.py loss/call.py"
     ),
     "forward mode is an operation's own in JAX (core/linear_call.py)": (
         "core/tangents.py loss/with_tangents.py mlp/with_tangents.py tile/forward_mode.py"
     ),
-    "torch.compile and torch.export": "core/exporting.py loss/compiled.py mlp/compiled.py plans/compile.py",
+    "torch.compile and torch.export": (
+        "core/exporting.py distillation/compiled.py loss/compiled.py mlp/compiled.py plans/compile.py"
+    ),
     "Triton": "core/triton_blocks.py core/launch.py",
     "oneDNN": "mlp/steps_onednn.py",
     "fn has state that a trace does not show": (
@@ -46,7 +49,9 @@ ONLY_JAX = {
         "core/arrays.py core/linear_call.py core/loops.py core/own_tokens.py core/products.py core/turns.py loss/rows.py"
     ),
     "Mosaic GPU": "core/activations.py core/mosaic.py mlp/kernels/glu_up_aux.py mlp/kernels/main_loop.py",
-    "differentiation rules, apart from the call": "linear/autodiff.py loss/autodiff.py mlp/autodiff.py",
+    "differentiation rules, apart from the call": (
+        "distillation/autodiff.py linear/autodiff.py loss/autodiff.py mlp/autodiff.py"
+    ),
     "linen, and what it shares with nnx": (
         "linear/linen.py linear/params.py loss/linen.py loss/params.py mlp/linen.py mlp/params.py "
         "tile/linen_modules.py tile/module_state.py"

@@ -126,7 +126,7 @@ def tangents(
 
         def part(first: Any, entries: int, sums: Arrays) -> Arrays:
             own, moved = setting.part(first, entries), moved_part(first, entries)
-            logits, of_logits = loss_math.logits_of(given.x, own), _tangent_of_logits(given.x, of_x, own, moved, of_w)
+            logits, of_logits = loss_math.logits_of(given.x, own), tangent_of_logits(given.x, of_x, own, moved, of_w)
             out = {}
             for name, total in sums.items():
                 k = loss_math.coefficients(call.rules, labels, lse, setting.class_total, {name: jnp.ones_like(lse)})
@@ -146,7 +146,7 @@ def tangents(
     return _for_each_shard(call, given, shard, setting.numbers(x, names))
 
 
-def _tangent_of_logits(x: jax.Array, of_x: jax.Array | None, part: Part, moved: Part, of_w: Arrays) -> jax.Array:
+def tangent_of_logits(x: jax.Array, of_x: jax.Array | None, part: Part, moved: Part, of_w: Arrays) -> jax.Array:
     """Return the tangent [t, v] of the logits, in the wide dtype."""
     acc = wide(x.dtype)
     assert part.weight is not None

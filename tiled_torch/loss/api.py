@@ -6,6 +6,7 @@ returned gradients in place, so a second backward through the same graph compute
 the logits again.
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -235,11 +236,7 @@ class Given(NamedTuple):
         return LossResult(value, **{name: named[name] for name in options.outputs}) if options.outputs else value
 
     def _compiled(self, given: Operands, call: LossCall, needs: Needs) -> tuple[Tensor, *tuple[Tensor | None, ...]]:
-        if any(main_grad_of(a) is not None for a in (self.weight, self.bias)):
-            raise UnsupportedError(
-                f"{self.function}: main_grad must be None under torch.compile, got a buffer. A compiled backward returns "
-                "gradients; compile around the loss, or let the optimizer read .grad."
-            )
+        refuse_main_grad_of(self.function, (self.weight, self.bias))
         static = compiled.Static.of(call)
         # What a program will be asked for is not known where it is exported: it computes gradients when somebody wants them.
         if not call.with_loss or torch.compiler.is_exporting():
@@ -272,7 +269,7 @@ class WithGradients(torch.autograd.Function):
         ctx.save_for_backward(*inputs[:7])
         # Not saved tensors: they become the gradients in place, and nothing else may see them.
         ctx.found, ctx.factor, ctx.call = found, factor, inputs[7]
-        _remember(ctx, inputs[:3], ctx.call.owners)
+        remember_operands(ctx, inputs[:3], ctx.call.owners)
 
     @staticmethod
     def backward(ctx: Any, dvalue: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
@@ -284,7 +281,7 @@ class WithGradients(torch.autograd.Function):
         if found is None:
             needs = Needs(*ctx.needs_input_grad[:3])
             found = list(loss_call.with_gradients(Operands(*ctx.saved_tensors), call, needs)[3:])
-        grads = _returned(ctx, found, dvalue.to(ctx.factor.dtype) * ctx.factor)
+        grads = returned(ctx, found, dvalue.to(ctx.factor.dtype) * ctx.factor)
         return *grads, None, None, None, None, None, None
 
 
@@ -306,7 +303,7 @@ class Recomputed(torch.autograd.Function):
         # lse, entropy: what exp(logits) is normalised with; chosen: the rows that were run.
         ctx.save_for_backward(*inputs[:7], lse, entropy, chosen)
         ctx.call = inputs[7]
-        _remember(ctx, inputs[:3], ctx.call.owners)
+        remember_operands(ctx, inputs[:3], ctx.call.owners)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -317,17 +314,26 @@ class Recomputed(torch.autograd.Function):
         refuse_second_order(call.function, _UNTILED)
         *given, lse, entropy, chosen = ctx.saved_tensors
         found, scale = loss_call.gradients(upstream, Operands(*given), (lse, entropy), call, needs, chosen)
-        return *_returned(ctx, [found.dx, found.dweight, found.dbias], scale), None, None, None, None, None
+        return *returned(ctx, [found.dx, found.dweight, found.dbias], scale), None, None, None, None, None
 
 
-def _remember(ctx: Any, operands: tuple[Tensor | None, ...], owners: tuple[Tensor | None, ...]) -> None:
-    """Note dtypes and owners of x, weight and bias for `_returned`, without keeping them."""
+def refuse_main_grad_of(function: str, operands: Iterable[Tensor | None]) -> None:
+    """Raise UnsupportedError under torch.compile for parameters whose gradient is to be added to a buffer."""
+    if any(main_grad_of(a) is not None for a in operands):
+        raise UnsupportedError(
+            f"{function}: main_grad must be None under torch.compile, got a buffer. A compiled backward returns "
+            "gradients; compile around the loss, or let the optimizer read .grad."
+        )
+
+
+def remember_operands(ctx: Any, operands: tuple[Tensor | None, ...], owners: tuple[Tensor | None, ...]) -> None:
+    """Note dtypes and owners of x, weight and bias for `returned`, without keeping them."""
     given = (w if owner is None else owner for w, owner in zip(operands[1:], owners, strict=True))
     ctx.mains = [None, *(owner if main_grad_of(owner) is not None else None for owner in given)]
     ctx.like = [None if a is None else (a.shape, a.dtype) for a in operands]
 
 
-def _returned(ctx: Any, found: list[Tensor | None], scale: Tensor) -> list[Tensor | None]:
+def returned(ctx: Any, found: list[Tensor | None], scale: Tensor) -> list[Tensor | None]:
     """Return gradients of x, weight and bias as backward returns them: scaled, in their dtypes, or added to main_grad."""
     grads: list[Tensor | None] = []
     for number, (like, main) in enumerate(zip(ctx.like, ctx.mains, strict=True)):

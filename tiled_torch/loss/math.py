@@ -38,9 +38,9 @@ class Rules:
         return "entropy" in self.options.outputs
 
 
-def row_slices(logits: Tensor) -> Iterator[slice]:
-    """Yield slices of the rows with about LOSS_ELEMENTS logits each."""
-    elements = LOSS_ELEMENTS[device_kind(logits.device)]
+def row_slices(logits: Tensor, share: int = 1) -> Iterator[slice]:
+    """Yield slices of the rows with about LOSS_ELEMENTS / share logits each."""
+    elements = LOSS_ELEMENTS[device_kind(logits.device)] // share
     step = max(1, elements // max(1, logits.shape[1]))
     for start in range(0, logits.shape[0], step):
         yield slice(start, min(start + step, logits.shape[0]))

@@ -1,0 +1,1 @@
+"""Distillation of one language-model head by another: objective, checks, oracle, costs."""
