@@ -23,7 +23,11 @@ from tiled_torch.models.block.offload import HostMemory, host_memory
 from tiled_torch.parallel import parallelize
 
 KINDS = ["llama", "mistral", "qwen2", "qwen3"]
-OTHERS = [*"cohere gemma gemma2 gemma3_text glm glm4 granite olmo2 olmo3 phi3 smollm3".split(), "phi3, dropout"]
+OTHERS = [
+    *"arcee cohere cwm ernie4_5 gemma gemma2 gemma3_text glm glm4 granite helium hyperclovax jais2".split(),
+    *"ministral nemotron olmo olmo2 olmo3 phi3 seed_oss smollm3 starcoder2 vaultgemma".split(),
+    "phi3, dropout",
+]
 
 
 def gradients(model: Any, **inputs: Any) -> dict[str, Tensor]:
@@ -64,13 +68,20 @@ CHANGES: dict[str, dict[str, Any]] = {
     "gemma3_text": {"sliding_window": 4},
     "glm": {"attention_bias": True},
     "granite": {"residual_multiplier": 0.3, "attention_multiplier": 0.2},
+    "helium": {"head_dim": 4},
+    "hyperclovax": {"residual_multiplier": 0.3, "use_post_norm": True},
+    "ministral": {"sliding_window": 4},
     "olmo3": {"sliding_window": 4},
     "phi3": {"sliding_window": 4},
     "phi3, dropout": {"resid_pdrop": 0.5},
+    "seed_oss": {"residual_dropout": 0.0},
     "smollm3": {"no_rope_layers": [1, 0]},
+    "starcoder2": {"residual_dropout": 0.0, "sliding_window": 4},
+    "vaultgemma": {"sliding_window": 4, "attn_logit_softcapping": 2.0},
 }
 
 
+@pytest.mark.deep_but(17)
 @pytest.mark.parametrize("kind", OTHERS)
 def test_families_that_differ(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Norms behind attention and MLP, branches side by side, fused projections, multipliers, caps, windows, dropout.
@@ -174,7 +185,7 @@ def test_refusals() -> None:
     with pytest.raises(
         UnsupportedError, match=r"^tile_model: model must be a decoder of a family whose blocks are known"
     ):
-        tile_model(build("olmo"), scope="block")
+        tile_model(build("exaone4"), scope="block")
     for options, text in (
         ({"keep": 0.5}, r"keep must be 0\.0 with scope='block', got 0\.5\."),
         ({"backend": "eager"}, r"backend must be auto with scope='block', got eager\."),

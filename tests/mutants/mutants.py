@@ -446,8 +446,8 @@ MUTANTS = (
     Mutant(
         "a block drops what attention adds to the gradient of its input",
         "tiled_torch/models/block/function.py",
-        "dx[:, start:stop] += _gradients(qkv, given, (x_shard,), leaves, sums)[0]",
-        "_gradients(qkv, given, (x_shard,), leaves, sums)",
+        "dx[:, start:stop] += gradients(qkv, given, (x_shard,), leaves, sums)[0]",
+        "gradients(qkv, given, (x_shard,), leaves, sums)",
         "tests/models/test_torch_block.py -x -k 'test_gradients and qwen2'",
     ),
     Mutant(
@@ -473,7 +473,7 @@ MUTANTS = (
     ),
     Mutant(
         "shards of a block are leaves, which tools that follow a model cannot hook",
-        "tiled_torch/models/block/function.py",
+        "tiled_torch/models/block/parts.py",
         "return x.detach().requires_grad_().view_as(x)",
         "return x.detach().requires_grad_()",
         "tests/models/test_torch_paths.py -k follow_its_blocks",
@@ -495,8 +495,8 @@ MUTANTS = (
     Mutant(
         "a block computes its second part again from the first rows",
         "tiled_torch/models/block/function.py",
-        "x_shard = _entry(x[:, start:stop])\n                    a_rows",
-        "x_shard = _entry(x[:, : stop - start])\n                    a_rows",
+        "x_shard = entry(x[:, start:stop])\n                    a_rows",
+        "x_shard = entry(x[:, : stop - start])\n                    a_rows",
         "tests/models/test_torch_block.py -x -k 'test_gradients and qwen2'",
     ),
     Mutant(
@@ -509,8 +509,8 @@ MUTANTS = (
     Mutant(
         "a block's multiplier is forgotten behind the MLP",
         "tiled_torch/models/block/parts.py",
-        "return self._added(middle, self.called(family.behind_mlp, y), factor)",
-        "return self._added(middle, self.called(family.behind_mlp, y), 1.0)",
+        "        return self.added(middle, self.called(family.behind_mlp, y))\n",
+        "        return middle + self.called(family.behind_mlp, y)\n",
         "tests/models/test_torch_block.py -x -k 'differ and granite'",
     ),
     Mutant(
@@ -1339,5 +1339,33 @@ MUTANTS = (
         'valid_first=len(plan) > 1 and "targets" in there and',
         'valid_first=len(plan) < 1 and "targets" in there and',
         "tests/distillation/test_jax_distillation.py -k as_many_shards",
+    ),
+    Mutant(
+        "a block adds nothing of its experts to the gradient of what they are given",
+        "tiled_torch/models/block/experts.py",
+        "given = dy[:, start:stop], dz[:, start:stop]",
+        "given = dy[:, start:stop], 0 * dz[:, start:stop]",
+        "tests/models/test_torch_block_experts.py -k 'gradients and mixtral'",
+    ),
+    Mutant(
+        "a block computes its experts again where only their gradients are wanted",
+        "tiled_torch/models/block/experts.py",
+        "nullcontext() if read else results_unread()",
+        "nullcontext()",
+        "tests/models/test_torch_block_experts.py -k flop",
+    ),
+    Mutant(
+        "a norm behind the experts reads what was not computed",
+        "tiled_torch/models/block/experts.py",
+        "read = parts.is_read(family.behind_mlp)",
+        "read = False",
+        "tests/models/test_torch_block_experts.py -k 'gradients and flex'",
+    ),
+    Mutant(
+        "a layer whose projections are clipped runs as a block",
+        "tiled_torch/models/block/layer.py",
+        "    for name in family_of_block(layer).without:\n",
+        "    for name in ():\n",
+        "tests/models/test_torch_block_experts.py -k adds_that_is_not_computed",
     ),
 )

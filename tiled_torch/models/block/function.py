@@ -2,13 +2,13 @@
 
 It is its own checkpoint. Backward computes q, k, v again, attention again, one key-value group at a time, then the second
 part (output projection, norm, MLP) by shards, whose down-projection is computed again only where a norm follows it, then
-attention's gradient, then the first part (norm, q, k, v), whose products are not computed a third time.
+attention's gradient, then the first part (norm, q, k, v), whose products are not computed a third time. A mixture of experts
+runs between two such loops, with all tokens at once (`experts.py`).
 What a family does otherwise is in `families.py`, the parts' formulas in `parts.py`, shards split over ranks in `shards.py`.
 Letters: B batch, S sequence, H hidden, D of one head. Shards are runs of the sequence, of every row of the batch.
 """
 
 import sys
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
@@ -20,8 +20,9 @@ from torch import Tensor
 from tiled_torch.core import replay
 from tiled_torch.core.gradients import GradientSum
 from tiled_torch.core.tensors import refuse_second_order
-from tiled_torch.models.block.families import DOWN, OUT, BlockFamily, family_of_block
-from tiled_torch.models.block.parts import BlockParts, HeadGroup
+from tiled_torch.models.block.experts import experts_backward, experts_forward
+from tiled_torch.models.block.families import OUT, BlockFamily, family_of_block, has_experts
+from tiled_torch.models.block.parts import BlockParts, HeadGroup, entry, gradients
 from tiled_torch.models.block.shards import Shards
 
 
@@ -93,7 +94,16 @@ class BlockCall:
     def by_autograd(self, name: str) -> bool:
         """Return whether a parameter takes part as a leaf: of what is called, and a bias that is added to a sum over ranks."""
         owner, _, kind = name.rpartition(".")
-        return owner not in self.plain or (self.shards.split and kind == "bias" and owner in (OUT, DOWN))
+        return owner not in self.plain or (self.shards.split and kind == "bias" and owner in (OUT, self.family.down))
+
+    @property
+    def experts(self) -> bool:
+        """Return whether the MLP is a mixture of experts, which sees all tokens of the layer at once."""
+        return has_experts(self.layer)
+
+    def alone(self, name: str) -> bool:
+        """Return whether a parameter's gradient comes of one call, and is no sum over shards: those of a mixture of experts."""
+        return self.experts and name.startswith("mlp.")
 
 
 def _attribute(attn: Any, name: str) -> Any:
@@ -118,6 +128,8 @@ class Block(torch.autograd.Function):
             call.recorded()
             a, _ = _attended(call, groups, mask)
             y = torch.empty_like(x, memory_format=torch.contiguous_format)
+            if call.experts:
+                return experts_forward(parts, x, a, y)
             for part, (start, stop) in enumerate(call.shards.spans):
                 call.recorded()
                 y[:, start:stop] = parts.behind(x[:, start:stop], call.shards.rows(a, part, 1).flatten(2), part)
@@ -132,10 +144,11 @@ class Block(torch.autograd.Function):
         cut = call.shards
         sums = {
             name: GradientSum(p, None, single=len(cut) <= 1 and not (cut.split and call.by_autograd(name)))
-            if needs[name]
+            if needs[name] and not call.alone(name)
             else None
             for name, p in zip(call.names, params, strict=True)
         }
+        alone: dict[str, Tensor | None] = {}
         parts = BlockParts(call, (cos, sin), params, sums)
         # What sums take from autograd: leaves of their own.
         leaves = {
@@ -152,13 +165,15 @@ class Block(torch.autograd.Function):
             with torch.enable_grad(), call.again(len(shards)):
                 a, edges = _attended(call, [*groups], mask)
             dx = torch.empty_like(x, memory_format=torch.contiguous_format)
-            for part, (start, stop) in shards:
+            if call.experts:
+                alone = experts_backward(parts, x, a, dx, dy, leaves)
+            for part, (start, stop) in () if call.experts else shards:
                 with torch.enable_grad(), call.again(len(shards) + 1 + part):
-                    x_shard = _entry(x[:, start:stop])
+                    x_shard = entry(x[:, start:stop])
                     a_rows = cut.rows(a, part, 1)
-                    a_shard = _entry(a_rows.flatten(2))
+                    a_shard = entry(a_rows.flatten(2))
                     y = parts.behind(x_shard, a_shard, part, needed=False)
-                dx[:, start:stop], of_a = _gradients(y, dy[:, start:stop], (x_shard, a_shard), leaves, sums)
+                dx[:, start:stop], of_a = gradients(y, dy[:, start:stop], (x_shard, a_shard), leaves, sums)
                 cut.put(a, of_a.view(a_rows.shape), part, 1)  # nobody reads these rows any more
                 del y, x_shard, a_rows, a_shard, of_a
             if call.offloaded:
@@ -169,18 +184,14 @@ class Block(torch.autograd.Function):
                 x = ctx.saved_tensors[0]
             for part, (start, stop) in shards:
                 with torch.enable_grad(), call.again(part):
-                    x_shard = _entry(x[:, start:stop])
+                    x_shard = entry(x[:, start:stop])
                     qkv = parts.before(x_shard, part, needed=False)
                 given = [torch.cat([cut.rows(g[place], part, 2) for g in dqkv], 1) for place in range(3)]
-                dx[:, start:stop] += _gradients(qkv, given, (x_shard,), leaves, sums)[0]
+                dx[:, start:stop] += gradients(qkv, given, (x_shard,), leaves, sums)[0]
                 del qkv, x_shard, given
             cut.complete((name, total) for name, total in sums.items() if total is not None and call.by_autograd(name))
-        return None, dx, None, None, None, *(None if total is None else total.result() for total in sums.values())
-
-
-def _entry(x: Tensor) -> Tensor:
-    """Return x as something whose gradient can be asked for, and no leaf: hooks of all modules cannot follow those."""
-    return x.detach().requires_grad_().view_as(x)
+        found = {name: alone.get(name) if total is None else total.result() for name, total in sums.items()}
+        return None, dx, None, None, None, *found.values()
 
 
 def _attended(call: BlockCall, groups: list[HeadGroup], mask: Tensor | None) -> tuple[Tensor, list[Any]]:
@@ -212,12 +223,3 @@ def _attention_gradients(groups: list[HeadGroup], edges: list[Any], da: Tensor) 
         heads += count
         del group
     return found  # type: ignore[return-value]
-
-
-def _gradients(y: Any, dy: Any, inputs: Sequence[Tensor], leaves: dict[str, Tensor], sums: Any) -> Sequence[Tensor]:
-    """Return the gradients of the inputs; those of the norms' weights that took part are added to their sums."""
-    found = torch.autograd.grad(y, (*inputs, *leaves.values()), dy, allow_unused=True)
-    for name, gradient in zip(leaves, found[len(inputs) :], strict=True):
-        if gradient is not None:
-            sums[name].add_rows(gradient[None])
-    return found[: len(inputs)]

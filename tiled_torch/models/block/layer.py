@@ -22,7 +22,7 @@ from tiled_torch.core.autocast import autocast_dtype
 from tiled_torch.core.gradients import main_grad_of
 from tiled_torch.core.operands import PLAIN_TENSORS
 from tiled_torch.core.tensors import device_kind, is_dtensor
-from tiled_torch.models.block.families import BLOCK_FAMILIES, family_of_block
+from tiled_torch.models.block.families import BLOCK_FAMILIES, family_of_block, has_experts, linears_of
 from tiled_torch.models.block.function import Block, BlockCall
 from tiled_torch.models.block.offload import input_on_host
 from tiled_torch.models.block.parts import Unhooked
@@ -53,7 +53,12 @@ def reason_not_block(layer: Any) -> str | None:
     if _anybody_hooks_all_modules():
         return "there are hooks of all modules"
     ranks: BlockRanks | None = layer._block_ranks
-    linears, known = family_of_block(layer).linears, frozenset() if ranks is None else ranks.hooks
+    linears, known = linears_of(layer), frozenset() if ranks is None else ranks.hooks
+    if ranks is not None and has_experts(layer):
+        return "its weights are split, and its MLP is a mixture of experts"
+    for name in family_of_block(layer).without:
+        if any(getattr(part, name, None) for part in (layer.self_attn, layer.self_attn.config, layer.mlp)):
+            return f"{name} is not 0"
     for name, module in layer.named_modules():
         reason = reason_called(name, module, known=known) if name else None
         if reason is not None:
@@ -91,7 +96,7 @@ def _anybody_hooks_all_modules() -> bool:
 
 def plain_linears(layer: nn.Module) -> frozenset[str]:
     """Return the projections of which only weight and bias are used; adapters and what else is no nn.Linear are called."""
-    return frozenset(name for name in family_of_block(layer).linears if type(layer.get_submodule(name)) is nn.Linear)
+    return frozenset(name for name in linears_of(layer) if type(layer.get_submodule(name)) is nn.Linear)
 
 
 def _reason_of_call(layer: Any, x: Any, embeddings: Any, cache_given: bool, options: dict[str, Any]) -> str | None:
@@ -154,7 +159,7 @@ def _forward(layer: Any, hidden_states: Any, *args: Any, between: bool = False, 
         shards = _agreed(layer, x, ranks)
         x, named = x.to_local(), {name: p.to_local() if is_dtensor(p) else p for name, p in named.items()}
         embeddings = [table.expand(x.shape[0], -1, -1) for table in embeddings]
-    draws = len(plain) < len(family_of_block(layer).linears) or (layer.training and _drops(layer))
+    draws = len(plain) < len(linears_of(layer)) or (layer.training and _drops(layer))
     call = BlockCall(
         layer=layer,
         names=tuple(named),

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 
 from tiled_torch.core.gradients import GradientSum
-from tiled_torch.models.block.families import DOWN, OUT
+from tiled_torch.models.block.families import OUT
 
 HeadGroup = tuple[Tensor, Tensor, Tensor]  # q [B, heads of a group, S, D], k and v [B, 1, S, D]
 
@@ -130,23 +130,35 @@ class BlockParts:
 
     def behind(self, x: Tensor, a: Tensor, shard: int, needed: bool = True) -> Tensor:
         """y of a shard. a: [B, t, heads * D]. needed False: without the down-projection's value, unless a norm wants it."""
-        layer, family = self.call.layer, self.family
-        factor = 1.0 if family.multiplier is None else getattr(layer, family.multiplier)
-        middle = self._added(x, self.called(family.behind_attention, self.summed(OUT, a, shard)), factor)
+        family = self.family
+        middle = self.middle(x, a, shard)
         z = self.called(family.before, x) if family.parallel else self.called(family.between, middle)
-        z, act = self._entered(z, shard), getattr(layer.mlp, family.activation)
-        if len(family.up) == 1:
-            gate, up = self.product(family.up[0], z).chunk(2, -1)
-        else:
+        z, act = self._entered(z, shard), getattr(self.call.layer.mlp, family.activation)
+        if len(family.up) == 2:
             gate, up = (self.product(name, z) for name in family.up)
-        needed = needed or (
-            family.behind_mlp is not None and type(layer.get_submodule(family.behind_mlp)) is not nn.Dropout
-        )
-        y = self.summed(DOWN, act(gate) * up, shard, needed)
-        return self._added(middle, self.called(family.behind_mlp, y), factor)
+            h = act(gate) * up
+        elif family.gated:
+            gate, up = self.product(family.up[0], z).chunk(2, -1)
+            h = act(gate) * up
+        else:
+            h = act(self.product(family.up[0], z))
+        y = self.summed(family.down, h, shard, needed or self.is_read(family.behind_mlp))
+        return self.added(middle, self.called(family.behind_mlp, y))
 
-    @staticmethod
-    def _added(x: Tensor, branch: Tensor, factor: float) -> Tensor:
+    def middle(self, x: Tensor, a: Tensor, shard: int, needed: bool = True) -> Tensor:
+        """Return x and attention's branch of a shard. needed False: without the branch's value, unless a norm wants it."""
+        behind = self.family.behind_attention
+        return self.added(x, self.called(behind, self.summed(OUT, a, shard, needed or self.is_read(behind))))
+
+    def is_read(self, behind: str | None) -> bool:
+        """Return whether a module behind a branch wants its value for its own gradient."""
+        kinds = (nn.Dropout, nn.Identity)
+        return behind is not None and type(self.call.layer.get_submodule(behind)) not in kinds
+
+    def added(self, x: Tensor, branch: Tensor) -> Tensor:
+        """Return x and a branch, times the layer's multiplier."""
+        multiplier = self.family.multiplier
+        factor = 1.0 if multiplier is None else getattr(self.call.layer, multiplier)
         return x + branch if factor == 1.0 else x + branch * factor
 
     def projections(self, x: Tensor, *, again: bool = False) -> list[HeadGroup]:
@@ -170,3 +182,17 @@ class BlockParts:
 
 def _whole(part: Tensor, batch: int, length: int) -> Tensor:
     return part.new_empty((batch, part.shape[1], length, part.shape[3]))
+
+
+def entry(x: Tensor) -> Tensor:
+    """Return x as something whose gradient can be asked for, and no leaf: hooks of all modules cannot follow those."""
+    return x.detach().requires_grad_().view_as(x)
+
+
+def gradients(y: Any, dy: Any, inputs: Sequence[Tensor], leaves: dict[str, Tensor], sums: Any) -> Sequence[Tensor]:
+    """Return the gradients of the inputs; those of the norms' weights that took part are added to their sums."""
+    found = torch.autograd.grad(y, (*inputs, *leaves.values()), dy, allow_unused=True)
+    for name, gradient in zip(leaves, found[len(inputs) :], strict=True):
+        if gradient is not None:
+            sums[name].add_rows(gradient[None])
+    return found[: len(inputs)]

@@ -4,6 +4,9 @@
 So the replay of non-reentrant checkpointing stops before the experts' products, where nothing after them saves a tensor.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -14,6 +17,17 @@ from tiled_torch.core.tensors import refuse_second_order
 from tiled_torch.models.experts.loops import ExpertsCall, ExpertWeights
 
 _UNTILED = "; differentiate the untiled experts."
+_UNREAD = ContextVar("unread", default=False)
+
+
+@contextmanager
+def results_unread() -> Iterator[None]:
+    """Compute no results inside, where only their gradients are wanted: they are zeros, which nobody may read."""
+    token = _UNREAD.set(True)
+    try:
+        yield
+    finally:
+        _UNREAD.reset(token)
 
 
 def run(x: Tensor, index: Tensor, weights: Tensor, operands: ExpertWeights, call: ExpertsCall) -> Tensor:
@@ -21,7 +35,9 @@ def run(x: Tensor, index: Tensor, weights: Tensor, operands: ExpertWeights, call
     needed = (x, weights, *operands)
     if not (torch.is_grad_enabled() and any(a is not None and a.requires_grad for a in needed)):
         return call.forward(x, index, weights, operands)
-    anchor = SaveExperts.apply(x, weights, index, *operands, call)
+    anchor: Tensor = SaveExperts.apply(x, weights, index, *operands, call)
+    if _UNREAD.get():
+        return anchor
     return RunExperts.apply(
         anchor, x.detach(), weights.detach(), index, *(a if a is None else a.detach() for a in operands), call
     )

@@ -1,0 +1,86 @@
+"""What stands behind attention in a decoder layer whose MLP is a mixture of experts.
+
+Its router and experts see all tokens of the layer at once, as in the model, and go through them a shard at a time by themselves
+where `tile_model` has tiled them; the output projection, the norm and the sums run by the shards of the layer.
+Letters as in `function.py`.
+"""
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tiled_torch.models.block.parts import BlockParts, entry, gradients
+from tiled_torch.models.experts.function import results_unread
+
+
+def experts_forward(parts: BlockParts, x: Tensor, a: Tensor, y: Tensor) -> Tensor:
+    """Return y of the layer, written over `y` [B, S, H]. a: attention's result, [B, S, heads, D]."""
+    call, family = parts.call, parts.family
+    z = torch.empty_like(y)
+    for part, (start, stop) in enumerate(call.shards.spans):
+        call.recorded()
+        y[:, start:stop] = parts.middle(x[:, start:stop], call.shards.rows(a, part, 1).flatten(2), part)
+        z[:, start:stop] = parts.called(family.between, y[:, start:stop])
+    call.recorded()
+    branch = parts.called("mlp", z)
+    del z
+    for start, stop in call.shards.spans:
+        rows = y[:, start:stop]
+        rows.copy_(parts.added(rows, parts.called(family.behind_mlp, branch[:, start:stop])))
+    return y
+
+
+def experts_backward(
+    parts: BlockParts, x: Tensor, a: Tensor, dx: Tensor, dy: Tensor, leaves: Mapping[str, Tensor]
+) -> dict[str, Tensor | None]:
+    """Return the gradients of the experts' parameters; those of x so far go to dx, of a to a, of others to their sums.
+
+    Until its own rows are written dx holds what the experts are given.
+    """
+    call, family, sums = parts.call, parts.family, parts.sums
+    shards = list(enumerate(call.shards.spans))
+    last = 2 * len(shards) + 1
+    own = {name: leaf for name, leaf in leaves.items() if call.alone(name)}
+    others = {name: leaf for name, leaf in leaves.items() if name not in own}
+    for part, (start, stop) in shards:
+        with torch.no_grad(), call.again(len(shards) + 1 + part):
+            rows = parts.middle(x[:, start:stop].detach(), call.shards.rows(a, part, 1).flatten(2), part)
+            dx[:, start:stop] = parts.called(family.between, rows)
+        del rows
+    # The families' mixtures reshape what experts make and add to it: no gradient depends on it but a norm's behind them.
+    read = parts.is_read(family.behind_mlp)
+    with torch.enable_grad(), call.again(last), nullcontext() if read else results_unread():
+        z_whole = entry(dx)
+        branch = parts.called("mlp", z_whole)
+    of_branch = _of_branch(parts, branch.detach(), dy, others)
+    dz, *found = torch.autograd.grad(branch, (z_whole, *own.values()), of_branch, allow_unused=True)
+    del branch, z_whole, of_branch
+    for part, (start, stop) in shards:
+        with torch.enable_grad(), call.again(len(shards) + 1 + part):
+            x_shard = entry(x[:, start:stop])
+            a_rows = call.shards.rows(a, part, 1)
+            a_shard = entry(a_rows.flatten(2))
+            middle = parts.middle(x_shard, a_shard, part)
+            results = [middle, parts.called(family.between, middle)]
+        given = dy[:, start:stop], dz[:, start:stop]
+        dx[:, start:stop], of_a = gradients(results, given, (x_shard, a_shard), others, sums)
+        call.shards.put(a, of_a.view(a_rows.shape), part, 1)  # nobody reads these rows any more
+        del x_shard, a_rows, a_shard, middle, results, of_a
+    return dict(zip(own, found, strict=True))
+
+
+def _of_branch(parts: BlockParts, branch: Tensor, dy: Tensor, others: dict[str, Tensor]) -> Tensor:
+    """Return the gradient of the MLP's result: what y's becomes behind a norm and a multiplier."""
+    family = parts.family
+    if family.behind_mlp is None and family.multiplier is None:
+        return dy
+    out: Any = torch.empty_like(branch)
+    for start, stop in parts.call.shards.spans:
+        with torch.enable_grad():
+            rows = entry(branch[:, start:stop])
+            y = parts.added(torch.zeros_like(rows), parts.called(family.behind_mlp, rows))
+        out[:, start:stop] = gradients(y, dy[:, start:stop], (rows,), others, parts.sums)[0]
+    return out
