@@ -60,10 +60,12 @@ class Tiling:
 
 LossReduction = Literal["mean", "sum", "none"]
 LOSS_REDUCTIONS: tuple[str, ...] = get_args(LossReduction)
-LossOutput = Literal["log_probs", "lse", "entropy", "accuracy"]
+LossOutput = Literal["log_probs", "lse", "entropy", "accuracy", "prediction", "top_logprobs"]
 LOSS_OUTPUTS: tuple[str, ...] = get_args(LossOutput)
 # Outputs with gradients of their own per token: the gradients cannot be computed before they are known.
 DIFFERENTIABLE_OUTPUTS = ("log_probs", "lse", "entropy")
+# What a row has whatever its target is: where one of these is asked for, ignored rows are multiplied too.
+EVERY_ROW_OUTPUTS = ("lse", "entropy", "prediction", "top_logprobs")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,9 +84,16 @@ class LossOptions:
             accumulation, data parallel); None counts (sums the class weights of) the valid targets. An array that holds 0
             gives an infinite loss, or 0 where no target is valid.
         outputs: any of "log_probs" (of the targets, 0 where ignored), "lse", "entropy" (of every token's distribution,
-            whatever its target), each [*tokens] and with gradients, and "accuracy" (reduced as the loss is, unweighted;
-            no gradient). With any the result is a `LossResult`. The first three make backward compute the logits again:
-            8 THV FLOP instead of 6.
+            whatever its target), each [*tokens] and with gradients, and, without gradients, "accuracy" (reduced as the loss
+            is, unweighted), "prediction" and "top_logprobs" (of every token, whatever its target). With any the result is a
+            `LossResult`. The first three make backward compute the logits again: 8 THV FLOP instead of 6.
+        top_k: how many entries of the vocabulary "top_logprobs" has of each token, 1 <= top_k <= V; None without it.
+
+    A prediction is the entry with the largest logit, of equal ones the first, as argmax has it. Top log-probabilities are a
+    `TopLogprobs`, largest first, of equal ones the first entry first; where more of them are equal than there are places left,
+    tiled_jax takes the first entries and tiled_torch those that torch.topk takes. Logits are compared as they are stored, in
+    the dtype of x, before logit_scale and logit_softcap could make different ones equal; of a negative logit_scale the smallest
+    is the largest.
     """
 
     ignore_index: int = -100
@@ -96,6 +105,7 @@ class LossOptions:
     class_weight: Any = None
     num_valid: Any = None
     outputs: tuple[LossOutput, ...] = ()
+    top_k: int | None = None
 
     @property
     def gradients_in_forward(self) -> bool:
@@ -111,14 +121,30 @@ class LossOptions:
         return self.gradients_in_forward and not (dtype == "float16" and self.z_loss)
 
 
+class TopLogprobs(NamedTuple):
+    """The likeliest entries of the vocabulary of every token, largest first: of each its log-probability and which it is.
+
+    values: [*tokens, top_k], natural logarithms, float32 (float64 for float64). indices: [*tokens, top_k], int64 in
+    tiled_torch, int32 in tiled_jax.
+    """
+
+    values: Any
+    indices: Any
+
+
 class LossResult(NamedTuple):
-    """The results of a loss for which `LossOptions.outputs` names some; the others are None."""
+    """The results of a loss for which `LossOptions.outputs` names some; the others are None.
+
+    prediction: [*tokens], int64 in tiled_torch, int32 in tiled_jax. top_logprobs: a `TopLogprobs`.
+    """
 
     loss: Any
     log_probs: Any = None
     lse: Any = None
     entropy: Any = None
     accuracy: Any = None
+    prediction: Any = None
+    top_logprobs: Any = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -483,7 +483,7 @@ class VerifyOptions:
         positional=True,
         metavar="MODULE:NAME",
         help="a module of your own, such as package.module:factory: a class, a function that returns one (called without "
-        "arguments, or with --hidden where it takes one), or the module itself",
+        "arguments, or with --hidden where it takes one), or the module itself; one that takes input_ids is a language model",
     )
     model: str | None = option(
         None,
@@ -491,7 +491,7 @@ class VerifyOptions:
         help="instead of it a language model: a folder, a GGUF file or a name in the local hub cache",
     )
     tokens: int = option(512, help="tokens of the input, in one sequence")
-    hidden: int | None = option(None, help="hidden size of the input, for a module")
+    hidden: int | None = option(None, help="hidden size of the input, for a module that takes hidden states")
     num_shards: int = option(4, help="shards of the tokens")
     scope: Literal["mlp", "block"] = option("mlp", help="what of a model runs a shard at a time; see finetune")
     seed: int = option(0, help="of the input, and of parameters that the factory draws")
@@ -512,12 +512,10 @@ class VerifyOptions:
                 raise InputError(f"verify: {flag(name)} must be between 1 and {_MOST}, got {value}.")
         if self.model is not None and self.tokens < 2:
             raise InputError(f"verify: --tokens must be >= 2 with --model, got {self.tokens}.")
-        if (self.hidden is None) == (self.model is None):
+        if self.hidden is not None and self.model is not None:
             raise InputError("verify: --hidden must be given with a module, and left out with --model.")
         if self.seed < 0:
             raise InputError(f"verify: --seed must be >= 0, got {self.seed}.")
-        if self.scope == "block" and self.model is None:
-            raise InputError("verify: --scope block needs --model: its layers are what runs a shard at a time.")
         for name, known in (("scope", ("mlp", "block")), ("device", ("auto", "cpu", "gpu"))):
             if getattr(self, name) not in known:
                 raise InputError(f"verify: --{name} must be one of {', '.join(known)}, got {getattr(self, name)}.")

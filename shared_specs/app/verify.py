@@ -6,7 +6,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,6 +22,7 @@ from shared_specs.tolerances import DISTRIBUTED_FLOAT64, MODEL_FLOAT32, limit
 
 # A gradient that is shorter than this part of all together is rounding, as that of a bias in front of a softmax is.
 _NOTHING = 1e-6
+_DRAWS = "It draws random numbers, as dropout does; which ones a token gets depends on how tokens are cut."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +30,9 @@ class Computed:
     """One forward and backward.
 
     Attributes:
-        results: the output or the loss, and the gradient of the input ("dx") and of each parameter ("d" + its name).
-        hooks: parameter -> how often a hook on its gradient fired; None where the framework has none.
+        results: what came out, as `named_results` names it, or the loss, and the gradient of the input ("dx") and of each
+            parameter ("d" + its name).
+        hooks: parameter -> how often a hook on its gradient fired and there was one; None where the framework has none.
     """
 
     results: Mapping[str, Array]
@@ -45,10 +47,11 @@ class Subject(Protocol):
     """
 
     dtypes: tuple[str, ...]  # in which it is computed: the first one, untiled, is the truth of all
+    modes: tuple[str, ...]  # "evaluation", and "training" where that may be another function
     name: str
 
-    def compute(self, dtype: str, tiled: bool) -> Computed:
-        """Compute the same input, forward and backward."""
+    def compute(self, dtype: str, tiled: bool, mode: str = "evaluation", draw: int = 0) -> Computed:
+        """Compute the same input, forward and backward. draw: numbers that the module draws are the same for the same one."""
         ...
 
     def paths(self) -> Mapping[str, str]:
@@ -62,7 +65,7 @@ class Subject(Protocol):
 
 @dataclass(kw_only=True)
 class Comparison:
-    """Everything that `verify` prints. `errors`: dtype and result -> relative error and its limit."""
+    """Everything that `verify` prints. `errors`: mode, dtype and result -> relative error and its limit."""
 
     name: str
     paths: dict[str, str]
@@ -71,6 +74,7 @@ class Comparison:
     plain_bytes: int
     tiled_bytes: int
     wrong: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
 
 def verify(
@@ -93,34 +97,85 @@ def verify(
 
 def compared(subject: Subject) -> Comparison:
     """Return everything that is told of a subject."""
+    found = _compared_in(subject, "evaluation")
+    for mode in subject.modes[1:]:
+        other = _compared_in(subject, mode)
+        found.errors += other.errors
+        found.wrong += [f"{wrong}, {mode}" for wrong in other.wrong]
+        found.notes += other.notes
+    found.plain_bytes, found.tiled_bytes = subject.peak_bytes(tiled=False), subject.peak_bytes(tiled=True)
+    return found
+
+
+def _compared_in(subject: Subject, mode: str) -> Comparison:
+    """Return what is told of a subject in one mode, but for its bytes."""
     first, *_ = subject.dtypes
     try:
-        truth = subject.compute(first, tiled=False)
+        truth = subject.compute(first, False, mode)
     except Exception as error:
         if isinstance(error, USER_ERRORS):
             raise
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise InputError(f"verify: {subject.name} fails by itself, untiled ({reason}).") from error
+        where = ", untiled" if mode == "evaluation" else f", untiled, in {mode}"
+        raise InputError(f"verify: {subject.name} fails by itself{where} ({reason}).") from error
     errors, wrong, hooks = [], [], None
     for dtype in subject.dtypes:
-        plain = truth if dtype == first else subject.compute(dtype, tiled=False)
-        tiled = subject.compute(dtype, tiled=True)
-        rows = _errors(dtype, truth.results, plain.results, tiled.results, alone=len(subject.dtypes) == 1)
-        errors += rows
+        plain = truth if dtype == first else subject.compute(dtype, False, mode)
+        tiled = subject.compute(dtype, True, mode)
+        # In training the numbers that are drawn may be others in another dtype.
+        of, alone = (truth, len(subject.dtypes) == 1) if mode == "evaluation" else (plain, dtype == "float32")
+        rows = _errors(dtype, of.results, plain.results, tiled.results, alone=alone)
+        errors += [{"mode": mode} | row for row in rows]
         wrong += [f"{row['result']} in {dtype}" for row in rows if not row["right"]]
         hooks = None if tiled.hooks is None else dict(tiled.hooks)
         if hooks is not None and hooks != dict(plain.hooks or {}):
             more = [name for name, count in hooks.items() if count != (plain.hooks or {}).get(name)]
             wrong.append(f"the hook of {more[0] if more else 'a parameter'} in {dtype}")
+    notes: list[str] = []
+    if wrong and mode != "evaluation" and _draws(truth, subject.compute(first, False, mode, 1)):
+        errors, wrong, notes = [], [], [f"{mode}: not comparable. {_DRAWS}"]
     return Comparison(
         name=subject.name,
         paths=dict(subject.paths()),
         errors=errors,
         hooks=hooks,
-        plain_bytes=subject.peak_bytes(tiled=False),
-        tiled_bytes=subject.peak_bytes(tiled=True),
+        plain_bytes=0,
+        tiled_bytes=0,
         wrong=wrong,
+        notes=notes,
     )
+
+
+def _draws(one: Computed, other: Computed) -> bool:
+    """Return whether two computations, which drew other numbers, have other results."""
+    pairs = ((array, other.results.get(name)) for name, array in one.results.items())
+    return any(b is None or not np.array_equal(a, b, equal_nan=True) for a, b in pairs)
+
+
+def named_results(value: Any, is_result: Callable[[Any], bool], name: str = "y") -> dict[str, Any]:
+    """Return everything that is one among what a module returns, by its name: y, y[1], y.logits."""
+    if is_result(value):
+        return {name: value}
+    if hasattr(value, "_asdict"):
+        value = value._asdict()
+    elif is_dataclass(value) and not isinstance(value, Mapping | type):
+        value = {part.name: getattr(value, part.name) for part in fields(value)}
+    parts: list[tuple[str, Any]] = []
+    if isinstance(value, Mapping):
+        parts = [(f"{name}.{key}", part) for key, part in value.items()]
+    elif isinstance(value, tuple | list):
+        parts = [(f"{name}[{number}]", part) for number, part in enumerate(value)]
+    return {place: found for where, part in parts for place, found in named_results(part, is_result, where).items()}
+
+
+def check_subject(options: VerifyOptions, takes_tokens: bool) -> None:
+    """Raise InputError for options that do not go with what was loaded: a language model, or a module of hidden states."""
+    if not takes_tokens and options.hidden is None:
+        raise InputError("verify: --hidden must be given with a module that takes no input_ids.")
+    if takes_tokens and options.tokens < 2:
+        raise InputError(f"verify: --tokens must be >= 2 with a language model, got {options.tokens}.")
+    if options.scope == "block" and not takes_tokens:
+        raise InputError("verify: --scope block needs a language model: its layers are what runs a shard at a time.")
 
 
 def _errors(
@@ -178,7 +233,7 @@ def named_object(target: str) -> Any:
     return found
 
 
-def made(target: str, found: Any, hidden: int, **known: Any) -> Any:
+def made(target: str, found: Any, hidden: int | None, **known: Any) -> Any:
     """Return what a class or a function returns, called without arguments or with those that it needs.
 
     Args:
@@ -198,6 +253,8 @@ def made(target: str, found: Any, hidden: int, **known: Any) -> Any:
             f"verify: {target} must need no argument, or the hidden size alone, got one that needs {', '.join(rest)}. "
             "Write a function that gives them."
         )
+    if rest and hidden is None:
+        raise InputError(f"verify: --hidden must be given: {target} needs {rest[0]}.")
     try:
         return found(*[hidden] * len(rest), **given)
     except Exception as error:
@@ -217,6 +274,7 @@ def _print(half: str, options: VerifyOptions, found: Comparison, console: Consol
     for path, names in by_path.items():
         say(f"path {path}: {names[0] if len(names) == 1 else f'{len(names)} parts, {names[0]} to {names[-1]}'}")
     table = Table(
+        Column("mode"),
         Column("dtype"),
         Column("result", overflow="fold"),
         Column("error", justify="right"),
@@ -225,7 +283,9 @@ def _print(half: str, options: VerifyOptions, found: Comparison, console: Consol
     )
     for row in _shown(found.errors):
         error = row["error"] if isinstance(row["error"], str) else f"{row['error']:.1e}"
-        table.add_row(row["dtype"], row["result"], error + " wrong" * (not row["right"]), f"{row['limit']:.1e}")
+        table.add_row(
+            row["mode"], row["dtype"], row["result"], error + " wrong" * (not row["right"]), f"{row['limit']:.1e}"
+        )
     console.print(table)
     if found.hooks is not None:
         counts = sorted(set(found.hooks.values()))
@@ -233,6 +293,8 @@ def _print(half: str, options: VerifyOptions, found: Comparison, console: Consol
             f"hooks on gradients: of {len(found.hooks)} parameters each fired {' or '.join(map(str, counts)) or 'no'} time"
         )
     say(f"peak in float32: {_size(found.plain_bytes)} untiled, {_size(found.tiled_bytes)} tiled")
+    for note in found.notes:
+        say(note)
     if not found.wrong:
         say("right: the same values and gradients")
         return
@@ -246,10 +308,14 @@ def _size(count: int) -> str:
 
 
 def _shown(errors: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows of results, and of gradients of parameters those that are wrong, else the nearest to its limit."""
-    rows = [row for row in errors if row["result"][0] != "d" or row["result"] == "dx"]
-    for dtype in dict.fromkeys(row["dtype"] for row in errors):
-        gradients = [row for row in errors if row["dtype"] == dtype and row not in rows]
-        wrong = [row for row in gradients if not row["right"]]
-        rows += wrong or sorted(gradients, key=lambda row: row["error"] / row["limit"])[-1:]
-    return sorted(rows, key=lambda row: errors[0]["dtype"] != row["dtype"])
+    """Return the rows of results, and of gradients of parameters those that are wrong, else the nearest to its limit; of any
+    mode but the first one of results, too.
+    """
+    order = list(dict.fromkeys((row["mode"], row["dtype"]) for row in errors))
+    first = order[0][0]
+    rows = [row for row in errors if row["mode"] == first and (row["result"][0] != "d" or row["result"] == "dx")]
+    for mode, dtype in order:
+        others = [row for row in errors if (row["mode"], row["dtype"]) == (mode, dtype) and row not in rows]
+        wrong = [row for row in others if not row["right"]]
+        rows += wrong or sorted(others, key=lambda row: row["error"] / row["limit"])[-1:]
+    return sorted(rows, key=lambda row: order.index((row["mode"], row["dtype"])))

@@ -233,7 +233,34 @@ BAD_LOSS_CASES: tuple[BadCase, ...] = (
     BadCase(
         id="outputs-unknown",
         arguments={"loss": LossOptions(outputs=("logits",))},  # type: ignore[arg-type]
-        message=f"{_LOSS}: loss.outputs must be among log_probs, lse, entropy, accuracy, got 'logits'.",
+        message=f"{_LOSS}: loss.outputs must be among log_probs, lse, entropy, accuracy, prediction, top_logprobs, "
+        "got 'logits'.",
+    ),
+    BadCase(
+        id="top_k-zero",
+        arguments={"loss": LossOptions(outputs=("top_logprobs",), top_k=0)},
+        message=f"{_LOSS}: loss.top_k must be >= 1, got 0.",
+    ),
+    BadCase(
+        id="top_k-kind",
+        arguments={"loss": LossOptions(outputs=("top_logprobs",), top_k=2.0)},  # type: ignore[arg-type]
+        error=TypeError,
+        message=f"{_LOSS}: loss.top_k must be an integer or None, got float.",
+    ),
+    BadCase(
+        id="top_k-above-vocabulary",
+        arguments={"loss": LossOptions(outputs=("top_logprobs",), top_k=13)},
+        message=f"{_LOSS}: loss.top_k must be <= 12, the entries of the vocabulary, got 13.",
+    ),
+    BadCase(
+        id="top_k-missing",
+        arguments={"loss": LossOptions(outputs=("top_logprobs",))},
+        message=f'{_LOSS}: loss.top_k must be a number beside "top_logprobs" in loss.outputs, and None without it, got None.',
+    ),
+    BadCase(
+        id="top_k-alone",
+        arguments={"loss": LossOptions(outputs=("prediction",), top_k=2)},
+        message=f'{_LOSS}: loss.top_k must be a number beside "top_logprobs" in loss.outputs, and None without it, got 2.',
     ),
     BadCase(
         id="num_valid-with-sum",

@@ -47,6 +47,10 @@ def check_loss_options(function: str, loss: object, argument: str = "loss") -> N
     for name in loss.outputs:
         if not is_one_of(name, LOSS_OUTPUTS):
             fail(function, f"{argument}.outputs", "among " + ", ".join(LOSS_OUTPUTS), repr(name))
+    checks.check_count(function, f"{argument}.top_k", loss.top_k)
+    if (loss.top_k is None) == ("top_logprobs" in loss.outputs):
+        rule = f'a number beside "top_logprobs" in {argument}.outputs, and None without it'
+        fail(function, f"{argument}.top_k", rule, loss.top_k)
     if loss.num_valid is not None and loss.reduction != "mean":
         fail(function, f"{argument}.num_valid", f'left out unless {argument}.reduction is "mean"', loss.num_valid)
     if isinstance(loss.num_valid, bool):
@@ -77,11 +81,12 @@ def check_linear_cross_entropy(
     names: HalfNames,
     token_weight: Operand | None = None,
     vocab: int | None = None,
+    top_k: int | None = None,
     master_weights: bool = False,
 ) -> None:
     """Check the shapes, dtypes and devices of one call: x [..., H], the weight of V entries, targets [...].
 
-    `vocab`: V where `weight` is only a partition of the vocabulary.
+    `vocab`: V where `weight` is only a partition of the vocabulary. `top_k`: how many entries are asked for of each token.
 
     Raises:
         SpecError: one of them disagrees with the others.
@@ -106,6 +111,8 @@ def check_linear_cross_entropy(
     entries = rows if vocab is None else vocab
     if class_weight is not None and class_weight.shape != (entries,):
         fail(function, "loss.class_weight", show_shape((entries,)), show_shape(class_weight.shape))
+    if top_k is not None and top_k > entries:
+        fail(function, "loss.top_k", f"<= {entries}, the entries of the vocabulary", top_k)
     if num_valid is not None and num_valid.shape != ():
         fail(function, "loss.num_valid", "a number or a 0-d array", show_shape(num_valid.shape))
     if token_weight is not None:

@@ -34,6 +34,8 @@ def linear_cross_entropy(
 ) -> dict[str, Array]:
     """Return the loss, the outputs asked for and the gradients of `sum(result * upstream)`: dx, dweight, dbias.
 
+    Of "top_logprobs" the values [T, k], and beside them "top_indices" [T, k].
+
     Args:
         x: [T, H]. weight: [H, V]. targets: [T] integers. bias: [V].
         upstream: "loss" ([] or, with reduction none, [T]) and any of log_probs, lse, entropy ([T]).
@@ -72,7 +74,11 @@ def linear_cross_entropy(
         denominator = one * given if given is not None else target_weight.sum() if tokens else one * 0
         count = one * given if given is not None else counted.sum()
     out["accuracy"] = _reduce(right.astype(x.dtype), options.reduction, count)
+    ranked = np.argsort(-stored if options.logit_scale >= 0 else stored, axis=-1, kind="stable")
+    best = ranked[:, : options.top_k or 1]
+    out |= {"prediction": best[:, 0], "top_logprobs": np.take_along_axis(log_p, best, axis=-1)}
     out = {"loss": _reduce(loss, options.reduction, denominator)} | {name: out[name] for name in options.outputs}
+    out |= {"top_indices": best} if options.top_k else {}
 
     # Backward: d(sum of upstream * result) / dz, divided by `scale` so that rounding it does not underflow.
     g_loss = np.broadcast_to(np.asarray(upstream["loss"], x.dtype), (tokens,)) * counted

@@ -82,6 +82,59 @@ def test_a_wrong_formula_is_told(monkeypatch, capsys):
     assert "y in float32" in shown
 
 
+@pytest.mark.parametrize("half", HALVES)
+def test_every_result_is_compared(half, capsys):
+    assert run(half, f"{HERE}:{half.title()}Second", "--hidden", 8, "--tokens", 30, "--json", "--device", "cpu") == 1
+    found = json.loads(capsys.readouterr().out)
+    evaluated = [row for row in found["errors"] if row["mode"] == "evaluation"]
+    assert {row["result"] for row in evaluated if row["result"][0] == "y"} == {"y.first", "y.more[0]"}
+    assert "y.more[0] in float64" in found["wrong"]
+    assert "y.first in float64" not in found["wrong"]
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_training_is_compared_too(half, capsys):
+    assert run(half, f"{HERE}:{half.title()}Training", "--hidden", 8, "--tokens", 30, "--device", "cpu") == 1
+    shown = capsys.readouterr().out
+    assert "wrong: y in float64, training; " in shown
+
+
+@pytest.mark.deep_but(3)
+@pytest.mark.parametrize("name", ["TorchDropped", "TorchOnce", "JaxDropped", "JaxOnce"])
+def test_dropout_is_compared_where_it_can_be(name, capsys):
+    half = "torch" if name.startswith("Torch") else "jax"
+    assert run(half, f"{HERE}:{name}", "--hidden", 8, "--tokens", 30, "--device", "cpu", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    if name.endswith("Once"):
+        assert {row["mode"] for row in found["errors"]} == {"evaluation", "training"}
+        assert found["notes"] == []
+    else:
+        assert {row["mode"] for row in found["errors"]} == {"evaluation"}
+        (note,) = found["notes"]
+        assert note.startswith("training: not comparable. It draws random numbers, as dropout does;")
+
+
+def test_a_parameter_that_takes_no_part_has_no_hook(capsys):
+    """PyTorch calls its hook where an operation has it among its operands, without a gradient."""
+    assert run("torch", f"{HERE}:TorchSpare", "--hidden", 8, "--tokens", 30, "--json", "--device", "cpu") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["hooks"] == dict.fromkeys(["norm.weight", "norm.bias", "mix.weight", "mix.bias"], 1) | {
+        "spare.weight": 0
+    }
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_a_language_model_that_somebody_makes(half, capsys):
+    assert run(half, f"{HERE}:{half.title()}LM", "--tokens", 30, "--json", "--device", "cpu") == 0
+    found = json.loads(capsys.readouterr().out)
+    results = {row["result"] for row in found["errors"]}
+    assert {"y.logits", "loss" if half == "torch" else "y.loss"} <= results
+    assert "dx" not in results
+    assert any(name.startswith("dembed.") for name in results)
+    assert {row["dtype"] for row in found["errors"]} == {"float32"}
+    assert set(found["paths"]) == {"mlp"}
+
+
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_a_gradient_that_is_rounding_may_be_another(dtype):
     """As that of a key's bias is, in front of a softmax: by what a dtype rounds all of them by, and by no more."""
@@ -162,6 +215,10 @@ def test_a_hook_that_fires_for_every_shard_is_told(monkeypatch, capsys):
         ((f"{HERE}:NUMBER", "--hidden", 8), "must be a torch.nn.Module, or return one, got int."),
         ((f"{HERE}:MADE", "--hidden", 9, "--device", "cpu"), "MADE fails by itself, untiled (RuntimeError: "),
         ((f"{HERE}:MADE",), "verify: --hidden must be given with a module"),
+        ((f"{HERE}:TorchMLP",), f"verify: --hidden must be given: {HERE}:TorchMLP needs hidden."),
+        ((f"{HERE}:TorchLM", "--tokens", 1), "verify: --tokens must be >= 2 with a language model, got 1."),
+        ((f"{HERE}:TorchWordless",), "must have a torch.nn.Embedding for the input_ids that it takes."),
+        ((f"{HERE}:MADE", "--hidden", 8, "--scope", "block"), "verify: --scope block needs a language model: "),
         (("--model", "owner/absent"), "got owner/absent, which is neither in this folder nor in "),
         (("--model", "m", "--tokens", 1), "verify: --tokens must be >= 2 with --model, got 1."),
     ],

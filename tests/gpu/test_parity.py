@@ -5,12 +5,17 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 
+from shared_specs.config import LossOptions, Tiling
+from shared_specs.core.rounding import relative_error
 from shared_specs.kernels.blocks import DETERMINISTIC, UNMEASURED, Paths
 from shared_specs.loss.cases import LOSS_CASES, LossCase
 from shared_specs.mlp.cases import MLP_CASES, MLPCase
+from shared_specs.tolerances import limit
 from tests.adapters import JaxAdapter, Results, TorchAdapter
 from tests.asserting import assert_case
 
@@ -121,6 +126,69 @@ def test_jax_mlp_by_kernels(jax_adapter: JaxAdapter, case: MLPCase) -> None:
 @pytest.mark.parametrize("case", LOSSES, ids=lambda case: case.id)
 def test_jax_loss(jax_adapter: JaxAdapter, case: LossCase) -> None:
     assert_case(case, run_on_kernels("tiled_linear_cross_entropy", lambda: jax_adapter.run_loss(case, "auto")))
+
+
+RANKED = LossOptions(outputs=("prediction", "top_logprobs"), top_k=7)
+
+
+def whole_numbers() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """x [300, 192], weight [3000, 192], and logits that bfloat16 has exactly, many of them equal."""
+    rng = np.random.default_rng(0)
+    x, weight = (rng.integers(-1, 2, (n, 192)).astype(np.float32) for n in (300, 3000))
+    return x, weight, x @ weight.T
+
+
+def assert_ranked(prediction: Any, values: Any, indices: Any, z: np.ndarray, *, ordered: bool) -> None:
+    """ordered: of equal logits those of the first entries."""
+    order = np.argsort(-z, axis=1, kind="stable")[:, :7]
+    np.testing.assert_array_equal(prediction, order[:, 0])
+    np.testing.assert_array_equal(np.take_along_axis(z, indices, 1), np.take_along_axis(z, order, 1))
+    assert all(len({*row}) == 7 for row in indices)
+    if ordered:
+        np.testing.assert_array_equal(indices, order)
+    log_p = (
+        z
+        - np.log(np.exp((z - z.max(1, keepdims=True)).astype(np.float64)).sum(1, keepdims=True))
+        - z.max(1, keepdims=True)
+    )
+    assert relative_error(values, np.take_along_axis(log_p, order, 1)) <= limit(0.0, "float32")
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_torch_rankings(torch_adapter: TorchAdapter, parts: int) -> None:
+    import torch
+
+    from tiled_torch import tiled_linear_cross_entropy
+
+    x, weight, z = whole_numbers()
+    given = [torch.tensor(a, device="cuda", dtype=torch.bfloat16, requires_grad=True) for a in (x, weight)]
+    found: Any = tiled_linear_cross_entropy(
+        *given,
+        torch.zeros(300, dtype=torch.long, device="cuda"),
+        loss=RANKED,
+        tiling=Tiling(num_shards=2, vocab_shards=parts),
+        backend="triton",
+    )
+    assert_ranked(*(a.cpu().numpy() for a in (found.prediction, *found.top_logprobs)), z, ordered=False)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_jax_rankings(jax_adapter: JaxAdapter, parts: int) -> None:
+    import jax
+    import jax.numpy as jnp
+
+    from tiled_jax import tiled_linear_cross_entropy
+
+    x, weight, z = whole_numbers()
+
+    def run(x: Any, weight: Any) -> Any:
+        tiling = Tiling(num_shards=2, vocab_shards=parts)
+        found = tiled_linear_cross_entropy(x, weight, jnp.zeros(300, jnp.int32), loss=RANKED, tiling=tiling)
+        return found.loss, found
+
+    given = [jnp.asarray(a, jnp.bfloat16) for a in (x, weight.T)]
+    found = jax.jit(jax.grad(run, (0, 1), has_aux=True))(*given)[1]
+    assert_ranked(*(np.asarray(a) for a in (found.prediction, *found.top_logprobs)), z, ordered=True)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int32"])

@@ -62,6 +62,8 @@ def distance(found: Tensor | None, expected: Tensor) -> float:
     """Relative L2 distance; 0 where both are empty or zero, infinite where something is missing or not finite."""
     if found is None or found.shape != expected.shape or not bool(found.isfinite().all()):
         return float("inf")
+    if not expected.is_floating_point():
+        return 0.0 if torch.equal(found, expected) else float("inf")
     size, gap = float(expected.detach().norm()), float((found - expected).detach().norm())
     return gap / size if size else (0.0 if gap == 0 else float("inf"))
 
@@ -78,6 +80,8 @@ def weighted(results: dict[str, Tensor]) -> Tensor:
 
 def named(result: Any) -> dict[str, Tensor]:
     found = result._asdict() if isinstance(result, LossResult) else {"loss": result}
+    if found.get("top_logprobs") is not None:
+        found["top values"], found["top indices"] = found.pop("top_logprobs")
     return {name: value for name, value in found.items() if value is not None}
 
 

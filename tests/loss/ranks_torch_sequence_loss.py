@@ -120,7 +120,7 @@ def head(
         if twice:
             value.backward()
     errors = {
-        name: distance(a.detach().reshape(-1), part(value, rows))
+        name: distance(a.detach().reshape(part(value, rows).shape), part(value, rows))
         for name, value in expected.items()
         for a in [found[name]]
     }
@@ -143,8 +143,8 @@ def head(
 
 
 def part(value: Tensor, rows: slice) -> Tensor:
-    """What a rank has of a result of one process, flattened."""
-    return value.detach().reshape(-1)[rows] if value.dim() else value.detach().reshape(-1)
+    """What a rank has of a result of one process, [tokens, ...] or of all of them."""
+    return value.detach()[rows] if value.dim() else value.detach().reshape(-1)
 
 
 def peaks(rank: int, world: int, hidden: int = 64, tokens: int = 128, shard_tokens: int = 32) -> dict[str, Any]:

@@ -16,8 +16,9 @@ from tiled_torch.loss.math import Rules
 OPTIONS = {
     "mean": LossOptions(),
     "none": LossOptions(reduction="none", label_smoothing=0.1),
-    "outputs": LossOptions(outputs=("log_probs", "entropy", "accuracy"), logit_softcap=3.0),
+    "outputs": LossOptions(outputs=("log_probs", "entropy", "accuracy", "prediction"), logit_softcap=3.0),
     "accuracy": LossOptions(outputs=("accuracy",), num_valid=7),
+    "top_logprobs": LossOptions(outputs=("top_logprobs", "prediction"), top_k=5),
     "class_weight": LossOptions(class_weight=torch.linspace(0.5, 2, 41), z_loss=1e-3, reduction="sum"),
 }
 
@@ -47,6 +48,10 @@ def test_compiled_equals_eager(name: str, vocab_shards: int, autocast: bool) -> 
         if not isinstance(found, LossResult):
             return 2 * found.sum()
         total = 2 * found.loss.sum() + (found.accuracy if found.accuracy is not None else 0)
+        if found.prediction is not None:
+            total = total + found.prediction.sum()
+        if found.top_logprobs is not None:
+            total = total + (found.top_logprobs.values * found.top_logprobs.indices).sum()
         return total if found.entropy is None else total + found.entropy.sum() + found.log_probs.square().sum()
 
     torch.compiler.reset()
@@ -60,7 +65,9 @@ def test_compiled_equals_eager(name: str, vocab_shards: int, autocast: bool) -> 
 @pytest.mark.parametrize("operator", ["with_gradients_op", "values_op"])
 def test_opcheck(operator: str) -> None:
     x, weight, bias, targets = operands()
-    options = LossOptions() if operator == "with_gradients_op" else LossOptions(reduction="none", outputs=("entropy",))
+    options = LossOptions(outputs=("top_logprobs",), top_k=3)
+    if operator == "values_op":
+        options = LossOptions(reduction="none", outputs=("entropy", "prediction"))
     static = compiled.Static.of(LossCall("test", Rules(options, 41), 4, 2, torch.float32))
     needs = ([True, True, True],) if operator == "with_gradients_op" else ()
     token_weight = torch.linspace(0, 2, targets.numel()).view(targets.shape)

@@ -21,7 +21,8 @@ def operands() -> tuple[Tensor, Tensor, Tensor]:
     "options",
     [
         {"reduction": "none"},
-        {"outputs": ("log_probs", "lse", "entropy", "accuracy")},
+        {"outputs": ("log_probs", "lse", "entropy", "accuracy", "prediction")},
+        {"outputs": ("top_logprobs",), "top_k": 3},
         {"class_weight": 13},
         {"num_valid": ()},
     ],

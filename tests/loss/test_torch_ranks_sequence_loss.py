@@ -42,6 +42,7 @@ HEADS: dict[str, dict[str, Any]] = {
     "outputs": {"outputs": OUTPUTS},
     "accuracy": {"outputs": ("accuracy",)},
     "lse": {"outputs": ("lse",), "reduction": "sum"},
+    "ranked": {"outputs": ("prediction", "top_logprobs"), "top_k": 4},
     "everything": {
         "outputs": OUTPUTS,
         "reduction": "none",

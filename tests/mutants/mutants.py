@@ -934,9 +934,30 @@ MUTANTS = (
     Mutant(
         "JAX: integers beside floats have tangents of their own dtype",
         "tiled_jax/core/linear_call.py",
-        "return jnp.zeros_like(a) if _has_tangent(a) else np.zeros(a.shape, jax.dtypes.float0)",
+        "return jnp.zeros_like(a) if _has_tangent(a) else zero_from_primal(a, symbolic_zeros=True)",
         "return jnp.zeros_like(a)",
         "tests/tile/test_jax_mesh_transformed.py -x",
+    ),
+    Mutant(
+        "entries of a part of the vocabulary are counted from its start",
+        "tiled_torch/loss/ranking.py",
+        "entries + part.start)",
+        "entries)",
+        "tests/loss/test_both_ranking.py -x -k 'whole_logits and torch'",
+    ),
+    Mutant(
+        "predictions are not made where the label is ignored",
+        "shared_specs/config.py",
+        'EVERY_ROW_OUTPUTS = ("lse", "entropy", "prediction", "top_logprobs")',
+        'EVERY_ROW_OUTPUTS = ("lse", "entropy")',
+        "tests/loss/test_both_ranking.py -x",
+    ),
+    Mutant(
+        "JAX: of equal logits the last entry is the prediction",
+        "tiled_jax/loss/ranking.py",
+        "(a[0] == b[0]) & (a[1] < b[1])",
+        "(a[0] == b[0]) & (a[1] > b[1])",
+        "tests/loss/test_both_ranking.py -x -k 'ties and jax'",
     ),
     Mutant(
         "JAX: an optimizer's state lies by its place alone",

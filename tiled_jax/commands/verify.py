@@ -1,7 +1,9 @@
 """A Flax nnx module or a decoder of `tiled_jax.models`, for `verify`: the same input through it tiled and untiled."""
 
+import inspect
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,46 +13,62 @@ from flax import nnx
 
 from shared_specs.app.models.weights import read_model
 from shared_specs.app.options import InputError, VerifyOptions
-from shared_specs.app.verify import Computed, made, named_object
+from shared_specs.app.verify import Computed, check_subject, made, named_object, named_results
 from shared_specs.config import Tiling
 from shared_specs.errors import UnsupportedError
-from tiled_jax import tile, tile_model
+from tiled_jax import tile, tile_model, tiling_paths
 from tiled_jax.models import Llama, LlamaConfig, from_hf, next_token_loss
 from tiled_jax.models.tiling import paths_that_ran
 
+Arrays = dict[str, jax.Array]
+
 
 class JaxSubject:
-    """See `shared_specs.app.verify.Subject`. In evaluation mode: what dropout leaves out depends on how tokens are cut.
+    """See `shared_specs.app.verify.Subject`. A module whose call takes `tokens` or `input_ids` first is a language model; where
+    it takes labels too, they are these tokens.
 
-    JAX has no hooks, and a compiled step says by itself what memory it takes.
+    JAX has no hooks, and a compiled step says by itself what memory it takes. What `train` changes nothing of, as of a decoder
+    of `tiled_jax.models`, is the same function in training.
     """
 
     def __init__(self, options: VerifyOptions) -> None:
         self._device = _device(options.device)
-        self._options, self._of_tokens = options, options.model is not None
+        self._options, self._whole = options, False
         self.name = options.model or str(options.target)
-        self.dtypes: tuple[str, ...] = ("float32",) if self._of_tokens else ("float64", "float32")
+        self.modes: tuple[str, ...] = ("evaluation",)
         self._paths: dict[str, str] = {}
+        self._takes: tuple[str, ...] = ()
         if options.model is None:
             module = _module(options)
-            self._whole = not _has_layers(module, options.num_shards)
+            self._takes = tuple(inspect.signature(type(module).__call__).parameters)[1:]
+            check_subject(options, self._of_tokens)
+            self._whole = not self._of_tokens and not _has_layers(module, options.num_shards)
+            self._entries = _entries(self.name, module) if self._of_tokens else 0
             self._graph, self._parameters, self._rest = nnx.split(module, nnx.Param, ...)
+            module.train()
+            if nnx.split(module, nnx.Param, ...)[0] != self._graph:
+                self.modes = ("evaluation", "training")
         else:
             files = read_model(options.model, "verify")
             self._config, self._tensors = LlamaConfig.from_hf(files.config), files.tensors
+        alone = self._of_tokens or options.model is not None
+        self.dtypes: tuple[str, ...] = ("float32",) if alone else ("float64", "float32")
 
-    def compute(self, dtype: str, tiled: bool) -> Computed:
+    @property
+    def _of_tokens(self) -> bool:
+        return self._takes[:1] in (("tokens",), ("input_ids",))
+
+    def compute(self, dtype: str, tiled: bool, mode: str = "evaluation", draw: int = 0) -> Computed:
         with jax.enable_x64(dtype == "float64"), jax.default_device(self._device):
-            step, given = self._step(dtype, tiled)
-            value, gradients = jax.jit(step)(*given)
-            found = {"loss" if self._of_tokens else "y": value}
-            found |= {"dx": gradients[1]} if len(gradients) > 1 else {}
+            step, given = self._step(dtype, tiled, mode, draw)
+            values, gradients = jax.jit(step)(*given)
+            found = dict(values) | ({"dx": gradients[1]} if len(gradients) > 1 else {})
             for path, leaf in nnx.to_flat_state(gradients[0]):
                 found["d" + ".".join(map(str, path))] = leaf.get_value()
             return Computed(results={name: np.asarray(array) for name, array in found.items()})
 
     def paths(self) -> Mapping[str, str]:
-        if not self._of_tokens:
+        if self._options.model is None:
             return {"": "tile: the whole of it is one token-wise function"} if self._whole else self._paths
         path = "tiled_block" if self._options.scope == "block" else "tiled_mlp"
         return {"layers.mlp": path, "head": "tiled_linear_cross_entropy"}
@@ -58,45 +76,56 @@ class JaxSubject:
     def peak_bytes(self, tiled: bool) -> int:
         """Return the temporary bytes of the compiled program."""
         with jax.default_device(self._device):
-            step, given = self._step("float32", tiled)
+            step, given = self._step("float32", tiled, "evaluation", 0)
             analysis: Any = jax.jit(step).lower(*given).compile().memory_analysis()
             return int(analysis.temp_size_in_bytes)
 
-    def _step(self, dtype: str, tiled: bool) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """Return a function that gives the output or the loss and the gradients of its arguments, and the arguments."""
-        if self._of_tokens:
+    def _step(self, dtype: str, tiled: bool, mode: str, draw: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """Return a function that gives everything floating that comes out, by its name, and the gradients of its arguments,
+        and the arguments.
+        """
+        if self._options.model is not None:
             return self._step_of_model(tiled)
         wide = jnp.dtype(dtype)
         apart = tiled and not self._whole
         given = (jax.tree.map(lambda a: _cast(a, wide), state) for state in (self._parameters, self._rest))
-        module = _computing_in(nnx.merge(self._graph, *given), wide)
-        graph, parameters, rest = nnx.split(
-            _tiled(module, self._options.num_shards) if apart else module, nnx.Param, ...
-        )
+        module = _computing_in(_drawing(nnx.merge(self._graph, *given), draw), wide)
+        if mode == "training":
+            module.train()
         options = self._options
+        tiled_module = _tiled(module, options.num_shards, options.scope) if apart else module
+        known = tiling_paths(tiled_module) if apart else {}
+        graph, parameters, rest = nnx.split(tiled_module, nnx.Param, ...)
         random = np.random.default_rng(options.seed)
-        x = jnp.asarray(random.standard_normal((1, options.tokens, options.hidden or 1)), wide)
 
-        def forward(parameters: Any, x: jax.Array) -> jax.Array:
-            module: Any = nnx.merge(graph, parameters, rest)
+        def forward(parameters: Any, x: jax.Array) -> Arrays:
+            # Variables of this trace: a dropout counts what it has drawn.
+            module: Any = nnx.merge(graph, parameters, jax.tree.map(lambda a: a, rest))
             call = tile(module, num_shards=options.num_shards) if tiled and self._whole else module
-            y = call(x)
+            y = call(x, labels=x) if self._of_tokens and "labels" in self._takes else call(x)
             if apart:
-                self._paths = paths_that_ran(module)
-            y = y[0] if isinstance(y, tuple) else y
-            if not isinstance(y, jax.Array):
-                text = f"{self.name} must return an array, or a tuple that begins with one, got {type(y).__name__}"
-                raise InputError(f"verify: {text}.")
-            return y
+                self._paths = known | paths_that_ran(module)
+            found = named_results(y, lambda a: isinstance(a, jax.Array) and jnp.issubdtype(a.dtype, jnp.floating))
+            if not found:
+                kind = f"one of {y.dtype}" if isinstance(y, jax.Array) else type(y).__name__
+                raise InputError(f"verify: {self.name} must return an array of floating-point numbers, got {kind}.")
+            return found
 
-        shape = jax.eval_shape(forward, parameters, x).shape
-        dy = jnp.asarray(np.random.default_rng(options.seed + 1).standard_normal(shape), wide)
+        if self._of_tokens:
+            ids = jnp.asarray(random.integers(self._entries, size=(1, options.tokens)), jnp.int32)
+            call, given = partial(forward, x=ids), (parameters,)
+        else:
+            x = jnp.asarray(random.standard_normal((1, options.tokens, options.hidden or 1)), wide)
+            call, given = forward, (parameters, x)
+        draws = np.random.default_rng(options.seed + 1)
+        shapes = jax.eval_shape(call, *given)
+        upstream = {name: jnp.asarray(draws.standard_normal(a.shape), a.dtype) for name, a in shapes.items()}
 
-        def step(parameters: Any, x: jax.Array, dy: jax.Array) -> tuple[jax.Array, tuple[Any, ...]]:
-            y, pull = jax.vjp(forward, parameters, x)
-            return y, pull(dy.astype(y.dtype))
+        def step(upstream: Arrays, *given: Any) -> tuple[Arrays, tuple[Any, ...]]:
+            y, pull = jax.vjp(call, *given)
+            return y, pull(upstream)
 
-        return step, (parameters, x, dy)
+        return step, (upstream, *given)
 
     def _step_of_model(self, tiled: bool) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         options = self._options
@@ -108,9 +137,9 @@ class JaxSubject:
         parameters = from_hf(shapes, self._tensors, self._device)
         ids = np.random.default_rng(options.seed).integers(self._config.vocab_size, size=(1, options.tokens))
 
-        def step(parameters: Any, ids: jax.Array) -> tuple[jax.Array, tuple[Any, ...]]:
+        def step(parameters: Any, ids: jax.Array) -> tuple[Arrays, tuple[Any, ...]]:
             loss, gradients = jax.value_and_grad(lambda p: next_token_loss(nnx.merge(graph, p), ids))(parameters)
-            return loss, (gradients,)
+            return {"loss": loss}, (gradients,)
 
         return step, (parameters, jnp.asarray(ids, jnp.int32))
 
@@ -122,7 +151,7 @@ def _module(options: VerifyOptions) -> nnx.Module:
             raise InputError(
                 f"verify: {options.target} must be a flax.nnx.Module, or return one, got {type(found).__name__}."
             )
-        found = made(str(options.target), found, options.hidden or 1, rngs=nnx.Rngs(options.seed))
+        found = made(str(options.target), found, options.hidden, rngs=nnx.Rngs(options.seed))
     if not isinstance(found, nnx.Module):
         raise InputError(f"verify: {options.target} must return a flax.nnx.Module, got {type(found).__name__}.")
     found.eval()
@@ -138,11 +167,26 @@ def _has_layers(module: nnx.Module, num_shards: int) -> bool:
     return True
 
 
-def _tiled(module: nnx.Module, num_shards: int) -> Any:
+def _tiled(module: nnx.Module, num_shards: int, scope: Any = "mlp") -> Any:
     """Return the module, its MLPs tiled. What is left untiled is told by its path, and not by a warning as well."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        return tile_model(module, num_shards=num_shards)
+        return tile_model(module, scope=scope, num_shards=num_shards)
+
+
+def _entries(name: str, module: nnx.Module) -> int:
+    """Return how many entries the vocabulary of a language model has: those of its first embedding."""
+    for _, inside in nnx.iter_modules(module):
+        if isinstance(inside, nnx.Embed):
+            return inside.num_embeddings
+    raise InputError(f"verify: {name} must have a flax.nnx.Embed for the tokens that it takes.")
+
+
+def _drawing(module: Any, draw: int) -> Any:
+    """Return the module, whose streams of random numbers are others for another `draw`."""
+    keys = nnx.state(module, nnx.RngKey)
+    nnx.update(module, jax.tree.map(lambda key: jax.random.fold_in(key, draw), keys))
+    return module
 
 
 def _cast(array: Any, dtype: Any) -> Any:

@@ -12,9 +12,8 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax.custom_derivatives import SymbolicZero
+from jax.custom_derivatives import SymbolicZero, zero_from_primal
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
@@ -69,7 +68,7 @@ def _has_tangent(a: jax.Array) -> bool:
 
 
 def _no_tangent(a: jax.Array) -> Any:
-    return jnp.zeros_like(a) if _has_tangent(a) else np.zeros(a.shape, jax.dtypes.float0)
+    return jnp.zeros_like(a) if _has_tangent(a) else zero_from_primal(a, symbolic_zeros=True)
 
 
 def opaque_call(fn: Callable[[Any], Any], operands: Any) -> Any:

@@ -12,7 +12,7 @@ from shared_specs import config
 from shared_specs.collectives.agreement import sequence_tokens
 from shared_specs.collectives.costs import gathered_plan
 from shared_specs.collectives.sequence_plan import SequencePlan
-from shared_specs.config import LossOptions, LossResult, Tiling
+from shared_specs.config import LossOptions, LossResult, Tiling, TopLogprobs
 from shared_specs.core import checks
 from shared_specs.errors import fail_type
 from shared_specs.loss import checks as loss_checks
@@ -27,7 +27,7 @@ from tiled_jax.core.own_tokens import split_of
 from tiled_jax.core.products import refuse_exchanged_products, wide
 from tiled_jax.loss.autodiff import COLUMNS, NAME, LossCall, run
 from tiled_jax.loss.math import Rules
-from tiled_jax.loss.rows import may_stop_early
+from tiled_jax.loss.rows import OF_ENTRIES, may_stop_early
 from tiled_jax.loss.steps import XLA, LossSteps
 
 
@@ -75,11 +75,11 @@ def tiled_linear_cross_entropy(
         2 THV.
     Ignored tokens: rows of x whose target is ignore_index are not multiplied. Those with a label come first and only as many
         shards of the plan as they need are run, ceil(valid / t) on each device by its own count, which no host waits for; a
-        `vmap` runs as many as its element with most labels. Every shard is run where "lse" or "entropy" is an output, in a
-        call of one shard, in a derivative of a derivative (forward over reverse and reverse over reverse, whose loops need a
-        known number of turns), with sequence_parallel, and where devices that meet in a shard (a split vocabulary, or axes
-        that a `shard_map` leaves to XLA) lie on a mesh that cuts the tokens too, or may: there a device with fewer turns
-        would be waited for. shared_specs.loss.costs.loss_flop(valid=).
+        `vmap` runs as many as its element with most labels. Every shard is run where "lse", "entropy", "prediction" or
+        "top_logprobs" is an output, in a call of one shard, in a derivative of a derivative (forward over reverse and reverse
+        over reverse, whose loops need a known number of turns), with sequence_parallel, and where devices that meet in a shard
+        (a split vocabulary, or axes that a `shard_map` leaves to XLA) lie on a mesh that cuts the tokens too, or may: there a
+        device with fewer turns would be waited for. shared_specs.loss.costs.loss_flop(valid=).
     Raises:
         SpecError: shapes, dtypes or devices disagree (of arrays committed to one each, outside `jit`), a number is out of
         its range, or a target is neither an entry nor ignored. Under `jit` a target cannot be read: there its token's
@@ -147,6 +147,7 @@ def linear_cross_entropy(
         token_weight=seen.get("token_weight"),
         names=config.JAX,
         vocab=vocab,
+        top_k=loss.top_k,
         master_weights=True,
     )
     local = w["weight"].shape[1]
@@ -282,7 +283,12 @@ class _MakeLossPlan:
 
 
 def _result(found: dict[str, jax.Array], loss: LossOptions, lead: tuple[int, ...]) -> Any:
-    shaped = {name: value.reshape(lead) if value.ndim else value for name, value in found.items()}
+    shaped: dict[str, Any] = {}
+    for name, value in found.items():
+        more = value.shape[-1:] if name in OF_ENTRIES else ()
+        shaped[name] = value.reshape(*lead, *more) if value.ndim else value
+    if "top_logprobs" in shaped:
+        shaped["top_logprobs"] = TopLogprobs(shaped["top_logprobs"], shaped.pop("top_indices"))
     return LossResult(**shaped) if loss.outputs else shaped["loss"]
 
 

@@ -79,7 +79,8 @@ def _results(
     of the losses where forward makes them, and what a mean multiplies the sum with, times what those gradients were divided
     by."""
     options, rows, whole = call.rules.options, *_rows_and_whole(operands)
-    names = {"loss", *options.outputs} | ({"top", "total"} if save and not call.in_forward else set())
+    asked = ("loss", *options.outputs, *(("top_indices",) if options.top_k else ()))
+    names = {*asked} | ({"top", "total"} if save and not call.in_forward else set())
     names |= {"weight"} if options.reduction == "mean" and "class_weight" in whole else set()
 
     def run(rows: Arrays, whole: Arrays, axes: tuple[str, ...]) -> tuple[Arrays, Arrays]:
@@ -96,7 +97,7 @@ def _results(
     whole |= {} if unit is None else {"unit": unit}
     numbers, sums = on_own_tokens(call.split, _op(run))(rows, whole)
     gradients = {name: (numbers if name == "x" else sums).pop(_D + name) for name in wanted if call.in_forward}
-    results = {name: numbers[name] for name in ("loss", *options.outputs)}
+    results = {name: numbers[name] for name in asked}
     if options.reduction != "none":
         results |= {name: _sum(call, results[name]) for name in ("loss", "accuracy") if name in results}
     mean = None
@@ -187,7 +188,7 @@ def _sum(call: LossCall, a: jax.Array) -> jax.Array:
     return own if call.tokens is None else lax.psum(call.tokens.differing(own), call.tokens.name)
 
 
-_loss = differentiable(_LossRules.forward, _LossRules, without=("accuracy",))
+_loss = differentiable(_LossRules.forward, _LossRules, without=("accuracy", "top_logprobs"))
 
 
 def _run(call: LossCall, x: jax.Array, w: Arrays, fixed: Arrays) -> Arrays:

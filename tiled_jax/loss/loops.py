@@ -25,6 +25,7 @@ from tiled_jax.core.products import product, wide
 from tiled_jax.core.turns import for_each_of_first
 from tiled_jax.loss import math as loss_math
 from tiled_jax.loss.math import Coefficients, Labels, Part, Rules, Statistics
+from tiled_jax.loss.ranking import Ranking, empty_ranking, ranking_of
 from tiled_jax.loss.rows import before_first, rows_of, valid_first, with_rows
 from tiled_jax.loss.steps import XLA, LossSteps
 
@@ -91,10 +92,11 @@ def forward(
     def shard(place: Any, size: int, given: _ShardTokens, carry: tuple[Arrays, Arrays]) -> tuple[Arrays, Arrays]:
         numbers, gradients = carry
         x_shard, labels = given.x, setting.labelled(given.targets, given.weights)
-        found, dlogits = _statistics(call, setting, x_shard, labels, gradient=bool(gradients), unit=unit)
+        found, best, dlogits = _statistics(call, setting, x_shard, labels, gradient=bool(gradients), unit=unit)
         values = loss_math.values(call.rules, labels, found, setting.class_total) | {
             "weight": jnp.nan_to_num(labels.weight)
         }
+        values |= {} if best is None else best.outputs(call.rules, found)
         numbers = setting.with_rows(call, numbers, values, place)
         if gradients:
             gradients = _with_shard(
@@ -102,7 +104,7 @@ def forward(
             )
         return numbers, gradients
 
-    carry = setting.numbers(x, names), setting.zeros(x, w, wanted)
+    carry = setting.numbers(call, x, names), setting.zeros(x, w, wanted)
     return _for_each_shard(call, _ShardTokens(x, setting.targets, weights=setting.weights), shard, carry)
 
 
@@ -143,7 +145,7 @@ def tangents(
         return setting.with_rows(call, carry, sums, place)
 
     given = _ShardTokens(x, setting.targets, numbers, t.get("x"), setting.weights)
-    return _for_each_shard(call, given, shard, setting.numbers(x, names))
+    return _for_each_shard(call, given, shard, setting.numbers(call, x, names))
 
 
 def tangent_of_logits(x: jax.Array, of_x: jax.Array | None, part: Part, moved: Part, of_w: Arrays) -> jax.Array:
@@ -270,9 +272,12 @@ class _Setting(NamedTuple):
             token_axes=token_axes,
         )
 
-    def numbers(self, x: jax.Array, names: Collection[str]) -> Arrays:
+    def numbers(self, call: LossCall, x: jax.Array, names: Collection[str]) -> Arrays:
         """Return the numbers of every token before the first shard."""
-        return {name: vary_over(before_first(name, x.shape[0], self.dtype), self.token_axes) for name in sorted(names)}
+        options, tokens = call.rules.options, x.shape[0]
+        return {
+            name: vary_over(before_first(name, tokens, self.dtype, options), self.token_axes) for name in sorted(names)
+        }
 
     def with_rows(self, call: LossCall, numbers: Arrays, values: Arrays, place: Any) -> Arrays:
         """Return the numbers with those of one shard."""
@@ -317,9 +322,9 @@ def _parts(call: LossCall, w: Arrays, class_weight: jax.Array | None) -> Callabl
 
 def _statistics(
     call: LossCall, setting: _Setting, x_shard: jax.Array, labels: Labels, *, gradient: bool, unit: Any = None
-) -> tuple[Statistics, jax.Array | None]:
-    """Return one shard's statistics over the whole vocabulary, and with `gradient` the dlogits of the sum of its losses by
-    `unit`.
+) -> tuple[Statistics, Ranking | None, jax.Array | None]:
+    """Return one shard's statistics and best entries over the whole vocabulary, and with `gradient` the dlogits of the sum of
+    its losses by `unit`.
     """
     rules, steps, whole, unit = call.rules, call.steps, call.parts.tokens, 1 if unit is None else unit
 
@@ -327,31 +332,40 @@ def _statistics(
         own = setting.part(first, entries)
         return loss_math.logits_of(x_shard, own), own
 
-    def of(first: Any, entries: int) -> Statistics:
-        return steps.statistics(rules, *logits_and_part(first, entries), labels)
+    def of(first: Any, entries: int) -> tuple[Statistics, Ranking | None]:
+        logits, own = logits_and_part(first, entries)
+        return steps.statistics(rules, logits, own, labels), ranking_of(rules, logits, own)
 
-    def reduced(found: Statistics) -> Statistics:
-        return found if call.axis is None else loss_math.reduce_over(rules, call.axis, found)
+    def reduced(found: Statistics, best: Ranking | None) -> tuple[Statistics, Ranking | None]:
+        if call.axis is None:
+            return found, best
+        return loss_math.reduce_over(rules, call.axis, found), None if best is None else best.over_devices(call.axis)
 
     if gradient:
         logits, own = logits_and_part(0, whole)
+        best = ranking_of(rules, logits, own)
+        if best is not None:  # before their gradient is written over the logits
+            logits, best = barrier((logits, best))
         if call.axis is None:
-            return steps.statistics_and_gradient(rules, logits, own, labels, setting.class_total, unit)
-        found = reduced(steps.statistics(rules, logits, own, labels))
+            found, dlogits = steps.statistics_and_gradient(rules, logits, own, labels, setting.class_total, unit)
+            return found, best, dlogits
+        found, best = reduced(steps.statistics(rules, logits, own, labels), best)
         # Every reader of the logits but one done, their gradient is written over them.
         logits, after = barrier((logits, found))
         lse = loss_math.log_sum_exp(rules, after)
         k = loss_math.loss_coefficients(rules, labels, lse, setting.class_total, unit)
-        return found, steps.gradient(rules, logits, own, labels, after, k, None)
+        return found, best, steps.gradient(rules, logits, own, labels, after, k, None)
     if len(call.parts) == 1:
-        return reduced(of(0, whole)), None
+        return *reduced(*of(0, whole)), None
 
-    def part(first: Any, entries: int, found: Statistics) -> Statistics:
-        return jax.tree.map(vary, loss_math.merge(rules, found, of(first, entries)))
+    def part(first: Any, entries: int, before: Any) -> Any:
+        (found, best), (of_part, best_of_part) = before, of(first, entries)
+        best = best_of_part if best is None else best.merge(best_of_part)
+        return jax.tree.map(vary, (loss_math.merge(rules, found, of_part), best))
 
-    vary = partial(vary_over, axes=setting.axes)
-    none = loss_math.nothing(x_shard.shape[0], setting.dtype, rules.options)
-    return reduced(for_each(call.parts, Body(part, _after_all), jax.tree.map(vary, none))), None
+    vary, tokens = partial(vary_over, axes=setting.axes), x_shard.shape[0]
+    none = loss_math.nothing(tokens, setting.dtype, rules.options), empty_ranking(rules, tokens, setting.dtype)
+    return *reduced(*for_each(call.parts, Body(part, _after_all), jax.tree.map(vary, none))), None
 
 
 class _ShardTokens(NamedTuple):

@@ -35,6 +35,12 @@ class Rules:
         """Return whether one upstream number scales every gradient of logits of this dtype, and nothing else is waited for."""
         return self.options.gradients_with_loss(self.dtype)
 
+    @property
+    def ranked(self) -> int:
+        """Return how many of the best entries of each token are asked for."""
+        outputs = self.options.outputs
+        return max(self.options.top_k or 0, int("prediction" in outputs))
+
 
 class Part(NamedTuple):
     """A run of the vocabulary: its first entry, weight [H, v] (None where logits are given), and bias [v] and class
@@ -112,15 +118,15 @@ def transform(rules: Rules, logits: jax.Array) -> tuple[jax.Array, jax.Array | f
 
 def z_of(rules: Rules, compared: jax.Array) -> jax.Array:
     """Return z of what `Statistics` compares."""
-    return transform(rules, _signed(rules, compared))[0]
+    return transform(rules, signed(rules, compared))[0]
 
 
 def log_sum_exp(rules: Rules, found: Statistics) -> jax.Array:
     return z_of(rules, found.top) + jnp.log(found.total)
 
 
-def _signed(rules: Rules, logits: jax.Array) -> jax.Array:
-    """Logits such that a larger one has a larger z, and back."""
+def signed(rules: Rules, logits: jax.Array) -> jax.Array:
+    """Return logits such that a larger one has a larger z, and back."""
     return -logits if rules.options.logit_scale < 0 else logits
 
 
@@ -146,7 +152,7 @@ def statistics(rules: Rules, logits: jax.Array, part: Part, labels: Labels) -> S
     target = labels.target
     entries, logits_wide = _entries(part, logits, target), logits.astype(wide(logits.dtype))
     real = entries < rules.vocab if rules.padded else None
-    compared = _or(real, _signed(rules, logits_wide), LEAST)
+    compared = _or(real, signed(rules, logits_wide), LEAST)
     # Only a reference: every sum below is made up for it, so it has no gradient.
     top = lax.stop_gradient(jnp.maximum(jnp.max(compared, axis=1), LEAST))
     z, _ = transform(rules, logits_wide)
@@ -158,7 +164,7 @@ def statistics(rules: Rules, logits: jax.Array, part: Part, labels: Labels) -> S
         weighted = jnp.sum(z if omega is None else omega * z, axis=1)
     if "entropy" in rules.options.outputs:
         moment = jnp.sum(jnp.where(weight > 0, weight * below, 0), axis=1)
-    of_target = _signed(rules, _pick(logits, target - jnp.asarray(part.start, target.dtype)))
+    of_target = signed(rules, _pick(logits, target - jnp.asarray(part.start, target.dtype)))
     return Statistics(top, jnp.sum(weight, axis=1), of_target, weighted, moment)
 
 

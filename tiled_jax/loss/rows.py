@@ -11,13 +11,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from shared_specs.config import EVERY_ROW_OUTPUTS, LossOptions
 from tiled_jax.core.loops import vary_over, varying
 from tiled_jax.core.own_tokens import Split
 
 # Of a row that was not reached: above every logit, so that its probabilities are zero and everything made of them finite.
 _UNREACHED = {"top": 1e18, "total": 1.0}
-# What a row without a label has, too.
-_OF_EVERY_ROW = {"lse", "entropy"}
+# What there are top_k of for every token; entries of the vocabulary.
+OF_ENTRIES, _INTEGERS = ("top_logprobs", "top_indices"), ("prediction", "top_indices")
 
 
 def may_stop_early(outputs: Collection[str], targets: jax.Array, axis: str | None, split: Split | None) -> bool:
@@ -26,7 +27,7 @@ def may_stop_early(outputs: Collection[str], targets: jax.Array, axis: str | Non
     Not where something is asked for of every row. Nor where devices that meet in the loop, since `axis` splits the vocabulary
     or since XLA may cut the work of a turn over axes that are left to it, could have different tokens: one would wait for ever.
     """
-    if _OF_EVERY_ROW & {*outputs}:
+    if {*EVERY_ROW_OUTPUTS} & {*outputs}:
         return False
     mesh = jax.sharding.get_abstract_mesh() if split is None else split.mesh
     manual = {*mesh.manual_axes} if split is None else {*split.manual}
@@ -50,9 +51,10 @@ def valid_first(targets: jax.Array, ignore_index: int) -> tuple[jax.Array, jax.A
     return jnp.where(order < tokens, order, order - tokens), jnp.sum(~ignored, dtype=jnp.int32)
 
 
-def before_first(name: str, tokens: int, dtype: Any) -> jax.Array:
-    """Return a number of every token before the first shard."""
-    return jnp.full(tokens, _UNREACHED.get(name, 0), dtype)
+def before_first(name: str, tokens: int, dtype: Any, options: LossOptions) -> jax.Array:
+    """Return a number of every token, or top_k of them, before the first shard."""
+    dims = (tokens, options.top_k) if name in OF_ENTRIES and options.top_k else (tokens,)
+    return jnp.full(dims, _UNREACHED.get(name, 0), jnp.int32 if name in _INTEGERS else dtype)
 
 
 def rows_of(a: jax.Array, place: Any, size: int) -> jax.Array:

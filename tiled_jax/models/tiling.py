@@ -167,9 +167,9 @@ def tiling_paths(model: nnx.Module) -> dict[str, str]:
 
 
 def paths_that_ran(model: nnx.Module) -> dict[str, str]:
-    """Return `tiling_paths`, where a module of the model was called itself as it ran; not where a stack's copies were."""
+    """Return the paths of the modules of a model that were called themselves, as they ran; not where a stack's copies were."""
     tiled = ((path, path_that_ran(module)) for path, module in nnx.iter_modules(model) if is_tiled(module))
-    return tiling_paths(model) | {_name(path): ran for path, ran in tiled if ran is not None}
+    return {_name(path): ran for path, ran in tiled if ran is not None}
 
 
 class SeenMLP(NamedTuple):

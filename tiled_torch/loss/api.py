@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shared_specs.collectives.sequence_plan import SequencePlan
-from shared_specs.config import TORCH, LossOptions, LossResult, Tiling
+from shared_specs.config import TORCH, LossOptions, LossResult, Tiling, TopLogprobs
 from shared_specs.core import checks
 from shared_specs.errors import UnsupportedError, fail_type, fail_with
 from shared_specs.loss import checks as loss_checks
@@ -76,8 +76,9 @@ def tiled_linear_cross_entropy(
         The weight's gradient is summed over shards in float32 and cast once, or added to `weight.main_grad` (of 16 bits too,
         which is then rounded once in each backward).
     Cost: rows whose label is ignored are not multiplied where they are a sixteenth of all rows or more: 6 THV FLOP times the
-        share that counts. How many count is read from the device once a call. All rows are run where "lse" or "entropy" is an
-        output (they have values at ignored labels too), under fake tensors, and while a CUDA graph is captured.
+        share that counts. How many count is read from the device once a call. All rows are run where "lse", "entropy",
+        "prediction" or "top_logprobs" is an output (they have values at ignored labels too), under fake tensors, and while a
+        CUDA graph is captured.
     Memory: peak `loss_costs.loss_peak_bytes`: one shard of logits. Keeps the gradients until backward, or, with reduction
         "none" or outputs that have gradients, x and two numbers per token (also for float16 with a z_loss: 8 THV FLOP
         instead of 6, because how large gradients are is known only after the last log-sum-exp). Forward mode (dual tensors of
@@ -165,6 +166,7 @@ class Given(NamedTuple):
             token_weight=None if self.token_weight is None else operand(self.token_weight, None),
             names=TORCH,
             vocab=vocab,
+            top_k=loss.top_k,
         )
         dtype = after_autocast(self.x, cast)
         chosen = backends.choose(name, backend, self.x.device, dtype)
@@ -223,26 +225,30 @@ class Given(NamedTuple):
         given = Operands(self.x, self.weight, self.bias, *fixed)
         grads = torch.is_grad_enabled()
         needs = Needs(*(grads and a is not None and a.requires_grad for a in given[:3]))
+        value: Any
         if dual:
             value, *found = with_tangents.loss(given, call)
         elif torch.compiler.is_compiling():
             value, *found = self._compiled(given, call, needs)
         elif call.with_loss:
-            value, right = WithGradients.apply(*given, call, needs)[:2]
-            found = [None, None, None, right]
+            made = WithGradients.apply(*given, call, needs)
+            value, found = made[0], [None, None, None, made[1], *made[6:]]
         else:
-            value, *found = Recomputed.apply(*given, call)[:5]
-        named: dict[str, Any] = dict(zip(("log_probs", "lse", "entropy", "accuracy"), found, strict=True))
+            value, *found = Recomputed.apply(*given, call)[:8]
+        *of_tokens, values, indices = found
+        names = ("log_probs", "lse", "entropy", "accuracy", "prediction")
+        named: dict[str, Any] = dict(zip(names, of_tokens, strict=True))
+        named["top_logprobs"] = TopLogprobs(values, indices)
         return LossResult(value, **{name: named[name] for name in options.outputs}) if options.outputs else value
 
-    def _compiled(self, given: Operands, call: LossCall, needs: Needs) -> tuple[Tensor, *tuple[Tensor | None, ...]]:
+    def _compiled(self, given: Operands, call: LossCall, needs: Needs) -> tuple[Tensor | None, ...]:
         refuse_main_grad_of(self.function, (self.weight, self.bias))
         static = compiled.Static.of(call)
         # What a program will be asked for is not known where it is exported: it computes gradients when somebody wants them.
         if not call.with_loss or torch.compiler.is_exporting():
             return compiled.values_op(*given, *static)
-        value, right = compiled.with_gradients_op(*given, *static, list(needs))[:2]
-        return value, None, None, None, right
+        made = compiled.with_gradients_op(*given, *static, list(needs))
+        return made[0], None, None, None, made[1], *made[6:]
 
 
 def _number(value: Any, x: Tensor) -> Tensor | None:
@@ -262,13 +268,13 @@ class WithGradients(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        _, right, factor, *found = output
-        ctx.mark_non_differentiable(right, factor, *(a for a in found if a is not None))
+        _, right, factor, *rest = output
+        ctx.mark_non_differentiable(right, factor, *(a for a in rest if a is not None))
         ctx.set_materialize_grads(False)
         # All but the factor: only a second backward computes the gradients from them again.
         ctx.save_for_backward(*inputs[:7])
         # Not saved tensors: they become the gradients in place, and nothing else may see them.
-        ctx.found, ctx.factor, ctx.call = found, factor, inputs[7]
+        ctx.found, ctx.factor, ctx.call = rest[:3], factor, inputs[7]
         remember_operands(ctx, inputs[:3], ctx.call.owners)
 
     @staticmethod
@@ -280,7 +286,7 @@ class WithGradients(torch.autograd.Function):
         found, ctx.found = ctx.found, None
         if found is None:
             needs = Needs(*ctx.needs_input_grad[:3])
-            found = list(loss_call.with_gradients(Operands(*ctx.saved_tensors), call, needs)[3:])
+            found = list(loss_call.with_gradients(Operands(*ctx.saved_tensors), call, needs)[3:6])
         grads = returned(ctx, found, dvalue.to(ctx.factor.dtype) * ctx.factor)
         return *grads, None, None, None, None, None, None
 
@@ -296,8 +302,8 @@ class Recomputed(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        _, _, lse, entropy, right, chosen = output
-        ctx.mark_non_differentiable(right, *([] if chosen is None else [chosen]))
+        _, _, lse, entropy, right, *ranked, chosen = output
+        ctx.mark_non_differentiable(right, *(a for a in (*ranked, chosen) if a is not None))
         ctx.set_materialize_grads(False)
         # x, weight, bias: logits are computed again; targets and what they weigh: what logits are compared with;
         # lse, entropy: what exp(logits) is normalised with; chosen: the rows that were run.

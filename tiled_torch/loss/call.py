@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shared_specs.config import EVERY_ROW_OUTPUTS
 from shared_specs.core import checks
 from shared_specs.loss import checks as loss_checks
 from shared_specs.loss.costs import LossShape, chosen_shard_tokens, runs_alone
@@ -24,6 +25,7 @@ from tiled_torch.loss.loops import (
     Needs,
     Ranks,
     SplitTokens,
+    Tokens,
     gradients_of,
     losses,
     losses_and_gradients,
@@ -77,7 +79,7 @@ class LossCall:
         ranks split the tokens, and where a result of ignored rows is asked for.
         """
         targets, outputs = given.targets.reshape(-1), self.rules.options.outputs
-        if self.split is not None or "lse" in outputs or "entropy" in outputs:
+        if self.split is not None or {*outputs} & {*EVERY_ROW_OUTPUTS}:
             return None
         if not has_values(targets) or (targets.is_cuda and torch.cuda.is_current_stream_capturing()):
             return None
@@ -96,14 +98,21 @@ class LossCall:
         return ChosenRows(x, chosen, ShardPlan(chosen.numel(), chosen_shard_tokens(shape, self.shard_tokens)))
 
     def result(self, values: Tensor, dims: torch.Size) -> Tensor:
-        """Return numbers per token of all shards as [*dims] of this call's own; not a view.
+        """Return numbers per token of all shards, [T] or [T, k], as [*dims] or [*dims, k] of this call's own; not a view.
 
         Callers may write to a result in place (mask a loss), engines do.
         """
-        return torch.ops.aten._unsafe_view(values if self.split is None else self.split.own(values), dims)
+        return torch.ops.aten._unsafe_view(
+            values if self.split is None else self.split.own(values), (*dims, *values.shape[1:])
+        )
 
     def reduced(self, values: Tensor, factor: Tensor, dims: torch.Size) -> Tensor:
         return self.result(values, dims) if self.rules.options.reduction == "none" else values.sum() * factor
+
+    def ranked(self, tokens: Tokens, dims: torch.Size) -> tuple[Tensor | None, ...]:
+        """Return the predictions, and values and indices of the best entries; None where not asked for."""
+        found = tokens.prediction, tokens.top_values, tokens.top_indices
+        return tuple(None if a is None else self.result(a, dims) for a in found)
 
     def head(self, given: Operands) -> Head:
         bias = None if given.bias is None else given.bias.to(self.dtype)
@@ -139,7 +148,9 @@ class LossCall:
 
 
 def with_gradients(given: Operands, call: LossCall, needs: Needs) -> tuple[Tensor | None, ...]:
-    """Return the loss, the accuracy, the factor of the gradients, and dx [T, H], dweight and dbias before that factor."""
+    """Return the loss, the accuracy, the factor of the gradients, dx [T, H], dweight and dbias before that factor, and what
+    `LossCall.ranked` has.
+    """
     with without_autocast(given.x):
         chosen = call.chosen(given)
         labels, head, rows = _of(call.labels(given), chosen), call.head(given), call.rows(given, chosen)
@@ -152,7 +163,7 @@ def with_gradients(given: Operands, call: LossCall, needs: Needs) -> tuple[Tenso
         factor, count = call.factors(labels, given.num_valid)
         dims = given.targets.shape
         value, right = call.reduced(tokens.loss, factor, dims), call.reduced(tokens.right, count, dims)
-        return value, right, factor * size, *parts
+        return value, right, factor * size, *parts, *call.ranked(tokens, dims)
 
 
 def _of(labels: Labels, chosen: Tensor | None) -> Labels:
@@ -160,7 +171,7 @@ def _of(labels: Labels, chosen: Tensor | None) -> Labels:
 
 
 def values(given: Operands, call: LossCall, chosen: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Return the loss, log_probs, lse, entropy (None where not asked for) and the accuracy.
+    """Return the loss, log_probs, lse, entropy (None where not asked for), the accuracy, and what `LossCall.ranked` has.
 
     chosen: the rows that are run, as `LossCall.chosen` has them; lse of the others is 0.
     """
@@ -173,7 +184,7 @@ def values(given: Operands, call: LossCall, chosen: Tensor | None) -> tuple[Tens
         of_tokens = (
             None if a is None else call.result(a, dims) for a in (tokens.log_probs, tokens.lse, tokens.entropy)
         )
-        return value, *of_tokens, right
+        return value, *of_tokens, right, *call.ranked(tokens, dims)
 
 
 def gradients(

@@ -22,7 +22,7 @@ MadeParts = tuple[Tensor, Tensor, Tensor]
 class Static(NamedTuple):
     """The part of a call that is no tensor, as operators take it: numbers may be symbolic, words may not."""
 
-    sizes: list[int]  # shard_tokens, vocab_shards, vocab, ignore_index
+    sizes: list[int]  # shard_tokens, vocab_shards, vocab, ignore_index, and top_k where there is one
     factors: list[float]  # label_smoothing, z_loss, logit_scale, and logit_softcap where there is one
     words: str  # function, backend, reduction and outputs, separated by commas
     dtype: torch.dtype
@@ -31,8 +31,9 @@ class Static(NamedTuple):
     def of(cls, call: LossCall) -> "Static":
         o = call.rules.options
         softcap = [] if o.logit_softcap is None else [o.logit_softcap]
+        top_k = [] if o.top_k is None else [o.top_k]
         return cls(
-            [call.shard_tokens, call.vocab_shards, call.rules.vocab, o.ignore_index],
+            [call.shard_tokens, call.vocab_shards, call.rules.vocab, o.ignore_index, *top_k],
             [o.label_smoothing, o.z_loss, o.logit_scale, *softcap],
             ",".join((call.function, call.backend, o.reduction, *o.outputs)),
             call.dtype,
@@ -41,7 +42,7 @@ class Static(NamedTuple):
     @property
     def call(self) -> LossCall:
         """Return the call of which this was made."""
-        shard_tokens, vocab_shards, vocab, ignore_index = self.sizes
+        shard_tokens, vocab_shards, vocab, ignore_index, *top_k = self.sizes
         label_smoothing, z_loss, logit_scale, *softcap = self.factors
         function, backend, reduction, *outputs = self.words.split(",")
         options = LossOptions(
@@ -52,12 +53,22 @@ class Static(NamedTuple):
             logit_scale=logit_scale,
             reduction=reduction,  # type: ignore[arg-type]
             outputs=tuple(outputs),  # type: ignore[arg-type]
+            top_k=top_k[0] if top_k else None,
         )
         return LossCall(function, Rules(options, vocab), shard_tokens, vocab_shards, self.dtype, backend=backend)
 
 
 def _filled(a: Tensor | None, like: Tensor) -> Tensor:
     return like.new_empty(0) if a is None else a
+
+
+def _ranked(call: LossCall, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return tensors like those of `LossCall.ranked`, empty where not asked for."""
+    options = call.rules.options
+    top = None if options.top_k is None else (*targets.shape, options.top_k)
+    prediction = targets.shape if "prediction" in options.outputs else None
+    like = (prediction, torch.int64), (top, wide_dtype(call.dtype)), (top, torch.int64)
+    return tuple(x.new_empty(0) if dims is None else x.new_empty(dims, dtype=dtype) for dims, dtype in like)  # type: ignore[return-value]
 
 
 @torch.library.custom_op("tiled_mlp::loss_with_gradients", mutates_args=())
@@ -74,32 +85,34 @@ def with_gradients_op(
     words: str,
     dtype: torch.dtype,
     needs: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the loss, the accuracy, the factor of the gradients, and the unscaled gradients (empty where nobody needs
-    them).
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the loss, the accuracy, the factor of the gradients, the unscaled gradients (empty where nobody needs them), and
+    what `LossCall.ranked` has (empty where not asked for).
     """
     call = Static(list(sizes), list(factors), words, dtype).call
     given = Operands(x, weight, bias, targets, class_weight, num_valid, token_weight)
-    *results, dx, dweight, dbias = loss_call.with_gradients(given, call, Needs(*needs))
-    parts = (None if dx is None else dx.view(x.shape), dweight, dbias)
-    return tuple(_filled(a, x) for a in (*results, *parts))  # type: ignore[return-value]
+    value, right, factor, dx, *rest = loss_call.with_gradients(given, call, Needs(*needs))
+    found = (value, right, factor, None if dx is None else dx.view(x.shape), *rest)
+    return tuple(_filled(a, x) for a in found)  # type: ignore[return-value]
 
 
 @with_gradients_op.register_fake
-def _(x, weight, bias, *args):  # type: ignore[no-untyped-def]
-    dtype, needs = args[-2:]
-    wide = wide_dtype(dtype)
+def _(x, weight, bias, targets, class_weight, num_valid, token_weight, *args):  # type: ignore[no-untyped-def]
+    *static, needs = args
+    call = Static(*static).call
+    wide = wide_dtype(call.dtype)
     scalars = [x.new_empty((), dtype=wide) for _ in range(3)]
     parts = [
         a.new_empty(a.shape, dtype=a.dtype if a is x else wide) if a is not None and need else x.new_empty(0)
         for a, need in zip((x, weight, bias), needs, strict=True)
     ]
-    return (*scalars, *parts)
+    return (*scalars, *parts, *_ranked(call, x, targets))
 
 
 def _keep_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, right, factor, *parts = output
-    ctx.mark_non_differentiable(right, factor, *parts)
+    _, right, factor, *rest = output
+    parts = rest[:3]
+    ctx.mark_non_differentiable(right, factor, *rest)
     ctx.save_for_backward(factor, *parts)
     ctx.dtypes = [None if a is None else a.dtype for a in inputs[:3]]
     ctx.needs = inputs[-1]
@@ -131,8 +144,8 @@ def values_op(
     factors: Sequence[float],
     words: str,
     dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the loss, log_probs, lse, entropy (empty where not asked for) and the accuracy."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the loss, log_probs, lse, entropy, the accuracy, and what `LossCall.ranked` has (empty where not asked for)."""
     call = Static(list(sizes), list(factors), words, dtype).call
     given = Operands(x, weight, bias, targets, class_weight, num_valid, token_weight)
     return tuple(_filled(a, x) for a in loss_call.values(given, call, call.chosen(given)))  # type: ignore[return-value]
@@ -149,7 +162,8 @@ def _(x, weight, bias, targets, class_weight, num_valid, token_weight, *args):  
     def reduced() -> Tensor:
         return rows() if options.reduction == "none" else x.new_empty((), dtype=wide)
 
-    return reduced(), rows(), rows(), rows("entropy" in options.outputs), reduced()
+    ranked = _ranked(call, x, targets)
+    return reduced(), rows(), rows(), rows("entropy" in options.outputs), reduced(), *ranked
 
 
 @torch.library.custom_op("tiled_mlp::loss_backward", mutates_args=())
@@ -191,8 +205,8 @@ def _(*args):  # type: ignore[no-untyped-def]
 
 
 def _keep_operands(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, _, lse, entropy, right = output
-    ctx.mark_non_differentiable(right)
+    _, _, lse, entropy, *without = output
+    ctx.mark_non_differentiable(*without)
     ctx.save_for_backward(*inputs[:7], lse, entropy)
     ctx.static = inputs[7:]
 

@@ -4,6 +4,7 @@ Letters: T tokens, H hidden, V vocabulary, t tokens and v entries of a shard. On
 thing that exists; every shard reuses it, and dlogits are written over it.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -16,6 +17,7 @@ from tiled_torch.core.row_shards import Rows
 from tiled_torch.core.tensors import wide_dtype
 from tiled_torch.loss import math as loss_math
 from tiled_torch.loss.math import Coefficients, Labels, Part, Rules, Statistics
+from tiled_torch.loss.ranking import Ranking, ranking_of
 from tiled_torch.loss.steps import EAGER, LossSteps
 
 
@@ -28,6 +30,10 @@ class Ranks(Protocol):
     def maximum_(self, a: Tensor) -> Tensor: ...
 
     def sum_(self, a: Tensor) -> Tensor: ...
+
+    def gather(self, a: Tensor) -> Tensor:
+        """Return [R, ...]: that of every holder."""
+        ...
 
 
 class SplitTokens(Protocol):
@@ -77,6 +83,10 @@ class Head:
         w = self.weight[own]
         return torch.mm(x, w.T, out=out) if self.bias is None else torch.addmm(self.bias[own], x, w.T, out=out)
 
+    def rankings(self, logits: Tensor, part: Part) -> list[Ranking]:
+        """Return the best entries of a part, as many as each output wants."""
+        return [ranking_of(self.rules, logits, part, k) for k in self.rules.ranked]
+
     def in_buffer(self, x: Tensor, part: Part, buffer: Tensor) -> Tensor:
         """Return the place of the logits [t, v] of one part in the buffer."""
         return buffer[: x.shape[0] * part.entries].view(x.shape[0], part.entries)
@@ -95,13 +105,16 @@ class Needs(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """Results per token, [T] each; entropy only where asked for."""
+    """Results per token, [T] each, top_values and top_indices [T, k]; those from entropy on only where asked for."""
 
     loss: Tensor
     log_probs: Tensor
     lse: Tensor
     right: Tensor
-    entropy: Tensor | None
+    entropy: Tensor | None = None
+    prediction: Tensor | None = None
+    top_values: Tensor | None = None
+    top_indices: Tensor | None = None
 
     def __getitem__(self, rows: slice) -> "Tokens":  # type: ignore[override]
         return Tokens(*(None if part is None else part[rows] for part in self))  # type: ignore[arg-type]
@@ -110,10 +123,11 @@ class Tokens(NamedTuple):
         """Return results of all tokens [T] from those of the chosen ones: zeros in the other rows."""
         if chosen is None:
             return self
-        wholes = (None if part is None else part.new_zeros(tokens).index_copy_(0, chosen, part) for part in self)
+        rows = (None if part is None else (part, part.new_zeros((tokens, *part.shape[1:]))) for part in self)
+        wholes = (None if pair is None else pair[1].index_copy_(0, chosen, pair[0]) for pair in rows)
         return Tokens(*wholes)  # type: ignore[arg-type]
 
-    def write(self, rules: Rules, labels: Labels, found: Statistics) -> None:
+    def write(self, rules: Rules, labels: Labels, found: Statistics, rankings: Sequence[Ranking]) -> None:
         """The results of one shard into these rows."""
         self.loss.copy_(loss_math.token_losses(rules, labels.scaled, found))
         self.log_probs.copy_(torch.where(labels.counted == 0, 0.0, -found.nll * labels.counted))
@@ -121,13 +135,26 @@ class Tokens(NamedTuple):
         self.right.copy_(found.right * labels.counted)
         if self.entropy is not None and found.entropy is not None:
             self.entropy.copy_(found.entropy)
+        if self.prediction is not None:
+            self.prediction.copy_(rankings[0].entries[:, 0])
+        if self.top_values is not None and self.top_indices is not None:
+            self.top_values.copy_(rankings[-1].log_probs(rules, found))
+            self.top_indices.copy_(rankings[-1].entries)
 
 
-def empty_tokens(rows: Rows, *, entropy: bool) -> Tokens:
-    def values() -> Tensor:
-        return rows.x.new_empty(rows.plan.tokens, dtype=wide_dtype(rows.x.dtype))
+def empty_tokens(rows: Rows, rules: Rules) -> Tokens:
+    """Return room for the results of all tokens."""
+    options, wide = rules.options, wide_dtype(rows.x.dtype)
 
-    return Tokens(values(), values(), values(), values(), values() if entropy else None)
+    def room(dtype: torch.dtype, *more: int) -> Tensor:
+        return rows.x.new_empty((rows.plan.tokens, *more), dtype=dtype)
+
+    tokens = Tokens(room(wide), room(wide), room(wide), room(wide), room(wide) if rules.entropy else None)
+    if "prediction" in options.outputs:
+        tokens = tokens._replace(prediction=room(torch.int64))
+    if options.top_k is None:
+        return tokens
+    return tokens._replace(top_values=room(wide, options.top_k), top_indices=room(torch.int64, options.top_k))
 
 
 class Gradients:
@@ -202,11 +229,10 @@ class Gradients:
 
 def losses(rows: Rows, head: Head, labels: Labels) -> Tokens:
     """Return results per token, without gradients: 2 THV FLOP. x in any dtype that the head's converts from."""
-    tokens, buffer = empty_tokens(rows, entropy=head.rules.entropy), head.buffer(rows.plan)
+    tokens, buffer = empty_tokens(rows, head.rules), head.buffer(rows.plan)
     for _, place, x in rows.shards(head.weight.dtype):
         of_shard = labels[place]
-        found = _statistics(x, head, of_shard, buffer, keep=False)
-        tokens[place].write(head.rules, of_shard, found)
+        tokens[place].write(head.rules, of_shard, *_statistics(x, head, of_shard, buffer, keep=False))
         del x  # may be a copy: before the next one is made
     return tokens
 
@@ -217,7 +243,7 @@ def losses_and_gradients(rows: Rows, head: Head, labels: Labels, needs: Needs) -
     6 THV FLOP, 8 with vocabulary shards. The number is a power of two by which weights and logit_scale are divided, so that
     dlogits keep their precision in float16.
     """
-    rules, tokens, buffer = head.rules, empty_tokens(rows, entropy=False), head.buffer(rows.plan)
+    rules, tokens, buffer = head.rules, empty_tokens(rows, head.rules), head.buffer(rows.plan)
     size, sized = labels.weight.new_ones(()), labels.scaled  # near 1 already, but for weights and a scale
     if sized is not labels or labels.class_weight is not None or abs(rules.options.logit_scale) != 1.0:
         size = loss_math.size_of_losses(rules, sized)
@@ -228,12 +254,13 @@ def losses_and_gradients(rows: Rows, head: Head, labels: Labels, needs: Needs) -
         of_shard, of_sized = labels[place], sized[place]
         if kept and head.ranks is None:
             logits = head.logits(x, head.parts[0], buffer)
+            rankings = head.rankings(logits, head.parts[0])
             found = head.steps.statistics_and_gradient_(rules, logits, head.parts[0], of_sized)
-            tokens[place].write(head.rules, of_shard, found)
+            tokens[place].write(head.rules, of_shard, found, rankings)
             gradients.add(x, logits, 0, shard)
         else:
-            found = _statistics(x, head, of_shard, buffer, keep=kept)
-            tokens[place].write(head.rules, of_shard, found)
+            found, rankings = _statistics(x, head, of_shard, buffer, keep=kept)
+            tokens[place].write(head.rules, of_shard, found, rankings)
             of_rows = found.lse, loss_math.loss_coefficients(rules, of_sized, found.lse), None
             _add_gradients(x, head, of_sized, buffer, of_rows, gradients, shard, kept=kept)
         del x
@@ -265,17 +292,26 @@ def gradients_of(
     return gradients.finish(), scale
 
 
-def _statistics(x: Tensor, head: Head, labels: Labels, buffer: Tensor, *, keep: bool) -> Statistics:
-    """Return one shard's statistics over the whole vocabulary; with `keep` the buffer holds the logits afterwards."""
+def _statistics(
+    x: Tensor, head: Head, labels: Labels, buffer: Tensor, *, keep: bool
+) -> tuple[Statistics, list[Ranking]]:
+    """Return one shard's statistics and best entries over the whole vocabulary; with `keep` the buffer holds the logits
+    afterwards.
+    """
     found: Statistics | None = None
+    rankings: list[Ranking] = []
     for part in head.parts:  # never none
-        of_part = head.steps.statistics(head.rules, head.logits(x, part, buffer), part, labels, keep=keep)
+        logits = head.logits(x, part, buffer)
+        best = head.rankings(logits, part)
+        of_part = head.steps.statistics(head.rules, logits, part, labels, keep=keep)
+        rankings = best if found is None else [a.merge(b) for a, b in zip(rankings, best, strict=True)]
         found = of_part if found is None else found.merge(of_part)
     assert found is not None
     if head.ranks is None:
-        return found
+        return found, rankings
     top = head.ranks.maximum_(found.top.clone())
-    return found.above(top, list(head.ranks.sum_(torch.stack(found.below(top)))))
+    found = found.above(top, list(head.ranks.sum_(torch.stack(found.below(top)))))
+    return found, [ranking.over_ranks(head.ranks.gather) for ranking in rankings]
 
 
 def _add_gradients(

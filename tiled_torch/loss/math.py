@@ -37,6 +37,12 @@ class Rules:
         """Return whether the entropy is asked for."""
         return "entropy" in self.options.outputs
 
+    @property
+    def ranked(self) -> tuple[int, ...]:
+        """Return how many of the best entries are asked for: 1 for a prediction, top_k for their log-probabilities."""
+        outputs, top_k = self.options.outputs, self.options.top_k
+        return (1,) * ("prediction" in outputs) + ((top_k,) if top_k and "top_logprobs" in outputs else ())
+
 
 def row_slices(logits: Tensor, share: int = 1) -> Iterator[slice]:
     """Yield slices of the rows with about LOSS_ELEMENTS / share logits each."""

@@ -53,6 +53,9 @@ class Group:
     def sum_(self, a: Tensor) -> Tensor:
         return self._reduce(a, torch.distributed.ReduceOp.SUM)
 
+    def gather(self, a: Tensor) -> Tensor:
+        return transport.all_gather(self.over, a[None], 0).wait()
+
     def _reduce(self, a: Tensor, op: Any) -> Tensor:
         return transport.all_reduce_(self.over, a, op).wait()
 

@@ -87,8 +87,8 @@ def tile_model(
         model: a Hugging Face model, or a part of one; changed in place.
         scope: "mlp": the MLPs and the loss. "block": of the families of `models/block/families.py` also the rest of every
             decoder layer but attention, with MLPs of one kind or the other or mixtures of experts; such a layer keeps its input
-            alone, in host memory where checkpointing offloads, and in training fills no cache. Compilers leave it as it is. `tiling_paths` says why one runs its MLP alone by shards.
-            It excludes keep, a memory budget and a backend.
+            alone, in host memory where checkpointing offloads, and in training fills no cache. Compilers leave it as it is.
+            `tiling_paths` says why one runs its MLP alone by shards. It excludes keep, a memory budget and a backend.
         strict: True refuses a model of which anything would stay as it is, or of whose loss that is not known beforehand. That
             is the head of a classifier or a reward model too, which has a few outputs for a token: give its base model.
         num_shards, keep, tiling, backend: as in `tiled_mlp`, for every MLP; for the loss too, where keep has no meaning.
