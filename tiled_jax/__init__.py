@@ -28,9 +28,9 @@ from shared_specs.errors import SpecError, UnsupportedError
 if TYPE_CHECKING:
     __version__: str
     from tiled_jax.backends import usable_backends
-    from tiled_jax.functional import tile, tiled_linear_cross_entropy, tiled_loss, tiled_mlp
+    from tiled_jax.functional import tile, tiled_linear_cross_entropy, tiled_loss, tiled_mlp, tiled_moe
     from tiled_jax.models.tiling import tile_model, tiling_paths, untile_model
-    from tiled_jax.modules import TiledLinear, TiledLinearCrossEntropy, TiledLinearReturnBias, TiledMLP, linen
+    from tiled_jax.modules import TiledLinear, TiledLinearCrossEntropy, TiledLinearReturnBias, TiledMLP, TiledMoE, linen
     from tiled_jax.parallel import parallelize, vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
 
 __all__ = [
@@ -47,6 +47,7 @@ __all__ = [
     "TiledLinearCrossEntropy",
     "TiledLinearReturnBias",
     "TiledMLP",
+    "TiledMoE",
     "Tiling",
     "UnsupportedError",
     "linen",
@@ -56,6 +57,7 @@ __all__ = [
     "tiled_linear_cross_entropy",
     "tiled_loss",
     "tiled_mlp",
+    "tiled_moe",
     "tiling_paths",
     "untile_model",
     "usable_backends",
@@ -65,9 +67,9 @@ __all__ = [
 
 _MODULES = {
     "backends": ("usable_backends",),
-    "functional": ("tile", "tiled_linear_cross_entropy", "tiled_loss", "tiled_mlp"),
+    "functional": ("tile", "tiled_linear_cross_entropy", "tiled_loss", "tiled_mlp", "tiled_moe"),
     "models.tiling": ("tile_model", "tiling_paths", "untile_model"),
-    "modules": ("TiledLinear", "TiledLinearCrossEntropy", "TiledLinearReturnBias", "TiledMLP", "linen"),
+    "modules": ("TiledLinear", "TiledLinearCrossEntropy", "TiledLinearReturnBias", "TiledMLP", "TiledMoE", "linen"),
     "parallel": ("parallelize", "vocab_parallel_cross_entropy", "vocab_parallel_linear_cross_entropy"),
 }
 import_lazily(__name__, {name: module for module, names in _MODULES.items() for name in names})

@@ -486,6 +486,20 @@ MUTANTS = (
         "tests/models/test_torch_mlp_probe.py",
     ),
     Mutant(
+        "a loss of the router's logits does not reach the router",
+        "tiled_jax/moe/loops.py",
+        'parts = [own["dlogits"]] if "dlogits" in own else []',
+        'parts = [jnp.zeros_like(own["dlogits"])] if "dlogits" in own else []',
+        "tests/moe/test_both_tiled_moe.py -x -k 'test_case and jax and f64 and logits'",
+    ),
+    Mutant(
+        "blocks of experts are computed that nobody fills",
+        "tiled_jax/moe/routes.py",
+        "_of_place(stops, starts), stops[-1] // rows)",
+        "_of_place(stops, starts), jnp.int32(most))",
+        "tests/moe/test_jax_tiled_moe.py -x -k routes",
+    ),
+    Mutant(
         "JAX: a probe of an MLP asks with tokens of one size",
         "tiled_jax/models/others/probe.py",
         " * jnp.asarray(_SCALES, jnp.float32)[..., None]",
@@ -575,6 +589,13 @@ MUTANTS = (
         "self.current, self.first = row, not self.begun[expert]",
         "self.current, self.first = row, True",
         "tests/models/test_torch_experts.py -x -k groups_of_tokens",
+    ),
+    Mutant(
+        "a router's gradient forgets that its weights add up to 1",
+        "tiled_torch/moe/router.py",
+        "(dweights - (dweights * (share / total)).sum(-1, keepdim=True)) / total",
+        "dweights / total",
+        "tests/moe/test_both_tiled_moe.py -x -k 'test_case and torch and f64'",
     ),
     Mutant(
         "a mean with class weights divides the z-loss by these",
