@@ -22,7 +22,7 @@ from shared_specs.signatures import LINEN_WITHOUT, SIGNATURES
 from tests.adapters import JaxAdapter
 from tests.asserting import assert_case
 from tests.core.jax_counting import flop, kept_bytes, temp_bytes
-from tiled_jax import SpecError, TiledMoE, linen, tiled_moe
+from tiled_jax import SpecError, TiledMoE, linen, tiled_moe, tiling_paths
 from tiled_jax.moe import api
 from tiled_jax.moe.routes import routes_of
 from tiled_jax.moe.steps import BlockSteps, RaggedSteps, steps_here
@@ -145,12 +145,14 @@ def test_named_and_explicit_axes_cut_the_tokens(same: Any) -> None:
         same(jax.jit(y_and_gradients(tiled))(*placed), expected)
 
 
-@pytest.mark.deep
-def test_in_shard_map(same: Any) -> None:
+@pytest.mark.parametrize("num_shards", [2, pytest.param(3, marks=pytest.mark.deep)])
+def test_in_shard_map(num_shards: int, same: Any) -> None:
+    """Of two shards the second waits for the first, whose numbers of experts vary over the mesh too."""
     arguments = operands(8, 3)
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
     specs = (P("data"), *[P()] * 4)
-    mapped = jax.shard_map(tiled, mesh=mesh, in_specs=specs, out_specs=P("data"))
+    cut = partial(tiled_moe, top_k=K, num_shards=num_shards)
+    mapped = jax.shard_map(cut, mesh=mesh, in_specs=specs, out_specs=P("data"))
     same(jax.jit(y_and_gradients(mapped))(*arguments), y_and_gradients(untiled)(*arguments))
 
 
@@ -197,6 +199,7 @@ def test_modules() -> None:
     """nnx and linen: parameters of the same names and shapes, and the numbers of the function."""
     x = operands(3, 5, dtype=jnp.float32)[0]
     module = TiledMoE(H, I, E, K, num_shards=2, rngs=nnx.Rngs(0))
+    assert tiling_paths(module) == {"": "tiled_moe"}
     graph, state = nnx.split(module)
     assert {path[0]: a.shape for path, a in nnx.to_flat_state(state)} == SHAPES
     # Each expert is drawn for its own number of inputs.

@@ -33,7 +33,7 @@ class _MoERules:
         operands = {name: a for name, a in saved.arrays.items() if name not in CHOICE}
 
         def moved(of: Arrays) -> Arrays:
-            found = _MoERules.forward(call, operands | of)
+            found = _forward(call, operands | of, one_by_one=False)
             return {name: found[name] for name in results}
 
         return jax.jvp(moved, ({name: operands[name] for name in t},), (t,))[1]
@@ -48,9 +48,9 @@ class _MoERules:
         return {name: as_typed(saved.arrays[name], d) for name, d in found.items()}
 
 
-def _forward(call: MoECall, operands: Arrays) -> Arrays:
+def _forward(call: MoECall, operands: Arrays, *, one_by_one: bool = True) -> Arrays:
     w = {name: operands[name] for name in MOE_WEIGHTS}
-    return on_own_tokens(call.split, _op(partial(loops.forward, call)))({"x": operands["x"]}, w)[0]
+    return on_own_tokens(call.split, _op(partial(loops.forward, call, one_by_one)))({"x": operands["x"]}, w)[0]
 
 
 def _op(run: Any) -> TokenOp:

@@ -58,8 +58,12 @@ class MoECall:
         return self if known or self.replan is None else replace(self, plan=self.replan(tokens))
 
 
-def forward(call: MoECall, rows: Arrays, w: Arrays, axes: Axes) -> Results:
-    """y [T, H], the experts of every token and what they count, both [T, k], and, where asked for, the logits [T, E]."""
+def forward(call: MoECall, one_by_one: bool, rows: Arrays, w: Arrays, axes: Axes) -> Results:
+    """y [T, H], the experts of every token and what they count, both [T, k], and, where asked for, the logits [T, E].
+
+    one_by_one: a shard waits for the one before where XLA might run two at once. Not where JAX derives tangents of the loop:
+    under `shard_map` those of the numbers of experts that wait have no type.
+    """
     x, call = rows["x"], call.on_device(rows["x"].shape[0])
     backends.record_run("tiled_moe", "xla")
     cast, acc = {name: a.astype(x.dtype) for name, a in w.items()}, wide(x.dtype)
@@ -86,7 +90,7 @@ def forward(call: MoECall, rows: Arrays, w: Arrays, axes: Axes) -> Results:
     forms |= {"index": ((tokens, call.top_k), jnp.int32), "share": ((tokens, call.top_k), acc)}
     forms |= {"logits": ((tokens, experts), acc)} if call.logits else {}
     found = {name: vary_over(jnp.zeros(*form), types) for name, form in forms.items()}
-    body = Body(shard, _after)
+    body = Body(shard, _after if one_by_one else lambda ahead, carry: (ahead, carry))
     return for_each_shard(call.plan, call.plan.tokens, recomputed=body, kept=body, carry=found), {}
 
 
