@@ -115,7 +115,10 @@ def evaluate_moe(case: MoECase, dtype: np.dtype[Any], rounded: bool) -> dict[str
     x, dy, dlogits = (arrays[name].reshape(-1, arrays[name].shape[-1]) for name in ("x", "dy", "dlogits"))
     results = moe(
         x,
-        *(arrays[name] for name in WEIGHTS),
+        arrays["w_router"],
+        arrays["w_gate"],
+        arrays["w_up"],
+        arrays["w_down"],
         dy,
         dlogits if case.logits else None,
         top_k=case.top_k,

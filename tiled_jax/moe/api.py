@@ -68,7 +68,7 @@ def tiled_moe(
         (moe_costs.compiled_moe_peak_bytes) do not grow with T, nor with how many tokens an expert has.
     Products: a block of one expert's rows at a time, so that its last block may be partly empty; on a TPU, and on a GPU under
         jax_ragged_dot_use_gpu_pallas_triton_lowering, `lax.ragged_dot` of a shard's k t rows. Elsewhere XLA makes a ragged
-        product E times as large as it is. Tests run on a CPU alone, both ways.
+        product E times as large as it is. Both ways have been run on a CPU alone.
     Sharding: as `tiled_mlp` where a mesh cuts the tokens. Every device computes all experts: weights that a mesh splits are
         gathered for the call (no expert or tensor parallelism).
     Raises:

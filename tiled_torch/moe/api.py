@@ -77,9 +77,10 @@ def tiled_moe(
         over experts in float32 (float64 for float64); weight gradients summed over shards in float32 and cast once to the
         weight's dtype, or added to `weight.main_grad` where it exists.
     Memory: keeps x, the weights and `moe_costs.moe_saved_bytes`: 2k numbers a token. Peak `moe_costs.moe_peak_bytes`: t rows of
-        one expert at a time; beside numbers of pairs it does not grow with T, nor with how many tokens an expert has.
+        one expert at a time. Beside numbers of pairs it does not grow with T (in 16 bits it does until float32 rows of dx take
+        as much as the weights' sums), nor with how many tokens an expert has.
     Limits: experts are on one device (no expert or tensor parallelism), run one after the other, and are not compiled:
-        torch.compile runs around the call. Tests run on a CPU alone.
+        torch.compile runs around the call. No product is a grouped one. They have been run on a CPU alone.
     Raises:
         SpecError: shapes, dtypes or devices disagree, or a number is out of its range.
         TypeError: an argument of the wrong kind.
