@@ -57,6 +57,16 @@ def _moe_cases() -> tuple[MoECase, ...]:
     return (
         *(replace(base, dtype=dtype, logits=True) for dtype in ("float64", "float32", "bfloat16", "float16")),
         replace(
+            base,
+            dtype="bfloat16",
+            dims=(96,),
+            experts=2,
+            top_k=1,
+            normalize_top_k=False,
+            num_shards=96,
+            reason="float32 sums",
+        ),
+        replace(
             exact,
             scoring="sigmoid",
             normalize_top_k=False,
