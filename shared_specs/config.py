@@ -18,6 +18,10 @@ HF_ACTIVATIONS: dict[str, Activation] = {
     "relu2": "relu_squared",
 }
 
+# What an expert is worth to a token, from the router's logits.
+Scoring = Literal["softmax", "sigmoid"]
+SCORINGS: tuple[str, ...] = get_args(Scoring)
+
 Half = Literal["torch", "jax"]
 HALVES: tuple[Half, ...] = ("torch", "jax")
 

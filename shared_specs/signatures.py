@@ -9,8 +9,16 @@ from shared_specs.parallel_signatures import PARALLEL_ONLY as PARALLEL_ONLY
 from shared_specs.parallel_signatures import PARALLEL_SIGNATURES as PARALLEL_SIGNATURES
 from shared_specs.parallel_signatures import exists_in as exists_in
 
-_LOSS_TILING = (keyword("num_shards", None), keyword("tiling", None), keyword("backend", "auto"))
-_LOSS = (keyword("bias", None), keyword("loss", LossOptions()), *_LOSS_TILING)
+_CUT = (keyword("num_shards", None), keyword("tiling", None), keyword("backend", "auto"))
+_LOSS = (keyword("bias", None), keyword("loss", LossOptions()), *_CUT)
+# How the tokens of a mixture of experts choose, and what it returns.
+_EXPERTS = (
+    keyword("scoring", "softmax"),
+    keyword("normalize_top_k", True),
+    keyword("activation", "silu"),
+    keyword("return_router_logits", False),
+)
+_EXPERT_WEIGHTS = (Argument("w_router"), Argument("w_gate"), Argument("w_up"), Argument("w_down"))
 _VOCAB_PARALLEL = (
     keyword("vocab_size", None),
     keyword("group", None, ONLY_TORCH),  # a process group; None: all ranks
@@ -52,6 +60,7 @@ SIGNATURES: dict[str, tuple[Argument, ...]] = {
         keyword("activation", "silu"),
         *TILING,
     ),
+    "tiled_moe": (Argument("x"), *_EXPERT_WEIGHTS, keyword("top_k"), *_EXPERTS, *_CUT),
     "tile": (
         Argument("fn"),
         keyword("num_shards", None),
@@ -99,6 +108,20 @@ SIGNATURES: dict[str, tuple[Argument, ...]] = {
         *TILING,
     ),
     "TiledMLP.to_linears": (Argument("self"),),
+    "TiledMoE": (
+        Argument("hidden_size"),
+        Argument("intermediate_size"),
+        Argument("num_experts"),
+        Argument("top_k"),
+        *_EXPERTS,
+        *_CUT,
+        keyword("device", None, ONLY_TORCH),
+        keyword("dtype", None),
+        keyword("param_dtype", REQUIRED, ONLY_JAX),  # jax.numpy.float32
+        keyword("rngs", None, ONLY_JAX),
+        _INITIALISERS[0],
+    ),
+    "TiledMoE.from_weights": (*_EXPERT_WEIGHTS, keyword("top_k"), *_EXPERTS, *_CUT),
     "tiled_linear_cross_entropy": (
         Argument("x"),
         Argument("weight"),
@@ -137,7 +160,7 @@ SIGNATURES: dict[str, tuple[Argument, ...]] = {
         Argument("vocab_size"),
         keyword("bias", False),
         keyword("loss", LossOptions()),
-        *_LOSS_TILING,
+        *_CUT,
         keyword("device", None, ONLY_TORCH),
         keyword("dtype", None),
         keyword("param_dtype", REQUIRED, ONLY_JAX),  # jax.numpy.float32
@@ -150,7 +173,7 @@ SIGNATURES: dict[str, tuple[Argument, ...]] = {
         Argument("weight"),
         keyword("bias", None),
         keyword("loss", LossOptions()),
-        *_LOSS_TILING,
+        *_CUT,
     ),
     "vocab_parallel_cross_entropy": (
         Argument("vocab_parallel_logits"),
@@ -183,6 +206,7 @@ SIGNATURES: dict[str, tuple[Argument, ...]] = {
 # Arguments of the classes above that their twins in tiled_jax.linen have no field for -> why. The others have the same name.
 LINEN_WITHOUT: dict[str, dict[str, str]] = {
     "TiledMLP": {"rngs": "`init` is given them."},
+    "TiledMoE": {"rngs": "`init` is given them."},
     "TiledLinearCrossEntropy": {"rngs": "`init` is given them."},
     "TiledLinear": {"rngs": "`init` is given them.", "init_linear": "The module holds no values: see `tile_params`."},
     "TiledLinearReturnBias": {"rngs": "`init` is given them.", "init_linear": "As TiledLinear."},
@@ -203,6 +227,7 @@ PUBLIC = (
     "TiledLinearCrossEntropy",
     "TiledLinearReturnBias",
     "TiledMLP",
+    "TiledMoE",
     "Tiling",
     "UnsupportedError",
     "parallelize",
@@ -212,6 +237,7 @@ PUBLIC = (
     "tiled_linear_cross_entropy",
     "tiled_loss",
     "tiled_mlp",
+    "tiled_moe",
     "tiling_paths",
     "untile_model",
     "usable_backends",

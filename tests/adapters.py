@@ -12,6 +12,7 @@ import numpy as np
 from shared_specs.config import DIFFERENTIABLE_OUTPUTS, LossResult, Tiling
 from shared_specs.loss.cases import LossCase, loss_options, make_loss_inputs
 from shared_specs.mlp.cases import MLPCase, make_inputs
+from shared_specs.moe.cases import WEIGHTS, MoECase, make_moe_inputs
 from shared_specs.reference import is_frozen
 from tests.asserting import assert_near
 
@@ -41,6 +42,12 @@ def loss_results(case: LossCase, result: Any) -> tuple[dict[str, Any], list[str]
 def fused_frozen(case: MLPCase, name: str) -> bool:
     """Whether x or a parameter of a module with one [gate; up] weight needs no gradient."""
     return name.replace("_gate_up", "_gate") in case.frozen
+
+
+def moe_call(case: MoECase, backend: str) -> dict[str, Any]:
+    """The keyword arguments of `tiled_moe`."""
+    names = ("top_k", "scoring", "normalize_top_k", "activation", "num_shards")
+    return {name: getattr(case, name) for name in names} | {"return_router_logits": case.logits, "backend": backend}
 
 
 class NumpyAdapter:
@@ -160,6 +167,20 @@ class TorchAdapter:
         results = found | {f"d{name}": grad for name, grad in zip(wanted, grads, strict=True)}
         return {name: self.to_numpy(tensor) for name, tensor in results.items()}
 
+    def run_moe(self, case: MoECase, backend: str = "eager") -> Results:
+        import torch
+
+        from tiled_torch import tiled_moe
+
+        found = {name: self.from_numpy(array) for name, array in make_moe_inputs(case).items()}
+        arrays = {name: a.transpose(-1, -2).contiguous() if name[0] == "w" else a for name, a in found.items()}
+        wanted = {name: arrays[name].requires_grad_() for name in ("x", *WEIGHTS) if name not in case.frozen}
+        result = tiled_moe(arrays["x"], *(arrays[name] for name in WEIGHTS), **moe_call(case, backend))
+        results = dict(zip(("y", "logits"), result if case.logits else (result,), strict=False))
+        grads = torch.autograd.grad([*results.values()], [*wanted.values()], [arrays[f"d{name}"] for name in results])
+        results |= {f"d{n}": d.transpose(-1, -2) if n[0] == "w" else d for n, d in zip(wanted, grads, strict=True)}
+        return {name: self.to_numpy(tensor) for name, tensor in results.items()}
+
 
 class JaxAdapter:
     """tiled_jax, under jit. Arrays have no strides in JAX, so a case's layouts only change nothing; weights [in, out]."""
@@ -275,6 +296,34 @@ class JaxAdapter:
                 zeros = {name: jax.numpy.zeros_like(value) for name, value in found.items()}
                 upstream = zeros | {name: arrays[f"d{name}"] for name in differentiated}
                 (grads,) = pull(LossResult(**upstream) if case.outputs else upstream["loss"])
+                return found | {f"d{name}": grad for name, grad in grads.items()}
+
+            return jax.jit(results_and_gradients)(wanted)
+
+    def run_moe(self, case: MoECase, backend: str = "xla") -> Results:
+        return {name: self.to_numpy(array) for name, array in self.moe_arrays(case, backend).items()}
+
+    @staticmethod
+    @cache
+    def moe_arrays(case: MoECase, backend: str) -> dict[str, Any]:
+        """Every result and gradient as jax arrays."""
+        import jax
+
+        from tiled_jax import tiled_moe
+
+        self = ADAPTERS["jax"]
+        with self.precision(case):
+            arrays = {name: self.from_numpy(array) for name, array in make_moe_inputs(case).items()}
+            wanted = {name: arrays[name] for name in ("x", *WEIGHTS) if name not in case.frozen}
+
+            def call(wanted: dict[str, Any]) -> dict[str, Any]:
+                given = arrays | wanted
+                result = tiled_moe(given["x"], *(given[name] for name in WEIGHTS), **moe_call(case, backend))
+                return dict(zip(("y", "logits"), result if case.logits else (result,), strict=False))
+
+            def results_and_gradients(wanted: dict[str, Any]) -> dict[str, Any]:
+                found, pull = jax.vjp(call, wanted)
+                (grads,) = pull({name: arrays[f"d{name}"] for name in found})
                 return found | {f"d{name}": grad for name, grad in grads.items()}
 
             return jax.jit(results_and_gradients)(wanted)

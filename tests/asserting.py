@@ -8,15 +8,14 @@ import numpy as np
 from shared_specs import reference
 from shared_specs.config import LOSS_OUTPUTS
 from shared_specs.core.rounding import DTYPES, compute_dtype, relative_error
-from shared_specs.loss.cases import LossCase
-from shared_specs.mlp.cases import MLPCase
+from shared_specs.reference import Case
 from shared_specs.tolerances import limit
 
 Array = np.ndarray[Any, Any]
 
 
 @cache
-def truth(case: MLPCase | LossCase) -> tuple[dict[str, Array], dict[str, float]]:
+def truth(case: Case) -> tuple[dict[str, Array], dict[str, float]]:
     """The oracle's results and the largest relative error each may show."""
     oracle, baseline = reference.oracle(case), reference.baseline(case)
     return oracle, {name: limit(relative_error(baseline[name], oracle[name]), case.dtype) for name in oracle}
@@ -48,10 +47,10 @@ def assert_near(actual: Any, expected: Any, what: str = "the values") -> None:
     assert_within(found, wanted, limit(0.0, names[0]), what)
 
 
-def assert_case(case: MLPCase | LossCase, actual: dict[str, Array | None]) -> None:
+def assert_case(case: Case, actual: dict[str, Array | None]) -> None:
     """Every quantity of the case, no more and no less, in its dtype and within its limit.
 
-    Gradients and y have the case's dtype; losses and their outputs are float32 (float64 for float64).
+    Gradients and y have the case's dtype; losses, their outputs and a router's logits are float32 (float64 for float64).
     """
     __tracebackhide__ = True
     oracle, limits = truth(case)
@@ -59,7 +58,7 @@ def assert_case(case: MLPCase | LossCase, actual: dict[str, Array | None]) -> No
         raise AssertionError(f"{case.id}: got {sorted(actual)} instead of {sorted(oracle)}")
     for name, expected in oracle.items():
         found = actual[name]
-        dtype = compute_dtype(case.dtype) if name in ("loss", *LOSS_OUTPUTS) else DTYPES[case.dtype]
+        dtype = compute_dtype(case.dtype) if name in ("loss", "logits", *LOSS_OUTPUTS) else DTYPES[case.dtype]
         if found is not None and found.dtype != dtype:
             raise AssertionError(f"{case.id} {name}: dtype {found.dtype} instead of {dtype}")
         assert_within(found, expected, limits[name], f"{case.id} {name}")

@@ -34,9 +34,10 @@ if TYPE_CHECKING:
         tiled_linear_cross_entropy,
         tiled_loss,
         tiled_mlp,
+        tiled_moe,
     )
     from tiled_jax.models.tiling import tile_model, tiling_paths, untile_model
-    from tiled_jax.modules import TiledLinear, TiledLinearCrossEntropy, TiledLinearReturnBias, TiledMLP, linen
+    from tiled_jax.modules import TiledLinear, TiledLinearCrossEntropy, TiledLinearReturnBias, TiledMLP, TiledMoE, linen
     from tiled_jax.parallel import parallelize, vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
 
 __all__ = [
@@ -53,6 +54,7 @@ __all__ = [
     "TiledLinearCrossEntropy",
     "TiledLinearReturnBias",
     "TiledMLP",
+    "TiledMoE",
     "Tiling",
     "UnsupportedError",
     "linen",
@@ -63,6 +65,7 @@ __all__ = [
     "tiled_linear_cross_entropy",
     "tiled_loss",
     "tiled_mlp",
+    "tiled_moe",
     "tiling_paths",
     "untile_model",
     "usable_backends",
@@ -72,9 +75,16 @@ __all__ = [
 
 _MODULES = {
     "backends": ("usable_backends",),
-    "functional": ("tile", "tiled_distillation_loss", "tiled_linear_cross_entropy", "tiled_loss", "tiled_mlp"),
+    "functional": (
+        "tile",
+        "tiled_distillation_loss",
+        "tiled_linear_cross_entropy",
+        "tiled_loss",
+        "tiled_mlp",
+        "tiled_moe",
+    ),
     "models.tiling": ("tile_model", "tiling_paths", "untile_model"),
-    "modules": ("TiledLinear", "TiledLinearCrossEntropy", "TiledLinearReturnBias", "TiledMLP", "linen"),
+    "modules": ("TiledLinear", "TiledLinearCrossEntropy", "TiledLinearReturnBias", "TiledMLP", "TiledMoE", "linen"),
     "parallel": ("parallelize", "vocab_parallel_cross_entropy", "vocab_parallel_linear_cross_entropy"),
 }
 import_lazily(__name__, {name: module for module, names in _MODULES.items() for name in names})

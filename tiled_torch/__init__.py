@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from tiled_torch.functional import tiled_linear_cross_entropy as tiled_linear_cross_entropy
     from tiled_torch.functional import tiled_loss as tiled_loss
     from tiled_torch.functional import tiled_mlp as tiled_mlp
+    from tiled_torch.functional import tiled_moe as tiled_moe
     from tiled_torch.models import AutoTiledModelForCausalLM as AutoTiledModelForCausalLM
     from tiled_torch.models import tile_model as tile_model
     from tiled_torch.models import tiling_paths as tiling_paths
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from tiled_torch.modules import TiledLinearCrossEntropy as TiledLinearCrossEntropy
     from tiled_torch.modules import TiledLinearReturnBias as TiledLinearReturnBias
     from tiled_torch.modules import TiledMLP as TiledMLP
+    from tiled_torch.modules import TiledMoE as TiledMoE
     from tiled_torch.parallel import parallelize as parallelize
     from tiled_torch.parallel import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
     from tiled_torch.parallel import vocab_parallel_linear_cross_entropy as vocab_parallel_linear_cross_entropy
@@ -58,6 +60,7 @@ __all__ = [
     "TiledLinearCrossEntropy",
     "TiledLinearReturnBias",
     "TiledMLP",
+    "TiledMoE",
     "Tiling",
     "UnsupportedError",
     "parallelize",
@@ -67,6 +70,7 @@ __all__ = [
     "tiled_linear_cross_entropy",
     "tiled_loss",
     "tiled_mlp",
+    "tiled_moe",
     "tiling_paths",
     "untile_model",
     "usable_backends",
@@ -76,9 +80,16 @@ __all__ = [
 
 _MODULES = {
     "backends": ("usable_backends",),
-    "functional": ("tile", "tiled_distillation_loss", "tiled_linear_cross_entropy", "tiled_loss", "tiled_mlp"),
+    "functional": (
+        "tile",
+        "tiled_distillation_loss",
+        "tiled_linear_cross_entropy",
+        "tiled_loss",
+        "tiled_mlp",
+        "tiled_moe",
+    ),
     "models": ("AutoTiledModelForCausalLM", "tile_model", "tiling_paths", "untile_model"),
-    "modules": ("TiledLinear", "TiledLinearCrossEntropy", "TiledLinearReturnBias", "TiledMLP"),
+    "modules": ("TiledLinear", "TiledLinearCrossEntropy", "TiledLinearReturnBias", "TiledMLP", "TiledMoE"),
     "parallel": ("parallelize", "vocab_parallel_cross_entropy", "vocab_parallel_linear_cross_entropy"),
 }
 import_lazily(__name__, {name: module for module, names in _MODULES.items() for name in names})

@@ -20,8 +20,8 @@ class BadCase:
         dtypes: dtypes that differ from float32. arguments: keyword arguments of the call.
         transposed: weights handed over in the layout of the other half. operands: handed over as they stand here.
         elsewhere: operands on the second of the half's DEVICES, where everything else is on the first.
-        message: the whole text, with `{package}`, `{layout}`, `{backends}`, `{device}`, `{other_device}` and `{w_A_B}` to
-            fill in.
+        message: the whole text, with `{package}`, `{layout}`, `{backends}`, `{device}`, `{other_device}` and `{w_A_B}`
+            or `{w_E_A_B}` to fill in.
         halves: where it applies; a half that is left out accepts the input by its framework's own custom.
     """
 
@@ -56,8 +56,8 @@ class _Words(dict[str, str]):
         self.names = names
 
     def __missing__(self, key: str) -> str:
-        _, inputs, outputs = key.split("_")
-        return "[{}, {}]".format(*((inputs, outputs) if self.names.input_dim_first else (outputs, inputs)))
+        *lead, inputs, outputs = key.split("_")[1:]
+        return f"[{', '.join([*lead, *((inputs, outputs) if self.names.input_dim_first else (outputs, inputs))])}]"
 
 
 X_IS = " (x is [2, 3, 8])"

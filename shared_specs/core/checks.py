@@ -152,7 +152,7 @@ def check_token_axes(function: str, axes: object, usable: bool) -> None:
     if axes is None:
         return
     if not usable:
-        advice = "It is for tiled_mlp and tiled_linear_cross_entropy of tiled_jax."
+        advice = "It is for tiled_mlp, tiled_moe and tiled_linear_cross_entropy of tiled_jax."
         fail(function, "token_axes", "left out", repr(axes), advice=advice)
     names = [name for entry in _entries(axes) for name in _entries(entry)]
     if wrong := [name for name in names if name is not None and not isinstance(name, str)]:

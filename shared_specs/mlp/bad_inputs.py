@@ -92,8 +92,8 @@ BAD_CASES: tuple[BadCase, ...] = (
     BadCase(
         id="token_axes",
         arguments={"tiling": Tiling(token_axes="data")},
-        message="tiled_mlp: token_axes must be left out, got 'data'. It is for tiled_mlp and tiled_linear_cross_entropy of "
-        "tiled_jax.",
+        message="tiled_mlp: token_axes must be left out, got 'data'. It is for tiled_mlp, tiled_moe and "
+        "tiled_linear_cross_entropy of tiled_jax.",
         halves=("torch",),
     ),
     BadCase(

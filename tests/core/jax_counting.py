@@ -8,25 +8,28 @@ import jax
 from jax.extend import core
 
 
-def flop(fn: Callable[..., Any], *arguments: Any) -> int:
-    """FLOP of the products of fn's jaxpr, a loop's body as often as it runs. Nothing is compiled or executed."""
-    return _flop(jax.jit(fn).trace(*arguments).jaxpr.jaxpr)
+def flop(fn: Callable[..., Any], *arguments: Any, turns: int | None = None) -> int:
+    """FLOP of the products of fn's jaxpr, a loop's body as often as it runs. Nothing is compiled or executed.
+
+    turns: of every loop whose number of turns only the device knows; None counts the most that each may have.
+    """
+    return _flop(jax.jit(fn).trace(*arguments).jaxpr.jaxpr, turns)
 
 
-def _flop(jaxpr: Any) -> int:
-    return sum(_flop_of(equation) for equation in jaxpr.eqns)
+def _flop(jaxpr: Any, turns: int | None) -> int:
+    return sum(_flop_of(equation, turns) for equation in jaxpr.eqns)
 
 
-def _flop_of(equation: Any) -> int:
+def _flop_of(equation: Any, turns: int | None) -> int:
     name, params = equation.primitive.name, equation.params
     if name == "dot_general":
         shape, summed = equation.invars[0].aval.shape, params["dimension_numbers"][0][0]
         return 2 * math.prod(shape[dim] for dim in summed) * equation.outvars[0].aval.size
     if name in ("while", "cond"):
         raise ValueError(f"{name}: how often it runs cannot be read from the program")
-    inner = sum(_flop(jaxpr) for value in params.values() for jaxpr in jaxprs_in(value))
-    # tiled_turns: of all its shards, which it runs where every row has a label.
-    return inner * {"scan": params.get("length"), "tiled_turns": params.get("most")}.get(name, 1)
+    inner = sum(_flop(jaxpr, turns) for value in params.values() for jaxpr in jaxprs_in(value))
+    most = params.get("most") if turns is None else turns
+    return inner * {"scan": params.get("length"), "tiled_turns": most}.get(name, 1)
 
 
 def collectives(fn: Callable[..., Any], *arguments: Any) -> dict[bool, int]:

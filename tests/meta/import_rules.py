@@ -2,7 +2,7 @@
 
 `shared_specs` needs numpy and ml_dtypes only, and `app` is its one room with more. The halves never see each other.
 Inside a half a capability is a room, and imports go one way:
-core <- collectives <- tile <- mlp, loss, linear <- layers, distillation <- models, bridge <- plans, compat <- commands.
+core <- collectives <- tile <- mlp, loss, linear <- moe, layers, distillation <- models, bridge <- plans, compat <- commands.
 """
 
 import ast
@@ -21,6 +21,7 @@ SPEC_LEVELS = {
     "mlp": 4,
     "loss": 4,
     "linear": 4,
+    "moe": 5,
     "layers": 5,
     "distillation": 5,
     "plans": 6,
@@ -39,6 +40,7 @@ LEVELS = {
     "mlp": 4,
     "loss": 4,
     "linear": 4,
+    "moe": 5,  # an expert is an MLP
     "layers": 5,
     "distillation": 5,
     "models": 6,

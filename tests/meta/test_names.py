@@ -30,7 +30,7 @@ EXCEPTIONS = {
         "ours, and in compat the class of another library by that library's name and signature",
     ),
     "tiled_jax": dict.fromkeys(
-        ("TiledLinear", "TiledLinearReturnBias", "TiledLinearCrossEntropy", "TiledMLP"),
+        ("TiledLinear", "TiledLinearReturnBias", "TiledLinearCrossEntropy", "TiledMLP", "TiledMoE"),
         "one module for Flax NNX, one for Flax linen, in files that are named so",
     ),
     "shared_specs": {},

@@ -4,13 +4,13 @@ import ast
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-ROOMS = ("core", "collectives", "tile", "mlp", "loss", "linear", "layers", "distillation", "plans", "commands")
+ROOMS = ("core", "collectives", "tile", "mlp", "loss", "linear", "moe", "layers", "distillation", "plans", "commands")
 
 # Why a file stands in one half alone -> the files.
 ONLY_TORCH = {
     "autograd in place: dtypes, buffers and main_grad are the library's own work": (
         "core/autocast.py core/gradients.py core/operands.py core/row_shards.py core/tensors.py distillation/call.py "
-        "linear/sums.py loss/call.py"
+        "linear/sums.py loss/call.py moe/sums.py"
     ),
     "forward mode is an operation's own in JAX (core/linear_call.py)": (
         "core/tangents.py loss/with_tangents.py mlp/with_tangents.py tile/forward_mode.py"
@@ -54,6 +54,7 @@ ONLY_JAX = {
     ),
     "linen, and what it shares with nnx": (
         "linear/linen.py linear/params.py loss/linen.py loss/params.py mlp/linen.py mlp/params.py "
+        "moe/linen.py moe/params.py "
         "tile/linen_modules.py tile/module_state.py"
     ),
     "attention over a pair of blocks, written out: PyTorch has kernels": "layers/attention_blocks.py layers/ring_steps.py",
@@ -63,6 +64,7 @@ ONLY_JAX = {
     "layers of Flax that a module calls, LoRA around one; peft's are found where they stand, by `tile_model`": (
         "mlp/projections.py"
     ),
+    "products of rows with their experts' weights inside one program: PyTorch's loop knows the rows": "moe/steps.py",
     "one program for many devices": "commands/bench/mesh.py",
     "Triton's launch wrappers take block sizes from a table": "commands/gpu/candidates.py",
     "plans of a function of arrays: PyTorch's are of modules": (

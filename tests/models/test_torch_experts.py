@@ -16,8 +16,8 @@ from shared_specs.core.rounding import relative_error
 from shared_specs.tolerances import BF16_256_SHARDS, DISTRIBUTED_FLOAT64, MODEL_FLOAT32
 from tests.core.torch_counting import GemmFlop, LiveBytes, saved_bytes
 from tiled_torch import tile_model, tiling_paths, untile_model
-from tiled_torch.models.experts.loops import ExpertsCall
-from tiled_torch.models.experts.routes import Routes
+from tiled_torch.moe.loops import ExpertsCall
+from tiled_torch.moe.routes import Routes
 
 transformers = pytest.importorskip("transformers")
 

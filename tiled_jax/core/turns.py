@@ -31,12 +31,12 @@ def for_each_of_first(
     whole, rest = divmod(plan.tokens, t)
     if rest:
         reached = (tokens > whole * t).astype(jnp.int32)
-        carry = _turns(lambda _, carry: run(whole * t, rest, carry), reached, 1, carry)
+        carry = turns(lambda _, carry: run(whole * t, rest, carry), reached, 1, carry)
     needed = jnp.minimum(lax.div(tokens + (t - 1), jnp.int32(t)), whole)
-    return _turns(lambda i, carry: run(i * t, t, carry), needed, whole, carry)
+    return turns(lambda i, carry: run(i * t, t, carry), needed, whole, carry)
 
 
-def _turns(body: Callable[[Any, Carry], Carry], count: jax.Array, most: int, carry: Carry) -> Carry:
+def turns(body: Callable[[Any, Carry], Carry], count: jax.Array, most: int, carry: Carry) -> Carry:
     """carry = body(i, carry) for i < count <= most."""
     leaves, structure = jax.tree.flatten(carry)
 
@@ -94,7 +94,7 @@ def _batch(arrays: Any, dims: Any, *, callee: Any, most: int, given: int) -> tup
         for a, each in zip(arrays[given:], has[1 + given :], strict=True)
     ]
     fn = jax.vmap(core.jaxpr_as_fun(callee), (*of_shared, None, *[0] * len(carry)), axis_size=size)
-    return _turns(lambda i, carry: fn(*shared, i, *carry), count, most, carry), [0] * len(carry)
+    return turns(lambda i, carry: fn(*shared, i, *carry), count, most, carry), [0] * len(carry)
 
 
 def _dce(used: list[bool], equation: Any) -> tuple[list[bool], Any]:

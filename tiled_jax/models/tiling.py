@@ -20,6 +20,7 @@ from tiled_jax.models.llama import Llama
 from tiled_jax.models.others.form import Form, difference, leaves_of, mlp_form_of, value_of
 from tiled_jax.models.others.probe import Found, probed
 from tiled_jax.models.others.tiled import is_tiled, kind_of, path_of, path_that_ran, set_class, tiled_class
+from tiled_jax.moe.module import TiledMoE
 
 _NAMES = re.compile(r"mlp|ffn|ffw|feed_?forward|swiglu|geglu", re.IGNORECASE)
 _PARTS = ({"gate_proj", "down_proj"}, {"up_proj", "down_proj"}, {"w1", "w2"}, {"wi", "wo"}, {"wi_0", "wo"}, {"fc1", "fc2"},
@@ -132,13 +133,15 @@ def untile_model(model: nnx.Module) -> Any:
 def tiling_paths(model: nnx.Module) -> dict[str, str]:
     """Name of every MLP -> "tiled_mlp", or "tile" and why it is not computed by the formula, or "untiled" and why it is left.
 
+    Of every `TiledMoE` -> "tiled_moe".
+
     Of a `Llama` with scope="block" also "layers" -> "tiled_block", or "mlp" and why only the MLP of a layer is tiled; of one
     whose head is more than its weight "head" -> "tiled_loss" and why.
 
     Each is what a call would do now.
 
     Args:
-        model: given to `tile_model` before, or one with `TiledMLP` modules; any other has no paths.
+        model: given to `tile_model` before, or one with `TiledMLP` or `TiledMoE` modules; any other has no paths.
     Example:
         >>> mlp = nnx.Sequential(nnx.Linear(8, 12, rngs=nnx.Rngs(0)), nnx.silu, nnx.Linear(12, 8, rngs=nnx.Rngs(0)))
         >>> _ = tile_model(mlp)
@@ -148,6 +151,7 @@ def tiling_paths(model: nnx.Module) -> dict[str, str]:
     """
     _check_module("tiling_paths", model)
     paths = {_name(path): module._path() for path, module in _own(model)}
+    paths |= {_name(path): "tiled_moe" for path, module in nnx.iter_modules(model) if isinstance(module, TiledMoE)}
     paths |= {_name(path): path_of(module) for path, module in nnx.iter_modules(model) if is_tiled(module)}
     for path, module in nnx.iter_modules(model):
         reason = module.reason_not_plain_head() if isinstance(module, Llama) and not module.plain else None
@@ -225,7 +229,7 @@ def _may_be_one(module: nnx.Module) -> bool:
     """Return whether a module can be called and has parameters; a layer of Flax is no MLP, and its Sequential may be."""
     kind = kind_of(module)
     of_flax = kind.__module__.startswith("flax.nnx") and kind is not nnx.Sequential
-    return callable(module) and not of_flax and not isinstance(module, TiledMLP)
+    return callable(module) and not of_flax and not isinstance(module, TiledMLP | TiledMoE)
 
 
 def _looks_like_one(path: tuple[Any, ...], module: nnx.Module) -> bool:

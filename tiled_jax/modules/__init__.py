@@ -9,8 +9,9 @@ from tiled_jax.loss.module import TiledLinearCrossEntropy
 from tiled_jax.mlp import module as _mlp
 from tiled_jax.mlp.module import TiledMLP
 from tiled_jax.modules import linen
+from tiled_jax.moe.module import TiledMoE
 
-__all__ = ["TiledLinear", "TiledLinearCrossEntropy", "TiledLinearReturnBias", "TiledMLP", "linen"]
+__all__ = ["TiledLinear", "TiledLinearCrossEntropy", "TiledLinearReturnBias", "TiledMLP", "TiledMoE", "linen"]
 
 # Pickles name the files that classes stood in.
 _FILES = {"linear": _linear, "loss": _loss, "mlp": _mlp}

@@ -1,7 +1,8 @@
-"""The Flax linen modules: `TiledMLP`, `TiledLinear`, `TiledLinearReturnBias` and `TiledLinearCrossEntropy`."""
+"""The Flax linen modules: `TiledMLP`, `TiledMoE`, `TiledLinear`, `TiledLinearReturnBias` and `TiledLinearCrossEntropy`."""
 
 from tiled_jax.linear.linen import TiledLinear, TiledLinearReturnBias
 from tiled_jax.loss.linen import TiledLinearCrossEntropy
 from tiled_jax.mlp.linen import TiledMLP
+from tiled_jax.moe.linen import TiledMoE
 
-__all__ = ["TiledLinear", "TiledLinearCrossEntropy", "TiledLinearReturnBias", "TiledMLP"]
+__all__ = ["TiledLinear", "TiledLinearCrossEntropy", "TiledLinearReturnBias", "TiledMLP", "TiledMoE"]

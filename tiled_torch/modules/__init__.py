@@ -9,6 +9,7 @@ from tiled_torch.loss import module as _loss
 from tiled_torch.loss.module import TiledLinearCrossEntropy as TiledLinearCrossEntropy
 from tiled_torch.mlp import module as _mlp
 from tiled_torch.mlp.module import TiledMLP as TiledMLP
+from tiled_torch.moe.module import TiledMoE as TiledMoE
 
 # Pickles name the files that classes stood in.
 _FILES = {"linear": _linear, "loss": _loss, "mlp": _mlp}

@@ -29,6 +29,7 @@ from tiled_torch.linear.module import TiledLinear
 from tiled_torch.loss.module import TiledLinearCrossEntropy
 from tiled_torch.mlp.module import TiledMLP
 from tiled_torch.models.tiling import tiling_paths
+from tiled_torch.moe.module import TiledMoE
 from tiled_torch.plans.compile import apply_compile, check_compile
 from tiled_torch.plans.data import apply_data_parallel
 from tiled_torch.plans.float8 import check_float8, reason_no_float8, use_float8
@@ -109,7 +110,8 @@ def parallelize(model: nn.Module, mesh: DeviceMesh | None, config: ParallelConfi
 
 def _tiled_in(model: nn.Module) -> Counter[str]:
     """Return how modules are tiled -> how many are, of tile_model's and of this library's own."""
-    own = {TiledMLP: "tiled_mlp", TiledLinearCrossEntropy: "tiled_linear_cross_entropy", TiledLinear: "TiledLinear"}
+    own = {TiledMLP: "tiled_mlp", TiledMoE: "tiled_moe", TiledLinear: "TiledLinear"}
+    own |= {TiledLinearCrossEntropy: "tiled_linear_cross_entropy"}
     found = Counter(tiling_paths(model).values())
     found.update(name for module in model.modules() for kind, name in own.items() if isinstance(module, kind))
     return found

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tiled_torch.core.gradients import local_main_grad, main_grad_of, returned_gradient
 from tiled_torch.core.tensors import refuse_second_order
-from tiled_torch.models.experts.loops import ExpertsCall, ExpertWeights
+from tiled_torch.moe.loops import ExpertsCall, ExpertWeights
 
 _UNTILED = "; differentiate the untiled experts."
 _UNREAD = ContextVar("unread", default=False)
@@ -48,7 +48,7 @@ class SaveExperts(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weights: Tensor, index: Tensor, *args: Any) -> Tensor:
-        operands, ctx.call = ExpertWeights(*args[:4]), args[4]
+        operands, ctx.call = ExpertWeights(*args[:-1]), args[-1]
         ctx.set_materialize_grads(False)
         # x: the first product is recomputed from it; weights and index: who takes which rows; the operands: both products.
         ctx.save_for_backward(x, weights, index, *operands)
@@ -60,10 +60,10 @@ class SaveExperts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
         if dy is None:
-            return (None,) * 8
+            return (None,) * len(ctx.needs_input_grad)
         refuse_second_order("tile_model", _UNTILED)
         x, weights, index, *found = ctx.saved_tensors
-        needs = [*ctx.needs_input_grad[:2], *ctx.needs_input_grad[3:7]]
+        needs = [*ctx.needs_input_grad[:2], *ctx.needs_input_grad[3:-1]]
         mains = [
             None if a is None else local_main_grad(owner, a.shape) for owner, a in zip(ctx.fused, found, strict=True)
         ]
@@ -80,8 +80,8 @@ class RunExperts(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, x: Tensor, weights: Tensor, index: Tensor, *args: Any) -> Tensor:
-        return args[4].forward(x, index, weights, ExpertWeights(*args[:4]))
+        return args[-1].forward(x, index, weights, ExpertWeights(*args[:-1]))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return (dy, *(None,) * 8)
+        return (dy, *(None,) * (len(ctx.needs_input_grad) - 1))

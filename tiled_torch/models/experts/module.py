@@ -28,9 +28,9 @@ from tiled_torch.models.experts.forms import (
     routers_in,
 )
 from tiled_torch.models.experts.function import run
-from tiled_torch.models.experts.loops import ExpertsCall, ExpertWeights
 from tiled_torch.models.experts.marker import OfExperts
 from tiled_torch.models.reports import note_layers, report
+from tiled_torch.moe.loops import ExpertsCall, ExpertWeights
 from tiled_torch.tile.api import tile
 
 FORMULA = "tiled_experts"

@@ -1,9 +1,8 @@
-"""The loops of tiled experts: forward, backward. No autograd nodes here (`function.py`).
+"""The loops of tiled experts: forward, backward. No autograd nodes here.
 
 y of a token is the sum over its experts of weight * (gate(x W_up + b_up) W_down + b_down), `gate` being what stands between an
 expert's two products. Letters: T tokens, H hidden, k experts of a token, E experts, W columns of the first product (2I where
-gate and up are one parameter), I of the second, n rows of one piece, at most t of them. Nothing [T k, ...] but numbers of rows
-ever exists.
+there is a gate), I of the second, n rows of one piece, at most t of them. Nothing [T k, ...] but numbers of rows ever exists.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,21 +14,25 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from shared_specs.mlp.costs import block_rows
+from shared_specs.moe.costs import FEW_ELEMENTS
 from tiled_torch.core.autocast import without_autocast
 from tiled_torch.core.tensors import device_kind, wide_dtype
-from tiled_torch.models.experts.routes import ExpertRows, Routes
-from tiled_torch.models.experts.sums import ExpertSum
-
-FEW_ELEMENTS = 2**15
+from tiled_torch.moe.routes import ExpertRows, Routes
+from tiled_torch.moe.sums import ExpertSum
 
 
 class ExpertWeights(NamedTuple):
-    """The parameters of experts. up: [E, W, H]; down: [E, H_out, I]; each [E, in, out] where they are transposed."""
+    """The parameters of experts. up: [E, W, H]; down: [E, H_out, I]; each [E, in, out] where they are transposed.
+
+    gate: [E, I, H] where gate and up are two parameters; up then is [E, I, H], and the columns of the first product are gate's
+    and then up's.
+    """
 
     up: Tensor
     down: Tensor
     b_up: Tensor | None = None
     b_down: Tensor | None = None
+    gate: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -45,17 +48,20 @@ class ExpertsCall:
     transposed: bool = False
     weigh_input: bool = False
 
-    def forward(self, x: Tensor, index: Tensor, weights: Tensor, w: ExpertWeights) -> Tensor:
-        """y [T, H_out], whose dtype is that of x, summed over the experts of a token in float32."""
+    def forward(
+        self, x: Tensor, index: Tensor, weights: Tensor, w: ExpertWeights, into: Tensor | None = None
+    ) -> Tensor:
+        """y [T, H_out] in the dtype of x, or `into`, which it is written to; summed over a token's experts in float32."""
         with torch.no_grad(), without_autocast(x):
             out = w.down.shape[2 if self.transposed else 1]
-            y = torch.empty((x.shape[0], out), dtype=x.dtype, device=x.device)
+            y = torch.empty((x.shape[0], out), dtype=x.dtype, device=x.device) if into is None else into
             routes = Routes(index, w.up.shape[0], self.shard_tokens, self.shard_tokens)
             for tokens, runs in routes:
                 total = _zeros_for(y, tokens, self.wide)
                 for run in runs:
                     self._add_outputs(total, x, weights, self._of_expert(w, run), routes, run, tokens.start)
                 _store(y, tokens, total)
+                del total  # before that of the next group is made
         return y
 
     def _add_outputs(
@@ -65,7 +71,7 @@ class ExpertsCall:
             pairs = routes.order[piece]
             rows = pairs // routes.each
             weight = weights.reshape(-1)[pairs].to(self.wide)[:, None]
-            up = self._linear(self._input(x.index_select(0, rows), weight), w.up, w.b_up)
+            up = self._first_product(self._input(x.index_select(0, rows), weight), w)
             h = torch.empty((up.shape[0], self._width(w)), dtype=self.dtype, device=x.device)
             for block in _row_blocks(up):
                 h[block] = self.gate(up[block].to(self.wide))
@@ -81,7 +87,7 @@ class ExpertsCall:
         weights: Tensor,
         w: ExpertWeights,
         needs: Sequence[bool],
-        main_grads: Sequence[Tensor | None] = (None,) * 4,
+        main_grads: Sequence[Tensor | None] = (None,) * 5,
     ) -> list[Tensor | None]:
         """Return gradients of x, weights and every operand; None where `needs` says so or main_grad took it.
 
@@ -125,6 +131,7 @@ class ExpertsCall:
                             one.done()
                 if dx is not None and total is not None:
                     _store(dx, place, total)
+                del total
             found = dweights.view(weights.shape).to(weights.dtype) if needs[1] else None
             return [dx, found, *(None if one is None else one.result() for one in sums)]
 
@@ -132,9 +139,9 @@ class ExpertsCall:
         self, dy: Tensor, x: Tensor, weight: Tensor, w: ExpertWeights, sums: Sequence[ExpertSum | None], wants_dx: bool
     ) -> tuple[Tensor | None, Tensor]:
         """Return the rows of dx, in float32, and the gradient of every weight, of one piece; add to the sums."""
-        d_up, d_down, db_up, db_down = sums
+        d_up, d_down, db_up, db_down, d_gate = sums
         taken = self._input(x, weight)
-        up = self._linear(taken, w.up, w.b_up)
+        up = self._first_product(taken, w)
         dh = dy @ (w.down.T if self.transposed else w.down)
         dweight = self._through_gate(up, dh, weight)  # from here on up is its gradient, and dh is weight * h
         if d_down is not None:
@@ -148,13 +155,15 @@ class ExpertsCall:
                 db_down.add_rows(wide if self.weigh_input else wide * weight)
             del wide
         del dy
-        if d_up is not None:
-            d_up.add_product(*((taken, up) if self.transposed else (up, taken)))
+        parts = [(d_up, up)] if w.gate is None else [*zip((d_gate, d_up), up.chunk(2, dim=1), strict=True)]
+        for total, d in parts:
+            if total is not None:
+                total.add_product(*((taken, d) if self.transposed else (d, taken)))
         if db_up is not None:
             db_up.add_rows(up)
         if not (wants_dx or self.weigh_input):
             return None, dweight
-        dx = (up @ (w.up.T if self.transposed else w.up)).to(self.wide)
+        dx = self._through_first_product([d for _, d in parts], w).to(self.wide)
         if self.weigh_input:
             dweight = (dx * x).sum(-1)
             dx *= weight
@@ -184,7 +193,7 @@ class ExpertsCall:
 
     def _group_tokens(self, x: Tensor, w: ExpertWeights) -> int:
         """Return how many tokens, in whole shards, the sums of dx are made for at once."""
-        most = (w.up.numel() + w.down.numel()) // x.shape[1]
+        most = sum(a.numel() for a in (w.gate, w.up, w.down) if a is not None) // x.shape[1]
         if most >= x.shape[0]:
             return max(1, x.shape[0])
         return max(1, most // self.shard_tokens) * self.shard_tokens
@@ -197,6 +206,23 @@ class ExpertsCall:
 
     def _of_expert(self, w: ExpertWeights, run: ExpertRows) -> ExpertWeights:
         return ExpertWeights(*(None if a is None else a[run.expert].to(self.dtype) for a in w))  # type: ignore[arg-type]
+
+    def _first_product(self, x: Tensor, w: ExpertWeights) -> Tensor:
+        """x W_up + b_up [n, W]."""
+        if w.gate is None:
+            return self._linear(x, w.up, w.b_up)
+        both = torch.empty((x.shape[0], 2 * self._width(w)), dtype=self.dtype, device=x.device)
+        for half, each in zip(both.chunk(2, dim=1), (w.gate, w.up), strict=True):
+            torch.mm(x, each if self.transposed else each.T, out=half)
+        return both
+
+    def _through_first_product(self, parts: Sequence[Tensor], w: ExpertWeights) -> Tensor:
+        """Return the gradient of x from those of the columns of each weight."""
+        weights = [a.T if self.transposed else a for a in (w.gate, w.up) if a is not None]
+        dx = parts[0] @ weights[0]
+        for d, weight in zip(parts[1:], weights[1:], strict=True):
+            dx.addmm_(d, weight)
+        return dx
 
     def _linear(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
         w = w if self.transposed else w.T

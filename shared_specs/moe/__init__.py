@@ -1,0 +1,1 @@
+"""A mixture of experts: checks, costs, oracle, cases."""
