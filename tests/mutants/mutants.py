@@ -446,8 +446,8 @@ MUTANTS = (
     Mutant(
         "a block drops what attention adds to the gradient of its input",
         "tiled_torch/models/block/function.py",
-        "dx[:, start:stop] += gradients(qkv, given, (x_shard,), leaves, sums)[0]",
-        "gradients(qkv, given, (x_shard,), leaves, sums)",
+        "dx[:, start:stop] += part_gradients(qkv, given, (x_shard,), leaves, sums)[0]",
+        "part_gradients(qkv, given, (x_shard,), leaves, sums)",
         "tests/models/test_torch_block.py -x -k 'test_gradients and qwen2'",
     ),
     Mutant(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tiled_torch.models.block.parts import BlockParts, entry, gradients
+from tiled_torch.models.block.parts import BlockParts, entry, part_gradients
 from tiled_torch.models.experts.function import results_unread
 
 
@@ -66,7 +66,7 @@ def experts_backward(
             middle = parts.middle(x_shard, a_shard, part)
             results = [middle, parts.called(family.between, middle)]
         given = dy[:, start:stop], dz[:, start:stop]
-        dx[:, start:stop], of_a = gradients(results, given, (x_shard, a_shard), others, sums)
+        dx[:, start:stop], of_a = part_gradients(results, given, (x_shard, a_shard), others, sums)
         call.shards.put(a, of_a.view(a_rows.shape), part, 1)  # nobody reads these rows any more
         del x_shard, a_rows, a_shard, middle, results, of_a
     return dict(zip(own, found, strict=True))
@@ -82,5 +82,5 @@ def _of_branch(parts: BlockParts, branch: Tensor, dy: Tensor, others: dict[str, 
         with torch.enable_grad():
             rows = entry(branch[:, start:stop])
             y = parts.added(torch.zeros_like(rows), parts.called(family.behind_mlp, rows))
-        out[:, start:stop] = gradients(y, dy[:, start:stop], (rows,), others, parts.sums)[0]
+        out[:, start:stop] = part_gradients(y, dy[:, start:stop], (rows,), others, parts.sums)[0]
     return out

@@ -22,7 +22,7 @@ from tiled_torch.core.gradients import GradientSum
 from tiled_torch.core.tensors import refuse_second_order
 from tiled_torch.models.block.experts import experts_backward, experts_forward
 from tiled_torch.models.block.families import OUT, BlockFamily, family_of_block, has_experts
-from tiled_torch.models.block.parts import BlockParts, HeadGroup, entry, gradients
+from tiled_torch.models.block.parts import BlockParts, HeadGroup, entry, part_gradients
 from tiled_torch.models.block.shards import Shards
 
 
@@ -173,7 +173,7 @@ class Block(torch.autograd.Function):
                     a_rows = cut.rows(a, part, 1)
                     a_shard = entry(a_rows.flatten(2))
                     y = parts.behind(x_shard, a_shard, part, needed=False)
-                dx[:, start:stop], of_a = gradients(y, dy[:, start:stop], (x_shard, a_shard), leaves, sums)
+                dx[:, start:stop], of_a = part_gradients(y, dy[:, start:stop], (x_shard, a_shard), leaves, sums)
                 cut.put(a, of_a.view(a_rows.shape), part, 1)  # nobody reads these rows any more
                 del y, x_shard, a_rows, a_shard, of_a
             if call.offloaded:
@@ -187,7 +187,7 @@ class Block(torch.autograd.Function):
                     x_shard = entry(x[:, start:stop])
                     qkv = parts.before(x_shard, part, needed=False)
                 given = [torch.cat([cut.rows(g[place], part, 2) for g in dqkv], 1) for place in range(3)]
-                dx[:, start:stop] += gradients(qkv, given, (x_shard,), leaves, sums)[0]
+                dx[:, start:stop] += part_gradients(qkv, given, (x_shard,), leaves, sums)[0]
                 del qkv, x_shard, given
             cut.complete((name, total) for name, total in sums.items() if total is not None and call.by_autograd(name))
         found = {name: alone.get(name) if total is None else total.result() for name, total in sums.items()}

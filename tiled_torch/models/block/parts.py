@@ -189,7 +189,7 @@ def entry(x: Tensor) -> Tensor:
     return x.detach().requires_grad_().view_as(x)
 
 
-def gradients(y: Any, dy: Any, inputs: Sequence[Tensor], leaves: dict[str, Tensor], sums: Any) -> Sequence[Tensor]:
+def part_gradients(y: Any, dy: Any, inputs: Sequence[Tensor], leaves: dict[str, Tensor], sums: Any) -> Sequence[Tensor]:
     """Return the gradients of the inputs; those of the norms' weights that took part are added to their sums."""
     found = torch.autograd.grad(y, (*inputs, *leaves.values()), dy, allow_unused=True)
     for name, gradient in zip(leaves, found[len(inputs) :], strict=True):
