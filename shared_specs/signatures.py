@@ -190,6 +190,7 @@ SIGNATURES: dict[str, tuple[Argument, ...]] = {
         keyword("sequence_parallel", False),
         keyword("split_sizes", None),
         *_VOCAB_PARALLEL[1:],
+        keyword("token_weight", None),
     ),
     "TiledLinear": _TILED_LINEAR,
     "TiledLinearReturnBias": _TILED_LINEAR,

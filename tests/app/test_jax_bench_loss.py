@@ -12,8 +12,9 @@ from tiled_jax.commands.bench import loss
 SMALL = replace(LOSS_WORKLOADS[0], name="small", tokens=2048, hidden=16, vocab=96)
 
 
-def test_every_variant_computes_the_plain_loss_and_is_reported() -> None:
-    rows = loss.measure(SMALL, repeats=1)
+@pytest.mark.parametrize("ignored", [0.0, 0.9])
+def test_every_variant_computes_the_plain_loss_and_is_reported(ignored: float) -> None:
+    rows = loss.measure(replace(SMALL, ignored=ignored), repeats=1)
     assert [row["variant"] for row in rows] == ["plain", "scan-checkpoint", "tiled"]
     assert {(row["workload"], row["shards"]) for row in rows} == {("small", 2)}
     assert all(row["temp_bytes"] > 0 and math.isfinite(row["median_seconds"]) for row in rows)

@@ -12,9 +12,10 @@ from tiled_torch.commands.bench import loss
 SMALL = replace(LOSS_WORKLOADS[0], name="small", tokens=2048, hidden=16, vocab=96)
 
 
-def test_every_variant_computes_the_plain_loss_and_is_reported() -> None:
-    rows = loss.measure(SMALL, repeats=1)
-    assert [row["variant"] for row in rows][:3] == ["plain", "checkpoint", "tiled"]
+@pytest.mark.parametrize("ignored", [0.0, 0.9])
+def test_every_variant_computes_the_plain_loss_and_is_reported(ignored: float) -> None:
+    rows = loss.measure(replace(SMALL, ignored=ignored), repeats=1)
+    assert [row["variant"] for row in rows][:4] == ["plain", "checkpoint", "chosen-rows-checkpoint", "tiled"]
     assert {(row["workload"], row["shards"]) for row in rows} == {("small", 2)}
     assert all(math.isfinite(row["median_seconds"]) for row in rows)
 

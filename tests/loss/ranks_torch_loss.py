@@ -115,6 +115,7 @@ def head(
     twice: bool = False,
     main_grad: bool = False,
     every: int = 5,
+    token_weight: bool = False,
     **options: Any,
 ) -> dict[str, Any] | None:
     """The fused head against `tiled_linear_cross_entropy` on one process."""
@@ -124,6 +125,7 @@ def head(
     x, weight, b = draw(2, tokens // 2, HIDDEN, seed=0), draw(vocab, HIDDEN, seed=1), draw(vocab, seed=2)
     targets = labels(vocab, 2, tokens // 2, every=every)
     weights = draw(vocab, seed=4).abs() if class_weight else None
+    of_tokens: Any = {"token_weight": draw(2, tokens // 2, seed=5)} if token_weight else {}
     loss = LossOptions(class_weight=weights, outputs=tuple(outputs), **options)  # type: ignore[arg-type]
     tiling = Tiling(num_shards=num_shards, memory_budget=memory_budget, vocab_shards=vocab_shards)
 
@@ -131,9 +133,8 @@ def head(
     for name, leaf in whole.items():
         if leaf is not None:
             leaf.requires_grad_(name not in frozen)
-    expected = named(
-        tiled_linear_cross_entropy(whole["x"], whole["weight"], targets, bias=whole["bias"], loss=loss, tiling=tiling)  # type: ignore[arg-type]
-    )
+    arguments: Any = {"loss": loss, "tiling": tiling} | of_tokens
+    expected = named(tiled_linear_cross_entropy(whole["x"], whole["weight"], targets, bias=whole["bias"], **arguments))  # type: ignore[arg-type]
     weighted(expected).backward()
 
     start, stop, rows = my_rows(partition, vocab, ranks, rank)
@@ -155,7 +156,7 @@ def head(
                 leaf.grad_added_to_main_grad = False
     with LiveBytes() as live, Collectives() as collectives:
         result = vocab_parallel_linear_cross_entropy(
-            mine["x"], mine["weight"], targets, bias=mine["bias"], loss=loss, tiling=tiling, **given
+            mine["x"], mine["weight"], targets, bias=mine["bias"], **arguments, **given
         )
         found = named(result)
         weighted(found).backward(retain_graph=twice)

@@ -56,6 +56,7 @@ def head(
     main_grad: bool = False,
     batched: bool = False,
     no_labels: bool = False,
+    token_weight: bool = False,
     **options: Any,
 ) -> dict[str, Any] | None:
     """The fused head against `tiled_linear_cross_entropy` on one process."""
@@ -76,7 +77,8 @@ def head(
     whole: dict[str, Any] = {"x": x.clone(), "weight": weight.clone()} | ({"bias": b.clone()} if bias else {})
     for name, leaf in whole.items():
         leaf.requires_grad_(name not in frozen)
-    arguments: Any = {"loss": loss, "tiling": Tiling(num_shards=3)}
+    of_tokens: Any = draw(total, seed=5) if token_weight else None
+    arguments: Any = {"loss": loss, "tiling": Tiling(num_shards=3), "token_weight": of_tokens}
     expected = named(
         tiled_linear_cross_entropy(whole["x"], whole["weight"], targets, bias=whole.get("bias"), **arguments)
     )
@@ -109,7 +111,7 @@ def head(
     def run(x: Tensor) -> Any:
         return vocab_parallel_linear_cross_entropy(
             x, mine["weight"], local, bias=mine.get("bias"), loss=loss, tiling=tiling, sequence_parallel=True,
-            split_sizes=sizes, **given,
+            split_sizes=sizes, token_weight=of_tokens if of_tokens is None else of_tokens[rows].view(local.shape), **given,
         )  # fmt: skip
 
     with meters[0] as collectives, meters[1] as gathered, meters[2] as live, meters[3] as flop:

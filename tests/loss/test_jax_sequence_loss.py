@@ -148,6 +148,28 @@ def test_one_device_and_many_agree(case: str, devices: tuple[int, int, bool, Axi
     assert not np.asarray(actual[1]["weight"])[:, V:].any(), "padding of the vocabulary has a gradient"
 
 
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_weights_of_tokens(reduction: Any, x64: None) -> None:
+    """Of each device's own tokens, as the targets are; in the second pass they travel with what else is of every token."""
+    given, targets, _ = make()
+    loss, weights = LossOptions(reduction=reduction), jnp.asarray(np.random.default_rng(5).standard_normal(T))
+
+    def whole(given: Operands, targets: jax.Array) -> Any:
+        w, b = given["weight"][:, :V], given["bias"][:V]
+        return tiled_linear_cross_entropy(given["x"], w, targets, bias=b, loss=loss, token_weight=weights)
+
+    def on_device(given: Operands, targets: jax.Array, weights: jax.Array) -> Any:
+        options = {"vocab_size": V, "loss": loss, "num_shards": 3, "sequence_parallel": True, "axis_name": "tp"}
+        found = vocab_parallel_linear_cross_entropy(**given, targets=targets, token_weight=weights, **options)
+        return found if found.ndim else lax.psum(found, "data")
+
+    mesh = mesh_of(4, 2, AxisType.Auto)
+    out = TOKENS if reduction == "none" else P()
+    mapped = jax.shard_map(on_device, mesh=mesh, in_specs=(SPECS, TOKENS, TOKENS), out_specs=out)
+    found = with_gradients(lambda given, targets: mapped(given, targets, weights))(given, targets)
+    assert_equal(found, with_gradients(whole)(given, targets))
+
+
 def test_gradients_taken_inside_and_a_checkpoint(x64: None) -> None:
     mesh, (given, targets, _) = mesh_of(4), make()
 

@@ -141,6 +141,28 @@ def test_one_device_and_many_agree(case: str, devices: tuple[int, int, bool], x6
     assert not np.asarray(actual[1]["weight"][:, V:]).any(), "padding has a gradient"
 
 
+@pytest.mark.parametrize("options", [{"reduction": "sum"}, {"reduction": "none", "outputs": ("log_probs",)}], ids=str)
+def test_weights_of_tokens(options: Any, x64: None) -> None:
+    """As on one device, where they multiply the losses alone."""
+    operands, targets, _ = make(bias=True)
+    loss, weights = LossOptions(**options), jnp.asarray(np.random.default_rng(5).standard_normal(T))
+    wanted = whole(loss, token_weight=weights)(operands, targets)
+
+    def on_device(operands: Operands, targets: jax.Array, weights: jax.Array) -> Any:
+        result = vocab_parallel_linear_cross_entropy(
+            **operands, targets=targets, loss=loss, vocab_size=V, axis_name="tensor", num_shards=3, token_weight=weights
+        )
+        return jax.tree.map(lambda a: a if a.ndim else lax.psum(a, "data"), result)
+
+    of_tokens = P("data")
+    kinds = {"loss": of_tokens, "log_probs": of_tokens}
+    out = LossResult(**kinds) if loss.outputs else P()
+    specs = {"x": P("data", None), "weight": P(None, "tensor"), "bias": P("tensor")}, of_tokens, of_tokens
+    mapped = jax.shard_map(on_device, mesh=mesh_of(2, 4), in_specs=specs, out_specs=out)
+    found = results_and_gradients(lambda operands, targets: mapped(operands, targets, weights))(operands, targets)
+    assert_equal(found, wanted)
+
+
 def test_without_padding_on_an_explicit_mesh(x64: None) -> None:
     """Every entry counts where vocab_size is left out."""
     mesh, (operands, targets, _) = mesh_of(2, 4, AxisType.Explicit), make(V + 3)

@@ -68,6 +68,8 @@ HEADS: dict[str, dict[str, Any]] = {
     "main_grad, dtensor": {"main_grad": True, "partition": "dtensor"},
     "main_grad, dtensor none": {"main_grad": True, "partition": "dtensor", "reduction": "none", "bias": False},
     "padded none": {"partition": "padded", "reduction": "none", "label_smoothing": 0.2, "class_weight": True},
+    "weighted": {"token_weight": True, "vocab_shards": 2},
+    "weighted none": {"token_weight": True, "reduction": "none", "outputs": OUTPUTS},
     "even": {"partition": "equal", "vocab": 204},
     "dtensor": {"partition": "dtensor"},
     "dtensor none": {"partition": "dtensor", "reduction": "none", "bias": False},

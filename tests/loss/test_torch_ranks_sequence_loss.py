@@ -52,6 +52,8 @@ HEADS: dict[str, dict[str, Any]] = {
         "logit_softcap": 3.0,
     },
     "vocab_shards": {"vocab_shards": 3},
+    "weighted": {"token_weight": True, "class_weight": True},
+    "weighted none": {"token_weight": True, "reduction": "none", "vocab_shards": 2},
     "vocab_shards none": {"vocab_shards": 3, "reduction": "none"},
     "vocab_shards outputs": {"vocab_shards": 3, "outputs": OUTPUTS, "label_smoothing": 0.2},
     "fewer entries than ranks": {"vocab": 3, "label_smoothing": 0.2},

@@ -200,6 +200,8 @@ def linear_cross_entropy(
         return _result(run(call, x, w, fixed), loss, targets.shape)
     tokens = is_token(sizes, rows, axis)
     fixed["targets"] = without_padding(fixed["targets"], tokens, loss.ignore_index)
+    if "token_weight" in fixed:
+        fixed["token_weight"] = without_padding(fixed["token_weight"], tokens)
     found = run(call, without_padding(x, tokens), w, fixed)
     found = {name: without_padding(a, tokens) if a.ndim else a for name, a in found.items()}
     return _result(found, loss, targets.shape)

@@ -402,9 +402,12 @@ def _for_each_shard(
         if not numbers:
             return tokens.gather(own)
         more = tokens.gather(own.more)
-        together = jnp.stack([tokens.differing(a) for a in numbers], axis=1)  # one collective instead of one each
+        wide_too = numbers if own.weights is None else [*numbers, own.weights]
+        together = jnp.stack([tokens.differing(a) for a in wide_too], axis=1)  # one collective instead of one each
         x, targets, together = tokens.gather((own.x, own.targets, together))
-        return _ShardTokens(x, targets, jax.tree.unflatten(structure, list(together.T)), more)
+        found = list(together.T)
+        weights = None if own.weights is None else found.pop()
+        return _ShardTokens(x, targets, jax.tree.unflatten(structure, found), more, weights)
 
     gathered = Body(lambda start, size, state: run(start, size, *state), _after_all)
     return for_each_gathered(call.plan, call.plan.tokens, fetch, gathered, gathered, carry)

@@ -36,6 +36,7 @@ def vocab_parallel_linear_cross_entropy(
     sequence_parallel: bool = False,
     split_sizes: Sequence[int] | None = None,
     axis_name: str,
+    token_weight: jax.Array | None = None,
 ) -> Any:
     """`tiled_linear_cross_entropy` where every device of a mesh axis has a run of the vocabulary, in order.
 
@@ -54,6 +55,7 @@ def vocab_parallel_linear_cross_entropy(
         sequence_parallel: tokens are split over the axis too. A shard (num_shards, shard_tokens) is of a device's own ones.
         split_sizes: tokens of every device where they differ, as in `tensor_parallel_mlp`; numbers of padding are zero.
         axis_name: the axis of the surrounding `jax.shard_map`. Other axes may split the tokens.
+        token_weight: as targets are, the same on all devices of the axis or, with sequence_parallel, of this device's tokens.
     Returns:
         What `tiled_linear_cross_entropy` of the whole weight returns, the same on all devices of the axis; with
         sequence_parallel sums and means are over the tokens of all of its devices, and what there is of every token is of
@@ -85,6 +87,7 @@ def vocab_parallel_linear_cross_entropy(
         vocab=vocab,
         sequence_parallel=sequence_parallel,
         split_sizes=split_sizes,
+        token_weight=token_weight,
     )
 
 

@@ -122,14 +122,15 @@ class LossCall:
     def labels(self, given: Operands) -> Labels:
         """Return the labels of the targets; on a CPU an error for one that does not exist, on every rank."""
         targets, ignore = given.targets.reshape(-1), self.rules.options.ignore_index
+        wide = wide_dtype(self.dtype)
+        token_weight = None if given.token_weight is None else given.token_weight.reshape(-1).to(wide)
         if self.split is not None:
             (targets,) = self.split.everywhere([targets], ignore)
+            token_weight = None if token_weight is None else self.split.everywhere([token_weight])[0]
         if targets.device.type == "cpu" and has_values(targets):
             missing = loss_math.first_missing_target(targets, self.rules.vocab, ignore)
             if missing is not None:
                 loss_checks.fail_target(self.function, missing, self.rules.vocab, ignore)
-        wide = wide_dtype(self.dtype)
-        token_weight = None if given.token_weight is None else given.token_weight.reshape(-1).to(wide)
         return loss_math.make_labels(self.rules, targets, given.class_weight, wide, token_weight)
 
     def factors(self, labels: Labels, num_valid: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -74,6 +74,7 @@ def vocab_parallel_linear_cross_entropy(
     sequence_parallel: bool = False,
     split_sizes: Sequence[int] | None = None,
     group: Any = None,
+    token_weight: Tensor | None = None,
 ) -> Tensor | LossResult:
     """`tiled_linear_cross_entropy` with the head split over the ranks of a group by vocabulary.
 
@@ -95,6 +96,7 @@ def vocab_parallel_linear_cross_entropy(
             t = shard_tokens, and the same on every rank.
         split_sizes: the number of local tokens (leading dims flattened) of every rank; None where all hold as many.
         group: a torch.distributed process group, or a DeviceMesh of one dim; None is the default group.
+        token_weight: as targets are, the same on every rank or, with sequence_parallel, of this rank's own tokens.
         the rest: as in `tiled_linear_cross_entropy`.
     Numerics: as `tiled_linear_cross_entropy`, sums over ranks included. Partial dx are rounded to the dtype of x; their sum
         over ranks is a float32 one, rounded once. dweight and dbias are added to the main_grad of weight and bias where these
@@ -111,7 +113,7 @@ def vocab_parallel_linear_cross_entropy(
             and collective where another rank never makes the call.
     Source: derived in shared_specs/README.md; the two reductions: Megatron-LM, arXiv 1909.08053.
     """
-    for name, tensor in (("x", x), ("targets", targets)):
+    for name, tensor in (("x", x), ("targets", targets), ("token_weight", token_weight)):
         refuse_dtensor(_HEAD, name, tensor, "Convert it with to_local() or full_tensor().")
     split_by_mesh, owners = is_dtensor(weight), (weight, bias)
     if split_by_mesh:
@@ -124,7 +126,7 @@ def vocab_parallel_linear_cross_entropy(
     else:
         part = None
     over = rank_group(_HEAD, group)
-    given = Given(_HEAD, x, weight, targets, bias, loss)
+    given = Given(_HEAD, x, weight, targets, bias, loss, token_weight)
     if isinstance(weight, Tensor) and weight.dim() == 2 and part is None:
         part = _partition(over, vocab_size, weight.shape[0])
     entries = None if part is None else max(weight.shape[0], -(-part.vocab // over.size))  # the same on every rank
@@ -153,6 +155,7 @@ def _run_alike(given: Given, call: Any, alike: dict[str, Any], owners: Any, back
         "vocab_shards": vocab_shards,
         "loss": replace(given.loss, class_weight=None, num_valid=None),
         "dtypes": (given.x.dtype, given.weight.dtype),
+        "whether there is a token_weight": given.token_weight is not None,
         "x.requires_grad": wanted and given.x.requires_grad,
         "any requires_grad": wanted and any(a is not None and a.requires_grad for a in operands),
     }

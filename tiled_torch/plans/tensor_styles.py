@@ -322,12 +322,9 @@ class _SplitLoss:
     """Forward of a TiledLinearCrossEntropy whose parameters are DTensors."""
 
     def forward(self: Any, x: Tensor, targets: Tensor, *, num_valid: Any = None, token_weight: Any = None) -> Any:
-        if token_weight is not None:
-            name, rule = type(self).__name__, "None where the vocabulary is split"
-            got, advice = type(token_weight).__name__, "Weigh what reduction='none' returns."
-            raise UnsupportedError(error_text(name, "token_weight", rule, got, advice=advice))
         loss = self.loss if num_valid is None else replace(self.loss, num_valid=num_valid)
-        return split_loss(x, self.weight, targets, bias=self.bias, loss=loss, tiling=self.tiling, backend=self.backend)
+        options = {"bias": self.bias, "loss": loss, "tiling": self.tiling, "backend": self.backend}
+        return split_loss(x, self.weight, targets, token_weight=token_weight, **options)
 
 
 @cache
@@ -335,20 +332,35 @@ def _loss_class(plain: type[nn.Module]) -> type[nn.Module]:
     return type(plain.__name__, (_SplitLoss, plain), {"__module__": plain.__module__})
 
 
-def split_loss(x: Tensor, weight: Tensor, targets: Tensor, *, loss: LossOptions = LossOptions(), **options: Any) -> Any:
+def split_loss(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    loss: LossOptions = LossOptions(),
+    token_weight: Tensor | None = None,
+    **options: Any,
+) -> Any:
     """`vocab_parallel_linear_cross_entropy` of a DTensor head and a plain x, or a DTensor x.
 
     Of an x that is split by tokens one shard at a time is gathered; all of it where a result for every token is asked for.
-    targets: whole on every rank.
+    targets, token_weight: whole on every rank.
     """
     run = partial(vocab_parallel_linear_cross_entropy, loss=loss, **options)
     dim = x.dim() - 2
     if not isinstance(x, DTensor) or x.placements != (Shard(dim),) or not loss.gradients_in_forward:
-        return run(gather_whole(x), weight, targets)
+        return run(gather_whole(x), weight, targets, token_weight=token_weight)
     ranks, rank = x.device_mesh.size(), x.device_mesh.get_local_rank()
     chunk = -(-x.shape[dim] // ranks)
-    mine = targets.narrow(dim, min(rank * chunk, x.shape[dim]), x.to_local().shape[dim])
-    return run(x.to_local(), weight, mine, sequence_parallel=True, split_sizes=local_tokens(x, dim, ranks))
+
+    def own(a: Tensor) -> Tensor:
+        return a.narrow(dim, min(rank * chunk, x.shape[dim]), x.to_local().shape[dim])
+
+    given = {
+        "split_sizes": local_tokens(x, dim, ranks),
+        "token_weight": None if token_weight is None else own(token_weight),
+    }
+    return run(x.to_local(), weight, own(targets), sequence_parallel=True, **given)
 
 
 def gather_whole(x: Tensor) -> Tensor:

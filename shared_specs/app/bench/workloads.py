@@ -2,6 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from shared_specs.core.rounding import DTYPES
 from shared_specs.loss.costs import LossShape
@@ -57,7 +60,7 @@ MLP_WORKLOADS = (
 
 @dataclass(frozen=True, kw_only=True)
 class LossWorkload:
-    """One linear cross entropy: T tokens, H hidden, V entries of the vocabulary."""
+    """One linear cross entropy: T tokens, H hidden, V entries of the vocabulary. ignored: the share of labels that are -100."""
 
     name: str
     tokens: int
@@ -65,10 +68,19 @@ class LossWorkload:
     vocab: int
     dtype: str
     reason: str
+    ignored: float = 0.0
 
     @property
     def sizes(self) -> str:
-        return f"T, H, V = {self.tokens}, {self.hidden}, {self.vocab}"
+        ignored = f", {self.ignored:.0%} of the labels ignored" if self.ignored else ""
+        return f"T, H, V = {self.tokens}, {self.hidden}, {self.vocab}{ignored}"
+
+    def targets(self) -> np.ndarray[Any, Any]:
+        """Return labels [T], drawn, and -100 at as many of them, drawn too, as are ignored."""
+        rng = np.random.default_rng(0)
+        labels = rng.integers(0, self.vocab, self.tokens)
+        labels[rng.permutation(self.tokens)[: round(self.ignored * self.tokens)]] = -100
+        return labels
 
     @property
     def shape(self) -> LossShape:
@@ -84,6 +96,15 @@ LOSS_WORKLOADS = (
         vocab=49152,
         dtype="float32",
         reason="the head and loss of SmolLM2-135M at 4K tokens, on a CPU",
+    ),
+    LossWorkload(
+        name="smollm2-loss-4k-90%-ignored",
+        tokens=4096,
+        hidden=576,
+        vocab=49152,
+        dtype="float32",
+        reason="the same of a chat, of which the answers alone are learned",
+        ignored=0.9,
     ),
 )
 

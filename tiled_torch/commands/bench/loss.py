@@ -18,9 +18,11 @@ from tiled_torch.commands.bench.peers import liger_loss
 PACKAGES = ("torch", "liger-kernel", "numpy")
 NOTE = (
     "torch-linear-cross-entropy is torch.nn.functional.linear_cross_entropy as it comes, -chunked with its default "
-    "LinearCrossEntropyOptions; without a GPU, PyTorch operations stand in for Liger's Triton kernel over a chunk of logits"
+    "LinearCrossEntropyOptions; chosen-rows-checkpoint stands in for trl's chunked loss, of rows that have a label; "
+    "without a GPU, PyTorch operations stand in for Liger's Triton kernel over a chunk of logits"
 )
 
+CHUNK = 256  # rows of the logits of `chosen_rows`
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -32,11 +34,25 @@ def plain(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(F.linear(x, weight), targets)
 
 
+def chosen_rows(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Return the loss as libraries make it that gather the rows with a label first: in chunks, whose logits are made again."""
+    valid = targets != -100
+    x, targets = x[valid], targets[valid]
+
+    def chunk(rows: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(rows, weight), labels, reduction="sum")
+
+    pairs = zip(x.split(CHUNK), targets.split(CHUNK), strict=True)
+    total: Any = sum(checkpoint(chunk, *pair, use_reentrant=False) for pair in pairs)
+    return total / targets.numel()
+
+
 def variants() -> dict[str, Loss]:
     """Name -> loss of hidden states, weight and targets."""
     found: dict[str, Loss] = {
         "plain": plain,
         "checkpoint": lambda x, w, t: checkpoint(plain, x, w, t, use_reentrant=False),  # type: ignore[return-value]
+        "chosen-rows-checkpoint": chosen_rows,
         "tiled": lambda x, w, t: tiled_linear_cross_entropy(x, w, t),  # type: ignore[return-value]
     }
     if hasattr(F, "linear_cross_entropy"):  # torch 2.13
@@ -56,7 +72,7 @@ def measure(workload: LossWorkload, repeats: int) -> Rows:
     dtype = getattr(torch, workload.dtype)
     x = torch.randn(workload.tokens, workload.hidden, dtype=dtype, requires_grad=True)
     weight = (torch.randn(workload.vocab, workload.hidden, dtype=dtype) / workload.hidden**0.5).requires_grad_()
-    targets = torch.randint(0, workload.vocab, (workload.tokens,))
+    targets = torch.from_numpy(workload.targets())
     runs: dict[str, Callable[[], Tensor]] = {}
 
     def results() -> Iterator[tuple[str, dict[str, Array | None]]]:
