@@ -168,17 +168,18 @@ def liger_loss() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
 
 
 class _CrossEntropyPass:
-    """Launched as the kernel is, for a mean over targets that are all valid: losses, and logits become their gradient."""
+    """Launched as the kernel is, for a mean over the valid targets: losses, and logits become their gradient."""
 
     def __getitem__(self, grid: object) -> Callable[..., None]:
         return self.run
 
     @staticmethod
     def run(*, X_ptr: Tensor, Y_ptr: Tensor, loss_ptr: Tensor, n_non_ignore: int, **_: Any) -> None:
-        logits, targets = X_ptr, Y_ptr[:, None]
+        valid = (Y_ptr != -100)[:, None].to(X_ptr.dtype)
+        logits, targets = X_ptr, Y_ptr[:, None].clamp(min=0)
         logits -= logits.amax(1, keepdim=True)
         right = logits.gather(1, targets)
         total = logits.exp_().sum(1, keepdim=True)
-        loss_ptr.copy_(((total.log() - right) / n_non_ignore)[:, 0])
-        logits /= total * n_non_ignore
-        logits.scatter_add_(1, targets, torch.full_like(right, -1 / n_non_ignore))
+        loss_ptr.copy_((valid * (total.log() - right) / n_non_ignore)[:, 0])
+        logits *= valid / (total * n_non_ignore)
+        logits.scatter_add_(1, targets, valid * (-1 / n_non_ignore))
