@@ -1,4 +1,4 @@
-"""At most 70 cases on a GPU: the Triton kernels, the JAX half, and arrays that cross between the two on the device.
+"""Cases on a GPU: the Triton kernels, the JAX half, and arrays that cross between the two on the device.
 
 `make gpu PART=parity` runs them with the interpreter at hand; the default suite leaves them out.
 """
@@ -12,13 +12,15 @@ import pytest
 
 from shared_specs.config import LossOptions, Tiling
 from shared_specs.core.rounding import relative_error
+from shared_specs.distillation.cases import DISTILLATION_CASES, DistillationCase
 from shared_specs.kernels.blocks import DETERMINISTIC, UNMEASURED, Paths
 from shared_specs.loss.cases import LOSS_CASES, LossCase
 from shared_specs.mlp.cases import MLP_CASES, MLPCase
 from shared_specs.moe.cases import MOE_CASES, MoECase
 from shared_specs.tolerances import limit
-from tests.adapters import JaxAdapter, Results, TorchAdapter
+from tests.adapters import ADAPTERS, JaxAdapter, Results, TorchAdapter
 from tests.asserting import assert_case
+from tests.distillation import test_both_distillation as distillation
 
 pytestmark = pytest.mark.gpu
 
@@ -38,6 +40,7 @@ def one_of_each(cases, *fields, **numbers):
 MLPS = one_of_each(MLP_CASES, "activation", "gated", bfloat16=6, float16=3, float32=3)
 LOSSES = one_of_each(LOSS_CASES, "reduction", "outputs", bfloat16=4, float16=2, float32=2)
 MOES = one_of_each(MOE_CASES, "routing", bfloat16=1, float16=1, float32=1)
+DISTILLATIONS = one_of_each(DISTILLATION_CASES, "kind", bfloat16=3, float16=1, float32=2)
 # Sizes that every kernel takes, Pallas too; the last shard is short.
 _TAKEN = {"dims": (2, 160), "hidden": 192, "intermediate": 256, "num_shards": 2, "reason": "sizes of every kernel"}
 KERNEL_MLPS = (
@@ -109,6 +112,17 @@ def test_torch_moe(torch_adapter: TorchAdapter, case: MoECase) -> None:
 @pytest.mark.parametrize("case", MOES, ids=lambda case: case.id)
 def test_jax_moe(jax_adapter: JaxAdapter, case: MoECase) -> None:
     assert_case(case, jax_adapter.run_moe(case, "auto"))
+
+
+@pytest.mark.parametrize("case", DISTILLATIONS, ids=lambda case: case.id)
+def test_torch_distillation(torch_adapter: TorchAdapter, case: DistillationCase, monkeypatch) -> None:
+    monkeypatch.setitem(ADAPTERS, "torch", torch_adapter)
+    distillation.test_case(case, "torch")
+
+
+@pytest.mark.parametrize("case", DISTILLATIONS, ids=lambda case: case.id)
+def test_jax_distillation(jax_adapter: JaxAdapter, case: DistillationCase) -> None:
+    distillation.test_case(case, "jax")
 
 
 @pytest.mark.parametrize("case", MLPS, ids=lambda case: case.id)

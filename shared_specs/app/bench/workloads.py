@@ -216,12 +216,12 @@ class GPUSizes:
     dtype: str
 
 
-# Llama-3-8B and 70B.
+# Llama-3-8B and 70B; the vocabulary is that of Qwen3.
 GPU_SIZES = GPUSizes(
     widths={"8b": (4096, 14336), "70b": (8192, 28672)},
     tokens=(8192, 32768, 131072),
     shards=(2048, 4096, 8192, 16384),
-    vocab=128256,
+    vocab=151936,
     dtype="bfloat16",
 )
 # Every path of the harness on a CPU, the kernels in Triton's interpreter.

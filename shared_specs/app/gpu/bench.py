@@ -26,7 +26,9 @@ STAGES = (
     ("kernels", "", 75.0),
     ("loss", "main", 30.0),
     ("mlp", "peers", 45.0),
-    ("layer", "main", 90.0),
+    ("layer", "main", 60.0),
+    ("layer", "long", 75.0),
+    ("loss", "ignored", 20.0),
     ("loss", "peers", 40.0),
     ("mlp", "rest", 60.0),
     ("mlp", "sweep", 20.0),
@@ -37,9 +39,10 @@ WIDER = 1.3
 # What kernels are measured for.
 KERNEL_GROUPS = ("ceilings", "up", "down", "glu", "glu_backward", "cross_entropy", "linear", "dx", "weight_gradient")
 NO_TIME = "no time was left for it"
-# The layers that op "layer" runs, and their tokens: so many that attention does not hide the rest.
-LAYER_MODEL, LAYER_COUNT, LAYER_TOKENS = "qwen3-8b", 4, 65536
-TOY_LAYERS = Decoder(hidden=32, intermediate=48, layers=2, heads=4, kv_heads=2, head_dim=8, vocab=8, kind="qwen3")
+# The layers that op "layer" runs, and their tokens, by group: several layers at so few tokens that attention does not hide
+# the rest, and one of a long context.
+LAYER_MODEL, LAYERS = "qwen3-8b", {"main": (4, 65536), "long": (1, 262144)}
+TOY_DECODER = Decoder(hidden=32, intermediate=48, layers=2, heads=4, kv_heads=2, head_dim=8, vocab=8, kind="qwen3")
 # XLA compiles, and tries its library's algorithms, for seconds a variant.
 COMPILING = {"tiled_jax": 2.0}
 # What one variant that hangs may take: of a job's seconds, and of those of one with many kernels.
@@ -74,8 +77,9 @@ def bench_jobs(options: BenchOptions, half: str) -> list[Job]:
 
 
 def _of_layers(group: str, seconds: float, sizes: GPUSizes, options: BenchOptions) -> Iterator[Job]:
-    decoder = TOY_LAYERS if options.toy else replace(MODELS[LAYER_MODEL], layers=LAYER_COUNT)
-    tokens = sizes.tokens[0] if options.toy else LAYER_TOKENS
+    layers, tokens = LAYERS[group]
+    decoder = TOY_DECODER if options.toy else replace(MODELS[LAYER_MODEL], layers=layers)
+    tokens = sizes.tokens[0] if options.toy else tokens
     name = "toy" if options.toy else LAYER_MODEL
     facts = {"model": name, "decoder": asdict(decoder), "tokens": tokens, "shard_tokens": sizes.shards[-2]}
     yield Job(
@@ -83,7 +87,7 @@ def _of_layers(group: str, seconds: float, sizes: GPUSizes, options: BenchOption
         op="layer",
         groups=(group,),
         seconds=seconds,
-        repeats=options.gpu_turns("layer"),
+        repeats=1 if group == "long" else options.gpu_turns("layer"),
         dtype=sizes.dtype,
         facts={**facts, "toy": options.toy},
     )

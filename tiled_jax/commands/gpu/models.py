@@ -24,7 +24,9 @@ from tiled_jax.core.mosaic import ARCHITECTURE
 from tiled_jax.core.products import product_of_rows
 
 MLP_GROUPS = ("main", "peers", "rest", "sweep")
-LOSS_GROUPS = ("main", "peers")
+LOSS_GROUPS = ("main", "peers", "ignored")
+# Of the labels of the group "ignored": as in a chat, of which the answers alone are learned.
+IGNORED = 0.9
 RESULTS = ("y", "dx", "dw_gate", "dw_up", "dw_down")
 
 MLP = Callable[..., jax.Array]
@@ -187,11 +189,19 @@ def _tokamax(x: jax.Array, w_gate: jax.Array, w_up: jax.Array, w_down: jax.Array
 
 
 class Losses:
-    """The variants of one head and its loss; tiled at several shard lengths, by XLA and with the kernel."""
+    """The variants of one head and its loss; tiled at several shard lengths, by XLA and with the kernel.
 
-    def __init__(self, *, tokens: int, hidden: int, vocab: int, shards: Sequence[int], dtype: Any) -> None:
+    ignored: the share of labels that are -100.
+    """
+
+    def __init__(
+        self, *, tokens: int, hidden: int, vocab: int, shards: Sequence[int], dtype: Any, ignored: float = 0.0
+    ) -> None:
         self.shards, self.kind, dtype = tuple(shards), backends.device_kind(), jnp.dtype(dtype)
-        targets = jnp.asarray(np.random.default_rng(2).integers(0, vocab, tokens), jnp.int32)
+        rng = np.random.default_rng(2)
+        labels = rng.integers(0, vocab, tokens)
+        labels[rng.permutation(tokens)[: round(ignored * tokens)]] = -100
+        self.valid, targets = float(np.mean(labels >= 0)), jnp.asarray(labels, jnp.int32)
         weight = draw(1, hidden, vocab, dtype=dtype, scale=hidden**-0.5)
         self.arguments = draw(0, tokens, hidden, dtype=dtype), weight, targets
         self.shape = loss_costs.LossShape(
@@ -209,15 +219,18 @@ class Losses:
         gpu = gpu_named(jax.devices()[0].device_kind)
         # The kernel finds a shard of logits in the cache the second time.
         sweeps = 2 if backend == "pallas" else 3
-        seconds = None if gpu is None else loss_seconds(self.shape, plan, gpu, sweeps=sweeps).total
+        every = gpu is not None and self.valid == 1
+        seconds = loss_seconds(self.shape, plan, gpu, sweeps=sweeps).total if every else None
         predicted = loss_costs.compiled_loss_peak_bytes(self.shape, plan, device=self.kind)
-        return self.step(loss, predicted_bytes=predicted, model_seconds=seconds)
+        flop = loss_costs.loss_flop(self.shape, gradients_in_forward=True, valid=self.valid)
+        return self.step(loss, flop, predicted_bytes=predicted, model_seconds=seconds)
 
     def plain(self) -> Variant:
         return self.step(plain_loss, library=True)
 
     def main(self) -> dict[str, Variant]:
-        names = [(backend, shard) for backend in ("pallas", "xla") for shard in self.shards]
+        # XLA compiles for seconds a variant, its own form at one length.
+        names = [*(("pallas", shard) for shard in self.shards), ("xla", self.shards[0])]
         return {"plain": self.plain()} | {
             f"tiled-{backend}-{shard}": self.own(backend, shard) for backend, shard in names
         }
@@ -228,15 +241,25 @@ class Losses:
         found = {"plain": self.plain(), f"tiled-pallas-{shard}": self.own("pallas", shard)}
         return found | {"scan-checkpoint": self.step(partial(scan_checkpoint, shard), again, peer=True)}
 
+    def ignored(self) -> dict[str, Variant]:
+        """Rows without a label: of one shard length, so that what counts is not one shard alone."""
+        shard = self.shards[0]
+        names = {f"tiled-{backend}-{shard}": self.own(backend, shard) for backend in ("pallas", "xla")}
+        return {"plain": self.plain()} | names
+
 
 def losses(x: jax.Array, weight: jax.Array, targets: jax.Array) -> jax.Array:
-    """Return the loss of every token, [T], in float32 from logits in the dtype of x."""
+    """Return the loss of every token, [T], in float32 from logits in the dtype of x; 0 where there is no label."""
     logits = (x @ weight).astype(jnp.float32)
-    return jax.nn.logsumexp(logits, axis=-1) - jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
+    found = (
+        jax.nn.logsumexp(logits, axis=-1)
+        - jnp.take_along_axis(logits, targets[:, None] % weight.shape[1], axis=-1)[:, 0]
+    )
+    return jnp.where(targets < 0, 0.0, found)
 
 
 def plain_loss(x: jax.Array, weight: jax.Array, targets: jax.Array) -> jax.Array:
-    return jnp.mean(losses(x, weight, targets))
+    return jnp.sum(losses(x, weight, targets)) / jnp.sum(targets >= 0, dtype=jnp.float32)
 
 
 def scan_checkpoint(shard: int, x: jax.Array, weight: jax.Array, targets: jax.Array) -> jax.Array:
@@ -250,9 +273,14 @@ def scan_checkpoint(shard: int, x: jax.Array, weight: jax.Array, targets: jax.Ar
     at = whole * shard
     shards = x[:at].reshape(whole, shard, -1), targets[:at].reshape(whole, shard)
     total, _ = lax.scan(lambda total, part: (total + of_shard(*part), None), jnp.zeros((), jnp.float32), shards)
-    return (total + (of_shard(x[at:], targets[at:]) if at < x.shape[0] else 0.0)) / targets.size
+    return (total + (of_shard(x[at:], targets[at:]) if at < x.shape[0] else 0.0)) / jnp.sum(
+        targets >= 0, dtype=jnp.float32
+    )
 
 
 def loss_groups(**sizes: Any) -> Groups:
     """As `mlp_groups`."""
-    return {name: lambda name=name: getattr(Losses(**sizes), name)() for name in LOSS_GROUPS}
+    ignored = {"ignored": IGNORED}
+    return {
+        name: lambda name=name: getattr(Losses(**sizes, ignored=ignored.get(name, 0.0)), name)() for name in LOSS_GROUPS
+    }

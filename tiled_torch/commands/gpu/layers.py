@@ -20,7 +20,7 @@ from shared_specs.layers.block_costs import eager_block_row_bytes
 from tiled_torch import tile_model
 from tiled_torch.commands.gpu.kernels import draw
 
-LAYER_GROUPS = ("main",)
+LAYER_GROUPS = ("main", "long")
 Scope = Literal["mlp", "block"]
 
 
@@ -136,6 +136,10 @@ class Stacks:
             "block": self.step(tiled["block"], own=True, predicted=self.predicted(offload=False)),
             "block-offload": self.step(tiled["block"], own=True, offload=True, predicted=self.predicted(offload=True)),
         }
+
+    def long(self) -> dict[str, Variant]:
+        """As main, but for what a long context has no time for."""
+        return {name: variant for name, variant in self.main().items() if name != "mlp"}
 
 
 def layer_groups(**sizes: Any) -> dict[str, Callable[[], dict[str, Variant]]]:

@@ -17,13 +17,16 @@ from shared_specs.loss import costs as loss_costs
 from shared_specs.mlp import costs as mlp_costs
 from shared_specs.shards import ShardPlan
 from tiled_torch import tiled_linear_cross_entropy, tiled_mlp
+from tiled_torch.commands.bench.loss import chosen_rows
 from tiled_torch.commands.bench.peers import PlainMLP, liger_loss, peer_variants, products_alone, quack_loss, quack_mlp
 from tiled_torch.commands.gpu.kernels import draw
 from tiled_torch.core import launch
 from tiled_torch.core.tensors import device_kind, dtype_name
 
 MLP_GROUPS = ("main", "peers", "rest", "sweep")
-LOSS_GROUPS = ("main", "peers")
+LOSS_GROUPS = ("main", "peers", "ignored")
+# Of the labels of the group "ignored": as in a chat, of which the answers alone are learned.
+IGNORED = 0.9
 WEIGHTS = ("dw_gate", "dw_up", "dw_down")
 
 Forward = Callable[[Tensor], Any]
@@ -193,7 +196,7 @@ def predicted_bytes(shape: mlp_costs.MLPShape, plan: ShardPlan, keep: float, dev
 
 
 class Losses:
-    """The variants of one head and its loss; tiled at several shard lengths."""
+    """The variants of one head and its loss; tiled at several shard lengths. ignored: the share of labels that are -100."""
 
     def __init__(
         self,
@@ -206,16 +209,22 @@ class Losses:
         device: torch.device,
         backends: Sequence[str] = ("triton", "eager"),
         gpu: GPU | None = None,
+        ignored: float = 0.0,
     ) -> None:
         self.shards, self.backends, self.device, self.gpu = tuple(shards), tuple(backends), device, gpu
         self.x = draw(tokens, hidden, like=dtype, device=device).requires_grad_()
         self.weight = draw(vocab, hidden, like=dtype, device=device, scale=hidden**-0.5).requires_grad_()
         self.targets = torch.randint(0, vocab, (tokens,), device=device)
+        self.targets[torch.randperm(tokens, device=device)[: round(ignored * tokens)]] = -100
+        self.valid = float((self.targets >= 0).double().mean())
         self.shape = loss_costs.LossShape(
             tokens=tokens, hidden=hidden, vocab=vocab, itemsize=dtype.itemsize, weight_itemsize=dtype.itemsize
         )
 
-    def step(self, loss: Callable[[Tensor, Tensor, Tensor], Any], **facts: Any) -> Variant:
+    def step(
+        self, loss: Callable[[Tensor, Tensor, Tensor], Any], *, valid: float = 1.0, again: bool = False, **facts: Any
+    ) -> Variant:
+        """Forward and backward. valid: the share of rows that are multiplied. again: logits are made a second time."""
         x, weight, targets = self.x, self.weight, self.targets
 
         def run() -> None:
@@ -232,7 +241,7 @@ class Losses:
                 raise RuntimeError("no gradient")
             return {"loss": value.detach(), "dx": dx, "dweight": dweight}
 
-        flop = loss_costs.loss_flop(self.shape, gradients_in_forward=True)
+        flop = loss_costs.loss_flop(self.shape, gradients_in_forward=not again, valid=valid)
         return Variant(run=run, results=results, flop=flop, **facts)
 
     def own(self, shard: int, backend: str) -> Variant:
@@ -240,7 +249,8 @@ class Losses:
             return tiled_linear_cross_entropy(x, weight, targets, tiling=Tiling(shard_tokens=shard), backend=backend)
 
         predicted = predicted_loss_bytes(self.shape, shard, self.device, kernels=backend == "triton")
-        return self.step(loss, predicted_bytes=predicted, model_seconds=self.model("tiled", shard))
+        seconds = self.model("tiled", shard) if self.valid == 1 else None
+        return self.step(loss, valid=self.valid, predicted_bytes=predicted, model_seconds=seconds)
 
     def plain(self) -> Variant:
         return self.step(plain_loss, library=True, model_seconds=self.model("plain", self.shape.tokens))
@@ -264,6 +274,13 @@ class Losses:
         compiled: Any = torch.compile(plain_loss)
         return found | {"compiled": self.step(compiled, peer=True)}
 
+    def ignored(self) -> dict[str, Variant]:
+        """Rows without a label: of one shard length, so that what counts is not one shard alone."""
+        shard = self.shards[0]
+        found = {"plain": self.plain()} | {f"tiled-{shard}-{name}": self.own(shard, name) for name in self.backends}
+        found["chosen-rows-checkpoint"] = self.step(chosen_rows, valid=self.valid, again=True, peer=True)
+        return found | {"liger": self.step(or_absent(liger_loss), peer=True)}
+
 
 def plain_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(F.linear(x, weight), targets)
@@ -271,7 +288,10 @@ def plain_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 def loss_groups(**sizes: Any) -> Groups:
     """As `mlp_groups`."""
-    return {name: lambda name=name: getattr(Losses(**sizes), name)() for name in LOSS_GROUPS}
+    ignored = {"ignored": IGNORED}
+    return {
+        name: lambda name=name: getattr(Losses(**sizes, ignored=ignored.get(name, 0.0)), name)() for name in LOSS_GROUPS
+    }
 
 
 def predicted_loss_bytes(shape: loss_costs.LossShape, shard: int, device: torch.device, *, kernels: bool) -> int:
