@@ -8,7 +8,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from shared_specs.app.bench.workloads import GPU_SIZES, TOY_SIZES, WORKLOADS, GPUSizes
+from shared_specs.app.bench.workloads import GPU_GROUPS, GPU_SIZES, TOY_SIZES, WORKLOADS, GPUSizes
 from shared_specs.app.option_fields import InputError as InputError
 from shared_specs.app.option_fields import flag as flag
 from shared_specs.app.option_fields import option
@@ -283,7 +283,7 @@ class BenchOptions:
         "mlp",
         help="what to measure; accuracy (errors against float64), model (those of a whole model) and mesh (tokens over "
         "eight devices, in JAX) on a CPU only, "
-        "kernels, layer (whole decoder layers, in PyTorch) and all (the most telling workloads first) on a GPU only",
+        "kernels, layer (whole decoder layers) and all (the most telling workloads first) on a GPU only",
     )
     device: Literal["cpu", "gpu"] = option("cpu", help="where; the GPU's workloads are those of `make gpu`")
     workload: str | None = option(None, metavar="NAME", help="one workload; without it every workload of the op (CPU)")
@@ -297,6 +297,9 @@ class BenchOptions:
     )
     widths: str | None = option(
         None, metavar="NAMES", help=f"on a GPU: which of {', '.join(GPU_SIZES.widths)}, such as 8b,70b; without it all"
+    )
+    groups: str | None = option(
+        None, metavar="NAMES", help=f"on a GPU: which of {', '.join(GPU_GROUPS)}, such as main,peers; without it all"
     )
     toy: bool = option(
         False,
@@ -320,6 +323,7 @@ class BenchOptions:
             if self.workload is not None:
                 raise InputError("bench: --workload must be left out with --device gpu, which has its own sizes.")
             self.sizes()
+            self.chosen_groups()
             return
         names = [workload.name for workload in WORKLOADS[self.op]]
         if self.workload is not None and self.workload not in names:
@@ -330,6 +334,8 @@ class BenchOptions:
             raise InputError("bench: --minutes must be left out on a cpu, where every workload runs to its end.")
         if self.widths is not None:
             raise InputError("bench: --widths must be left out on a cpu, whose workloads --workload names.")
+        if self.groups is not None:
+            raise InputError("bench: --groups must be left out on a cpu, whose workloads --workload names.")
         if self.toy:
             raise InputError("bench: --toy must be left out on a cpu: it tries what --device gpu runs.")
 
@@ -350,11 +356,21 @@ class BenchOptions:
     def sizes(self) -> GPUSizes:
         """Return the sizes to measure on a GPU, widths in the order they are named; InputError for an unknown width."""
         every = TOY_SIZES if self.toy else GPU_SIZES
-        names = [name.strip() for name in self.widths.split(",")] if self.widths is not None else list(every.widths)
-        if not set(names) <= set(every.widths) or len(set(names)) < len(names):
-            known = ", ".join(every.widths)
-            raise InputError(f"bench: --widths must be names among {known}, each once, got '{self.widths}'.")
+        names = _names_among("widths", self.widths, tuple(every.widths))
         return dataclasses.replace(every, widths={name: every.widths[name] for name in names})
+
+    def chosen_groups(self) -> tuple[str, ...]:
+        """Return the groups of variants to measure on a GPU; InputError for an unknown one."""
+        return _names_among("groups", self.groups, GPU_GROUPS)
+
+
+def _names_among(option: str, given: str | None, known: tuple[str, ...]) -> tuple[str, ...]:
+    if given is None:
+        return known
+    names = tuple(name.strip() for name in given.split(","))
+    if not set(names) <= set(known) or len(set(names)) < len(names):
+        raise InputError(f"bench: --{option} must be names among {', '.join(known)}, each once, got '{given}'.")
+    return names
 
 
 def _check_minutes(command: str, minutes: float | None) -> None:

@@ -116,6 +116,8 @@ def test_the_most_telling_workloads_of_every_width_come_first() -> None:
     chosen = bench_jobs(BenchOptions(op="mlp", device="gpu", widths="70b"), "tiled_torch")
     assert {job.facts["width"] for job in chosen} == {"70b"}
     assert [job.name for job in chosen[:2]] == ["70b-131072-8192-main", "70b-131072-8192-peers"]
+    few = bench_jobs(BenchOptions(op="all", device="gpu", widths="8b", groups="long,ignored"), "tiled_jax")
+    assert [job.name for job in few] == ["qwen3-8b-1-262144-long", "8b-32768-ignored"]
     # What a target needs is measured before half of the time is over, if every job takes all that it may.
     assert sum(job.seconds for job in jobs[:6]) < 60 * 6
 
@@ -134,6 +136,11 @@ def test_shards_are_swept_where_they_are_several() -> None:
         ({"widths": "8b,8b"}, "bench: --widths must be names among 8b, 70b, each once, got '8b,8b'."),
         ({"widths": "13b"}, "bench: --widths must be names among 8b, 70b, each once, got '13b'."),
         ({"widths": ""}, "bench: --widths must be names among 8b, 70b, each once, got ''."),
+        (
+            {"groups": "main,first"},
+            "bench: --groups must be names among main, peers, rest, sweep, long, ignored, each once, got",
+        ),
+        ({"device": "cpu", "groups": "main"}, "bench: --groups must be left out on a cpu"),
         ({"device": "cpu", "widths": "8b"}, "bench: --widths must be left out on a cpu"),
         ({"device": "cpu", "toy": True}, "bench: --toy must be left out on a cpu"),
         ({"minutes": float("inf")}, "bench: --minutes must be > 0, got inf."),

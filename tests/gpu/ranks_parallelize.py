@@ -30,7 +30,7 @@ CASES: dict[str, tuple[ParallelConfig, bool]] = {
 def errors(rank: int, world: int, device: torch.device, name: str) -> tuple[float, float]:
     """Of the loss and of all gradients, in float64."""
     config, tiled = CASES[name]
-    expected_loss, expected = truth("llama")
+    expected_loss, expected = truth("llama", device=device)
     model = decoder().to(device)
     if tiled:
         tile_model(model, num_shards=3)

@@ -40,7 +40,7 @@ def test_jax_results_do_not_depend_on_the_number_of_shards(gated: bool) -> None:
         return [np.asarray(a).view(f"u{a.dtype.itemsize}") for a in step(x, dy, *(w / 32 for w in weights))]
 
     whole = results(1)
-    for num_shards in (2, 4, 8, 32):
+    for num_shards in (2, 32):  # each is compiled
         for found, expected in zip(results(num_shards), whole, strict=True):
             np.testing.assert_array_equal(found, expected)
 

@@ -101,14 +101,10 @@ def test_on_a_cpu() -> None:
 
 @pytest.mark.ranks
 def test_a_decoder_asks_for_what_it_is_told() -> None:
-    """And refuses where its layers, or a ring, have blocks of their own."""
+    """And refuses where a ring has blocks of its own."""
     graph, state = nnx.split(nnx.eval_shape(lambda: Llama(llama_config(), attention="cudnn", rngs=nnx.Rngs(0))))
     with pytest.raises(UnsupportedError, match=r"'cudnn'\. cuDNN needs a GPU"):
         jax.eval_shape(lambda p: nnx.merge(graph, p)(np.zeros((1, 4), np.int32)), state)
-    with pytest.raises(
-        SpecError, match=r"^Llama: attention must be 'auto' or 'blocks' with scope='block', got 'cudnn'"
-    ):
-        Llama(llama_config(), scope="block", attention="cudnn", rngs=nnx.Rngs(0))
     with pytest.raises(SpecError, match=r"^Llama: attention must be one of auto, blocks, cudnn, got 'flash'"):
         Llama(llama_config(), attention="flash", rngs=nnx.Rngs(0))
     config = ParallelConfig(data=DataParallel(context_axis="cp", context="ring"))

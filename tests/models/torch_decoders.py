@@ -86,9 +86,14 @@ def loss_of(model: Any, ids: Tensor, labels: Tensor, inside: bool, cache: bool |
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
-def truth(kind: str, length: int = LENGTH, **changes: Any) -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradients by name, untiled, in one process, over the whole batch."""
-    model = decoder(kind, **changes)
-    loss = loss_of(model, *batch(length), inside=False)
+def truth(
+    kind: str, length: int = LENGTH, device: torch.device | str = "cpu", **changes: Any
+) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients by name, untiled, in one process, over the whole batch.
+
+    device: cosines and sines of rotary angles are float32, whose last digit differs from device to device.
+    """
+    model = decoder(kind, **changes).to(device)
+    loss = loss_of(model, *(a.to(device) for a in batch(length)), inside=False)
     loss.backward()
-    return loss.item(), {name: p.grad for name, p in model.named_parameters()}
+    return loss.item(), {name: p.grad if p.grad is None else p.grad.cpu() for name, p in model.named_parameters()}

@@ -4,6 +4,7 @@ On GPUs the kernels of cuDNN do the same where they can.
 """
 
 import math
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -21,6 +22,8 @@ from tiled_jax.layers.documents import checked_documents, first_keys
 
 _NAME = "causal_attention"
 BACKENDS = ("auto", "blocks", "cudnn")
+# Why a call is none for cuDNN, whatever its operands.
+UNKNOWN = "It knows neither documents, masks, caps nor blocks of another length."
 ATTENTION = "attention_output"  # the name of the result, for policies of `jax.checkpoint`
 # Queries in a block: on a CPU the scores of longer blocks leave the cache (1.5 to 3 times the time at 256).
 QUERY_BLOCK_TOKENS = 64
@@ -79,12 +82,9 @@ def causal_attention(
     batch, tokens, heads, d = q.shape
     check_scores(_NAME, window, softcap)
     scores = _Scores(d**-0.5 if scale is None else scale, softcap, None if (window or tokens) >= tokens else window)
-    reason = "It knows neither documents, masks, caps nor blocks of another length."
     known = documents is None and mask is None and softcap is None and block_tokens is None
-    if _backend(q, k, v, scores, backend, None if known else reason) == "cudnn":
-        backends.record_run(_NAME, "cudnn")
+    if _backend(q, k, v, scores, backend, None if known else UNKNOWN) == "cudnn":
         return checkpoint_name(_cudnn(q, k, v, scores), ATTENTION)
-    backends.record_run(_NAME, "blocks")
     kv_heads = k.shape[2]
     block = block_tokens or _block_tokens(batch, tokens, heads)
     seen = _Seen(
@@ -141,8 +141,26 @@ def checked_mask(function: str, mask: Any, batch: int, tokens: int, name: str = 
     return mask.astype(jnp.bool_)
 
 
+def cudnn_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, *, scale: float | None, known: bool, backend: str
+) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array] | None:
+    """Return cuDNN's causal attention where it computes this call, None where blocks do. Arguments as `causal_attention`.
+
+    known: whether nothing but q, k, v and the scale decides what is computed.
+    """
+    scores = _Scores(q.shape[-1] ** -0.5 if scale is None else scale, None, None)
+    chosen = _backend(q, k, v, scores, backend, None if known else UNKNOWN)
+    return partial(_cudnn, scores=scores) if chosen == "cudnn" else None
+
+
 def _backend(q: jax.Array, k: jax.Array, v: jax.Array, scores: _Scores, backend: str, reason: str | None) -> str:
-    """Return "blocks" or "cudnn". reason: why the call is none for cuDNN, whatever its operands."""
+    """Return "blocks" or "cudnn", and record which runs. reason: why the call is none for cuDNN, whatever its operands."""
+    chosen = _chosen(q, k, v, scores, backend, reason)
+    backends.record_run(_NAME, chosen)
+    return chosen
+
+
+def _chosen(q: jax.Array, k: jax.Array, v: jax.Array, scores: _Scores, backend: str, reason: str | None) -> str:
     if backend not in BACKENDS:
         fail(_NAME, "backend", "one of " + ", ".join(BACKENDS), repr(backend))
     if backend == "blocks" or (backend == "auto" and backends.device_kind() == "cpu"):

@@ -52,8 +52,8 @@ class Llama(nnx.Module):
             as that these wait in the host's memory.
         dtype: of the products, float32, bfloat16 or float16, as jax.numpy has them or by name; parameters, norms and the
             residual stream are float32. float64, where JAX has it, is that of everything.
-        attention: the backend of `causal_attention`: "auto", "blocks" or "cudnn". Layers of scope="block", and rings, have
-            blocks of their own and refuse "cudnn".
+        attention: the backend of `causal_attention`, in every scope: "auto", "blocks" or "cudnn". Rings have blocks of their
+            own and refuse "cudnn".
         rngs: initialises the parameters, which `from_hf` replaces.
     Raises:
         SpecError: tiling options or scope="block" with plain=True, another dtype, scope or attention.
@@ -299,9 +299,6 @@ def _check_options(
         raise UnsupportedError(error_text("Llama", "dtype", "of 32 bits or fewer here", dtype, advice=advice))
     if attention not in BACKENDS:
         fail("Llama", "attention", f"one of {', '.join(BACKENDS)}", repr(attention))
-    if attention == "cudnn" and scope == "block":
-        advice = "These layers attend in blocks of their own."
-        fail("Llama", "attention", "'auto' or 'blocks' with scope='block'", repr(attention), advice=advice)
 
 
 def checked_positions(function: str, position_ids: jax.Array | None, shape: tuple[int, ...]) -> jax.Array:

@@ -224,6 +224,8 @@ GPU_SIZES = GPUSizes(
     vocab=151936,
     dtype="bfloat16",
 )
+# Of variants, by what they are for; kernels have groups of their own.
+GPU_GROUPS = ("main", "peers", "rest", "sweep", "long", "ignored")
 # Every path of the harness on a CPU, the kernels in Triton's interpreter.
 TOY_SIZES = GPUSizes(
     widths={"toy": (16, 32), "toy-wide": (24, 48)},

@@ -48,8 +48,6 @@ COMPILING = {"tiled_jax": 2.0}
 # What one variant that hangs may take: of a job's seconds, and of those of one with many kernels.
 HANGING = 0.4
 KERNEL_SECONDS = 25.0
-# What only one half measures.
-ONLY = {"layer": "tiled_torch"}
 
 
 def mlp_workloads(tokens: tuple[int, ...], shards: tuple[int, ...]) -> list[tuple[int, int]]:
@@ -60,16 +58,14 @@ def mlp_workloads(tokens: tuple[int, ...], shards: tuple[int, ...]) -> list[tupl
 
 
 def bench_jobs(options: BenchOptions, half: str) -> list[Job]:
-    """Return the jobs of `--op` in their order; InputError for an op that the other half alone has."""
-    if ONLY.get(options.op, half) != half:
-        raise InputError(f"bench: --op must be one that this half measures, got {options.op}: {ONLY[options.op]} does.")
-    sizes = options.sizes()
+    """Return the jobs of `--op` in their order."""
+    sizes, groups = options.sizes(), options.chosen_groups()
     return [
         job
         for op, group, seconds in STAGES
-        if options.op in ("all", op) and ONLY.get(op, half) == half
+        if options.op in ("all", op) and (not group or group in groups) and (group or options.groups is None)
         for job in (
-            _of_layers(group, seconds, sizes, options)
+            _of_layers(group, seconds * COMPILING.get(half, 1.0), sizes, options)
             if op == "layer"
             else _of_stage(op, group, seconds * COMPILING.get(half, 1.0), sizes, options)
         )

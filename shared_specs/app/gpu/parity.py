@@ -84,14 +84,14 @@ def run_parity(
     Each test is named as it ends, so that one that hangs is known. Warnings of that machine's versions are no errors.
     """
     end = time.monotonic() + all_seconds
-    options = ["-m", "gpu", "-v", "-W", "default", "-p", "no:cacheprovider"]
+    options = ["-m", "gpu", "-v", "--durations=8", "-W", "default", "-p", "no:cacheprovider"]
     pytest = [sys.executable, "-m", "pytest", *options, *arguments]
     statuses = []
     with packing(out, "gpu-parity") as pack:
         if (smi := shutil.which("nvidia-smi")) is not None:
             bounded([smi], 30, pack.folder / "nvidia-smi.log")
         parts = [
-            ("parity", [*pytest, *side_by_side(), *per_test(60), f"--ignore={large or LARGE}", tests], parity_seconds)
+            ("parity", [*pytest, *side_by_side(), *per_test(90), f"--ignore={large or LARGE}", tests], parity_seconds)
         ]
         if large:
             parts.append(("large", [*pytest, *per_test(90), large], all_seconds))

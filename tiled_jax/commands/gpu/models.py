@@ -219,8 +219,8 @@ class Losses:
         gpu = gpu_named(jax.devices()[0].device_kind)
         # The kernel finds a shard of logits in the cache the second time.
         sweeps = 2 if backend == "pallas" else 3
-        every = gpu is not None and self.valid == 1
-        seconds = loss_seconds(self.shape, plan, gpu, sweeps=sweeps).total if every else None
+        known = None if gpu is None or self.valid < 1 else loss_seconds(self.shape, plan, gpu, sweeps=sweeps)
+        seconds = None if known is None else known.total
         predicted = loss_costs.compiled_loss_peak_bytes(self.shape, plan, device=self.kind)
         flop = loss_costs.loss_flop(self.shape, gradients_in_forward=True, valid=self.valid)
         return self.step(loss, flop, predicted_bytes=predicted, model_seconds=seconds)

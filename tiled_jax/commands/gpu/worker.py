@@ -12,10 +12,12 @@ import jax
 import jax.numpy as jnp
 
 from shared_specs.app.gpu.worker import Groups, channel, receive, serve
+from shared_specs.app.plan.decoder import Decoder
 from tiled_jax import backends
 from tiled_jax.commands.gpu.candidates import candidates, ways
 from tiled_jax.commands.gpu.device import JaxDevice, described
 from tiled_jax.commands.gpu.kernels import kernel_questions
+from tiled_jax.commands.gpu.layers import layer_groups
 from tiled_jax.commands.gpu.models import loss_groups, mlp_groups
 from tiled_jax.core.mosaic import ARCHITECTURE
 
@@ -28,6 +30,9 @@ NO_GPU = {
 def groups_of(job: Mapping[str, Any]) -> Groups:
     """Return, for each group of a job, the function that draws its data and returns its variants."""
     facts, dtype = job["facts"], jnp.dtype(job["dtype"])
+    if job["op"] == "layer":
+        sizes = {"tokens": facts["tokens"], "shard": facts["shard_tokens"]}
+        return layer_groups(**sizes, decoder=Decoder(**facts["decoder"]), dtype=dtype)
     tokens, hidden, width, vocab = (facts[name] for name in ("tokens", "hidden", "intermediate", "vocab"))
     like: dict[str, Any] = {"tokens": tokens, "hidden": hidden, "dtype": dtype}
     if job["op"] == "mlp":
@@ -36,7 +41,7 @@ def groups_of(job: Mapping[str, Any]) -> Groups:
         return loss_groups(**like, vocab=vocab, shards=facts["shards"])
     if job["op"] == "kernels":
         return kernel_questions(tokens, hidden, width, max(1, tokens // 2), vocab, dtype)
-    sizes: dict[str, Any] = {**like, "width": width, "vocab": vocab}
+    sizes = {**like, "width": width, "vocab": vocab}
     if job["op"] == "tune":
         return {op: partial(candidates, op, **sizes) for op in job["groups"]}
     return {part: partial(ways, part, facts["blocks"], **sizes) for part in job["groups"]}

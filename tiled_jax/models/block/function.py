@@ -5,6 +5,7 @@ of every shard. Backward: the first part and attention again; the second part, w
 is written over that of the result and that of attention's output over it; attention's backward; the first part's.
 No product is made a third time, but for those of q and k where heads are normed, and that of down is made again only where a
 norm follows it. This holds where `jax.checkpoint` replays the layer as well, as nobody uses what that would compute.
+Attention is that of cuDNN's kernels where they can compute it, as in `causal_attention`, else in blocks of our own.
 """
 
 from collections.abc import Callable
@@ -15,6 +16,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from shared_specs.errors import UnsupportedError, error_text
 from shared_specs.layers.heads import context_heads
@@ -26,6 +29,7 @@ from tiled_jax.core.loops import Body, for_each, gradient_of, vary_over, varying
 from tiled_jax.core.own_tokens import Axes, TokenOp, as_typed, on_own_tokens
 from tiled_jax.core.products import refuse_exchanged_products, wide
 from tiled_jax.layers import attention_blocks, ring_steps
+from tiled_jax.layers.attention import cudnn_attention
 from tiled_jax.mlp.api import check_operands, make_call
 from tiled_jax.mlp.loops import MLPCall
 from tiled_jax.mlp.steps import XLA
@@ -37,6 +41,8 @@ from tiled_jax.models.config import LlamaConfig
 from tiled_jax.models.rope import turning
 
 Results = tuple[Arrays, Arrays]  # of rows, and sums over tokens
+# From the gradient of attention's output, and the sum of both over a head's features, to the gradients of q, k and v.
+AttentionPull = Callable[[jax.Array, jax.Array], attention_blocks.Gradients]
 _NAME = "Llama"
 FIRST = "first"  # of the operands: the first key that each query sees
 MASK = "mask"  # the keys that others than the query in their place see
@@ -52,6 +58,7 @@ class _Block:
     sequences: int
     heads_axis: str | None
     ring_axis: str | None
+    attention: str  # the backend of `causal_attention`
 
     @property
     def block(self) -> int:
@@ -70,25 +77,20 @@ class _Block:
     def axis(self) -> Axis:
         return mesh_axis(_NAME, self.heads_axis)
 
-    def attend(self, operands: Arrays, qkv: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
-        """Return attention of the tokens that q has, and the log of the softmax's sums."""
-        (q, k, v), first = qkv, operands.get(FIRST)
-        if self.ring_axis is None:
-            return block_attention.forward(q, k, v, self.block, first, operands.get(MASK), self.scores)
-        return ring_steps.forward(q, k, v, mesh_axis(_NAME, self.ring_axis), self.block, first, self.scores)
-
-    def attend_backward(
-        self, operands: Arrays, qkv: list[jax.Array], lse: jax.Array, delta: jax.Array, dy: jax.Array
-    ) -> Arrays:
-        """Return the gradients of q, k and v of this device's tokens; the other arguments as `attend` has them."""
-        (q, k, v), first = qkv, operands.get(FIRST)
-        if self.ring_axis is None:
-            mask = operands.get(MASK)
-            d = block_attention.backward(q, k, v, lse, delta, dy, self.block, first, mask, self.scores)
-        else:
-            ring = mesh_axis(_NAME, self.ring_axis)
-            d = ring_steps.backward(q, k, v, lse, delta, dy, ring, self.block, first, self.scores)
-        return self.gradients_of_tokens(d)
+    def attend(self, operands: Arrays, qkv: list[jax.Array]) -> tuple[jax.Array, AttentionPull]:
+        """Return attention of the tokens that q has, and what makes gradients of q, k and v of that of its output."""
+        (q, k, v), first, mask, how = qkv, operands.get(FIRST), operands.get(MASK), self.scores
+        if self.ring_axis is not None:
+            ring, block = mesh_axis(_NAME, self.ring_axis), self.block
+            y, lse = ring_steps.forward(q, k, v, ring, block, first, how)
+            return y, lambda dy, delta: ring_steps.backward(q, k, v, lse, delta, dy, ring, block, first, how)
+        known = first is None and mask is None and how.softcap is None
+        by_cudnn = cudnn_attention(q, k, v, scale=how.scale, known=known, backend=self.attention)
+        if by_cudnn is not None:
+            y, pull = jax.vjp(by_cudnn, *map(self.whole_sequences, (q, k, v)))
+            return y, lambda dy, delta: attention_blocks.Gradients(*pull(self.whole_sequences(dy)))
+        y, lse = block_attention.forward(q, k, v, self.block, first, mask, how)
+        return y, lambda dy, delta: block_attention.backward(q, k, v, lse, delta, dy, self.block, first, mask, how)
 
     @property
     def copies(self) -> int:
@@ -121,6 +123,12 @@ class _Block:
             return [q, k, v]
         k, v = (jnp.repeat(a, self.copies, axis=2) for a in (k, v))
         return [self.of_heads(a) for a in (q, k, v)]
+
+    def whole_sequences(self, a: jax.Array) -> jax.Array:
+        """Return a [sequences, tokens, heads, d] of which XLA cuts sequences apart and nothing else, as cuDNN needs it."""
+        if (split := self.call.split) is None:
+            return a
+        return lax.with_sharding_constraint(a, NamedSharding(split.mesh, P(P.UNCONSTRAINED, None, None, None)))
 
     def of_heads(self, a: jax.Array) -> jax.Array:
         """[sequences, this device's tokens, heads, d] -> [sequences, all tokens, heads / R, d]."""
@@ -197,7 +205,7 @@ def block_layer(
     Numerics: as DecoderLayer and `tiled_mlp`; gradients of all parameters are summed over shards in float32 and cast once.
         Parts of sums over devices are rounded to the dtype of the products and added in float32.
     Memory: keeps x and the parameters. shared_specs.layers.block_costs.block_row_bytes.
-    Derivatives: of forward and reverse mode, and of each other.
+    Derivatives: of forward and reverse mode, and of each other, but for those of reverse mode where cuDNN attends.
     """
     if turns is None:
         # An operand, because what a partitioner runs may have no constants.
@@ -251,7 +259,7 @@ def _static(
     )
     call = make_call(given, mlp.config.backend, ranks.axis if isinstance(ranks, OverTokens) else None)
     steps = LayerSteps(attention.config, dtype, call.steps, ranks)
-    return _Block(steps, call, sequences, heads_axis, ring_axis)
+    return _Block(steps, call, sequences, heads_axis, ring_axis, attention.backend)
 
 
 def _refuse_explicit_axes(x: jax.Array) -> None:
@@ -281,7 +289,8 @@ class _LayerRules:
 
     @staticmethod
     def tangents(block: _Block, saved: Saved, t: Arrays, results: tuple[str, ...]) -> Arrays:
-        block = replace(block, steps=replace(block.steps, mlp=XLA))  # kernels have no tangents
+        # Kernels have no tangents.
+        block = replace(block, steps=replace(block.steps, mlp=XLA), attention="blocks")
 
         def moved(of: Arrays) -> Arrays:
             return _LayerRules.forward(block, saved.arrays | of)
@@ -298,13 +307,13 @@ class _LayerRules:
         dy = block.ranks.varied({"y": dy})["y"]
         x, tokens = rows["x"], rows["positions"].shape[0]
         qkv = block.qkv(_own(block, _before, rows, _of_attention(w))[0])
-        a, lse = block.attend(operands, qkv)
+        a, pull = block.attend(operands, qkv)
         # Attention is done before dy is written over.
         a, dy = barrier((a, dy))
         given = {"x": x, "a": block.of_tokens(a).reshape(tokens, -1), "dy": dy}
         found, sums = _own(block, partial(_behind_backward, wanted=parts), given, _of_mlp(w))
         da, delta = block.of_heads(block.heads(found["a"])), block.of_heads(block.heads(found["delta"], 1))[..., 0]
-        d = block.attend_backward(operands, qkv, lse, delta, da)
+        d = block.gradients_of_tokens(pull(da, delta))
         given = rows | {"dx": found["x"]} | {f"d_{name}": value for name, value in d.items()}
         found, more = _own(block, partial(_before_backward, wanted=parts), given, _of_attention(w))
         found = together(found | sums | more, wanted)

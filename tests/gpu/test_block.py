@@ -1,0 +1,37 @@
+"""Layers of scope="block" in JAX on a GPU: attention by cuDNN gives what attention in blocks gives."""
+
+import numpy as np
+import pytest
+
+from shared_specs.core.rounding import relative_error
+from shared_specs.tolerances import between
+from tests.tiny_model import tiny_config
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_cudnn_gives_what_the_blocks_give(dtype: str) -> None:
+    jax = pytest.importorskip("jax")
+    if jax.default_backend() != "gpu":
+        pytest.fail("this test needs a GPU that JAX sees; set JAX_PLATFORMS=cuda,cpu")
+    from flax import nnx
+
+    from shared_specs.config import Tiling
+    from tiled_jax import backends
+    from tiled_jax.models import Llama, LlamaConfig
+
+    config = LlamaConfig.from_hf(tiny_config(hidden_size=64, head_dim=64))
+    tokens = np.random.default_rng(0).integers(0, 256, (2, 96))
+
+    def results(attention: str) -> list[np.ndarray]:
+        tiling = Tiling(shard_tokens=40)
+        options = {"tiling": tiling, "scope": "block", "attention": attention, "dtype": dtype}
+        graph, parameters = nnx.split(Llama(config, **options, rngs=nnx.Rngs(0)))
+        loss = jax.value_and_grad(lambda p: nnx.merge(graph, p)(tokens, labels=tokens))
+        found = jax.tree.leaves(jax.jit(loss)(parameters))
+        assert backends.last_run("causal_attention") == ("cudnn" if attention == "auto" else attention)
+        return [np.asarray(a) for a in found]
+
+    for by_cudnn, by_blocks in zip(results("auto"), results("blocks"), strict=True):
+        assert relative_error(by_cudnn, by_blocks) <= 2 * between(dtype)
