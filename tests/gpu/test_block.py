@@ -10,8 +10,9 @@ from tests.tiny_model import tiny_config
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_cudnn_gives_what_the_blocks_give(dtype: str) -> None:
+@pytest.mark.parametrize(("dtype", "group_rows"), [("bfloat16", 1), ("float16", 2**17)])
+def test_cudnn_gives_what_the_blocks_give(dtype: str, group_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group of heads at a time, and all at once."""
     jax = pytest.importorskip("jax")
     if jax.default_backend() != "gpu":
         pytest.fail("this test needs a GPU that JAX sees; set JAX_PLATFORMS=cuda,cpu")
@@ -20,7 +21,9 @@ def test_cudnn_gives_what_the_blocks_give(dtype: str) -> None:
     from shared_specs.config import Tiling
     from tiled_jax import backends
     from tiled_jax.models import Llama, LlamaConfig
+    from tiled_jax.models.block import cudnn
 
+    monkeypatch.setattr(cudnn, "GROUP_ROWS", group_rows)
     config = LlamaConfig.from_hf(tiny_config(hidden_size=64, head_dim=64))
     tokens = np.random.default_rng(0).integers(0, 256, (2, 96))
 

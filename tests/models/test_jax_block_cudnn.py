@@ -21,6 +21,7 @@ from tiled_jax import backends
 from tiled_jax.layers import attention
 from tiled_jax.layers.attention import cudnn_refused
 from tiled_jax.models import Llama, next_token_loss
+from tiled_jax.models.block import cudnn
 
 
 @pytest.fixture
@@ -67,6 +68,28 @@ def test_a_layer_takes_the_kernels_of_cudnn() -> None:
 
 
 @pytest.mark.usefixtures("gpu")
+def test_groups_of_heads_are_a_loop_that_keeps_no_operand_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what cuDNN's backward needs the log-sum-exp alone is kept of every group, [groups, B, heads of a group, S]."""
+    monkeypatch.setattr(cudnn, "GROUP_ROWS", 1)
+    q, k = (jnp.zeros((2, 16, heads, 64), jnp.bfloat16) for heads in (8, 4))
+    attend = attention.cudnn_attention(q, k, k, scale=None, known=True, backend="auto")
+    assert attend is not None
+    made = cudnn._of_group(attend, [a[:, :, : a.shape[2] // 4] for a in (q, k, k)])
+    output, *kept = made.program.out_avals
+    assert output.shape == (2, 16, 2, 64)
+    assert [a.shape for a in kept if a.size] == [(2, 2, 16)]
+    text = lowered(jnp.zeros((2, 16), jnp.int32))
+    assert (text.count("@__cudnn$fmhaSoftmax("), text.count("@__cudnn$fmhaSoftmaxBackward(")) == (2, 1)
+
+
+def test_how_many_groups() -> None:
+    """As many as leave each of them enough rows, a divisor of the key heads."""
+    found = [cudnn.number_of_groups(tokens, 32, 8) for tokens in (4096, 8192, 16384, 32768, 2**20)]
+    assert found == [1, 2, 4, 8, 8]
+    assert cudnn.number_of_groups(32768, 12, 6) == 3
+
+
+@pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("name", ["segment_ids", "attention_mask"])
 def test_documents_and_padding_take_the_blocks(name: str) -> None:
     text = lowered(jnp.zeros((2, 16), jnp.int32), **{name: np.ones((2, 16), np.int32)})
@@ -86,8 +109,12 @@ def test_a_mesh_cuts_sequences_apart_and_nothing_else() -> None:
 
 
 @pytest.mark.usefixtures("by_jax")
-@pytest.mark.parametrize("tokens", [21, 64])
-def test_gradients_through_its_attention(tokens: int, float64: None) -> None:
+@pytest.mark.parametrize(("tokens", "group_rows"), [(21, 2**17), (21, 1), (64, 2 * 64 * 2)])
+def test_gradients_through_its_attention(
+    tokens: int, group_rows: int, float64: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All heads at once, and a key head with its query heads at a time."""
+    monkeypatch.setattr(cudnn, "GROUP_ROWS", group_rows)
     graph, p = layer_of(16)
     x, dy = rows(2 * tokens, 1), rows(2 * tokens, 2)
     plain, block = (partial(y_and_gradients, fn) for fn in both(graph, 2, tokens))

@@ -34,6 +34,7 @@ from tiled_jax.mlp.api import check_operands, make_call
 from tiled_jax.mlp.loops import MLPCall
 from tiled_jax.mlp.steps import XLA
 from tiled_jax.models.block import attention as block_attention
+from tiled_jax.models.block import cudnn
 from tiled_jax.models.block.params import QKV, apart, names_apart, parameters_of, together
 from tiled_jax.models.block.ranks import Here, OverTokens, block_ranks
 from tiled_jax.models.block.steps import BEFORE_ATTENTION, MLP, TURNS, LayerSteps
@@ -87,8 +88,8 @@ class _Block:
         known = first is None and mask is None and how.softcap is None
         by_cudnn = cudnn_attention(q, k, v, scale=how.scale, known=known, backend=self.attention)
         if by_cudnn is not None:
-            y, pull = jax.vjp(by_cudnn, *map(self.whole_sequences, (q, k, v)))
-            return y, lambda dy, delta: attention_blocks.Gradients(*pull(self.whole_sequences(dy)))
+            y, pull = cudnn.forward(by_cudnn, *map(self.whole_sequences, (q, k, v)))
+            return y, lambda dy, delta: pull(self.whole_sequences(dy))
         y, lse = block_attention.forward(q, k, v, self.block, first, mask, how)
         return y, lambda dy, delta: block_attention.backward(q, k, v, lse, delta, dy, self.block, first, mask, how)
 
