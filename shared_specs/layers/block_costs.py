@@ -3,9 +3,13 @@
 Letters: T tokens, H hidden, A and K the columns of all query heads and of all key heads.
 """
 
+from math import ceil
 from typing import Any
 
 WIDE = 4  # bytes of the float32 residual stream, and of sums
+# Where cuDNN attends: rows of queries, of all heads of a group together, that a group of heads has at least. Several times
+# what a GPU computes at once.
+GROUP_ROWS = 2**17
 
 
 def block_row_bytes(
@@ -35,6 +39,39 @@ def block_row_bytes(
     rows = (2 + kept_layers) * (hidden // tensor) * stream
     attention = (2 * queries + 2 * keys) * itemsize + 2 * keys * wide + 2 * (heads // tensor) * wide
     return rows + attention + 3 * 4
+
+
+def attention_groups(rows: int, heads: int, kv_heads: int) -> int:
+    """Return in how many groups of key heads cuDNN attends, each with its query heads. rows: of all sequences together."""
+    fewest = min(kv_heads, ceil(GROUP_ROWS / max(1, rows * (heads // kv_heads))))
+    return next(kv_heads // size for size in range(fewest, kv_heads + 1) if kv_heads % size == 0)
+
+
+def cudnn_block_row_bytes(
+    *,
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    itemsize: int,
+    groups: int,
+    kept_layers: int = 0,
+    stream: int = WIDE,
+    tensor: int = 1,
+) -> int:
+    """Return the same where cuDNN attends, in `groups` groups of heads.
+
+    At the peak, in attention's backward: the layer's input and the gradient of its result; q, k and v; attention's output and
+    its gradient; of every head and token the log-sum-exp; position, token and label. Of a group: what cuDNN works with, which
+    is dq in float32, dk and dv of every query head and two numbers a head, and the group's gradients; of one of several
+    groups its q, k, v, output and gradient as well.
+    """
+    queries, keys, n = heads * head_dim // tensor, kv_heads * head_dim // tensor, heads // tensor
+    rows = (2 + kept_layers) * (hidden // tensor) * stream
+    operands, outputs = (queries + 2 * keys) * itemsize, 2 * queries * itemsize
+    of_group = (WIDE + 2 * itemsize) * queries + 2 * n * WIDE + operands
+    of_group += operands + outputs if groups > 1 else 0
+    return rows + operands + outputs + n * WIDE + 3 * 4 + ceil(of_group / groups)
 
 
 def eager_block_row_bytes(**sizes: Any) -> int:

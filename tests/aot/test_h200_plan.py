@@ -15,7 +15,10 @@ from tiled_jax.commands.plan.simulate import SIMULATOR
 
 def assert_predicted(model: str, setting: Setting) -> None:
     decoder = MODELS[model]
-    found, predicted = simulated_step(decoder, setting, SIMULATOR), predicted_device(decoder, setting)
+    found, predicted = (
+        simulated_step(decoder, setting, SIMULATOR),
+        predicted_device(decoder, SIMULATOR.setting_simulated(setting)),
+    )
     print(f"{predicted / found.device:.3f}", found, parts_of(decoder, setting).by_name)
     assert predicted == pytest.approx(found.device, rel=PLAN_BYTES)
     assert parts_of(decoder, setting).host == pytest.approx(found.host, rel=PLAN_BYTES)

@@ -17,14 +17,14 @@ from shared_specs.app.finetune.context import context_axes
 from shared_specs.app.options import FinetuneOptions, InputError, PlanOptions
 from shared_specs.app.plan.decoder import MODELS, decoder_named, decoder_of
 from shared_specs.app.plan.published import PUBLISHED, Published
-from shared_specs.app.plan.record import KIND
+from shared_specs.app.plan.record import KIND, simulated_setting
 from shared_specs.app.plan.search import contexts, parts_of_sequence, plan, step_flop, step_seconds
 from shared_specs.app.plan.show import as_json, plan_of, show_plan, what_to_set
 from shared_specs.app.plan.simulated import Simulated, Simulator, predicted_device, simulated_step
-from shared_specs.app.plan.step import RESERVE, Setting, parts_of
+from shared_specs.app.plan.step import RESERVE, Setting, cudnn_groups, parts_of
 from shared_specs.config import HALVES
 from shared_specs.kernels.roofline import GPUS
-from shared_specs.layers.block_costs import block_row_bytes
+from shared_specs.layers.block_costs import block_row_bytes, cudnn_block_row_bytes
 from shared_specs.layers.ring import ring_multiple
 from shared_specs.loss.costs import LossShape, loss_peak_bytes
 from shared_specs.tolerances import PLAN_BYTES, PLAN_PUBLISHED
@@ -366,9 +366,35 @@ RECORDED = [r | {"half": a["half"]} for a in read_records(RECORDS) if a["kind"] 
 @pytest.mark.parametrize("run", RECORDED, ids=lambda r: f"{r['half']}-{r['model']}-{r['tokens']}-{r['gpus']}")
 def test_formulas_beside_recorded_simulations(run: dict[str, Any]) -> None:
     """At real size, of whole steps: those of today beside what was held when they were run."""
-    setting = Setting(**run["set"])
+    setting = simulated_setting(run)
     assert predicted_device(MODELS[run["model"]], setting) == pytest.approx(run["simulated_bytes"], rel=PLAN_BYTES)
     assert parts_of(MODELS[run["model"]], setting).host == pytest.approx(run["simulated_host_bytes"], rel=PLAN_BYTES)
+
+
+def test_attention_by_cudnn_takes_bytes_that_blocks_do_not() -> None:
+    """In JAX on a GPU, in 16 bits: of the layer's row the formula that was measured; what needs blocks has theirs."""
+    setting = Setting(tokens=2**18, gpus=8, half="jax", offload=True)
+    sizes: dict[str, Any] = {"hidden": 4096, "heads": 32, "kv_heads": 8, "head_dim": 128}
+
+    def row(**changes: Any) -> float:
+        changed = replace(setting, **changes)
+        return parts_of(EIGHT, changed).by_name["attention"] / changed.rows
+
+    assert row() == cudnn_block_row_bytes(**sizes, itemsize=2, groups=8)
+    assert row(attention="blocks") == row(kernels=False) == block_row_bytes(**sizes, itemsize=2)
+    assert row(dtype="float32") == block_row_bytes(**sizes, itemsize=4)
+    assert ("models.Llama", 'scope="block", attention="blocks"') in what_to_set(replace(setting, attention="blocks"))
+
+
+def test_groups_of_heads_in_which_cudnn_attends() -> None:
+    """As few as leave each of them enough rows; ranks that exchange tokens for heads have fewer heads, of all tokens."""
+    setting = Setting(tokens=2**18, gpus=8, half="jax")
+    found = [cudnn_groups(EIGHT, replace(setting, tokens=tokens)) for tokens in (4096, 8192, 16384, 2**15)]
+    assert found == [1, 2, 4, 8]
+    assert [cudnn_groups(EIGHT, replace(setting, context=ranks)) for ranks in (2, 8)] == [4, 1]
+    assert cudnn_groups(EIGHT, replace(setting, context=8, context_kind="ring")) is None
+    assert cudnn_groups(replace(EIGHT, window=4096, windowed=18), setting) is None
+    assert cudnn_groups(replace(EIGHT, head_dim=100), setting) is None
 
 
 def test_a_million_tokens_were_simulated_in_less_than_34_gib() -> None:

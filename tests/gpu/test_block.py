@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from shared_specs.core.rounding import relative_error
+from shared_specs.layers import block_costs
 from shared_specs.tolerances import between
 from tests.tiny_model import tiny_config
 
@@ -21,9 +22,8 @@ def test_cudnn_gives_what_the_blocks_give(dtype: str, group_rows: int, monkeypat
     from shared_specs.config import Tiling
     from tiled_jax import backends
     from tiled_jax.models import Llama, LlamaConfig
-    from tiled_jax.models.block import cudnn
 
-    monkeypatch.setattr(cudnn, "GROUP_ROWS", group_rows)
+    monkeypatch.setattr(block_costs, "GROUP_ROWS", group_rows)
     config = LlamaConfig.from_hf(tiny_config(hidden_size=64, head_dim=64))
     tokens = np.random.default_rng(0).integers(0, 256, (2, 96))
 

@@ -42,7 +42,6 @@ ONLY_TORCH = {
     "checkpointing of a finished model": "plans/recompute.py",
     "layers that are called one by one; a compiled program tells of them from inside": "commands/finetune/watched_layers.py",
     "XLA says itself what a program needs": "commands/bench/live_bytes.py",
-    "decoder layers without their model, each called by itself": "commands/gpu/layers.py",
 }
 ONLY_JAX = {
     "operations that JAX does not have: loops with a carry, functions with a tangent of their own, a device's own tokens": (

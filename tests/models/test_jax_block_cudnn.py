@@ -15,6 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shared_specs.errors import UnsupportedError
+from shared_specs.layers import block_costs
 from tests.models.test_jax_block import assert_same, both, layer_of, rows, y_and_gradients
 from tests.plans.jax_parallel_models import llama_config
 from tiled_jax import backends
@@ -70,7 +71,7 @@ def test_a_layer_takes_the_kernels_of_cudnn() -> None:
 @pytest.mark.usefixtures("gpu")
 def test_groups_of_heads_are_a_loop_that_keeps_no_operand_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of what cuDNN's backward needs the log-sum-exp alone is kept of every group, [groups, B, heads of a group, S]."""
-    monkeypatch.setattr(cudnn, "GROUP_ROWS", 1)
+    monkeypatch.setattr(block_costs, "GROUP_ROWS", 1)
     q, k = (jnp.zeros((2, 16, heads, 64), jnp.bfloat16) for heads in (8, 4))
     attend = attention.cudnn_attention(q, k, k, scale=None, known=True, backend="auto")
     assert attend is not None
@@ -84,9 +85,9 @@ def test_groups_of_heads_are_a_loop_that_keeps_no_operand_twice(monkeypatch: pyt
 
 def test_how_many_groups() -> None:
     """As many as leave each of them enough rows, a divisor of the key heads."""
-    found = [cudnn.number_of_groups(tokens, 32, 8) for tokens in (4096, 8192, 16384, 32768, 2**20)]
+    found = [block_costs.attention_groups(tokens, 32, 8) for tokens in (4096, 8192, 16384, 32768, 2**20)]
     assert found == [1, 2, 4, 8, 8]
-    assert cudnn.number_of_groups(32768, 12, 6) == 3
+    assert block_costs.attention_groups(32768, 12, 6) == 3
 
 
 @pytest.mark.usefixtures("gpu")
@@ -114,7 +115,7 @@ def test_gradients_through_its_attention(
     tokens: int, group_rows: int, float64: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All heads at once, and a key head with its query heads at a time."""
-    monkeypatch.setattr(cudnn, "GROUP_ROWS", group_rows)
+    monkeypatch.setattr(block_costs, "GROUP_ROWS", group_rows)
     graph, p = layer_of(16)
     x, dy = rows(2 * tokens, 1), rows(2 * tokens, 2)
     plain, block = (partial(y_and_gradients, fn) for fn in both(graph, 2, tokens))

@@ -13,8 +13,8 @@ from shared_specs.app.bench.records import latest, read_records, source_of
 from shared_specs.app.plan.decoder import MODELS
 from shared_specs.app.plan.published import NOT_COMPARABLE, PUBLISHED
 from shared_specs.app.plan.record import KIND as PLAN_KIND
+from shared_specs.app.plan.record import simulated_setting
 from shared_specs.app.plan.simulated import predicted_device
-from shared_specs.app.plan.step import Setting
 
 ROOT = Path(__file__).parents[3]
 RECORDS = ROOT / "benchmarks" / "records"
@@ -187,7 +187,7 @@ def simulated_table(records: list[Record]) -> str:
     for (half, model, tokens, gpus), (_, result) in sorted(
         found.items(), key=lambda item: (item[0][:2], item[0][3], item[0][2])
     ):
-        predicted = predicted_device(MODELS[model], Setting(**result["set"]))
+        predicted = predicted_device(MODELS[model], simulated_setting(result))
         sizes = [size / GIB for size in (predicted, result["simulated_bytes"], result["simulated_host_bytes"])]
         ratio = predicted / result["simulated_bytes"]
         rows.append([half, model, f"{tokens}", f"{gpus}", *(f"{size:.1f}" for size in sizes), f"{ratio:.3f}"])

@@ -1,7 +1,9 @@
 """Records of simulations at real size: 8-billion models with up to a million tokens on one to thirty-two GPUs."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 from shared_specs.app.bench.records import make_record, write_record
 from shared_specs.app.plan.decoder import MODELS
@@ -20,6 +22,11 @@ def recorded_setting(tokens: int, gpus: int, half: Half = "torch") -> Setting:
     return Setting(
         tokens=tokens, gpus=gpus, context=gpus, offload=True, host_state=gpus == 1 and half == "torch", half=half
     )
+
+
+def simulated_setting(run: Mapping[str, Any]) -> Setting:
+    """Return the setting of a recorded run as it was simulated: no kernels run without a GPU, cuDNN's neither."""
+    return replace(Setting(**run["set"]), kernels=False)
 
 
 def record_simulations(simulator: Simulator, half: Half, packages: Sequence[str], words: Sequence[str]) -> None:

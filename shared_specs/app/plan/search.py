@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from shared_specs.app.options import InputError, parse_size
 from shared_specs.app.plan.decoder import UNCUT, WHOLE, Decoder, tensor_ranks
-from shared_specs.app.plan.step import Parts, Setting, parts_of
+from shared_specs.app.plan.step import Parts, Setting, cudnn_groups, parts_of
 from shared_specs.config import Half
 from shared_specs.kernels.roofline import GPU, GPUS
 from shared_specs.layers.ring import ring_multiple
@@ -40,7 +40,12 @@ _LEVERS: dict[Half, tuple[Lever, ...]] = {
         Lever("all but attention tiled, inputs on the host", {"scope": "block", "offload": True}),
     ),
 }
-_HOST = Lever("all but attention tiled, inputs and all state on the host", {"host_state": True})
+# What is tried where nothing else fits. A compiled step of JAX reads its parameters from the devices' memory (`parallelize`
+# refuses cpu_offload); its attention in blocks takes several times as long as cuDNN's.
+_LAST: dict[Half, Lever] = {
+    "torch": Lever("all but attention tiled, inputs and all state on the host", {"host_state": True}),
+    "jax": Lever("all but attention tiled, inputs on the host, attention in blocks", {"attention": "blocks"}),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +95,8 @@ def plan(
 ) -> Plan:
     """Return what to set for a context, and how far every lever reaches.
 
-    The first setting that fits, in this order: state on the GPUs before state on the host, the fewest ranks that split
+    The first setting that fits, in this order: state on the GPUs before state on the host (in JAX attention by cuDNN before
+    blocks), the fewest ranks that split
     layers, the fewest that share a sequence, and of the levers the first. Communication is in neither bytes nor seconds.
 
     Args:
@@ -108,8 +114,9 @@ def plan(
 
     setting = next(filter(fits, _settings(decoder, base, tensors)), None)
     widest = contexts(decoder, replace(base, tensor=tensors[0] if setting is None else setting.tensor))[-1]
-    last = _LEVERS[half][-1].changes
-    levers = (*levers_of(decoder, widest), *(Lever(lever.name, last | lever.changes) for lever in _host_levers(half)))
+    last = Lever(_LAST[half].name, _LEVERS[half][-1].changes | _LAST[half].changes)
+    differs = half == "torch" or cudnn_groups(decoder.split(widest.tensor), widest) is not None
+    levers = (*levers_of(decoder, widest), *(last,) * differs)
     found = (_reach(decoder, lever, widest, fits) for lever in levers)
     return Plan(
         decoder=decoder,
@@ -192,18 +199,13 @@ def parts_of_sequence(setting: Setting) -> int:
     return lcm(parts, setting.context * (setting.tensor // gcd(setting.tensor, setting.sequences)))
 
 
-def _host_levers(half: Half) -> tuple[Lever, ...]:
-    """A compiled step of JAX reads its parameters from the devices' memory (`parallelize` refuses cpu_offload)."""
-    return (_HOST,) if half == "torch" else ()
-
-
 def _settings(decoder: Decoder, base: Setting, tensors: Sequence[int]) -> Iterator[Setting]:
-    for host in ({}, *(lever.changes for lever in _host_levers(base.half))):
+    for last in ({}, _LAST[base.half].changes):
         for tensor in tensors:
             for shared in contexts(decoder, replace(base, tensor=tensor)):
                 if base.tokens % parts_of_sequence(shared) == 0:
                     for lever in levers_of(decoder, shared):
-                        yield replace(shared, **lever.changes, **host)
+                        yield replace(shared, **lever.changes, **last)
 
 
 def _reach(decoder: Decoder, lever: Lever, base: Setting, fits: Callable[[Setting], bool]) -> Reach | None:

@@ -27,6 +27,7 @@ class Setting:
         host_state: parameters, gradients and moments are in host memory (`DataParallel(cpu_offload=True)`).
         chunked_loss: with scope "none" the logits of a few tokens are there at a time all the same, as in other libraries.
         shard_tokens: of a shard; None is what the library chooses.
+        attention: of `models.Llama` in JAX: "auto" is cuDNN where it can attend, "blocks" takes longer and fewer bytes.
         device: "cpu" is what a test on one measures: no kernels, and products of 16-bit operands in float32.
         kernels: on a GPU those of this library run; what simulates has PyTorch's operators alone.
     """
@@ -46,6 +47,7 @@ class Setting:
     dtype: str = "bfloat16"
     optimizer: Optimizer = "adamw"
     half: Half = "torch"
+    attention: Literal["auto", "blocks"] = "auto"
     device: Literal["gpu", "cpu"] = "gpu"
     kernels: bool = True
 

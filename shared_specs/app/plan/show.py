@@ -100,6 +100,7 @@ def what_to_set(setting: Setting) -> list[tuple[str, str]]:
     scope = {"none": "not tiled", "mlp": 'scope="mlp"', "block": 'scope="block"'}[setting.scope]
     model = "tile_model" if setting.half == "torch" else "models.Llama"
     shard = "" if setting.shard_tokens is None else f", shard_tokens={setting.shard_tokens}"
+    shard += "" if setting.attention == "auto" else f', attention="{setting.attention}"'
     offload = "offload=True" if setting.offload else "offload=False"
     context, axes = f"{setting.context}", "context"
     if setting.context_kind == "2d":

@@ -14,7 +14,13 @@ from shared_specs.app.plan.setting import Scope as Scope
 from shared_specs.app.plan.setting import Setting as Setting
 from shared_specs.collectives.costs import gathered_plan, in_flight_bytes
 from shared_specs.collectives.sequence_plan import plan_sequence
-from shared_specs.layers.block_costs import WIDE, block_row_bytes, eager_block_moments
+from shared_specs.layers.block_costs import (
+    WIDE,
+    attention_groups,
+    block_row_bytes,
+    cudnn_block_row_bytes,
+    eager_block_moments,
+)
 from shared_specs.loss.costs import LossShape, compiled_loss_peak_bytes, loss_peak_bytes
 from shared_specs.loss.sequence_costs import sequence_loss_peak_bytes
 from shared_specs.mlp.costs import MLPShape, block_rows, compiled_peak_bytes, peak_bytes
@@ -203,7 +209,10 @@ def _layer_bytes(decoder: Decoder, setting: Setting, kept: int) -> tuple[int, in
     }
     mlp = MLPShape(tokens=rows, hidden=decoder.hidden, intermediate=decoder.intermediate, itemsize=b, weight_itemsize=b)
     if setting.half == "jax":
-        row = block_row_bytes(**sizes, head_dim=decoder.head_dim) + compiled_context_row_bytes(decoder, setting)
+        sizes["head_dim"] = decoder.head_dim
+        groups = cudnn_groups(decoder, setting)
+        row = block_row_bytes(**sizes) if groups is None else cudnn_block_row_bytes(**sizes, groups=groups)
+        row += compiled_context_row_bytes(decoder, setting)
         moved = 0 if setting.tensor == 1 else in_flight_bytes(mlp, setting.split_shards, upstream=decoder.hidden)
         return row * rows, compiled_peak_bytes(mlp, setting.shards, device=setting.device) + moved
     exchanged = exchanged_row_bytes(decoder, setting)
@@ -275,6 +284,26 @@ def ring_row_bytes(decoder: Decoder, setting: Setting) -> int:
     later = (WIDE + 5 * b) * queries + (sums * WIDE + 3 * b) * keys
     first = (WIDE + 6 * b) * queries + (WIDE + 3 * b) * keys if setting.device == "cpu" else 0
     return max(first, later) - (b * (queries + keys) if block else 0)
+
+
+def cudnn_groups(decoder: Decoder, setting: Setting) -> int | None:
+    """Return in how many groups of heads cuDNN attends in JAX; None where attention is in blocks of the library's own.
+
+    These are there for float32, windows, rings, head dims that are no multiple of 8 and what has no cuDNN.
+    """
+    windowed = decoder.window is not None and decoder.window < setting.tokens
+    if (
+        not setting.fused
+        or setting.attention == "blocks"
+        or setting.itemsize != 2
+        or windowed
+        or setting.ring > 1
+        or decoder.head_dim % 8
+    ):
+        return None
+    copies = lcm(decoder.kv_heads, setting.exchanging) // decoder.kv_heads
+    heads, kv_heads = (n // setting.exchanging for n in (decoder.heads, copies * decoder.kv_heads))
+    return attention_groups(setting.sequences * setting.tokens, heads, kv_heads)
 
 
 def compiled_context_row_bytes(decoder: Decoder, setting: Setting) -> int:

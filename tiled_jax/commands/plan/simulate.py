@@ -24,10 +24,10 @@ COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "coll
 
 
 def setting_simulated(setting: Setting) -> Setting:
-    """Return what is compiled in a setting's place: without the CUDA plugin a program for this processor, which has no other
-    memory to move inputs to and makes 16-bit products of float32 ones."""
+    """Return what is compiled in a setting's place: attention in blocks, as cuDNN's needs a GPU, and without the CUDA plugin a
+    program for this processor, which has no other memory to move inputs to and makes 16-bit products of float32 ones."""
     if compiles_for_gpus():
-        return setting
+        return replace(setting, kernels=False)
     return replace(setting, device="cpu", dtype="float32", offload=False)
 
 

@@ -6,7 +6,6 @@ the log-sum-exp of each query; the gradients are written over q, k and v.
 Letters: B sequences of S tokens, N query heads, n key heads, d features of a head.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,23 +15,22 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
+from shared_specs.layers.block_costs import attention_groups
 from tiled_jax.core.linear_call import barrier
 from tiled_jax.core.loops import vary_over, varying_of
 from tiled_jax.layers.attention_blocks import Gradients
 
-Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-# Rows of queries, of all heads of a group together, that a group has at least: several times what a GPU computes at once.
-GROUP_ROWS = 2**17
+HeadsAttention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 def forward(
-    attend: Attend, q: jax.Array, k: jax.Array, v: jax.Array
+    attend: HeadsAttention, q: jax.Array, k: jax.Array, v: jax.Array
 ) -> tuple[jax.Array, Callable[[jax.Array], Gradients]]:
     """Return attend(q, k, v), [B, S, N, d], and the function from its gradient to those of q, k and v, in their dtypes.
 
     q: [B, S, N, d]. k, v: [B, S, n, d], n divides N.
     """
-    groups = number_of_groups(q.shape[0] * q.shape[1], q.shape[2], k.shape[2])
+    groups = attention_groups(q.shape[0] * q.shape[1], q.shape[2], k.shape[2])
     if groups == 1:
         y, pull = jax.vjp(attend, q, k, v)
         return y, lambda dy: Gradients(*pull(dy))
@@ -58,14 +56,6 @@ def forward(
         return Gradients(*lax.scan(of_group, carry, (jnp.arange(groups), kept))[0])
 
     return y, backward
-
-
-def number_of_groups(rows: int, heads: int, kv_heads: int) -> int:
-    """Return in how many groups of key heads attention is computed. rows: B S."""
-    fewest = math.ceil(GROUP_ROWS / max(1, rows * (heads // kv_heads)))
-    return next(
-        kv_heads // size for size in range(1, kv_heads + 1) if kv_heads % size == 0 and size >= min(fewest, kv_heads)
-    )
 
 
 def _part(a: jax.Array, i: Any, groups: int) -> jax.Array:
@@ -97,7 +87,7 @@ class _Made:
         return jax.tree.unflatten(self.form, [there[place] for place in self.places])
 
 
-def _of_group(attend: Attend, operands: list[jax.Array]) -> _Made:
+def _of_group(attend: HeadsAttention, operands: list[jax.Array]) -> _Made:
     """Trace forward and see which of the arrays that `jax.vjp` keeps are the operands and the output themselves."""
     forms = []
 
