@@ -173,6 +173,7 @@ def test_the_archive_holds_what_is_there_when_it_is_ended(tmp_path: Path) -> Non
 def test_a_part_packs_a_record_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever becomes of its variants; the exit status says that one was wrong. The commit is what a variable says."""
     monkeypatch.setenv("TILED_COMMIT", "0123abc")
+    monkeypatch.setattr(sys, "argv", ["tiled_torch", "bench", "--out", "/some/where/out"])
     jobs = [job("first", a=["plain", "wrong"]), job("second", a=["die"]), job("third", a=["plain"])]
     monkeypatch.setattr(gpu_bench, "bench_jobs", lambda options, half: jobs)
     monkeypatch.setattr(gpu_bench, "measuring", lambda jobs, half, *a, **k: run_jobs(jobs, COMMAND, *a, spare=False))
@@ -185,6 +186,9 @@ def test_a_part_packs_a_record_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyP
     records = [json.loads(text) for name, text in files.items() if name.endswith(".json")]
     assert sorted(record["kind"] for record in records) == ["gpu-mlp-first", "gpu-mlp-second", "gpu-mlp-third"]
     assert {record["commit"] for record in records} == {"0123abc"}
+    assert {record["command"] for record in records} == {
+        "python -m tiled_torch bench --out out"
+    }  # no machine's folders
     assert all(record["gpu"]["name"] == "fake" and record["results"] for record in records)
     assert b"what a library prints" in files["worker.log"]
 

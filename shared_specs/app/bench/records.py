@@ -76,7 +76,8 @@ def make_record(
         "kind": kind,
         "half": half,
         "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "command": " ".join(["python", "-m", half, *sys.argv[1:]]),
+        # Of a path its name alone: a record tells nothing of the machine's folders.
+        "command": " ".join(["python", "-m", half, *(Path(a).name if a.startswith("/") else a for a in sys.argv[1:])]),
         "commit": commit(),
         "hardware": hardware(),
         "versions": versions(packages),

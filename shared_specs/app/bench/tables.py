@@ -229,6 +229,8 @@ TABLES: dict[str, Callable[[list[Record]], str]] = {
     "gpu-mlp-jax": lambda records: gpu_table(records, "mlp-jax"),
     "gpu-loss": lambda records: gpu_table(records, "loss"),
     "gpu-loss-jax": lambda records: gpu_table(records, "loss-jax"),
+    "gpu-loss-ignored-jax": lambda records: gpu_table(records, "loss-ignored-jax"),
+    "gpu-layers-jax": lambda records: gpu_table(records, "layers-jax"),
     "gpu-layers": lambda records: gpu_table(records, "layers"),
     "gpu-kernels": kernels_table,
     "gpu-model": lambda _: expected_table(),

@@ -8,15 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from shared_specs.app.gpu.layer_bytes import compiled_layers_bytes
 from shared_specs.app.gpu.worker import Variant
 from shared_specs.app.plan.decoder import Decoder
 from shared_specs.app.plan.search import step_flop, step_seconds
 from shared_specs.app.plan.setting import Setting
 from shared_specs.config import Checkpointing, Tiling
 from shared_specs.kernels.roofline import gpu_named
-from shared_specs.layers.block_costs import block_row_bytes
-from shared_specs.mlp.costs import MLPShape, compiled_peak_bytes
-from shared_specs.shards import ShardPlan
 from tiled_jax import backends
 from tiled_jax.commands.gpu.device import variant
 from tiled_jax.models import Llama, LlamaConfig
@@ -74,12 +72,9 @@ class Stacks:
 
     def predicted(self, *, offload: bool) -> int:
         """Return the temporary bytes of the program, as the formulas of scope="block" say them."""
-        d, b = self.decoder, self.dtype.itemsize
-        sizes = {"hidden": d.hidden, "heads": d.heads, "kv_heads": d.kv_heads, "head_dim": d.head_dim, "itemsize": b}
-        row = block_row_bytes(**sizes, kept_layers=0 if offload else d.layers)
-        mlp = MLPShape(tokens=self.tokens, hidden=d.hidden, intermediate=d.intermediate, itemsize=b, weight_itemsize=b)
-        plan = ShardPlan(self.tokens, self.shard)
-        return row * self.tokens + compiled_peak_bytes(mlp, plan, device=backends.device_kind())
+        sizes, device = (self.decoder, self.tokens, self.shard, self.dtype.itemsize), backends.device_kind()
+        cudnn = device == "gpu" and self.dtype.itemsize == 2
+        return compiled_layers_bytes(*sizes, offload=offload, device=device, cudnn=cudnn)
 
     def main(self) -> dict[str, Variant]:
         tiling = Tiling(shard_tokens=self.shard)

@@ -9,14 +9,13 @@ import transformers
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from shared_specs.app.gpu.layer_bytes import eager_layers_bytes
 from shared_specs.app.gpu.worker import Variant
 from shared_specs.app.plan.decoder import Decoder
 from shared_specs.app.plan.search import step_flop, step_seconds
 from shared_specs.app.plan.setting import Setting
-from shared_specs.app.plan.step import BLOCK_ARRAYS, MASTER
 from shared_specs.config import Tiling
 from shared_specs.kernels.roofline import GPU
-from shared_specs.layers.block_costs import eager_block_row_bytes
 from tiled_torch import tile_model
 from tiled_torch.commands.gpu.kernels import draw
 
@@ -121,12 +120,7 @@ class Stacks:
 
     def predicted(self, *, offload: bool) -> int:
         """Return the peak beyond x, dy and the weights, as the formulas of scope="block" say it."""
-        d, b = self.decoder, self.dtype.itemsize
-        sizes = {"hidden": d.hidden, "heads": d.heads, "kv_heads": d.kv_heads, "head_dim": d.head_dim, "itemsize": b}
-        row = eager_block_row_bytes(**sizes, kept_layers=0 if offload else d.layers)
-        there = (1 if offload else 2) * d.hidden * b  # dy, and x where the formula counts every layer's input
-        sums = MASTER * d.layer_parameters + d.layers * d.layer_parameters * b
-        return (row - there) * self.tokens + BLOCK_ARRAYS * self.shard * d.intermediate * b + sums
+        return eager_layers_bytes(self.decoder, self.tokens, self.shard, self.dtype.itemsize, offload=offload)
 
     def main(self) -> dict[str, Variant]:
         tiled = self.tiled
