@@ -14,9 +14,13 @@ from tiled_jax.commands.plan.device import TARGET as TARGET
 SHARED_LIMIT = 232_448
 
 
+def topology(sizes: str) -> Any:
+    """Return so many H200s: hosts, GPUs of each and processes of each, such as "1x8x1"."""
+    return topologies.get_topology_desc("h200", "cuda", target_config=TARGET, topology=sizes)
+
+
 def _sharding() -> NamedSharding:
-    topology = topologies.get_topology_desc("h200", "cuda", target_config=TARGET, topology="1x1x1")
-    return NamedSharding(topologies.make_mesh(topology, (1,), ("x",)), PartitionSpec())
+    return NamedSharding(topologies.make_mesh(topology("1x1x1"), (1,), ("x",)), PartitionSpec())
 
 
 _ON_H200 = _sharding()

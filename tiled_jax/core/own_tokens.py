@@ -101,6 +101,15 @@ def split_of(
     return Split(mesh, tokens, split, explicit) if used or any(map(_any_spec, arrays)) else None
 
 
+def auto_mesh(a: jax.Array) -> Any:
+    """Return the mesh of several devices over which XLA lays out a as it likes; None where there is none."""
+    here = jax.sharding.get_abstract_mesh()
+    if here.manual_axes:
+        return None
+    mesh = own if (own := _mesh_of(a)).size > 1 else here
+    return mesh if mesh.size > 1 and not mesh.explicit_axes else None
+
+
 def on_own_tokens(split: Split | None, op: TokenOp) -> Callable[[Arrays, Arrays], tuple[Arrays, Arrays]]:
     """Return (rows, whole) -> op.run of every device's own tokens.
 

@@ -12,11 +12,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from shared_specs.errors import UnsupportedError, error_text, fail, fail_type, show_shape
 from shared_specs.layers.heads import check_scores
 from tiled_jax import backends
 from tiled_jax.core.arrays import array
+from tiled_jax.core.own_tokens import auto_mesh
 from tiled_jax.layers.attention_blocks import SCORE_BYTES
 from tiled_jax.layers.documents import checked_documents, first_keys
 
@@ -204,9 +207,22 @@ def cudnn_refused(
 
 def _cudnn(q: jax.Array, k: jax.Array, v: jax.Array, scores: _Scores) -> jax.Array:
     window = None if scores.window is None else (scores.window - 1, 0)
-    return jax.nn.dot_product_attention(
-        q, k, v, scale=scores.scale, is_causal=True, local_window_size=window, implementation="cudnn"
+    y = jax.nn.dot_product_attention(
+        *map(_sequences_apart, (q, k, v)),
+        scale=scores.scale,
+        is_causal=True,
+        local_window_size=window,
+        implementation="cudnn",
     )
+    return _sequences_apart(y)
+
+
+def _sequences_apart(a: jax.Array) -> jax.Array:
+    """Return a [batch, tokens, heads, d], and its gradient, with no dim cut by a mesh but the first, as cuDNN needs it."""
+    mesh = auto_mesh(a)
+    if mesh is None:
+        return a
+    return lax.with_sharding_constraint(a, NamedSharding(mesh, P(P.UNCONSTRAINED, None, None, None)))
 
 
 def _block_tokens(batch: int, tokens: int, heads: int) -> int:

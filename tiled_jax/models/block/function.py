@@ -16,8 +16,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from shared_specs.errors import UnsupportedError, error_text
 from shared_specs.layers.heads import context_heads
@@ -88,8 +86,8 @@ class _Block:
         known = first is None and mask is None and how.softcap is None
         by_cudnn = cudnn_attention(q, k, v, scale=how.scale, known=known, backend=self.attention)
         if by_cudnn is not None:
-            y, pull = cudnn.forward(by_cudnn, *map(self.whole_sequences, (q, k, v)))
-            return y, lambda dy, delta: pull(self.whole_sequences(dy))
+            y, pull = cudnn.forward(by_cudnn, q, k, v)
+            return y, lambda dy, delta: pull(dy)
         y, lse = block_attention.forward(q, k, v, self.block, first, mask, how)
         return y, lambda dy, delta: block_attention.backward(q, k, v, lse, delta, dy, self.block, first, mask, how)
 
@@ -124,12 +122,6 @@ class _Block:
             return [q, k, v]
         k, v = (jnp.repeat(a, self.copies, axis=2) for a in (k, v))
         return [self.of_heads(a) for a in (q, k, v)]
-
-    def whole_sequences(self, a: jax.Array) -> jax.Array:
-        """Return a [sequences, tokens, heads, d] of which XLA cuts sequences apart and nothing else, as cuDNN needs it."""
-        if (split := self.call.split) is None:
-            return a
-        return lax.with_sharding_constraint(a, NamedSharding(split.mesh, P(P.UNCONSTRAINED, None, None, None)))
 
     def of_heads(self, a: jax.Array) -> jax.Array:
         """[sequences, this device's tokens, heads, d] -> [sequences, all tokens, heads / R, d]."""
