@@ -58,6 +58,31 @@ def test_gradients(kind: str) -> None:
     assert {path for name, path in tiling_paths(model).items() if name.endswith(".mlp.experts")} == {"tiled_experts"}
 
 
+class Scaled(torch.nn.Module):
+    """Somebody's own module around experts: their result times a trained number a feature."""
+
+    def __init__(self, experts: Any, size: int) -> None:
+        super().__init__()
+        self.experts, self.scale = experts, torch.nn.Parameter(torch.linspace(0.5, 1.5, size, dtype=torch.float64))
+
+    def forward(self, *given: Any) -> torch.Tensor:
+        return self.experts(*given) * self.scale
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+def test_what_multiplies_the_experts_result_gets_its_gradient(kind: str) -> None:
+    model = build(kind)
+    tiled = tile_model(build(kind), scope="block", num_shards=3)
+    tiled.load_state_dict(model.state_dict())
+    for one in (model, tiled):
+        mlp: Any = one.model.layers[0].mlp
+        mlp.experts = Scaled(mlp.experts, model.config.hidden_size)
+    expected, name = gradients(model), "model.layers.0.mlp.experts.scale"
+    assert expected[name].norm() > 0
+    assert_gradients(tiled, expected)
+    assert layer_paths(tiled) == {"tiled_block"}
+
+
 @pytest.mark.parametrize("offload", [False, True])
 def test_under_the_models_own_checkpointing(offload: bool) -> None:
     """The layer is its own checkpoint; its input may wait on the host."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tiled_torch.models.block.parts import BlockParts, entry, part_gradients
 from tiled_torch.models.experts.function import results_unread
+from tiled_torch.models.experts.marker import OfExperts
 
 
 def experts_forward(parts: BlockParts, x: Tensor, a: Tensor, y: Tensor) -> Tensor:
@@ -50,8 +51,10 @@ def experts_backward(
             rows = parts.middle(x[:, start:stop].detach(), call.shards.rows(a, part, 1).flatten(2), part)
             dx[:, start:stop] = parts.called(family.between, rows)
         del rows
-    # The families' mixtures reshape what experts make and add to it: no gradient depends on it but a norm's behind them.
-    read = parts.is_read(family.behind_mlp)
+    # The families' mixtures reshape what experts make and add to it: no gradient depends on it but a norm's behind them. What
+    # somebody has put around the experts may multiply it.
+    experts = getattr(call.layer.mlp, "experts", None)
+    read = parts.is_read(family.behind_mlp) or not isinstance(experts, OfExperts)
     with torch.enable_grad(), call.again(last), nullcontext() if read else results_unread():
         z_whole = entry(dx)
         branch = parts.called("mlp", z_whole)
