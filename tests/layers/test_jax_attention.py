@@ -14,6 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 from shared_specs.config import DataParallel, ParallelConfig
 from shared_specs.errors import SpecError, UnsupportedError
+from shared_specs.tolerances import limit
+from tests.asserting import assert_within
 from tests.plans.jax_parallel_models import llama_config, mesh_of
 from tiled_jax import backends
 from tiled_jax.layers.attention import causal_attention, cudnn_refused
@@ -77,6 +79,30 @@ def test_what_cudnn_cannot_do(arrays: Any, options: dict[str, Any], reason: str)
     assert backends.last_run("causal_attention") == "blocks"
     with pytest.raises(UnsupportedError, match=r"^causal_attention: backend must be 'auto' or 'blocks' .*" + reason):
         jax.eval_shape(partial(causal_attention, backend="cudnn", **options), *arrays)
+
+
+@pytest.mark.parametrize("tokens", [8, 9])
+def test_of_an_odd_number_of_tokens_cudnn_sees_one_more(tokens: int, gpu: pytest.MonkeyPatch) -> None:
+    """It wants an even one. With JAX's own attention in cuDNN's place values and gradients are those of the blocks."""
+    own, seen = jax.nn.dot_product_attention, []
+
+    def by_jax(q: jax.Array, *others: jax.Array, implementation: str, **options: Any) -> jax.Array:
+        assert implementation == "cudnn"
+        seen.append(q.shape[1])
+        return own(q, *others, **options)
+
+    gpu.setattr(jax.nn, "dot_product_attention", by_jax)
+    random = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(random.standard_normal((2, tokens, n, 8)), jnp.float32) for n in (4, 2, 2))
+
+    def results(backend: str) -> list[Any]:
+        y, pull = jax.vjp(partial(causal_attention, backend=backend), q, k, v)
+        return [y, *pull(jnp.cos(y))]
+
+    found, expected = results("auto"), results("blocks")
+    assert set(seen) == {8 if tokens == 8 else 10}
+    for a, b in zip(found, expected, strict=True):
+        assert_within(np.asarray(a), np.asarray(b), limit(0.0, "float32"), "attention")
 
 
 @pytest.mark.usefixtures("cudnn")

@@ -62,8 +62,9 @@ def lowered(tokens: Any, **options: Any) -> str:
 
 @pytest.mark.usefixtures("gpu")
 def test_a_layer_takes_the_kernels_of_cudnn() -> None:
-    """Forward, forward again in backward, and backward: once each for all layers, which are one loop."""
-    text = lowered(jnp.zeros((2, 16), jnp.int32))
+    """Forward, forward again in backward, and backward: once each for all layers, which are one loop. Of an odd number of
+    tokens too."""
+    text = lowered(jnp.zeros((2, 15), jnp.int32))
     assert backends.last_run("causal_attention") == "cudnn"
     assert (text.count("@__cudnn$fmhaSoftmax("), text.count("@__cudnn$fmhaSoftmaxBackward(")) == (2, 1)
 

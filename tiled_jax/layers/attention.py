@@ -87,7 +87,7 @@ def causal_attention(
     scores = _Scores(d**-0.5 if scale is None else scale, softcap, None if (window or tokens) >= tokens else window)
     known = documents is None and mask is None and softcap is None and block_tokens is None
     if _backend(q, k, v, scores, backend, None if known else UNKNOWN) == "cudnn":
-        return checkpoint_name(_cudnn(q, k, v, scores), ATTENTION)
+        return checkpoint_name(_cudnn(even(q), even(k), even(v), scores)[:, :tokens], ATTENTION)
     kv_heads = k.shape[2]
     block = block_tokens or _block_tokens(batch, tokens, heads)
     seen = _Seen(
@@ -149,7 +149,7 @@ def cudnn_attention(
 ) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array] | None:
     """Return cuDNN's causal attention where it computes this call, None where blocks do. Arguments as `causal_attention`.
 
-    known: whether nothing but q, k, v and the scale decides what is computed.
+    It takes an even number of tokens: see `even`. known: whether nothing but q, k, v and the scale decides what is computed.
     """
     scores = _Scores(q.shape[-1] ** -0.5 if scale is None else scale, None, None)
     chosen = _backend(q, k, v, scores, backend, None if known else UNKNOWN)
@@ -171,7 +171,8 @@ def _chosen(q: jax.Array, k: jax.Array, v: jax.Array, scores: _Scores, backend: 
     if reason is None and jax.typeof(q).sharding.mesh.explicit_axes:
         reason = "It takes no operands that a mesh of axis type Explicit cuts: call it inside jax.shard_map."
     if reason is None:
-        reason = cudnn_refused(q.shape, k.shape, v.shape, q.dtype, backends.device_kind(), scores)
+        shapes = ((batch, tokens + tokens % 2, *heads) for batch, tokens, *heads in (a.shape for a in (q, k, v)))
+        reason = cudnn_refused(*shapes, q.dtype, backends.device_kind(), scores)
     if reason is None:
         return "cudnn"
     if backend == "cudnn":
@@ -215,6 +216,14 @@ def _cudnn(q: jax.Array, k: jax.Array, v: jax.Array, scores: _Scores) -> jax.Arr
         implementation="cudnn",
     )
     return _sequences_apart(y)
+
+
+def even(a: jax.Array) -> jax.Array:
+    """Return a [batch, tokens, heads, d] with a token of zeros more where their number is odd, as cuDNN wants an even one.
+
+    Causal attention of no other token sees it.
+    """
+    return jnp.pad(a, ((0, 0), (0, 1), (0, 0), (0, 0))) if a.shape[1] % 2 else a
 
 
 def _sequences_apart(a: jax.Array) -> jax.Array:

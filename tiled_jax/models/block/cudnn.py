@@ -18,6 +18,7 @@ from jax.extend import core
 from shared_specs.layers.block_costs import attention_groups
 from tiled_jax.core.linear_call import barrier
 from tiled_jax.core.loops import vary_over, varying_of
+from tiled_jax.layers.attention import even
 from tiled_jax.layers.attention_blocks import Gradients
 
 HeadsAttention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
@@ -30,6 +31,10 @@ def forward(
 
     q: [B, S, N, d]. k, v: [B, S, n, d], n divides N.
     """
+    if q.shape[1] % 2:
+        tokens = q.shape[1]
+        y, pull = forward(attend, *map(even, (q, k, v)))
+        return y[:, :tokens], lambda dy: Gradients(*(d[:, :tokens] for d in pull(even(dy))))
     groups = attention_groups(q.shape[0] * q.shape[1], q.shape[2], k.shape[2])
     if groups == 1:
         y, pull = jax.vjp(attend, q, k, v)
