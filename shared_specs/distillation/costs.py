@@ -62,6 +62,14 @@ def distillation_peak_bytes(shape: DistillationShape, plan: ShardPlan, *, device
     return logits + max(temporaries, copies) + sums + shape.cast_bytes
 
 
+def chosen_pair_tokens(shape: DistillationShape, shard_tokens: int) -> int:
+    """Return the tokens of a shard whose hidden states and gradient are copies, so that these fit beside its logits in the
+    same bytes."""
+    logits = shape.vocab * (shape.itemsize + shape.teacher_itemsize)
+    copies = 2 * shape.hidden * shape.itemsize + shape.teacher_hidden * shape.teacher_itemsize
+    return max(1, shard_tokens * logits // (logits + copies))
+
+
 def compiled_distillation_peak_bytes(shape: DistillationShape, plan: ShardPlan, *, device: str = "cpu") -> int:
     """Return the most temporary bytes that the compiled (XLA) call with its gradients uses: an upper bound.
 

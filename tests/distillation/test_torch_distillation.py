@@ -87,6 +87,19 @@ def test_peak_bytes_are_one_pair_of_logits_whatever_the_tokens(kind: Any, dtype:
     assert peaks[1] <= peaks[0] * (1 + COST_BYTES)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_that_are_taken_out_take_no_more_bytes_than_all_rows(dtype: torch.dtype) -> None:
+    """Their hidden states and gradient are copies; shards of them are shorter by as much."""
+    peaks = []
+    for ignored in (0.0, 0.1, 0.5):
+        student, w, teacher, w_teacher, targets = operands(ignored, dtype, (2048, 384, 512, 1024))
+        with LiveBytes() as live:
+            value = tiled_distillation_loss(student, w, teacher, w_teacher, targets, tiling=Tiling(shard_tokens=512))
+        peaks.append(live.peak)
+        del value
+    assert max(peaks[1:]) <= peaks[0]
+
+
 def test_no_result_is_changed_by_tokens_that_do_not_count() -> None:
     """Ignored rows have no loss and no gradient, whether they are run or not; without a target every one counts."""
     for share in (0.03, 0.5):

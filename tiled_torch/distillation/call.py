@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from shared_specs.core import checks
+from shared_specs.distillation.costs import DistillationShape, chosen_pair_tokens
 from shared_specs.loss import checks as loss_checks
 from shared_specs.loss.costs import runs_alone
 from shared_specs.shards import ShardPlan
@@ -106,7 +107,17 @@ class _Set(NamedTuple):
         if labels.token_weight is not None:
             weights = torch.where(weights == 0, 0.0, weights * labels.token_weight)
         x, y = rows_of(given.student), rows_of(given.teacher)
-        plan = ShardPlan(x.shape[0] if chosen is None else chosen.numel(), call.shard_tokens)
+        plan = ShardPlan(x.shape[0], call.shard_tokens)
+        if chosen is not None:
+            shape = DistillationShape(
+                tokens=x.shape[0],
+                hidden=x.shape[1],
+                teacher_hidden=y.shape[1],
+                vocab=call.rules.vocab,
+                itemsize=call.dtype.itemsize,
+                teacher_itemsize=call.dtype_teacher.itemsize,
+            )
+            plan = ShardPlan(chosen.numel(), chosen_pair_tokens(shape, call.shard_tokens))
         student, teacher = (Rows(a, plan) if chosen is None else ChosenRows(a, chosen, plan) for a in (x, y))
         rules = call.rules
         heads = (
