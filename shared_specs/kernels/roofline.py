@@ -5,9 +5,11 @@ operands of a product are read under its arithmetic, so a product takes the long
 epilogue reads and writes (a fused kernel) costs nothing, which is the best that fusing can do.
 
 Letters as in `costs.py`. One T x H x I product is 2 THI FLOP. Sources: NVIDIA's data sheets of A100 80GB SXM (2020), H100
-and H200 SXM (2023), HGX B200 (2024), without sparsity. The shares of them that libraries reach: an 8192-cubed bfloat16
-product of random numbers runs at 790 TFLOP/s on H100 and H200, a copy at 3.0 and 4.3 TB/s; Triton's Gluon tutorial has
-cuBLAS at 1548 TFLOP/s on a B200. Those of the A100 and of the B200's memory are taken to be as on the H200.
+and H200 SXM (2023), HGX B200 (2024), GH200 (96 GB), L40S, RTX A6000, RTX 6000 Ada and RTX PRO 6000 Blackwell, and its white
+papers of GA102, Ada and RTX Blackwell for the GeForce cards; products summed in float32, without sparsity. The shares of them
+that libraries reach: an 8192-cubed bfloat16 product of random numbers runs at 790 TFLOP/s on H100 and H200, a copy at 3.0 and
+4.3 TB/s; Triton's Gluon tutorial has cuBLAS at 1548 TFLOP/s on a B200. Those of the others and of the B200's memory are taken to
+be as on the H200.
 """
 
 from collections.abc import Callable
@@ -64,18 +66,42 @@ GPUS = {
                 bytes_per_second=4.8e12, memory_bytes=141e9),
     "b200": GPU(name="B200", flops_16=2250e12, flops_32=75e12, flops_64=37e12,
                 bytes_per_second=8.0e12, memory_bytes=180e9, reached_flops=0.69),
+    "gh200": GPU(name="GH200", flops_16=989e12, flops_32=67e12, flops_64=67e12,
+                 bytes_per_second=4.0e12, memory_bytes=96e9),
+    "l40s": GPU(name="L40S", flops_16=362e12, flops_32=91.6e12, flops_64=1.43e12,
+                bytes_per_second=0.864e12, memory_bytes=48e9),
+    "a6000": GPU(name="RTX A6000", flops_16=154.8e12, flops_32=38.7e12, flops_64=0.6e12,
+                 bytes_per_second=0.768e12, memory_bytes=48e9),
+    "rtx6000ada": GPU(name="RTX 6000 Ada", flops_16=364e12, flops_32=91.1e12, flops_64=1.42e12,
+                      bytes_per_second=0.96e12, memory_bytes=48e9),
+    "rtxpro6000": GPU(name="RTX PRO 6000", flops_16=500e12, flops_32=125e12, flops_64=1.95e12,
+                      bytes_per_second=1.792e12, memory_bytes=96e9),
+    "rtx3090": GPU(name="RTX 3090", flops_16=71e12, flops_32=35.6e12, flops_64=0.556e12,
+                   bytes_per_second=0.936e12, memory_bytes=24e9),
+    "rtx4090": GPU(name="RTX 4090", flops_16=165.2e12, flops_32=82.6e12, flops_64=1.29e12,
+                   bytes_per_second=1.008e12, memory_bytes=24e9),
+    "rtx5090": GPU(name="RTX 5090", flops_16=209.5e12, flops_32=104.8e12, flops_64=1.64e12,
+                   bytes_per_second=1.792e12, memory_bytes=32e9),
 }  # fmt: skip
+# Words of device names of other rates than those of the GPU that the rest of the name tells.
+_OTHERS = {"PCIE", "NVL", "TI", "SUPER", "LAPTOP", "MAX", "D"}
 
 
 def gpu_named(name: str) -> GPU | None:
     """Return the GPU that a device's name tells ("NVIDIA H100 80GB HBM3"); None for one that is not in `GPUS`.
 
-    Variants with other rates (PCIe, NVL) are not: their names say so.
+    Variants with other rates (PCIe, NVL, Ti, Laptop) are not: their names say so.
     """
-    words = name.upper().replace("-", " ").split()
-    if {"PCIE", "NVL"} & set(words):
+    words = set(name.upper().replace("-", " ").split())
+    if _OTHERS & words:
         return None
-    return next((gpu for key, gpu in GPUS.items() if key.upper() in words), None)
+    return next((gpu for gpu in GPUS.values() if words >= set(gpu.name.upper().split())), None)
+
+
+def gpu_of_users(name: str) -> GPU | None:
+    """Return the GPU that a user calls so, however it is written: "h100", "RTX 4090", "rtx-4090"; None for an unknown one."""
+    said = "".join(letter for letter in name.lower() if letter.isalnum())
+    return next((gpu for key, gpu in GPUS.items() if said in (key, gpu.name.lower().replace(" ", ""))), None)
 
 
 class Seconds(NamedTuple):

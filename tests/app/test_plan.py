@@ -455,7 +455,10 @@ def test_what_fits_nowhere_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     ("words", "message"),
     [
         (["--model", "gpt-5"], "plan: --model must be a config.json, a folder with one, or one of llama-2-7b"),
-        (["--gpu", "h300"], "plan: --gpu must be one of a100, h100, h200, b200, or a size such as 80GB, got h300."),
+        (
+            ["--gpu", "h300"],
+            f"plan: --gpu must be one of {', '.join(GPUS)}, or a size such as 80GB, got h300.",
+        ),
         (["--gpu", "80 apples"], "plan: --gpu must be a size, got '80 apples'."),
         (["--gpu", "80"], "plan: --gpu must be at least 1GiB, got 80, which is 80 bytes. Write for example 80GB."),
         (["--gpu", "512MiB"], "plan: --gpu must be at least 1GiB, got 512MiB, which is 536870912 bytes. Write"),

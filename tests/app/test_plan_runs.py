@@ -10,6 +10,7 @@ from shared_specs.app.options import FinetuneOptions, InputError
 from shared_specs.app.plan import run as run_plan
 from shared_specs.app.plan.decoder import MODELS
 from shared_specs.app.plan.run import planned_run
+from shared_specs.kernels.roofline import GPUS
 
 
 @pytest.fixture
@@ -81,7 +82,10 @@ def test_a_run_in_jax_is_planned_as_a_ring(cp: int, tokens: int, memory: str, ki
             {"tp": 2},
             "finetune: --tp must divide the model's 9 heads, 3 key-value heads and 1536 features of an MLP, got 2.",
         ),
-        ({"plan": "h300"}, "finetune: --plan must be one of a100, h100, h200, b200, or a size such as 80GB, got h300."),
+        (
+            {"plan": "h300"},
+            f"finetune: --plan must be one of {', '.join(GPUS)}, or a size such as 80GB, got h300.",
+        ),
         ({"plan": "3GB"}, "finetune: --plan finds no way to fit a step into 3GB."),
     ],
 )

@@ -98,11 +98,37 @@ def test_rows_of_the_kernels() -> None:
         ("NVIDIA B200", "b200"),
         ("NVIDIA H100 PCIe", None),
         ("NVIDIA H100 NVL", None),
-        ("NVIDIA GeForce RTX 4090", None),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA GeForce RTX 3090 Ti", None),
+        ("NVIDIA RTX A6000", "a6000"),
+        ("NVIDIA RTX 6000 Ada Generation", "rtx6000ada"),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "rtxpro6000"),
+        ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", None),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA GH200 480GB", "gh200"),
+        ("NVIDIA GeForce RTX 2080", None),
     ],
 )
 def test_a_gpu_is_known_by_the_name_of_its_device(device: str, key: str | None) -> None:
     assert roofline.gpu_named(device) == (GPUS[key] if key else None)
+
+
+@pytest.mark.parametrize("said", ["rtx4090", "RTX 4090", "rtx-4090", "Rtx_4090"])
+def test_a_gpu_is_known_by_what_users_call_it(said: str) -> None:
+    assert roofline.gpu_of_users(said) == GPUS["rtx4090"]
+    assert roofline.gpu_of_users("RTX A6000") == roofline.gpu_of_users("a6000") == GPUS["a6000"]
+    assert roofline.gpu_of_users("4090GB") is roofline.gpu_of_users("h300") is None
+
+
+def test_rates_of_gpus_are_in_proportion() -> None:
+    """Products in 16 bits are several times those in float32, which are of GeForce and RTX cards 64 times those in float64."""
+    for name, gpu in GPUS.items():
+        assert 1.9 <= gpu.flops_16 / gpu.flops_32 <= 31, name
+        if name.startswith(("rtx", "l40", "a6")):
+            assert gpu.flops_32 / gpu.flops_64 == pytest.approx(64, rel=0.02), name
+        assert 40 <= gpu.flops_16 / gpu.bytes_per_second <= 450, name
 
 
 def test_what_a_variant_does_not_have_is_refused() -> None:

@@ -9,7 +9,7 @@ from shared_specs.app.options import InputError, parse_size
 from shared_specs.app.plan.decoder import UNCUT, WHOLE, Decoder, tensor_ranks
 from shared_specs.app.plan.step import Parts, Setting, cudnn_groups, parts_of
 from shared_specs.config import Half
-from shared_specs.kernels.roofline import GPU, GPUS
+from shared_specs.kernels.roofline import GPU, GPUS, gpu_of_users
 from shared_specs.layers.ring import ring_multiple
 
 # Of a GPU's products in 16 bits, what attention reaches on long sequences, forward and backward together: between the
@@ -149,7 +149,7 @@ def memory_of(gpu: str, option: str) -> tuple[int, GPU | None]:
     Raises:
         InputError: it is neither, or a size that no GPU has.
     """
-    found = GPUS.get(gpu.lower())
+    found = gpu_of_users(gpu)
     if found is not None:
         return int(found.memory_bytes), found
     if not gpu[:1].isdigit():
