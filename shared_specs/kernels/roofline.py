@@ -8,8 +8,8 @@ Letters as in `costs.py`. One T x H x I product is 2 THI FLOP. Sources: NVIDIA's
 and H200 SXM (2023), HGX B200 (2024), GH200 (96 GB), L40S, RTX A6000, RTX 6000 Ada and RTX PRO 6000 Blackwell, and its white
 papers of GA102, Ada and RTX Blackwell for the GeForce cards; products summed in float32, without sparsity. The shares of them
 that libraries reach: an 8192-cubed bfloat16 product of random numbers runs at 790 TFLOP/s on H100 and H200, a copy at 3.0 and
-4.3 TB/s; Triton's Gluon tutorial has cuBLAS at 1548 TFLOP/s on a B200. Those of the others and of the B200's memory are taken to
-be as on the H200.
+4.3 TB/s; Triton's Gluon tutorial has cuBLAS at 1548 TFLOP/s on a B200. Those of the others and of the B200's memory are taken
+to be as on the H200.
 """
 
 from collections.abc import Callable

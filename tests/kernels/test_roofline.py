@@ -127,7 +127,7 @@ def test_rates_of_gpus_are_in_proportion() -> None:
     for name, gpu in GPUS.items():
         assert 1.9 <= gpu.flops_16 / gpu.flops_32 <= 31, name
         if name.startswith(("rtx", "l40", "a6")):
-            assert gpu.flops_32 / gpu.flops_64 == pytest.approx(64, rel=0.02), name
+            assert round(gpu.flops_32 / gpu.flops_64) in (63, 64, 65), name
         assert 40 <= gpu.flops_16 / gpu.bytes_per_second <= 450, name
 
 
