@@ -8,15 +8,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from transformers import LlamaForSequenceClassification
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
-from shared_specs.config import Checkpointing, Compile, DataParallel, ParallelConfig, TensorParallel
+from shared_specs.config import Checkpointing, Compile, DataParallel, ParallelConfig, TensorParallel, Tiling
 from tests.core.torch_counting import LiveBytes
 from tests.mlp.ranks_torch_engines import Collectives
 from tests.models.torch_decoders import BATCH, VOCAB, decoder, loss_of, small_config
 from tests.plans.ranks_torch_plans import error_between, full, snapshot
 from tiled_torch.layers.attention import causal_attention
 from tiled_torch.models import tile_model, tiling_paths
+from tiled_torch.models.block.offload import host_memory
 from tiled_torch.parallel import context_attention, context_slice, parallelize, ring_attention
 
 FULL, EXACT = Checkpointing(), {"reduce_dtype": None}
@@ -33,6 +34,7 @@ CONFIGS: dict[str, tuple[dict[str, int], ParallelConfig]] = {
     "cp 2, offload": ({"dp_shard": 1, "cp": 2}, ParallelConfig(data=CONTEXT, checkpointing=Checkpointing(offload=True))),
     "cp 2, products": ({"dp_shard": 1, "cp": 2}, ParallelConfig(data=CONTEXT, checkpointing=Checkpointing(mode="products"))),
     "cp 4": ({"dp_shard": 1, "cp": 4}, ParallelConfig(data=CONTEXT, checkpointing=FULL)),
+    "cp 4, offload": ({"dp_shard": 1, "cp": 4}, ParallelConfig(data=CONTEXT, checkpointing=Checkpointing(offload=True))),
     "fsdp 2 x cp 2": ({"dp_shard": 2, "cp": 2}, ParallelConfig(data=CONTEXT)),
     "fsdp 2 x cp 2, full": ({"dp_shard": 2, "cp": 2}, ParallelConfig(data=CONTEXT, checkpointing=FULL)),
     "replicas 2 x cp 2": ({"replica": 2, "dp_shard": 1, "cp": 2}, ParallelConfig(data=HYBRID)),
@@ -43,6 +45,10 @@ CONFIGS: dict[str, tuple[dict[str, int], ParallelConfig]] = {
     "ring 8": ({"dp_shard": 1, "cp": 8}, ParallelConfig(data=RING, checkpointing=FULL)),
     "ring 4 x cp 2": ({"dp_shard": 1, "ring": 4, "cp": 2}, ParallelConfig(data=TWO_D, checkpointing=FULL)),
     "ring 2 x cp 2": ({"dp_shard": 1, "ring": 2, "cp": 2}, ParallelConfig(data=TWO_D, checkpointing=FULL)),
+    "ring 2 x cp 2, offload": (
+        {"dp_shard": 1, "ring": 2, "cp": 2},
+        ParallelConfig(data=TWO_D, checkpointing=Checkpointing(offload=True)),
+    ),
     "fsdp 2 x ring 2": ({"dp_shard": 2, "cp": 2}, ParallelConfig(data=RING, checkpointing=FULL)),
     "ring 2 x tp 2": ({"dp_shard": 1, "cp": 2, "tp": 2}, ParallelConfig(data=RING, tensor=TensorParallel())),
     "cp 2 x sp 2": (
@@ -418,3 +424,26 @@ def _error(call: Any) -> list[str]:
     except (ValueError, TypeError, NotImplementedError) as error:
         return [type(error).__name__, str(error)]
     return ["nothing was refused", ""]
+
+
+# The heads of Llama-3-8B to each other, and few weights.
+WIDE_SIZES = {"hidden_size": 128, "intermediate_size": 64, "num_attention_heads": 16, "num_key_value_heads": 4}
+
+
+def bytes_a_token(rank: int, world: int, name: str, layers: int = 2, **changes: Any) -> float:
+    """Bytes of one step that one more token of this rank costs, in buffers [T, H], without those in host memory."""
+    axes, config = CONFIGS[name]
+    mesh, found = mesh_of(axes), []
+    for tokens in (512, 1024):
+        torch.manual_seed(0)
+        sizes: dict[str, Any] = WIDE_SIZES | {"num_hidden_layers": layers, "vocab_size": 64} | changes
+        model: Any = tile_model(
+            LlamaForCausalLM(LlamaConfig(**sizes)).train(), scope="block", tiling=Tiling(shard_tokens=32)
+        )
+        parallelize(model, mesh, config)
+        ids = torch.arange(tokens * world)[None] % 64
+        host_memory.cache_clear()
+        with LiveBytes() as live:
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        found.append(live.peak - host_memory(torch.device("cpu")).bytes)
+    return (found[1] - found[0]) / 512 / (sizes["hidden_size"] * 4)

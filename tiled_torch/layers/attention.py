@@ -66,7 +66,7 @@ def causal_attention(
     window = None if window is None or window >= tokens else window
     plain = window is None and softcap is None
     if group > 1 and not (plain and _reads_grouped_heads(q, k, v, dropout)):
-        k, v, group = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), 1
+        k, v, group = _repeated(k, group), _repeated(v, group), 1
     if plain:
         return _fused(q, k, v, dropout, scale, grouped=group > 1)
     if softcap is None:
@@ -94,6 +94,11 @@ def _by_documents(rows: tuple[Starts, ...], q: Tensor, k: Tensor, v: Tensor, **o
 def _reads_grouped_heads(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> bool:
     """Return whether the fused kernel that knows grouped heads takes these; any other way of torch's would write scores out."""
     return q.is_cuda and can_use_flash_attention(SDPAParams(q, k, v, None, dropout, True, True))
+
+
+def _repeated(x: Tensor, times: int) -> Tensor:
+    """Return every head so often, side by side; without a copy where there is one, which autograd would keep."""
+    return x.unsqueeze(2).expand(-1, -1, times, -1, -1).flatten(1, 2)
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, dropout: float, scale: float | None, *, grouped: bool = False) -> Tensor:
