@@ -32,6 +32,7 @@ CONFIGS: dict[str, tuple[dict[str, int], ParallelConfig]] = {
     "cp 2": ({"dp_shard": 1, "cp": 2}, ParallelConfig(data=CONTEXT)),
     "cp 2, full": ({"dp_shard": 1, "cp": 2}, ParallelConfig(data=CONTEXT, checkpointing=FULL)),
     "cp 2, offload": ({"dp_shard": 1, "cp": 2}, ParallelConfig(data=CONTEXT, checkpointing=Checkpointing(offload=True))),
+    "cp 1, offload": ({"dp_shard": 1, "cp": 1}, ParallelConfig(data=CONTEXT, checkpointing=Checkpointing(offload=True))),
     "cp 2, products": ({"dp_shard": 1, "cp": 2}, ParallelConfig(data=CONTEXT, checkpointing=Checkpointing(mode="products"))),
     "cp 4": ({"dp_shard": 1, "cp": 4}, ParallelConfig(data=CONTEXT, checkpointing=FULL)),
     "cp 4, offload": ({"dp_shard": 1, "cp": 4}, ParallelConfig(data=CONTEXT, checkpointing=Checkpointing(offload=True))),
@@ -430,20 +431,47 @@ def _error(call: Any) -> list[str]:
 WIDE_SIZES = {"hidden_size": 128, "intermediate_size": 64, "num_attention_heads": 16, "num_key_value_heads": 4}
 
 
-def bytes_a_token(rank: int, world: int, name: str, layers: int = 2, **changes: Any) -> float:
-    """Bytes of one step that one more token of this rank costs, in buffers [T, H], without those in host memory."""
+def wide_block(name: str, layers: int, **changes: Any) -> Any:
+    """A model whose layers are one function each."""
+    torch.manual_seed(0)
     axes, config = CONFIGS[name]
-    mesh, found = mesh_of(axes), []
+    sizes: dict[str, Any] = WIDE_SIZES | {"num_hidden_layers": layers, "vocab_size": 64} | changes
+    model = tile_model(LlamaForCausalLM(LlamaConfig(**sizes)).train(), scope="block", tiling=Tiling(shard_tokens=32))
+    return parallelize(model, mesh_of(axes), config)
+
+
+def bytes_a_token(rank: int, world: int, name: str, layers: int = 2, **changes: Any) -> float:
+    """Bytes of one step that one more token of this rank costs, without those in host memory."""
+    found = []
     for tokens in (512, 1024):
-        torch.manual_seed(0)
-        sizes: dict[str, Any] = WIDE_SIZES | {"num_hidden_layers": layers, "vocab_size": 64} | changes
-        model: Any = tile_model(
-            LlamaForCausalLM(LlamaConfig(**sizes)).train(), scope="block", tiling=Tiling(shard_tokens=32)
-        )
-        parallelize(model, mesh, config)
-        ids = torch.arange(tokens * world)[None] % 64
+        model, ids = wide_block(name, layers, **changes), torch.arange(tokens * world)[None] % 64
         host_memory.cache_clear()
         with LiveBytes() as live:
             model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         found.append(live.peak - host_memory(torch.device("cpu")).bytes)
-    return (found[1] - found[0]) / 512 / (sizes["hidden_size"] * 4)
+    return (found[1] - found[0]) / 512
+
+
+class Exchanges(torch.utils._python_dispatch.TorchDispatchMode):
+    """Counts exchanges, and the elements of one token that they move."""
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__()
+        self.tokens, self.count, self.moved = tokens, 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__.startswith("alltoall_base"):
+            self.count += 1
+            self.moved += args[1].numel() // self.tokens
+        return func(*args, **(kwargs or {}))
+
+
+def exchanges(rank: int, world: int, name: str, tokens: int = 64, **changes: Any) -> list[int]:
+    """Exchanges of one layer, forward and backward, and the elements of each token of a rank in them: between two depths."""
+    found = []
+    for layers in (1, 2):
+        model, ids = wide_block(name, layers, **changes), torch.arange(tokens * world)[None] % 64
+        with Exchanges(tokens) as counted:
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        found.append((counted.count, counted.moved))
+    return [two - one for one, two in zip(*found, strict=True)]
