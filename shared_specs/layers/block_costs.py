@@ -8,6 +8,7 @@ from typing import Any
 from shared_specs.layers.heads import attention_turns
 
 WIDE = 4  # bytes of the float32 residual stream, and of sums
+WINDOW_BLOCK_TOKENS = 1024  # queries that PyTorch attends with at once where there is a window, or a cap of scores
 
 
 def block_row_bytes(

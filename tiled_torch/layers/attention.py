@@ -12,12 +12,13 @@ from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.utils.checkpoint import checkpoint
 
+from shared_specs.layers.block_costs import WINDOW_BLOCK_TOKENS
 from shared_specs.layers.heads import check_scores
 from tiled_torch.core.tensors import wide_dtype
 from tiled_torch.layers.documents import Starts, rows_of_documents
 
 # Queries in a block. With a window a block meets BLOCK_TOKENS + window keys, of which a query sees `window`.
-BLOCK_TOKENS = 1024
+BLOCK_TOKENS = WINDOW_BLOCK_TOKENS
 
 
 def causal_attention(

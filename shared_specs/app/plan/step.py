@@ -14,7 +14,7 @@ from shared_specs.app.plan.setting import Scope as Scope
 from shared_specs.app.plan.setting import Setting as Setting
 from shared_specs.collectives.costs import gathered_plan, in_flight_bytes
 from shared_specs.collectives.sequence_plan import plan_sequence
-from shared_specs.layers.block_costs import WIDE, block_row_bytes, eager_block_moments
+from shared_specs.layers.block_costs import WIDE, WINDOW_BLOCK_TOKENS, block_row_bytes, eager_block_moments
 from shared_specs.layers.heads import attention_turns
 from shared_specs.loss.costs import LossShape, compiled_loss_peak_bytes, loss_peak_bytes
 from shared_specs.loss.sequence_costs import sequence_loss_peak_bytes
@@ -221,7 +221,8 @@ def _layer_bytes(decoder: Decoder, setting: Setting, kept: int) -> tuple[int, in
             of_shard += 5 * WIDE * block_rows(t, decoder.intermediate, "gpu") * decoder.intermediate
         if setting.tensor > 1:  # what the MLP is given, and the gradient of what it returns, of every rank's tokens
             of_shard += 2 * t * decoder.hidden * b
-        found = max(((attention + exchanged) * rows, 0), (behind * rows, of_shard), key=sum)
+        masks = _window_mask_bytes(decoder, setting)
+        found = max(((attention + exchanged) * rows, masks), (behind * rows, of_shard), key=sum)
         # The sums of the weight gradients; that of gate and up is rounded as one where they are.
         fused = 2 * decoder.hidden * decoder.intermediate * b if len(DECODERS[decoder.kind].gate_up) == 1 else 0
         return found[0], found[1] + MASTER * decoder.layer_parameters + fused
@@ -332,3 +333,15 @@ def _window_row_bytes(decoder: Decoder, setting: Setting) -> int:
         return 0
     turns = attention_turns(decoder.heads, decoder.kv_heads, setting.exchanging, parts=setting.ring == 1)
     return 6 * decoder.queries // turns.count * setting.itemsize
+
+
+def _window_mask_bytes(decoder: Decoder, setting: Setting) -> int:
+    """Return the bytes of what a window adds to scores where ranks exchange tokens.
+
+    In every turn once for all blocks of queries, and once for the shorter last one.
+    """
+    if decoder.window is None or decoder.window >= setting.tokens or setting.exchanging == 1 or setting.ring > 1:
+        return 0
+    turns = attention_turns(decoder.heads, decoder.kv_heads, setting.exchanging)
+    blocks = (WINDOW_BLOCK_TOKENS, (setting.tokens - decoder.window) % WINDOW_BLOCK_TOKENS)
+    return turns.count * sum(block * (block + decoder.window) for block in blocks) * setting.itemsize

@@ -63,7 +63,7 @@ def turns_of(attention: Any, heads: int, kv_heads: int, *, dropout: bool) -> Tur
     return Turns(attention_turns(heads, kv_heads, over.size, one_group=dropout, parts=parts), over)
 
 
-class HeadRows:
+class AttendedRows:
     """Attention's result of all of a layer's tokens, and its gradient in its place: of every turn [B, s, heads, D]."""
 
     def __init__(self, turns: Turns, shards: Shards) -> None:
@@ -83,19 +83,19 @@ class HeadRows:
 
 @dataclass(frozen=True)
 class Turn:
-    """What attended at once, of all tokens. edge: where gradients begin; None where there are none."""
+    """Heads that attended at once. operands: their q, k and v of all tokens. edge: of the result, where gradients begin."""
 
     operands: HeadGroup
     edge: Any
 
 
-def attended(call: Any, groups: list[HeadGroup], mask: Tensor | None) -> tuple[HeadRows, list[Turn]]:
+def attended(call: Any, groups: list[HeadGroup], mask: Tensor | None) -> tuple[AttendedRows, list[Turn]]:
     """Return attention's result, in memory of its own, and every turn, for its backward, where gradients are asked for.
 
     The list is emptied group by group, so that one that nobody else holds is let go.
     """
     turns: Turns = call.turns
-    a, done = HeadRows(turns, call.shards), []
+    a, done = AttendedRows(turns, call.shards), []
     while groups:
         group, operands = [*groups.pop(0)], None
         for number in range(turns.order.parts):
@@ -139,7 +139,9 @@ def _own_tokens(turns: Turns, out: Tensor) -> Tensor:
     return found.transpose(1, 2)
 
 
-def attention_gradients(turns: Turns, done: list[Turn], a: HeadRows) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+def attention_gradients(
+    turns: Turns, done: list[Turn], a: AttendedRows
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """Return the gradients of q, of every turn, and of k and v, of every group, from that of the result, which is let go.
 
     So are the operands of a turn as soon as it has its gradients. The last turn comes first: k and v came with a group's first.

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tiled_torch.models.block.attention import HeadRows
+from tiled_torch.models.block.attention import AttendedRows
 from tiled_torch.models.block.parts import BlockParts, entry, part_gradients
 from tiled_torch.models.experts.function import results_unread
 
 
-def experts_forward(parts: BlockParts, x: Tensor, a: HeadRows, y: Tensor) -> Tensor:
+def experts_forward(parts: BlockParts, x: Tensor, a: AttendedRows, y: Tensor) -> Tensor:
     """Return y of the layer, written over `y` [B, S, H]. a: attention's result."""
     call, family = parts.call, parts.family
     z = torch.empty_like(y)
@@ -35,7 +35,7 @@ def experts_forward(parts: BlockParts, x: Tensor, a: HeadRows, y: Tensor) -> Ten
 
 
 def experts_backward(
-    parts: BlockParts, x: Tensor, a: HeadRows, dx: Tensor, dy: Tensor, leaves: Mapping[str, Tensor]
+    parts: BlockParts, x: Tensor, a: AttendedRows, dx: Tensor, dy: Tensor, leaves: Mapping[str, Tensor]
 ) -> dict[str, Tensor | None]:
     """Return the gradients of the experts' parameters; those of x so far go to dx, of a to a, of others to their sums.
 
