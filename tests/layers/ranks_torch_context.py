@@ -36,6 +36,7 @@ CONFIGS: dict[str, tuple[dict[str, int], ParallelConfig]] = {
     "cp 2, products": ({"dp_shard": 1, "cp": 2}, ParallelConfig(data=CONTEXT, checkpointing=Checkpointing(mode="products"))),
     "cp 4": ({"dp_shard": 1, "cp": 4}, ParallelConfig(data=CONTEXT, checkpointing=FULL)),
     "cp 4, offload": ({"dp_shard": 1, "cp": 4}, ParallelConfig(data=CONTEXT, checkpointing=Checkpointing(offload=True))),
+    "cp 8, offload": ({"dp_shard": 1, "cp": 8}, ParallelConfig(data=CONTEXT, checkpointing=Checkpointing(offload=True))),
     "fsdp 2 x cp 2": ({"dp_shard": 2, "cp": 2}, ParallelConfig(data=CONTEXT)),
     "fsdp 2 x cp 2, full": ({"dp_shard": 2, "cp": 2}, ParallelConfig(data=CONTEXT, checkpointing=FULL)),
     "replicas 2 x cp 2": ({"replica": 2, "dp_shard": 1, "cp": 2}, ParallelConfig(data=HYBRID)),
@@ -169,10 +170,10 @@ def errors(
     }
 
 
-def blocks(rank: int, world: int, names: list[str], kind: str, **changes: Any) -> dict[str, Any]:
+def blocks(rank: int, world: int, names: list[str], kind: str, length: int = 12, **changes: Any) -> dict[str, Any]:
     """`errors` of a model whose layers are one function each."""
-    expected = truth(kind, 12, **changes)
-    return {name: errors(name, True, expected, kind, 12, changes, "block") for name in names}
+    expected = truth(kind, length, **changes)
+    return {name: errors(name, True, expected, kind, length, changes, "block") for name in names}
 
 
 def packed(

@@ -69,6 +69,17 @@ def test_rings_of_eight_ranks():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (16, 2), (24, 3)])
+def test_layers_as_one_function_on_eight_ranks(heads, kv_heads):
+    """One key head for each rank, with four query heads that take turns; or copies of two, and of three."""
+    sizes = {"hidden_size": 96, "head_dim": 4, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    with Ranks(8) as eight:
+        for found in eight.run(_HERE + "blocks", names=["cp 8, offload"], kind="qwen3", length=16, **sizes):
+            assert found["cp 8, offload"]["layers"] == ["tiled_block"]
+            assert found["cp 8, offload"]["gradients"] <= DISTRIBUTED_FLOAT64
+
+
+@pytest.mark.slow
 def test_llama_beside_other_axes(pools):
     """Grouped queries: the two key heads are repeated for four ranks."""
     names = ["cp 4", "fsdp 2 x cp 2", "fsdp 2 x cp 2, full", "replicas 2 x cp 2", "cp 2 x sp 2", "cp 2 x tp 2"]
