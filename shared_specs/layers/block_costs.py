@@ -6,10 +6,13 @@ Letters: T tokens, H hidden, A and K the columns of all query heads and of all k
 from math import ceil
 from typing import Any
 
+from shared_specs.layers.heads import attention_turns
+
 WIDE = 4  # bytes of the float32 residual stream, and of sums
 # Where cuDNN attends: rows of queries, of all heads of a group together, that a group of heads has at least. Several times
 # what a GPU computes at once.
 GROUP_ROWS = 2**17
+WINDOW_BLOCK_TOKENS = 1024  # queries that PyTorch attends with at once where there is a window, or a cap of scores
 
 
 def block_row_bytes(
@@ -92,22 +95,30 @@ def eager_block_moments(
     kept_layers: int = 0,
     tensor: int = 1,
     sequence_parallel: bool = True,
+    exchanging: int = 1,
+    ring: bool = False,
 ) -> tuple[int, int]:
     """Return the bytes that one more token costs two moments of a layer's backward in PyTorch: attention's, and behind it.
 
     In both there are the gradients of its result and of its input (H each), q, k and v, attention's output as its backward
     wants it and once more, where its gradient is written over it, the log-sum-exp of every head, cosine and sine. Behind
-    attention its input as well; in attention's backward the gradients of one key-value group. The layers' inputs come on top
+    attention its input as well; in attention's backward the gradients of what attends at once. The layers' inputs come on top
     where they do not wait in host memory.
+
+    Ranks that exchange tokens for heads have as much: of q, k, v and attention's output all tokens of their own heads are there
+    in place of their own tokens of all heads. Of key heads that do not reach for all ranks there are copies.
 
     Args:
         itemsize: bytes of the dtype of the model. kept_layers: layers whose inputs stay on the device.
         tensor, sequence_parallel: ranks that split the weights, and whether they split the tokens between the split layers.
+        exchanging: ranks that exchange tokens for heads. ring: their keys and values travel in a ring besides.
     """
+    turns = attention_turns(heads // tensor, kv_heads // tensor, exchanging, parts=not ring)
     queries, keys = heads * head_dim // tensor, kv_heads * head_dim // tensor
     own = hidden // tensor if sequence_parallel else hidden
+    keys *= turns.copies
     both = 2 * own + 3 * queries + 2 * keys + 2 * head_dim
     behind = max(kept_layers, 1) * own
-    attention = kept_layers * own + (queries + 2 * keys) * tensor // kv_heads
+    attention = kept_layers * own + queries // turns.count + 2 * keys // turns.groups
     lse = heads // tensor * WIDE
     return (both + attention) * itemsize + lse, (both + behind) * itemsize + lse

@@ -24,6 +24,25 @@ class ContextHeads:
     copies: int
 
 
+@dataclass(frozen=True)
+class AttentionTurns:
+    """Heads of a layer in the order in which they attend: groups one after the other, each in parts.
+
+    Args:
+        groups: of key heads with their query heads, side by side. parts: of the query heads of every key head of a group.
+        keys: key heads of a group, of which each has been repeated `copies` times for ranks that would have none.
+    """
+
+    groups: int
+    parts: int
+    keys: int
+    copies: int = 1
+
+    @property
+    def count(self) -> int:
+        return self.groups * self.parts
+
+
 def context_heads(function: str, heads: int, kv_heads: int, ranks: int) -> ContextHeads:
     """Return how attention heads are dealt out; SpecError where `ranks` does not divide the query heads.
 
@@ -35,6 +54,30 @@ def context_heads(function: str, heads: int, kv_heads: int, ranks: int) -> Conte
         fail(function, "the number of key heads", f"a divisor of the {heads} query heads", kv_heads)
     repeated = math.lcm(kv_heads, ranks)
     return ContextHeads(heads // ranks, repeated // ranks, repeated // kv_heads)
+
+
+TURNS = 4  # in which ranks that exchange tokens for heads attend, at least, where there are as many heads
+
+
+def attention_turns(
+    heads: int, kv_heads: int, ranks: int, *, one_group: bool = False, parts: bool = True
+) -> AttentionTurns:
+    """Return how many heads attend at a time in a layer that runs as one function.
+
+    A key-value group after the other, each of as many heads as leave every rank a key head. Where these are few, and ranks
+    exchange tokens for heads, also the query heads of every key head in parts.
+
+    Args:
+        one_group: all heads attend at once. parts: whether queries may attend in parts: not in a ring, whose keys would travel
+            once for each.
+    """
+    groups = kv_heads // ranks if kv_heads % ranks == 0 and not one_group else 1
+    dealt = context_heads("attention_turns", heads // groups, kv_heads // groups, ranks)
+    keys, of_key = dealt.key * ranks, dealt.query // dealt.key
+    divisors = (n for n in range(1, of_key + 1) if of_key % n == 0)
+    several = ranks > 1 and parts and not one_group
+    of_group = next(n for n in divisors if groups * n >= TURNS or n == of_key) if several else 1
+    return AttentionTurns(groups, of_group, keys, dealt.copies)
 
 
 def check_scores(function: str, window: int | None, softcap: float | None) -> None:

@@ -324,11 +324,12 @@ def test_inputs_of_layers_in_jax_are_those_of_its_formula(dtype: Any) -> None:
 
 
 def test_inputs_of_layers_in_pytorch_are_one_row_of_16_bits_a_token_of_every_layer() -> None:
-    """In the backward of a layer: on the GPU, or all of them in host memory."""
+    """In the backward of a layer: on the GPU, or all of them in host memory but that of the layer at work."""
     kept, waiting = (parts_of(EIGHT, Setting(tokens=2**20, gpus=8, context=8, offload=o)) for o in (False, True))
     assert kept.inputs == waiting.host == 36 * 2**17 * 4096 * 2
     assert (waiting.inputs, kept.host) == (0, 0)
-    assert (kept.attention, kept.shard) == (waiting.attention, waiting.shard)
+    assert kept.shard == waiting.shard
+    assert kept.attention + 2**17 * 4096 * 2 == waiting.attention
 
 
 def test_beside_the_loss_stands_the_gradient_of_the_head() -> None:

@@ -13,7 +13,8 @@ import pytest
 from shared_specs.app.plan.decoder import MODELS, Decoder
 from shared_specs.app.plan.record import recorded_setting
 from shared_specs.app.plan.step import RESERVE, Setting, parts_of
-from shared_specs.tolerances import PLAN_BYTES
+from shared_specs.layers.block_costs import eager_block_row_bytes
+from shared_specs.tolerances import COST_BYTES, PLAN_BYTES
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.timeout(1200)  # of the steps that are simulated for all tests together
@@ -159,6 +160,28 @@ def test_bytes_of_other_families(of: list[tuple[dict[str, Any], tuple[Any, ...]]
     for (decoder, setting), found in zip(given, simulated(given), strict=True):
         print(decoder.kind, setting.scope)
         assert_predicted(decoder, setting, found)
+
+
+@pytest.mark.deep
+def test_buffers_of_a_context_are_those_of_one_gpu() -> None:
+    """[tokens of a GPU, hidden], of a layer with the attention of Llama-3-8B in bfloat16 whose input waits on the host."""
+    decoder = replace(MODELS["llama-3-8b"], intermediate=512, layers=3, vocab=LAYERS)
+    common: dict[str, Any] = {"gpus": RANKS, "scope": "block", "optimizer": "sgd", "offload": True, "kernels": False}
+    lengths, contexts = (2048, 4096), (1, 2, 4, 8)
+    given = [
+        (decoder, Setting(tokens=own * context, context=context, shard_tokens=1024, **common))
+        for context in contexts
+        for own in lengths
+    ]
+    held = [found["device"] for found in simulated(given)]
+    for number, context in enumerate(contexts):
+        short, long = held[2 * number : 2 * number + 2]
+        buffers = (long - short) / (lengths[1] - lengths[0]) / (decoder.hidden * 2)
+        print(context, buffers)
+        assert buffers <= 6.6
+        sizes = {"heads": decoder.heads, "kv_heads": decoder.kv_heads, "head_dim": decoder.head_dim, "itemsize": 2}
+        predicted = eager_block_row_bytes(hidden=decoder.hidden, **sizes, exchanging=context)
+        assert buffers * decoder.hidden * 2 == pytest.approx(predicted, rel=COST_BYTES)
 
 
 @pytest.mark.slow

@@ -8,15 +8,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from transformers import LlamaForSequenceClassification
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
-from shared_specs.config import Checkpointing, Compile, DataParallel, ParallelConfig, TensorParallel
+from shared_specs.config import Checkpointing, Compile, DataParallel, ParallelConfig, TensorParallel, Tiling
 from tests.core.torch_counting import LiveBytes
 from tests.mlp.ranks_torch_engines import Collectives
 from tests.models.torch_decoders import BATCH, VOCAB, decoder, loss_of, small_config
 from tests.plans.ranks_torch_plans import error_between, full, snapshot
 from tiled_torch.layers.attention import causal_attention
 from tiled_torch.models import tile_model, tiling_paths
+from tiled_torch.models.block.offload import host_memory
 from tiled_torch.parallel import context_attention, context_slice, parallelize, ring_attention
 
 FULL, EXACT = Checkpointing(), {"reduce_dtype": None}
@@ -31,8 +32,11 @@ CONFIGS: dict[str, tuple[dict[str, int], ParallelConfig]] = {
     "cp 2": ({"dp_shard": 1, "cp": 2}, ParallelConfig(data=CONTEXT)),
     "cp 2, full": ({"dp_shard": 1, "cp": 2}, ParallelConfig(data=CONTEXT, checkpointing=FULL)),
     "cp 2, offload": ({"dp_shard": 1, "cp": 2}, ParallelConfig(data=CONTEXT, checkpointing=Checkpointing(offload=True))),
+    "cp 1, offload": ({"dp_shard": 1, "cp": 1}, ParallelConfig(data=CONTEXT, checkpointing=Checkpointing(offload=True))),
     "cp 2, products": ({"dp_shard": 1, "cp": 2}, ParallelConfig(data=CONTEXT, checkpointing=Checkpointing(mode="products"))),
     "cp 4": ({"dp_shard": 1, "cp": 4}, ParallelConfig(data=CONTEXT, checkpointing=FULL)),
+    "cp 4, offload": ({"dp_shard": 1, "cp": 4}, ParallelConfig(data=CONTEXT, checkpointing=Checkpointing(offload=True))),
+    "cp 8, offload": ({"dp_shard": 1, "cp": 8}, ParallelConfig(data=CONTEXT, checkpointing=Checkpointing(offload=True))),
     "fsdp 2 x cp 2": ({"dp_shard": 2, "cp": 2}, ParallelConfig(data=CONTEXT)),
     "fsdp 2 x cp 2, full": ({"dp_shard": 2, "cp": 2}, ParallelConfig(data=CONTEXT, checkpointing=FULL)),
     "replicas 2 x cp 2": ({"replica": 2, "dp_shard": 1, "cp": 2}, ParallelConfig(data=HYBRID)),
@@ -43,6 +47,10 @@ CONFIGS: dict[str, tuple[dict[str, int], ParallelConfig]] = {
     "ring 8": ({"dp_shard": 1, "cp": 8}, ParallelConfig(data=RING, checkpointing=FULL)),
     "ring 4 x cp 2": ({"dp_shard": 1, "ring": 4, "cp": 2}, ParallelConfig(data=TWO_D, checkpointing=FULL)),
     "ring 2 x cp 2": ({"dp_shard": 1, "ring": 2, "cp": 2}, ParallelConfig(data=TWO_D, checkpointing=FULL)),
+    "ring 2 x cp 2, offload": (
+        {"dp_shard": 1, "ring": 2, "cp": 2},
+        ParallelConfig(data=TWO_D, checkpointing=Checkpointing(offload=True)),
+    ),
     "fsdp 2 x ring 2": ({"dp_shard": 2, "cp": 2}, ParallelConfig(data=RING, checkpointing=FULL)),
     "ring 2 x tp 2": ({"dp_shard": 1, "cp": 2, "tp": 2}, ParallelConfig(data=RING, tensor=TensorParallel())),
     "cp 2 x sp 2": (
@@ -162,10 +170,10 @@ def errors(
     }
 
 
-def blocks(rank: int, world: int, names: list[str], kind: str, **changes: Any) -> dict[str, Any]:
+def blocks(rank: int, world: int, names: list[str], kind: str, length: int = 12, **changes: Any) -> dict[str, Any]:
     """`errors` of a model whose layers are one function each."""
-    expected = truth(kind, 12, **changes)
-    return {name: errors(name, True, expected, kind, 12, changes, "block") for name in names}
+    expected = truth(kind, length, **changes)
+    return {name: errors(name, True, expected, kind, length, changes, "block") for name in names}
 
 
 def packed(
@@ -418,3 +426,53 @@ def _error(call: Any) -> list[str]:
     except (ValueError, TypeError, NotImplementedError) as error:
         return [type(error).__name__, str(error)]
     return ["nothing was refused", ""]
+
+
+# The heads of Llama-3-8B to each other, and few weights.
+WIDE_SIZES = {"hidden_size": 128, "intermediate_size": 64, "num_attention_heads": 16, "num_key_value_heads": 4}
+
+
+def wide_block(name: str, layers: int, **changes: Any) -> Any:
+    """A model whose layers are one function each."""
+    torch.manual_seed(0)
+    axes, config = CONFIGS[name]
+    sizes: dict[str, Any] = WIDE_SIZES | {"num_hidden_layers": layers, "vocab_size": 64} | changes
+    model = tile_model(LlamaForCausalLM(LlamaConfig(**sizes)).train(), scope="block", tiling=Tiling(shard_tokens=32))
+    return parallelize(model, mesh_of(axes), config)
+
+
+def bytes_a_token(rank: int, world: int, name: str, layers: int = 2, **changes: Any) -> float:
+    """Bytes of one step that one more token of this rank costs, without those in host memory."""
+    found = []
+    for tokens in (512, 1024):
+        model, ids = wide_block(name, layers, **changes), torch.arange(tokens * world)[None] % 64
+        host_memory.cache_clear()
+        with LiveBytes() as live:
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        found.append(live.peak - host_memory(torch.device("cpu")).bytes)
+    return (found[1] - found[0]) / 512
+
+
+class Exchanges(torch.utils._python_dispatch.TorchDispatchMode):
+    """Counts exchanges, and the elements of one token that they move."""
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__()
+        self.tokens, self.count, self.moved = tokens, 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__.startswith("alltoall_base"):
+            self.count += 1
+            self.moved += args[1].numel() // self.tokens
+        return func(*args, **(kwargs or {}))
+
+
+def exchanges(rank: int, world: int, name: str, tokens: int = 64, **changes: Any) -> list[int]:
+    """Exchanges of one layer, forward and backward, and the elements of each token of a rank in them: between two depths."""
+    found = []
+    for layers in (1, 2):
+        model, ids = wide_block(name, layers, **changes), torch.arange(tokens * world)[None] % 64
+        with Exchanges(tokens) as counted:
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        found.append((counted.count, counted.moved))
+    return [two - one for one, two in zip(*found, strict=True)]

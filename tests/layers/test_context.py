@@ -1,12 +1,14 @@
 """Context parallelism in NumPy: heads dealt out over ranks, each with a run of tokens, attend as all of one process do."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from shared_specs.collectives.partitions import even_range
 from shared_specs.config import DataParallel, ParallelConfig
 from shared_specs.errors import SpecError, UnsupportedError
-from shared_specs.layers.heads import ContextHeads, context_heads
+from shared_specs.layers.heads import AttentionTurns, ContextHeads, attention_turns, context_heads
 from shared_specs.plans.checks import check_context_heads, check_context_tokens, check_parallel_config, refuse_context
 from shared_specs.tolerances import DISTRIBUTED_FLOAT64
 from tests.asserting import assert_within
@@ -50,6 +52,32 @@ def test_every_rank_attends_with_its_heads(sizes):
         results.append(attention(*gathered))
     y = np.concatenate(results, 1)
     assert_within(y, attention(q, k, v), DISTRIBUTED_FLOAT64, "y")
+
+
+# heads, key heads, ranks -> groups, parts of each, key heads of a group, copies of each
+TURNS = {
+    (32, 8, 1): AttentionTurns(8, 1, 1),
+    (32, 8, 2): AttentionTurns(4, 1, 2),
+    (32, 8, 4): AttentionTurns(2, 2, 4),
+    (32, 8, 8): AttentionTurns(1, 4, 8),
+    (32, 8, 16): AttentionTurns(1, 2, 16, 2),
+    (32, 8, 32): AttentionTurns(1, 1, 32, 4),
+    (64, 2, 2): AttentionTurns(1, 4, 2),
+    (12, 2, 2): AttentionTurns(1, 6, 2),
+    (12, 3, 2): AttentionTurns(1, 2, 6, 2),
+}
+
+
+@pytest.mark.parametrize("sizes", TURNS, ids=str)
+def test_turns_in_which_heads_attend(sizes):
+    """Four at least, where a rank's key heads have as many query heads; in a ring keys travel once."""
+    found, (heads, kv_heads, ranks) = attention_turns(*sizes), sizes
+    assert found == TURNS[sizes]
+    assert heads % (found.count * ranks) == 0
+    assert attention_turns(*sizes, parts=False) == replace(found, parts=1)
+    assert attention_turns(*sizes, one_group=True).count == 1
+    assert found.count == found.groups * found.parts
+    assert found.keys * found.groups == kv_heads * found.copies
 
 
 def test_heads_that_cannot_be_dealt_out():

@@ -2,13 +2,15 @@
 
 import pytest
 
-from shared_specs.tolerances import DISTRIBUTED_FLOAT64, MODEL_FLOAT32, limit
+from shared_specs.layers.block_costs import eager_block_row_bytes
+from shared_specs.tolerances import COST_BYTES, DISTRIBUTED_FLOAT64, MODEL_FLOAT32, limit
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.ranks
 
 _HERE = "tests.layers.ranks_torch_context:"
 WINDOWED = {"sliding_window": 5}
+PART_SIZES = {"hidden_size": 24, "head_dim": 4, "num_attention_heads": 8, "num_key_value_heads": 2}
 
 
 def check(answers):
@@ -67,6 +69,17 @@ def test_rings_of_eight_ranks():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (16, 2), (24, 3)])
+def test_layers_as_one_function_on_eight_ranks(heads, kv_heads):
+    """One key head for each rank, with four query heads that take turns; or copies of two, and of three."""
+    sizes = {"hidden_size": 96, "head_dim": 4, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    with Ranks(8) as eight:
+        for found in eight.run(_HERE + "blocks", names=["cp 8, offload"], kind="qwen3", length=16, **sizes):
+            assert found["cp 8, offload"]["layers"] == ["tiled_block"]
+            assert found["cp 8, offload"]["gradients"] <= DISTRIBUTED_FLOAT64
+
+
+@pytest.mark.slow
 def test_llama_beside_other_axes(pools):
     """Grouped queries: the two key heads are repeated for four ranks."""
     names = ["cp 4", "fsdp 2 x cp 2", "fsdp 2 x cp 2, full", "replicas 2 x cp 2", "cp 2 x sp 2", "cp 2 x tp 2"]
@@ -84,6 +97,27 @@ def test_layers_as_one_function(pools, kind, heads):
         for each in found.values():
             assert each["layers"] == ["tiled_block"]
             assert each["gradients"] <= DISTRIBUTED_FLOAT64
+
+
+# Query heads and key heads, of which each rank of two has one with four query heads, or a copy with four or two.
+PARTS = [(8, 2), (8, 1), (12, 3)]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), PARTS)
+def test_query_heads_that_attend_in_parts(pools, heads, kv_heads):
+    """Of one key head: the gradients of keys and values are sums over the parts."""
+    sizes = {"hidden_size": 24, "head_dim": 4, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    for found in pools[2].run(_HERE + "blocks", names=["cp 2"], kind="qwen3", **sizes):
+        assert found["cp 2"]["layers"] == ["tiled_block"]
+        assert found["cp 2"]["gradients"] <= DISTRIBUTED_FLOAT64
+
+
+@pytest.mark.slow
+def test_query_heads_of_packed_documents_that_attend_in_parts(pools):
+    check_packed(pools[4].run(_HERE + "packed", names=["cp 4"], scopes=["block"], **PART_SIZES))
+    check_packed(pools[4].run(_HERE + "packed", names=["ring 2 x cp 2"], scopes=["block"], **PART_SIZES))
+    for found in pools[2].run(_HERE + "blocks", names=["cp 2"], kind="mistral", **PART_SIZES, **WINDOWED):
+        assert found["cp 2"]["gradients"] <= DISTRIBUTED_FLOAT64
 
 
 @pytest.mark.slow
@@ -131,6 +165,44 @@ def test_no_rank_holds_a_whole_sequence(pools):
     """The largest tensor with all tokens is that of a rank's own heads, q, k and v in one."""
     for found in pools[4].run(_HERE + "memory", length=52):
         assert found["largest"] == found["heads"] < found["hidden"], found
+
+
+# Of Llama-3-8B's heads to each other, in float32.
+WIDE = {"hidden": 128, "heads": 16, "head_dim": 8, "itemsize": 4}
+
+
+def check_bytes(answers, kv_heads, kept, ranks):
+    predicted = eager_block_row_bytes(**WIDE, kv_heads=kv_heads, kept_layers=kept, exchanging=ranks)
+    for slope in answers:
+        print(kv_heads, kept, ranks, slope / 512, predicted / 512)
+        assert slope == pytest.approx(predicted, rel=COST_BYTES)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.deep)])
+def test_bytes_a_token_of_layers_as_one_function(pools, ranks):
+    """Of one rank's tokens, whose inputs wait on the host: as many as without a context."""
+    alone, shared = (eager_block_row_bytes(**WIDE, kv_heads=4, exchanging=n) for n in (1, ranks))
+    assert shared == alone <= 7 * WIDE["hidden"] * WIDE["itemsize"]
+    check_bytes(pools[ranks].run(_HERE + "bytes_a_token", name=f"cp {ranks}, offload"), 4, 0, ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.figures
+@pytest.mark.parametrize(("ranks", "kv_heads"), [(2, 2), (2, 8), (2, 16), (4, 2), (4, 8), (4, 16)])
+def test_bytes_a_token_of_few_and_many_key_heads(pools, ranks, kv_heads):
+    """Of which some are repeated for the ranks, or every rank has several; also of layers that keep their inputs."""
+    for name, kept in ((f"cp {ranks}, offload", 0), (f"cp {ranks}", 2)):
+        answers = pools[ranks].run(_HERE + "bytes_a_token", name=name, num_key_value_heads=kv_heads)
+        check_bytes(answers, kv_heads, kept, ranks)
+
+
+@pytest.mark.parametrize(("kv_heads", "turns"), [(16, 8), (4, 4), (1, 4)])
+def test_exchanges_of_a_layer(pools, kv_heads, turns):
+    """There and back in forward, in backward again, and the gradients of both: each element once. Of 16 query heads of 8
+    columns and their key heads, of which one is repeated for two ranks."""
+    columns = 2 * 128 + 2 * 8 * max(kv_heads, 2)
+    for found in pools[2].run(_HERE + "exchanges", name="cp 2", num_key_value_heads=kv_heads):
+        assert found == [6 * turns, 3 * columns]
 
 
 def test_rings_write_out_nothing_of_all_tokens(pools):

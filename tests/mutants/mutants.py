@@ -509,9 +509,23 @@ MUTANTS = (
     Mutant(
         "a block computes its second part again from the first rows",
         "tiled_torch/models/block/function.py",
-        "x_shard = entry(x[:, start:stop])\n                    a_rows",
-        "x_shard = entry(x[:, : stop - start])\n                    a_rows",
+        "x_shard, a_shard = entry(x[:, start:stop]),",
+        "x_shard, a_shard = entry(x[:, : stop - start]),",
         "tests/models/test_torch_block.py -x -k 'test_gradients and qwen2'",
+    ),
+    Mutant(
+        "a block holds q, k and v of its tokens while it has those of its heads",
+        "tiled_torch/models/block/function.py",
+        "a, turns = attended(call, groups, mask)",
+        "a, turns = attended(call, [*groups], mask)",
+        "tests/layers/test_torch_ranks_context.py -x -k 'bytes_a_token_of_layers and 2'",
+    ),
+    Mutant(
+        "gradients of keys are those of one part of their query heads",
+        "tiled_torch/models/block/attention.py",
+        "self.sums = [total.to(wide) + x for total, x in",
+        "self.sums = [total.to(wide) for total, x in",
+        "tests/layers/test_torch_ranks_context.py -x -k attend_in_parts",
     ),
     Mutant(
         "a block's backward computes without the autocast of forward",

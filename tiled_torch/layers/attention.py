@@ -12,12 +12,13 @@ from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.utils.checkpoint import checkpoint
 
+from shared_specs.layers.block_costs import WINDOW_BLOCK_TOKENS
 from shared_specs.layers.heads import check_scores
 from tiled_torch.core.tensors import wide_dtype
 from tiled_torch.layers.documents import Starts, rows_of_documents
 
 # Queries in a block. With a window a block meets BLOCK_TOKENS + window keys, of which a query sees `window`.
-BLOCK_TOKENS = 1024
+BLOCK_TOKENS = WINDOW_BLOCK_TOKENS
 
 
 def causal_attention(
@@ -66,7 +67,7 @@ def causal_attention(
     window = None if window is None or window >= tokens else window
     plain = window is None and softcap is None
     if group > 1 and not (plain and _reads_grouped_heads(q, k, v, dropout)):
-        k, v, group = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), 1
+        k, v, group = _repeated(k, group), _repeated(v, group), 1
     if plain:
         return _fused(q, k, v, dropout, scale, grouped=group > 1)
     if softcap is None:
@@ -94,6 +95,11 @@ def _by_documents(rows: tuple[Starts, ...], q: Tensor, k: Tensor, v: Tensor, **o
 def _reads_grouped_heads(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> bool:
     """Return whether the fused kernel that knows grouped heads takes these; any other way of torch's would write scores out."""
     return q.is_cuda and can_use_flash_attention(SDPAParams(q, k, v, None, dropout, True, True))
+
+
+def _repeated(x: Tensor, times: int) -> Tensor:
+    """Return every head so often, side by side; without a copy where there is one, which autograd would keep."""
+    return x.unsqueeze(2).expand(-1, -1, times, -1, -1).flatten(1, 2)
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, dropout: float, scale: float | None, *, grouped: bool = False) -> Tensor:

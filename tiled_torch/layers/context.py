@@ -9,7 +9,7 @@ from the number of heads: `ring`. Both together: this one with `ring_attention` 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from shared_specs.errors import fail, fail_type, show_shape
 from shared_specs.layers.heads import ContextHeads, check_attention_shapes, context_heads
 from shared_specs.layers.ring import Order, check_order, held_runs
 from shared_specs.plans.checks import check_context_tokens
+from tiled_torch.collectives import transport
 from tiled_torch.collectives.conjugates import ToHidden, ToSequence, move
 from tiled_torch.collectives.groups import RankGroup, not_compiled, rank_group
 from tiled_torch.core.tensors import refuse_dtensor
@@ -202,6 +203,46 @@ def _to_heads(over: RankGroup, dealt: ContextHeads, *arrays: Tensor) -> tuple[Te
         x.unflatten(2, (count, -1)).permute(1, 2, 0, 3)
         for x, count in zip(together.split(sizes, 2), heads, strict=True)
     )
+
+
+def exchange_tokens(over: RankGroup, arrays: list[Tensor]) -> list[Tensor]:
+    """Exchange this rank's tokens for those of its heads, [B, R x heads, s, d] -> [B, heads, S, d], all arrays at once.
+
+    The list is emptied, so that what nobody else holds is gone before the others' arrives. Nothing is differentiated here: the
+    gradients come back by `exchange_heads`.
+    """
+    arrays[:] = [x.unflatten(1, (over.size, -1)).permute(1, 3, 0, 2, 4) for x in arrays]
+    shapes = [x.shape[-2:] for x in arrays]
+    found = transport.all_to_all(over, _packed(arrays).flatten(0, 1)).wait()
+    return [x.permute(1, 2, 0, 3) for x in _unpacked(found, shapes)]
+
+
+def exchange_heads(over: RankGroup, arrays: list[Tensor]) -> list[Tensor]:
+    """Exchange them back, [B, heads, S, d] -> [B, R x heads, s, d], all arrays at once. The list is emptied."""
+    arrays[:] = [x.permute(2, 0, 1, 3) for x in arrays]
+    shapes = [x.shape[-2:] for x in arrays]
+    found = transport.all_to_all(over, _packed(arrays)).wait().unflatten(0, (over.size, -1))
+    return [x.permute(2, 0, 3, 1, 4).flatten(1, 2) for x in _unpacked(found, shapes)]
+
+
+def _packed(arrays: list[Tensor]) -> Tensor:
+    """[..., heads, d] each -> [..., columns of all], in new memory unless it is one array that lies so. The list is emptied."""
+    given = [*arrays]
+    arrays.clear()
+    if len(given) == 1:
+        return given[0].flatten(-2).contiguous()
+    sizes = [x.shape[-2:].numel() for x in given]
+    dtype = reduce(torch.promote_types, (x.dtype for x in given))
+    together = given[0].new_empty((*given[0].shape[:-2], sum(sizes)), dtype=dtype)
+    for own, x in zip(together.split(sizes, -1), given, strict=True):
+        own.unflatten(-1, x.shape[-2:]).copy_(x)
+    return together
+
+
+def _unpacked(together: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
+    """Views [..., heads, d] of the columns of arrays with such last dims."""
+    parts = together.split([shape.numel() for shape in shapes], -1)
+    return [part.unflatten(-1, shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def _to_tokens(over: RankGroup, y: Tensor, heads: int) -> Tensor:

@@ -114,10 +114,15 @@ def _routed(
     sliding_window: int | None = None,
     softcap: float | None = None,
     documents: Tensor | None = None,
+    exchanged: bool = False,
     **_: Any,  # what every layer is handed and no attention function reads
 ) -> tuple[Tensor, None]:
-    """The form of transformers' attention functions: [B, heads, tokens, d] -> [B, tokens, heads, d]."""
+    """The form of transformers' attention functions: [B, heads, tokens, d] -> [B, tokens, heads, d].
+
+    exchanged: of all tokens of some heads, which ranks have been given already.
+    """
     assert attention_mask is None
     options: dict[str, Any] = {"scale": scaling, "window": sliding_window, "softcap": softcap, "dropout": dropout}
-    y = module._route(query, key, value, documents=documents, **options)
+    route = module._exchanged_route if exchanged else module._route
+    y = route(query, key, value, documents=documents, **options)
     return y.transpose(1, 2).contiguous(), None

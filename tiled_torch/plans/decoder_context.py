@@ -78,7 +78,8 @@ def apply_context(model: Any, mesh: DeviceMesh, kind: ContextKind = "ulysses") -
     attentions = [layer.self_attn for layer in model.base_model.layers]
     route_attention(model, attentions, partial(_attend, ring, heads))
     for attention in attentions:
-        attention._context_ranks = 1 if heads is None else heads.size()
+        attention._exchanged_route, attention._exchanging = partial(_inside, ring), heads
+        attention._in_ring = ring is not None
     cut = _Cut(axes, "tokens") if ring is None else _Cut(axes, "zigzag")
     model.register_forward_pre_hook(cut, with_kwargs=True)
     model.register_forward_hook(SummedLoss(*axes))
@@ -95,13 +96,20 @@ def _attend(
     **options: Any,
 ) -> Tensor:
     """Return attention over a ring, over ranks that exchange tokens for heads, or over rings of those."""
-    if ring is None:
-        return context_attention(q, k, v, partial(causal_attention, **options), documents=documents, group=heads)
-    options.pop("dropout")  # none: `check_ring`
-    attend = partial(ring_attention, group=ring, **options)
+    attend = partial(_inside, ring, **options)
     if heads is None:
         return attend(q, k, v, documents=documents)
     return context_attention(q, k, v, attend, documents=documents, group=heads)
+
+
+def _inside(
+    ring: DeviceMesh | None, q: Tensor, k: Tensor, v: Tensor, *, documents: Any = None, **options: Any
+) -> Tensor:
+    """Return attention of the heads of a rank, over a ring or to all tokens."""
+    if ring is None:
+        return causal_attention(q, k, v, documents=documents, **options)
+    options.pop("dropout")  # none: `check_ring`
+    return ring_attention(q, k, v, documents=documents, group=ring, **options)
 
 
 class _Cut:

@@ -16,11 +16,13 @@ from shared_specs.collectives.costs import gathered_plan, in_flight_bytes
 from shared_specs.collectives.sequence_plan import plan_sequence
 from shared_specs.layers.block_costs import (
     WIDE,
+    WINDOW_BLOCK_TOKENS,
     attention_groups,
     block_row_bytes,
     cudnn_block_row_bytes,
     eager_block_moments,
 )
+from shared_specs.layers.heads import attention_turns
 from shared_specs.loss.costs import LossShape, compiled_loss_peak_bytes, loss_peak_bytes
 from shared_specs.loss.sequence_costs import sequence_loss_peak_bytes
 from shared_specs.mlp.costs import MLPShape, block_rows, compiled_peak_bytes, peak_bytes
@@ -217,24 +219,28 @@ def _layer_bytes(decoder: Decoder, setting: Setting, kept: int) -> tuple[int, in
         return row * rows, compiled_peak_bytes(mlp, setting.shards, device=setting.device) + moved
     exchanged = exchanged_row_bytes(decoder, setting)
     if setting.scope == "block":
+        context: dict[str, Any] = {"exchanging": setting.exchanging, "ring": setting.ring > 1}
         attention, behind = (
             row + _window_row_bytes(decoder, setting) * (moment == 0) - kept * hidden * b
-            for moment, row in enumerate(eager_block_moments(**sizes, head_dim=decoder.head_dim, kept_layers=kept))
+            for moment, row in enumerate(
+                eager_block_moments(**sizes, **context, head_dim=decoder.head_dim, kept_layers=kept)
+            )
         )
         of_shard = BLOCK_ARRAYS * t * decoder.intermediate * b
         if setting.device == "gpu" and not setting.fused:
             of_shard += 5 * WIDE * block_rows(t, decoder.intermediate, "gpu") * decoder.intermediate
         if setting.tensor > 1:  # what the MLP is given, and the gradient of what it returns, of every rank's tokens
             of_shard += 2 * t * decoder.hidden * b
-        found = max(((attention + exchanged[0]) * rows, 0), ((behind + exchanged[1]) * rows, of_shard), key=sum)
+        masks = _window_mask_bytes(decoder, setting)
+        found = max(((attention + exchanged) * rows, masks), (behind * rows, of_shard), key=sum)
         # The sums of the weight gradients; that of gate and up is rounded as one where they are.
         fused = 2 * decoder.hidden * decoder.intermediate * b if len(DECODERS[decoder.kind].gate_up) == 1 else 0
         return found[0], found[1] + MASTER * decoder.layer_parameters + fused
     attention, around_mlp = checkpointed_row_bytes(decoder, b)
     if setting.ring > 1:
-        attention = max(attention, beside_ring_row_bytes(decoder, b) + exchanged[0])
+        attention = max(attention, beside_ring_row_bytes(decoder, b) + exchanged)
     else:
-        attention += exchanged[0]
+        attention += exchanged
     if setting.scope == "mlp":
         own = peak_bytes(mlp, setting.shards, device=setting.device, kernels=setting.fused)
     else:
@@ -242,28 +248,19 @@ def _layer_bytes(decoder: Decoder, setting: Setting, kept: int) -> tuple[int, in
     return max((attention * rows, 0), (around_mlp * rows, own), key=sum)
 
 
-def exchanged_row_bytes(decoder: Decoder, setting: Setting) -> tuple[int, int]:
-    """Return the bytes that one more token costs where the ranks of a context exchange tokens for heads around attention.
+def exchanged_row_bytes(decoder: Decoder, setting: Setting) -> int:
+    """Return the bytes that one more token costs attention's backward where the ranks of a context share sequences.
 
-    In attention's backward and behind it: q, k and v with the heads of a rank, and attention's output; the second with
-    scope="block" alone, whose attention waits for its backward. In the first then also the gradient of that output, what is on
-    its way of one group, and gradients of a group, which is as many heads as leave every rank a key head. Key heads that are
-    repeated, where there are fewer of them than ranks, are gone by then. XLA has room for all this in what is there.
-    In places of a ring what is exchanged is what the ring counts; attention's output and its gradient are there beside it.
+    Where they exchange tokens for heads, q, k and v with the heads of a rank, and attention's output; key heads that are
+    repeated, where there are fewer of them than ranks, are gone by then. XLA has room for all this in what is there, and with
+    scope="block" it is there in place of what it was made of (`eager_block_moments`). In places of a ring it is what the ring
+    counts.
     """
-    if setting.context == 1:
-        return 0, 0
-    of_all = decoder.queries + 2 * decoder.keys
-    waiting = of_all + decoder.queries
     if setting.ring > 1:
-        ring = ring_row_bytes(decoder, setting)
-        both = setting.exchanging > 1 and setting.scope == "block"
-        return (ring + 2 * decoder.queries * setting.itemsize, waiting * setting.itemsize) if both else (ring, 0)
-    if setting.scope != "block":
-        return waiting * setting.itemsize, 0
-    groups = max(1, decoder.kv_heads // setting.exchanging)
-    more = decoder.queries + decoder.queries // groups + of_all // groups - of_all // decoder.kv_heads
-    return (waiting + more) * setting.itemsize, waiting * setting.itemsize
+        return ring_row_bytes(decoder, setting)
+    if setting.context == 1 or setting.scope == "block":
+        return 0
+    return (2 * decoder.queries + 2 * decoder.keys) * setting.itemsize
 
 
 def ring_row_bytes(decoder: Decoder, setting: Setting) -> int:
@@ -358,9 +355,23 @@ def head_norm_row_bytes(decoder: Decoder, itemsize: int) -> int:
 
 
 def _window_row_bytes(decoder: Decoder, setting: Setting) -> int:
-    """Return the bytes that one more token costs a window in attention's backward, of one key-value group.
+    """Return the bytes that one more token costs a window in attention's backward, of what attends at once.
 
-    Keys and values repeated for its query heads, with their gradients, and what blocks of queries return, apart and in one.
+    Keys and values repeated for the query heads, with their gradients, and what blocks of queries return, apart and in one.
     """
-    windowed = decoder.window is not None and decoder.window < setting.tokens
-    return 6 * decoder.queries // decoder.kv_heads * setting.itemsize if windowed else 0
+    if decoder.window is None or decoder.window >= setting.tokens:
+        return 0
+    turns = attention_turns(decoder.heads, decoder.kv_heads, setting.exchanging, parts=setting.ring == 1)
+    return 6 * decoder.queries // turns.count * setting.itemsize
+
+
+def _window_mask_bytes(decoder: Decoder, setting: Setting) -> int:
+    """Return the bytes of what a window adds to scores where ranks exchange tokens.
+
+    In every turn once for all blocks of queries, and once for the shorter last one.
+    """
+    if decoder.window is None or decoder.window >= setting.tokens or setting.exchanging == 1 or setting.ring > 1:
+        return 0
+    turns = attention_turns(decoder.heads, decoder.kv_heads, setting.exchanging)
+    blocks = (WINDOW_BLOCK_TOKENS, (setting.tokens - decoder.window) % WINDOW_BLOCK_TOKENS)
+    return turns.count * sum(block * (block + decoder.window) for block in blocks) * setting.itemsize

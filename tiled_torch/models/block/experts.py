@@ -12,18 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tiled_torch.models.block.attention import AttendedRows
 from tiled_torch.models.block.parts import BlockParts, entry, part_gradients
 from tiled_torch.models.experts.function import results_unread
 from tiled_torch.models.experts.marker import OfExperts
 
 
-def experts_forward(parts: BlockParts, x: Tensor, a: Tensor, y: Tensor) -> Tensor:
-    """Return y of the layer, written over `y` [B, S, H]. a: attention's result, [B, S, heads, D]."""
+def experts_forward(parts: BlockParts, x: Tensor, a: AttendedRows, y: Tensor) -> Tensor:
+    """Return y of the layer, written over `y` [B, S, H]. a: attention's result."""
     call, family = parts.call, parts.family
     z = torch.empty_like(y)
     for part, (start, stop) in enumerate(call.shards.spans):
         call.recorded()
-        y[:, start:stop] = parts.middle(x[:, start:stop], call.shards.rows(a, part, 1).flatten(2), part)
+        y[:, start:stop] = parts.middle(x[:, start:stop], a.rows(part), part)
         z[:, start:stop] = parts.called(family.between, y[:, start:stop])
     call.recorded()
     branch = parts.called("mlp", z)
@@ -35,7 +36,7 @@ def experts_forward(parts: BlockParts, x: Tensor, a: Tensor, y: Tensor) -> Tenso
 
 
 def experts_backward(
-    parts: BlockParts, x: Tensor, a: Tensor, dx: Tensor, dy: Tensor, leaves: Mapping[str, Tensor]
+    parts: BlockParts, x: Tensor, a: AttendedRows, dx: Tensor, dy: Tensor, leaves: Mapping[str, Tensor]
 ) -> dict[str, Tensor | None]:
     """Return the gradients of the experts' parameters; those of x so far go to dx, of a to a, of others to their sums.
 
@@ -48,7 +49,7 @@ def experts_backward(
     others = {name: leaf for name, leaf in leaves.items() if name not in own}
     for part, (start, stop) in shards:
         with torch.no_grad(), call.again(len(shards) + 1 + part):
-            rows = parts.middle(x[:, start:stop].detach(), call.shards.rows(a, part, 1).flatten(2), part)
+            rows = parts.middle(x[:, start:stop].detach(), a.rows(part), part)
             dx[:, start:stop] = parts.called(family.between, rows)
         del rows
     # The families' mixtures reshape what experts make and add to it: no gradient depends on it but a norm's behind them. What
@@ -63,15 +64,13 @@ def experts_backward(
     del branch, z_whole, of_branch
     for part, (start, stop) in shards:
         with torch.enable_grad(), call.again(len(shards) + 1 + part):
-            x_shard = entry(x[:, start:stop])
-            a_rows = call.shards.rows(a, part, 1)
-            a_shard = entry(a_rows.flatten(2))
+            x_shard, a_shard = entry(x[:, start:stop]), entry(a.rows(part))
             middle = parts.middle(x_shard, a_shard, part)
             results = [middle, parts.called(family.between, middle)]
         given = dy[:, start:stop], dz[:, start:stop]
         dx[:, start:stop], of_a = part_gradients(results, given, (x_shard, a_shard), others, sums)
-        call.shards.put(a, of_a.view(a_rows.shape), part, 1)  # nobody reads these rows any more
-        del x_shard, a_rows, a_shard, middle, results, of_a
+        a.put(of_a, part)  # nobody reads these rows any more
+        del x_shard, a_shard, middle, results, of_a
     return dict(zip(own, found, strict=True))
 
 

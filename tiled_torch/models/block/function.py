@@ -11,7 +11,6 @@ Letters: B batch, S sequence, H hidden, D of one head. Shards are runs of the se
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch
@@ -20,9 +19,10 @@ from torch import Tensor
 from tiled_torch.core import replay
 from tiled_torch.core.gradients import GradientSum
 from tiled_torch.core.tensors import refuse_second_order
+from tiled_torch.models.block.attention import Turns, attended, attention_gradients
 from tiled_torch.models.block.experts import experts_backward, experts_forward
 from tiled_torch.models.block.families import OUT, BlockFamily, family_of_block, has_experts
-from tiled_torch.models.block.parts import BlockParts, HeadGroup, entry, part_gradients
+from tiled_torch.models.block.parts import BlockParts, entry, part_gradients
 from tiled_torch.models.block.shards import Shards
 
 
@@ -39,6 +39,7 @@ class BlockCall:
     names: tuple[str, ...]
     plain: frozenset[str]
     shards: Shards
+    turns: Turns
     mask: Any  # one that is no tensor
     options: dict[str, Any]
     cast: torch.dtype | None
@@ -49,21 +50,6 @@ class BlockCall:
     @property
     def family(self) -> BlockFamily:
         return family_of_block(self.layer)
-
-    @property
-    def kv_heads(self) -> int:
-        """Return this rank's number of key heads."""
-        heads = self.layer.self_attn.config.num_key_value_heads
-        return heads // self.shards.ranks
-
-    def groups(self) -> int:
-        """Key-value groups that attend one at a time; one with dropout, whose random numbers have the model's order.
-
-        Where ranks of a context attend with some of the heads each, as many as leave every one of them a key head.
-        """
-        heads = self.kv_heads
-        ranks = getattr(self.layer.self_attn, "_context_ranks", 1)
-        return 1 if self.dropout or heads % ranks else heads // ranks
 
     @property
     def dropout(self) -> float:
@@ -78,6 +64,7 @@ class BlockCall:
             home.eager_attention_forward,  # type: ignore[attr-defined]
         )
         own = {option: _attribute(attn, name) for option, name in self.family.options}
+        own |= {} if self.turns.over is None else {"exchanged": True}
         mask = self.mask if mask is None else mask
         out, _ = run(attn, q, k, v, mask, dropout=self.dropout, scaling=attn.scaling, **own, **self.options)
         return out
@@ -126,13 +113,13 @@ class Block(torch.autograd.Function):
             parts = BlockParts(call, (cos, sin), params, {})
             groups = parts.projections(x)
             call.recorded()
-            a, _ = _attended(call, groups, mask)
+            a, _ = attended(call, groups, mask)
             y = torch.empty_like(x, memory_format=torch.contiguous_format)
             if call.experts:
                 return experts_forward(parts, x, a, y)
             for part, (start, stop) in enumerate(call.shards.spans):
                 call.recorded()
-                y[:, start:stop] = parts.behind(x[:, start:stop], call.shards.rows(a, part, 1).flatten(2), part)
+                y[:, start:stop] = parts.behind(x[:, start:stop], a.rows(part), part)
         return y
 
     @staticmethod
@@ -159,67 +146,32 @@ class Block(torch.autograd.Function):
         shards, random = list(enumerate(cut.spans)), call.random
         with nullcontext() if random is None else random.kept(), call.autocast.again():
             groups = parts.projections(x.detach(), again=True)
-            for tensor in chain.from_iterable(groups):
-                tensor.requires_grad_()
             parts.params |= leaves
             with torch.enable_grad(), call.again(len(shards)):
-                a, edges = _attended(call, [*groups], mask)
+                a, turns = attended(call, groups, mask)
             dx = torch.empty_like(x, memory_format=torch.contiguous_format)
             if call.experts:
                 alone = experts_backward(parts, x, a, dx, dy, leaves)
             for part, (start, stop) in () if call.experts else shards:
                 with torch.enable_grad(), call.again(len(shards) + 1 + part):
-                    x_shard = entry(x[:, start:stop])
-                    a_rows = cut.rows(a, part, 1)
-                    a_shard = entry(a_rows.flatten(2))
+                    x_shard, a_shard = entry(x[:, start:stop]), entry(a.rows(part))
                     y = parts.behind(x_shard, a_shard, part, needed=False)
                 dx[:, start:stop], of_a = part_gradients(y, dy[:, start:stop], (x_shard, a_shard), leaves, sums)
-                cut.put(a, of_a.view(a_rows.shape), part, 1)  # nobody reads these rows any more
-                del y, x_shard, a_rows, a_shard, of_a
+                a.put(of_a, part)  # nobody reads these rows any more
+                del y, x_shard, a_shard, of_a
             if call.offloaded:
                 del x  # attention's backward has its room
-            dqkv = _attention_gradients(groups, edges, a)
-            del a
+            dq, dk, dv = attention_gradients(call.turns, turns, a)
             if call.offloaded:  # a checkpoint around gives what it makes again once
                 x = ctx.saved_tensors[0]
             for part, (start, stop) in shards:
                 with torch.enable_grad(), call.again(part):
                     x_shard = entry(x[:, start:stop])
                     qkv = parts.before(x_shard, part, needed=False)
-                given = [torch.cat([cut.rows(g[place], part, 2) for g in dqkv], 1) for place in range(3)]
+                of_shard = [[cut.rows(x, part, 2) for x in heads] for heads in (dq, dk, dv)]
+                given = [call.turns.together(of_shard[0], 1), *(torch.cat(heads, 1) for heads in of_shard[1:])]
                 dx[:, start:stop] += part_gradients(qkv, given, (x_shard,), leaves, sums)[0]
-                del qkv, x_shard, given
+                del qkv, x_shard, of_shard, given
             cut.complete((name, total) for name, total in sums.items() if total is not None and call.by_autograd(name))
         found = {name: alone.get(name) if total is None else total.result() for name, total in sums.items()}
         return None, dx, None, None, None, *found.values()
-
-
-def _attended(call: BlockCall, groups: list[HeadGroup], mask: Tensor | None) -> tuple[Tensor, list[Any]]:
-    """Return attention's output, [B, S, heads, D], an array of its own, and where the gradients of every group begin.
-
-    The list is emptied group by group, so that one that nobody else holds is let go.
-    """
-    whole, edges, heads = None, [], 0
-    while groups:
-        count, out = groups[0][0].shape[1], call.attend(*groups.pop(0), mask)
-        if whole is None:
-            batch, length, _, width = out.shape
-            whole = out.new_empty((batch, length, count * (len(groups) + 1), width))
-        whole[:, :, heads : heads + count] = out.detach()
-        edges.append(torch.autograd.graph.get_gradient_edge(out) if out.requires_grad else None)
-        heads += count
-        del out  # a copy in another layout on some devices, which backward has no use for
-    assert whole is not None
-    return whole, edges
-
-
-def _attention_gradients(groups: list[HeadGroup], edges: list[Any], da: Tensor) -> list[HeadGroup]:
-    """Return the gradients of q, k and v of every group; the group itself is let go as soon as it has them."""
-    found, heads = [], 0
-    while groups:
-        group = groups.pop(0)
-        count = group[0].shape[1]
-        found.append(torch.autograd.grad(edges.pop(0), group, da[:, :, heads : heads + count]))
-        heads += count
-        del group
-    return found  # type: ignore[return-value]

@@ -22,6 +22,7 @@ from tiled_torch.core.autocast import autocast_dtype
 from tiled_torch.core.gradients import main_grad_of
 from tiled_torch.core.operands import PLAIN_TENSORS
 from tiled_torch.core.tensors import device_kind, is_dtensor
+from tiled_torch.models.block.attention import Turns, turns_of
 from tiled_torch.models.block.families import BLOCK_FAMILIES, family_of_block, has_experts, linears_of
 from tiled_torch.models.block.function import Block, BlockCall
 from tiled_torch.models.block.offload import input_on_host
@@ -165,6 +166,7 @@ def _forward(layer: Any, hidden_states: Any, *args: Any, between: bool = False, 
         names=tuple(named),
         plain=plain,
         shards=shards,
+        turns=_turns(layer, shards),
         mask=None if tensors else mask,
         options=options,
         cast=autocast_dtype(x),
@@ -221,6 +223,13 @@ def _agreed(layer: Any, x: Any, ranks: BlockRanks) -> Shards:
     }
     agree(over, x.device, said)
     return shards
+
+
+def _turns(layer: Any, shards: Shards) -> Turns:
+    """Return the turns of attention with this rank's heads."""
+    attn, ranks = layer.self_attn, shards.ranks
+    heads, kv_heads = attn.config.num_attention_heads // ranks, attn.config.num_key_value_heads // ranks
+    return turns_of(attn, heads, kv_heads, dropout=bool(layer.training and attn.attention_dropout))
 
 
 def _plan(x: Tensor, tiling: Tiling) -> ShardPlan:

@@ -165,7 +165,7 @@ class BlockParts:
         """q, k, v of all tokens, one key-value group after the other, each tensor of its own so that it can be let go."""
         call = self.call
         groups: list[HeadGroup] = []
-        count, sizes = call.groups(), (x.shape[0], self.tables[0].shape[1])
+        count, sizes = call.turns.groups, (x.shape[0], self.tables[0].shape[1])
         for part, (start, stop) in enumerate(self.shards.spans):
             if not again:
                 call.recorded()
