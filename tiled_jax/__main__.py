@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from shared_specs.app.command import main, shared_command
 from shared_specs.app.options import (
     BenchOptions,
+    CheckOptions,
     DoctorOptions,
     FinetuneOptions,
     ParityOptions,
@@ -78,6 +79,13 @@ def _verify(options: VerifyOptions) -> int:
     return verify(options, "tiled_jax", JaxSubject)
 
 
+def _check(options: CheckOptions) -> int:
+    from shared_specs.app.check import check_command
+    from tiled_jax.check.api import check
+
+    return check_command(options, "tiled_jax", check)
+
+
 COMMANDS = (
     shared_command("finetune", "cli,jax", _finetune),
     shared_command("bench", "cli,jax,test,torch", _bench),  # its parity tests drive both halves
@@ -85,6 +93,7 @@ COMMANDS = (
     shared_command("doctor", "cli", _doctor),
     shared_command("parity", "cli,jax", _parity),
     shared_command("verify", "cli,jax", _verify),
+    shared_command("check", "cli,jax", _check),
     shared_command("tune", "cli,jax", _tune),
 )
 

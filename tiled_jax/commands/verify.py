@@ -13,7 +13,8 @@ from flax import nnx
 
 from shared_specs.app.models.weights import read_model
 from shared_specs.app.options import InputError, VerifyOptions
-from shared_specs.app.verify import Computed, check_subject, made, named_object, named_results
+from shared_specs.app.verify import Computed, check_subject, made, named_object
+from shared_specs.check.compare import named_results
 from shared_specs.config import Tiling
 from shared_specs.errors import UnsupportedError
 from tiled_jax import tile, tile_model, tiling_paths
