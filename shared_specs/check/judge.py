@@ -28,7 +28,8 @@ def judged(plain: Trained, tiled: Trained, truth: Trained | None, *, same_steps:
     found: list[CheckedResult] = []
     unknown: set[str] = set()
     for number, (a, b) in enumerate(zip(plain.steps, tiled.steps, strict=True), 1):
-        judge = _Judge(number, a, b, None if truth is None else truth.steps[number - 1])
+        usual = max(between(plain.computes), between(tiled.computes))
+        judge = _Judge(number, a, b, None if truth is None else truth.steps[number - 1], usual)
         found += judge.results(same_steps, unknown)
     return found
 
@@ -36,9 +37,11 @@ def judged(plain: Trained, tiled: Trained, truth: Trained | None, *, same_steps:
 class _Judge:
     """One step."""
 
-    def __init__(self, step: int, plain: TrainedStep, tiled: TrainedStep, truth: TrainedStep | None) -> None:
+    def __init__(
+        self, step: int, plain: TrainedStep, tiled: TrainedStep, truth: TrainedStep | None, usual: float
+    ) -> None:
         self._step, self._plain, self._tiled = step, plain, tiled
-        self._known, self._truth = truth is not None, truth or plain
+        self._known, self._truth, self._usual = truth is not None, truth or plain, usual
 
     def results(self, same_steps: bool, unknown: set[str]) -> Iterator[CheckedResult]:
         """unknown: parameters whose gradients were rounding up to here, whose change may be any."""
@@ -94,14 +97,13 @@ class _Judge:
                 )
             else:
                 yield self._result(
-                    kind, name, relative_error(b.array, true.array, least), self._limit(a, b, true, typical, least)
+                    kind, name, relative_error(b.array, true.array, least), self._limit(a, true, typical, least)
                 )
 
-    def _limit(self, plain: Value, tiled: Value, truth: Value, typical: float, least: float) -> float:
-        if not self._known:
-            return max(between(plain.dtype), between(tiled.dtype))
+    def _limit(self, plain: Value, truth: Value, typical: float, least: float) -> float:
+        rounding = length((truth.array,)) < least
         baseline = max(typical, relative_error(plain.array, truth.array, least))
-        return limit_of(baseline, plain.dtype, rounding=length((truth.array,)) < least)
+        return limit_of(baseline, plain.dtype, rounding=rounding, floor=0.0 if self._known else self._usual)
 
     def _baselines(self, plain: Values, truth: Values, least: float) -> list[float]:
         """Return what the untiled computation errs by, where digits are known."""

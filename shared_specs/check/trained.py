@@ -1,12 +1,10 @@
 """What one way of training leaves behind, step by step, in NumPy: what `check` compares."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from shared_specs.check.compare import UNIT, relative_error
 from shared_specs.core.rounding import Array
-
-# In the order in which a step makes them, and in which a difference is looked for.
-KINDS = ("forward", "loss", "gradient", "hook", "parameter", "buffer")
 
 
 @dataclass(frozen=True)
@@ -41,8 +39,27 @@ class TrainedStep:
 
 @dataclass(kw_only=True)
 class Trained:
-    """Every step of one way of training, the path of each tiled part, and the peak bytes of a step without its parameters."""
+    """Every step of one way of training.
+
+    Attributes:
+        paths: tiled part -> the path that ran. computes: the coarsest dtype that it computes in.
+        draws: whether it drew random numbers.
+    """
 
     steps: list[TrainedStep]
     paths: dict[str, str] = field(default_factory=dict[str, str])
-    peak_bytes: int = 0
+    computes: str = "float32"
+    draws: bool = False
+
+
+def coarsest(dtypes: Iterable[str]) -> str:
+    """Return the floating-point dtype of fewest digits; float64 where there is none."""
+    return max((dtype for dtype in dtypes if dtype in UNIT), key=lambda dtype: UNIT[dtype], default="float64")
+
+
+def furthest(plain: TrainedStep, other: TrainedStep) -> float:
+    """Return by how much the loss or a module's result differs most, relatively."""
+    common = [name for name in plain.forward if name in other.forward]
+    pairs = [(plain.loss, other.loss), *((plain.forward[name], other.forward[name]) for name in common)]
+    errors = [relative_error(a.array, b.array) for a, b in pairs if a.array.shape == b.array.shape and a.dtype in UNIT]
+    return max(errors, default=0.0)

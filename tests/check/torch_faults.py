@@ -4,7 +4,6 @@ Where they come from stands in each one's docstring: issues of other projects, o
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
@@ -12,30 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.check.faults import Faults
 from tests.check.torch_models import MLP, LoRA, T, tiny, tokens
 
-
-@dataclass(frozen=True)
-class Fault:
-    """make: returns the arguments of `check`. kind, name: of the first result that differs. says: in its description."""
-
-    make: Callable[[], dict[str, Any]]
-    kind: str
-    name: str
-    says: str = ""
-
-
-FAULTS: dict[str, Fault] = {}
-
-
-def fault(
-    kind: str, name: str, says: str = ""
-) -> Callable[[Callable[[], dict[str, Any]]], Callable[[], dict[str, Any]]]:
-    def add(make: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
-        FAULTS[make.__name__] = Fault(make, kind, name, says)
-        return make
-
-    return add
+FAULTS = Faults()
+fault = FAULTS.fault
 
 
 def runs(module: Any, forward: Callable[..., Any]) -> None:

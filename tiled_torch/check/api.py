@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from shared_specs.check.checks import DRAWS, check_arguments, fail_running
-from shared_specs.check.judge import judged
+from shared_specs.check.checks import check_arguments
+from shared_specs.check.comparison import Comparison, Way, running
 from shared_specs.check.report import CheckReport
 from shared_specs.check.trained import Trained
-from shared_specs.errors import SpecError, UnsupportedError, fail_type
-from tiled_torch.check.train import Prepare, Step, Training, cast, copied, default_tile
+from shared_specs.errors import fail_type
+from tiled_torch.check.train import Prepare, Step, Training, cast, default_tile
 
 
 def check(
@@ -64,100 +64,50 @@ def check(
     check_arguments(steps, seed, tile=tile, plain=plain, step=step, plain_step=plain_step, optimizer=optimizer)
     if not callable(model):
         fail_type("check", "model", "a torch.nn.Module or a function that makes one", type(model).__name__)
-    same_steps = plain_step is None or plain_step is step
-    ways = {
-        "untiled": Training(prepare=plain, step=plain_step or step, optimizer=optimizer, steps=steps, seed=seed),
-        "tiled": Training(prepare=tile or default_tile, step=step, optimizer=optimizer, steps=steps, seed=seed),
+    ways: dict[Way, Training] = {
+        "untiled": Training(prepare=plain, step=plain_step or step, optimizer=optimizer, steps=steps),
+        "tiled": Training(prepare=tile or default_tile, step=step, optimizer=optimizer, steps=steps),
     }
     with torch.random.fork_rng():
-        found = _Comparison(model, batch, ways, seed)
-        report = found.report(same_steps)
-        first = report.first
-        if first is not None and first.kind in ("forward", "loss") and found.draws():
-            found.evaluate()
-            report = found.report(same_steps)
-            report.notes.append(DRAWS)
-    return report
+        trainer = TorchTrainings(model, batch, ways, seed)
+        return Comparison(trainer, seed, plain_step is None or plain_step is step).report()
 
 
-class _Comparison:
-    """Two ways of training one model, and the third that says what rounding does."""
+class TorchTrainings:
+    """See `shared_specs.check.comparison.Trainer`."""
 
-    def __init__(self, model: Any, batch: Any, ways: dict[str, Training], seed: int) -> None:
-        self._make, self._batch, self._ways, self._seed = model, batch, ways, seed
-        self._evaluates = False
+    def __init__(self, model: Any, batch: Any, ways: dict[Way, Training], seed: int) -> None:
+        self._model, self._batch, self._ways, self._seed = model, batch, ways, seed
         self._state: dict[str, Any] | None = None
+        first = model
         if not isinstance(model, nn.Module):
-            self._state = copy.deepcopy(self._model().state_dict())
+            first = self._made()
+            self._state = copy.deepcopy(first.state_dict())
+        self._dtypes = {str(p.dtype).removeprefix("torch.") for p in first.parameters() if p.is_floating_point()}
 
-    def report(self, same_steps: bool) -> CheckReport:
-        plain, tiled = self._trained("untiled"), self._trained("tiled")
-        reference, truth, note = self._truth()
-        return CheckReport(
-            results=judged(plain, tiled, truth, same_steps=same_steps),
-            paths=tiled.paths,
-            hooks=dict(tiled.steps[-1].hooks),
-            reference=reference,
-            plain_bytes=self._peak("untiled"),
-            tiled_bytes=self._peak("tiled"),
-            notes=[note] if note else [],
-        )
+    def wide(self) -> tuple[str, ...]:
+        return ("float64", "float32") if self._dtypes <= {"bfloat16", "float16"} else ("float64",)
 
-    def draws(self) -> bool:
-        """Return whether the untiled model computes something else with other random numbers."""
-        before, self._seed = self._seed, self._seed + 1
-        way = self._ways["untiled"]
-        losses = []
-        for seed in (before, self._seed):
-            other = Training(prepare=way.prepare, step=way.step, optimizer=way.optimizer, steps=1, seed=seed)
-            losses.append(other.train(self._copy(before), self._batch).steps[0].loss.array)
-        self._seed = before
-        return bool((losses[0] != losses[1]).any())
+    def train(self, way: Way, *, seed: int, dtype: str = "", evaluates: bool = False) -> Trained:
+        model = self._copy(dtype, evaluates)
+        batch = cast(self._batch, getattr(torch, dtype)) if dtype else self._batch
+        return self._ways[way].train(model, batch, seed)
 
-    def evaluate(self) -> None:
-        """Compare in evaluation from now on."""
-        self._evaluates = True
+    def peak_bytes(self, way: Way, *, evaluates: bool = False) -> int:
+        model = self._copy("", evaluates)
+        torch.manual_seed(self._seed)
+        return self._ways[way].peak_bytes(model, self._batch)
 
-    def _trained(self, way: str) -> Trained:
-        return _running(f"training, {way},", lambda: self._ways[way].train(self._copy(), self._batch))
-
-    def _peak(self, way: str) -> int:
-        return self._ways[way].peak_bytes(self._copy(), self._batch)
-
-    def _truth(self) -> tuple[str, Trained | None, str]:
-        """Return the dtype of the training that says what rounding does, what it left behind, and why there is none."""
-        reason = ""
-        for dtype in (torch.float64, torch.float32):
-            try:
-                model = self._copy(dtype=dtype)
-                trained = self._ways["untiled"].train(model, cast(self._batch, dtype))
-            except Exception as error:  # a kernel, an optimizer or a dtype of the model's own
-                reason = reason or " ".join(f"{type(error).__name__}: {error}".split())
-            else:
-                return str(dtype).removeprefix("torch."), trained, ""
-        return "", None, f"The untiled model does not train in higher precision ({reason}): limits are the usual ones."
-
-    def _copy(self, seed: int | None = None, dtype: torch.dtype | None = None) -> nn.Module:
-        found = self._model() if self._state is not None else _running("copying the model", lambda: copied(self._make))
+    def _copy(self, dtype: str, evaluates: bool) -> nn.Module:
+        found = copy.deepcopy(self._model) if self._state is None else self._made()
         if self._state is not None:
             found.load_state_dict(self._state)
-        found = found if dtype is None else found.to(dtype)
-        return found.eval() if self._evaluates else found
+        found = found.to(getattr(torch, dtype)) if dtype else found
+        return found.eval() if evaluates else found
 
-    def _model(self) -> nn.Module:
+    def _made(self) -> nn.Module:
         torch.manual_seed(self._seed)
-        made = _running("model", self._make)
+        made = running("making the model", self._model)
         if not isinstance(made, nn.Module):
             fail_type("check", "model", "a function that makes a torch.nn.Module", type(made).__name__)
         return made
-
-
-def _running(what: str, run: Callable[[], Any]) -> Any:
-    try:
-        return run()
-    except (SpecError, UnsupportedError, TypeError) as error:
-        if isinstance(error, TypeError) and not str(error).startswith("check: "):
-            fail_running(what, error)
-        raise
-    except Exception as error:
-        fail_running(what, error)

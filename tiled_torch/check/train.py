@@ -1,6 +1,5 @@
 """One way of training a model for a few steps, and everything that it leaves behind."""
 
-import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from shared_specs.check.checks import LEARNING_RATE, NUM_SHARDS, called, loss_of
-from shared_specs.check.trained import Trained, TrainedStep, Value
+from shared_specs.check.trained import Trained, TrainedStep, Value, coarsest
 from shared_specs.errors import fail, fail_type
 from tiled_torch.check.live_bytes import peak_bytes
 from tiled_torch.check.watch import Watch, count_hooks, name_of, value_of
@@ -28,10 +27,9 @@ class Training:
     step: Step | None
     optimizer: Callable[[Any], Any] | None
     steps: int
-    seed: int
 
-    def train(self, model: nn.Module, batch: Any) -> Trained:
-        """Return what training leaves behind. model: changed."""
+    def train(self, model: nn.Module, batch: Any, seed: int) -> Trained:
+        """Return what training leaves behind. model: changed. seed: of what is drawn."""
         counts: dict[str, int] = {}
         count_hooks(model, counts)
         model = self._prepared(model)
@@ -41,9 +39,11 @@ class Training:
         optimizer = self._optimizer(model)
         found = Trained(steps=[])
         for number in range(self.steps):
-            torch.manual_seed(self.seed + number)
+            torch.manual_seed(seed + number)
+            before_step = torch.get_rng_state()
             with watch:
                 loss = self.run_step(model, batch)
+            drawn = not torch.equal(before_step, torch.get_rng_state()) or loss.device.type != "cpu"
             gradients = _gradients(parameters, watch.order)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -57,13 +57,15 @@ class Training:
                 buffers={name_of(name): value_of(buffer) for name, buffer in model.named_buffers()},
             )
             found.steps.append(step)
+            found.draws |= drawn
+        kept = [value for step in found.steps for value in (*step.forward.values(), *step.updates.values())]
+        found.computes = coarsest(value.dtype for value in kept)
         found.paths = {name_of(name): path for name, path in tiling_paths(model).items()}
         return found
 
     def peak_bytes(self, model: nn.Module, batch: Any) -> int:
         """Return the peak of one step without the optimizer's. model: changed."""
         model = self._prepared(model)
-        torch.manual_seed(self.seed)
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         return peak_bytes(lambda: self.run_step(model, batch), device)
 
@@ -97,12 +99,6 @@ class Training:
 def default_tile(model: nn.Module) -> nn.Module:
     """Tile a model in shards that are small enough to be several."""
     return tile_model(model, num_shards=NUM_SHARDS)
-
-
-def copied(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
-    """Return a copy of a model, its floating-point state in `dtype` where one is given."""
-    found = copy.deepcopy(model)
-    return found if dtype is None else found.to(dtype)
 
 
 def cast(batch: Any, dtype: torch.dtype) -> Any:
