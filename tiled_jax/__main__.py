@@ -73,14 +73,14 @@ def _parity(options: ParityOptions) -> int:
 
 
 def _verify(options: VerifyOptions) -> int:
-    from shared_specs.app.verify import verify
+    from shared_specs.app.verification.verify import verify
     from tiled_jax.commands.verify import JaxSubject
 
     return verify(options, "tiled_jax", JaxSubject)
 
 
 def _check(options: CheckOptions) -> int:
-    from shared_specs.app.check import check_command
+    from shared_specs.app.verification.check import check_command
     from tiled_jax.check.api import check
 
     return check_command(options, "tiled_jax", check)

@@ -73,14 +73,14 @@ def _parity(options: ParityOptions) -> int:
 
 
 def _verify(options: VerifyOptions) -> int:
-    from shared_specs.app.verify import verify
+    from shared_specs.app.verification.verify import verify
     from tiled_torch.commands.verify import TorchSubject
 
     return verify(options, "tiled_torch", TorchSubject)
 
 
 def _check(options: CheckOptions) -> int:
-    from shared_specs.app.check import check_command
+    from shared_specs.app.verification.check import check_command
     from tiled_torch.check.api import check
 
     return check_command(options, "tiled_torch", check)

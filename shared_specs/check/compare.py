@@ -32,7 +32,7 @@ def length(arrays: Iterable[Array]) -> float:
     return math.sqrt(sum(float(np.square(array.astype(np.float64)).sum()) for array in arrays))
 
 
-def relative_error(actual: Array, expected: Array, least: float = 0.0) -> float:
+def error_of(actual: Array, expected: Array, least: float = 0.0) -> float:
     """Return the relative L2 distance; of what is shorter than `least`, that to `least`."""
     expected = expected.astype(np.float64)
     distance = float(np.linalg.norm((actual.astype(np.float64) - expected).ravel()))

@@ -16,7 +16,7 @@ from shared_specs.tolerances import GPU_PEERS
 Way = Literal["untiled", "tiled"]
 
 
-class Trainer(Protocol):
+class TrainsBothWays(Protocol):
     """A half's own: every training begins with the same state."""
 
     def wide(self) -> tuple[str, ...]:
@@ -31,10 +31,10 @@ class Trainer(Protocol):
 
 
 @dataclass
-class Comparison:
+class TwoWays:
     """One model. same_steps: both ways run one function a step."""
 
-    trainer: Trainer
+    trainer: TrainsBothWays
     seed: int
     same_steps: bool
 

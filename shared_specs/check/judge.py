@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from shared_specs.check.compare import UNIT, least_of, length, limit_of, relative_error
-from shared_specs.check.report import CheckedResult, Kind
+from shared_specs.check.compare import UNIT, error_of, least_of, length, limit_of
+from shared_specs.check.report import CheckedResult, ResultKind
 from shared_specs.check.trained import Trained, TrainedStep, Value
 from shared_specs.core.rounding import Array
 from shared_specs.tolerances import between
@@ -75,7 +75,7 @@ class _Judge:
 
     def _compared(
         self,
-        kind: Kind,
+        kind: ResultKind,
         plain: Values,
         tiled: Values,
         truth: Values,
@@ -97,19 +97,19 @@ class _Judge:
                 )
             else:
                 yield self._result(
-                    kind, name, relative_error(b.array, true.array, least), self._limit(a, true, typical, least)
+                    kind, name, error_of(b.array, true.array, least), self._limit(a, true, typical, least)
                 )
 
     def _limit(self, plain: Value, truth: Value, typical: float, least: float) -> float:
         rounding = length((truth.array,)) < least
-        baseline = max(typical, relative_error(plain.array, truth.array, least))
+        baseline = max(typical, error_of(plain.array, truth.array, least))
         return limit_of(baseline, plain.dtype, rounding=rounding, floor=0.0 if self._known else self._usual)
 
     def _baselines(self, plain: Values, truth: Values, least: float) -> list[float]:
         """Return what the untiled computation errs by, where digits are known."""
         pairs = [(value, truth.get(name)) for name, value in plain.items()]
         return [
-            relative_error(a.array, b.array, least)
+            error_of(a.array, b.array, least)
             for a, b in pairs
             if a is not None
             and b is not None
@@ -131,7 +131,7 @@ class _Judge:
             yield self._result("hook", name, tiled[name], wanted, right=tiled[name] == wanted)
 
     def _result(
-        self, kind: Kind, name: str, error: float, limit: float, reason: str = "", *, right: bool | None = None
+        self, kind: ResultKind, name: str, error: float, limit: float, reason: str = "", *, right: bool | None = None
     ) -> CheckedResult:
         right = error <= limit and not reason if right is None else right
         return CheckedResult(

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-Kind = Literal["forward", "loss", "gradient", "hook", "parameter", "buffer"]
+ResultKind = Literal["forward", "loss", "gradient", "hook", "parameter", "buffer"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +21,7 @@ class CheckedResult:
     """
 
     step: int
-    kind: Kind
+    kind: ResultKind
     name: str
     error: float
     limit: float
@@ -40,7 +40,7 @@ class CheckedResult:
 
 @dataclass(kw_only=True)
 class CheckReport:
-    """What `check` returns; as text, what the command prints.
+    """The result of `check`; as text, what the command prints.
 
     Attributes:
         results: every result that was compared, in the order in which they are made.

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from shared_specs.check.compare import UNIT, relative_error
+from shared_specs.check.compare import UNIT, error_of
 from shared_specs.core.rounding import Array
 
 
@@ -61,5 +61,5 @@ def furthest(plain: TrainedStep, other: TrainedStep) -> float:
     """Return by how much the loss or a module's result differs most, relatively."""
     common = [name for name in plain.forward if name in other.forward]
     pairs = [(plain.loss, other.loss), *((plain.forward[name], other.forward[name]) for name in common)]
-    errors = [relative_error(a.array, b.array) for a, b in pairs if a.array.shape == b.array.shape and a.dtype in UNIT]
+    errors = [error_of(a.array, b.array) for a, b in pairs if a.array.shape == b.array.shape and a.dtype in UNIT]
     return max(errors, default=0.0)

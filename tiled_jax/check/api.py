@@ -1,6 +1,7 @@
 """`check`: whether a model trains tiled as it does untiled, and which tensor differs first."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -8,11 +9,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from shared_specs.check.checks import check_arguments
-from shared_specs.check.comparison import Comparison, Way, running
+from shared_specs.check.comparison import TwoWays, Way, running
 from shared_specs.check.report import CheckReport
 from shared_specs.check.trained import Trained
 from shared_specs.errors import fail_type
-from tiled_jax.check.train import Prepare, Step, Training, cast, computing_in, default_tile, is_floating
+from tiled_jax.check.train import Prepare, Training, TrainStep, cast, computing_in, default_tile, is_floating
 
 
 def check(
@@ -21,8 +22,8 @@ def check(
     *,
     tile: Prepare | None = None,
     plain: Prepare | None = None,
-    step: Step | None = None,
-    plain_step: Step | None = None,
+    step: TrainStep | None = None,
+    plain_step: TrainStep | None = None,
     optimizer: Any = None,
     steps: int = 2,
     seed: int = 0,
@@ -76,11 +77,11 @@ def check(
         "untiled": Training(prepare=plain, step=plain_step or step, optimizer=optimizer, steps=steps, wrt=wrt),
         "tiled": Training(prepare=tile or default_tile, step=step, optimizer=optimizer, steps=steps, wrt=wrt),
     }
-    return Comparison(JaxTrainings(model, batch, ways), seed, plain_step is None or plain_step is step).report()
+    return TwoWays(JaxTrainings(model, batch, ways), seed, plain_step is None or plain_step is step).report()
 
 
 class JaxTrainings:
-    """See `shared_specs.check.comparison.Trainer`."""
+    """See `shared_specs.check.comparison.TrainsBothWays`."""
 
     def __init__(self, model: Any, batch: Any, ways: dict[Way, Training]) -> None:
         self._ways, self._batch = ways, batch
@@ -96,8 +97,8 @@ class JaxTrainings:
 
     def train(self, way: Way, *, seed: int, dtype: str = "", evaluates: bool = False) -> Trained:
         # What is float32 in a wide training may stay so: some digits less, and no error.
-        promotion = "standard" if dtype else jax.config.jax_numpy_dtype_promotion
-        with jax.enable_x64(dtype == "float64" or "float64" in self._dtypes), jax.numpy_dtype_promotion(promotion):
+        promotion = jax.numpy_dtype_promotion("standard") if dtype else nullcontext()
+        with jax.enable_x64(dtype == "float64" or "float64" in self._dtypes), promotion:
             wide = jnp.dtype(dtype) if dtype else None
             batch = self._batch if wide is None else cast(self._batch, wide)
             return self._ways[way].train(self._copy(seed, wide, evaluates), batch)

@@ -12,11 +12,11 @@ from flax import nnx
 from shared_specs.check.checks import LEARNING_RATE, NUM_SHARDS, called, loss_of
 from shared_specs.check.trained import Trained, TrainedStep, Value, coarsest
 from shared_specs.errors import fail_type
-from tiled_jax.check.watch import Watch, name_of, value_of
+from tiled_jax.check.watch import Observer, as_value, plain_name
 from tiled_jax.models.tiling import paths_that_ran, tile_model, tiling_paths
 
 Prepare = Callable[[Any], Any]
-Step = Callable[[Any, Any], Any]
+TrainStep = Callable[[Any, Any], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,7 @@ class Training:
     """
 
     prepare: Prepare | None
-    step: Step | None
+    step: TrainStep | None
     optimizer: Any
     steps: int
     wrt: Any
@@ -50,7 +50,7 @@ class Training:
                 updates, state = self.optimizer.update(gradients, state, parameters)
             parameters = jax.tree.map(lambda p, u: (p + u).astype(p.dtype), parameters, updates)
             step = TrainedStep(
-                loss=value_of(loss),
+                loss=as_value(loss),
                 forward=dict(program.watch.forward),
                 given=dict(program.watch.given),
                 gradients=_from_the_loss_back(_named(gradients), program.watch.forward),
@@ -69,14 +69,14 @@ class Training:
         analysis: Any = compiled.memory_analysis()
         return int(analysis.temp_size_in_bytes)
 
-    def program(self, model: Any, *, watches: bool = True) -> "Program":
+    def program(self, model: Any, *, watches: bool = True) -> "StepProgram":
         """Return a step as a function of arrays. watches: whether modules tell what they return."""
         found = model if self.prepare is None else self.prepare(model)
         found = model if found is None else found
         return OfModule(found, self, watches) if isinstance(found, nnx.Module) else OfFunction(found, self)
 
 
-class Program:
+class StepProgram:
     """A step as a function of arrays: `run(parameters, rest, batch) -> (loss, gradients, rest)`."""
 
     parameters: Any
@@ -84,7 +84,7 @@ class Program:
     draws = False
 
     def __init__(self, training: Training) -> None:
-        self.watch = Watch()
+        self.watch = Observer()
         self.paths: dict[str, str] = {}
         self._training = training
 
@@ -115,7 +115,7 @@ class Program:
         return found
 
 
-class OfModule(Program):
+class OfModule(StepProgram):
     """A step of a Flax nnx module."""
 
     def __init__(self, model: nnx.Module, training: Training, watches: bool) -> None:
@@ -135,7 +135,7 @@ class OfModule(Program):
         return found, nnx.split(model, self._training.wrt, ...)[2]
 
 
-class OfFunction(Program):
+class OfFunction(StepProgram):
     """A step of a function and its variables, as a Flax linen module has them: (apply, variables)."""
 
     def __init__(self, model: tuple[Callable[..., Any], Any], training: Training) -> None:
@@ -180,13 +180,13 @@ def _is_scalar(value: Any) -> bool:
 def _named(tree: Any) -> dict[str, Value]:
     """Return every array of a state or of linen's variables by its name; keys of random numbers are none."""
     if isinstance(tree, nnx.State):
-        leaves = [(name_of(path), leaf.get_value()) for path, leaf in nnx.to_flat_state(tree)]
+        leaves = [(plain_name(path), leaf.get_value()) for path, leaf in nnx.to_flat_state(tree)]
     else:
         paths, _ = jax.tree_util.tree_flatten_with_path(tree)
         leaves = [
-            (name_of(getattr(key, "key", getattr(key, "idx", key)) for key in path), leaf) for path, leaf in paths
+            (plain_name(getattr(key, "key", getattr(key, "idx", key)) for key in path), leaf) for path, leaf in paths
         ]
-    return {name: value_of(leaf) for name, leaf in leaves if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)}
+    return {name: as_value(leaf) for name, leaf in leaves if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)}
 
 
 def _changes(now: Mapping[str, Value], before: Mapping[str, Value]) -> dict[str, Value]:

@@ -14,18 +14,18 @@ from shared_specs.check.trained import Value
 _16_BITS = ("bfloat16", "float16")
 
 
-def value_of(array: Any) -> Value:
+def as_value(array: Any) -> Value:
     """Return an array in NumPy, of 16 bits as float32."""
     dtype = str(jnp.result_type(array))
     return Value(np.asarray(array, np.float32 if dtype in _16_BITS else None), dtype)
 
 
-def name_of(path: Iterable[Any]) -> str:
+def plain_name(path: Iterable[Any]) -> str:
     """Return the name of a module or a variable: its path with dots."""
     return ".".join(map(str, path))
 
 
-class Watch:
+class Observer:
     """Keeps the first result of each module in a step, and its first argument.
 
     A module is called as ever, by a class of its own that tells what came out. Only what is called itself is watched: nothing
@@ -41,24 +41,24 @@ class Watch:
         self.given.clear()
 
     def follow(self, model: nnx.Module, tiled: Collection[str]) -> None:
-        """Watch the modules of a model. tiled: names of tiled parts."""
+        """Observer the modules of a model. tiled: names of tiled parts."""
         inside = tuple(f"{name}." for name in tiled if name)
         for path, module in list(nnx.iter_modules(model)):
-            name = name_of(path)
+            name = plain_name(path)
             if name and not name.startswith(inside) and "__call__" in dir(type(module)) and "" not in tiled:
                 object.__setattr__(module, "__class__", _watched(type(module), Told(self, name)))
 
     def _keep(self, name: str, x: Any, y: Any) -> None:
         if name not in self.forward:
-            self.forward[name] = value_of(y)
+            self.forward[name] = as_value(y)
             if x is not None:
-                self.given[name] = value_of(x)
+                self.given[name] = as_value(x)
 
 
 class Told:
     """Whom a module tells what it returned."""
 
-    def __init__(self, watch: Watch, name: str) -> None:
+    def __init__(self, watch: Observer, name: str) -> None:
         self.watch, self.name = watch, name
 
     def __call__(self, x: Any, y: Any) -> None:

@@ -13,7 +13,8 @@ from flax import nnx
 
 from shared_specs.app.models.weights import read_model
 from shared_specs.app.options import InputError, VerifyOptions
-from shared_specs.app.verify import Computed, check_subject, made, named_object
+from shared_specs.app.verification.target import made, named_object
+from shared_specs.app.verification.verify import Computed, check_subject
 from shared_specs.check.compare import named_results
 from shared_specs.config import Tiling
 from shared_specs.errors import UnsupportedError
@@ -26,8 +27,8 @@ Arrays = dict[str, jax.Array]
 
 
 class JaxSubject:
-    """See `shared_specs.app.verify.Subject`. A module whose call takes `tokens` or `input_ids` first is a language model; where
-    it takes labels too, they are these tokens.
+    """See `shared_specs.app.verification.verify.Subject`. A module whose call takes `tokens` or `input_ids` first is a language
+    model; where it takes labels too, they are these tokens.
 
     JAX has no hooks, and a compiled step says by itself what memory it takes. What `train` changes nothing of, as of a decoder
     of `tiled_jax.models`, is the same function in training.

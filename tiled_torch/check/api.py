@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from shared_specs.check.checks import check_arguments
-from shared_specs.check.comparison import Comparison, Way, running
+from shared_specs.check.comparison import TwoWays, Way, running
 from shared_specs.check.report import CheckReport
 from shared_specs.check.trained import Trained
 from shared_specs.errors import fail_type
-from tiled_torch.check.train import Prepare, Step, Training, cast, default_tile
+from tiled_torch.check.train import Prepare, Training, TrainStep, cast, default_tile
 
 
 def check(
@@ -21,8 +21,8 @@ def check(
     *,
     tile: Prepare | None = None,
     plain: Prepare | None = None,
-    step: Step | None = None,
-    plain_step: Step | None = None,
+    step: TrainStep | None = None,
+    plain_step: TrainStep | None = None,
     optimizer: Callable[[Any], Any] | None = None,
     steps: int = 2,
     seed: int = 0,
@@ -70,11 +70,11 @@ def check(
     }
     with torch.random.fork_rng():
         trainer = TorchTrainings(model, batch, ways, seed)
-        return Comparison(trainer, seed, plain_step is None or plain_step is step).report()
+        return TwoWays(trainer, seed, plain_step is None or plain_step is step).report()
 
 
 class TorchTrainings:
-    """See `shared_specs.check.comparison.Trainer`."""
+    """See `shared_specs.check.comparison.TrainsBothWays`."""
 
     def __init__(self, model: Any, batch: Any, ways: dict[Way, Training], seed: int) -> None:
         self._model, self._batch, self._ways, self._seed = model, batch, ways, seed

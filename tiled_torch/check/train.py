@@ -12,11 +12,11 @@ from shared_specs.check.checks import LEARNING_RATE, NUM_SHARDS, called, loss_of
 from shared_specs.check.trained import Trained, TrainedStep, Value, coarsest
 from shared_specs.errors import fail, fail_type
 from tiled_torch.check.live_bytes import peak_bytes
-from tiled_torch.check.watch import Watch, count_hooks, name_of, value_of
+from tiled_torch.check.watch import Observer, as_value, count_hooks, plain_name
 from tiled_torch.models import tile_model, tiling_paths
 
 Prepare = Callable[[Any], Any]
-Step = Callable[[Any, Any], Any]
+TrainStep = Callable[[Any, Any], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class Training:
     """How a model is trained. prepare: changes it beforehand, or returns another one. step, optimizer: None for the default."""
 
     prepare: Prepare | None
-    step: Step | None
+    step: TrainStep | None
     optimizer: Callable[[Any], Any] | None
     steps: int
 
@@ -33,9 +33,9 @@ class Training:
         counts: dict[str, int] = {}
         count_hooks(model, counts)
         model = self._prepared(model)
-        watch = Watch(model, tiling_paths(model), counts)
-        parameters = {name_of(name): parameter for name, parameter in model.named_parameters()}
-        start = {name: value_of(parameter) for name, parameter in parameters.items() if parameter.requires_grad}
+        watch = Observer(model, tiling_paths(model), counts)
+        parameters = {plain_name(name): parameter for name, parameter in model.named_parameters()}
+        start = {name: as_value(parameter) for name, parameter in parameters.items() if parameter.requires_grad}
         optimizer = self._optimizer(model)
         found = Trained(steps=[])
         for number in range(self.steps):
@@ -48,19 +48,19 @@ class Training:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             step = TrainedStep(
-                loss=value_of(loss),
+                loss=as_value(loss),
                 forward=dict(watch.forward),
                 given=dict(watch.given),
                 gradients=gradients,
                 hooks=dict(watch.hooks),
                 updates={name: _change(parameters[name], before) for name, before in start.items()},
-                buffers={name_of(name): value_of(buffer) for name, buffer in model.named_buffers()},
+                buffers={plain_name(name): as_value(buffer) for name, buffer in model.named_buffers()},
             )
             found.steps.append(step)
             found.draws |= drawn
         kept = [value for step in found.steps for value in (*step.forward.values(), *step.updates.values())]
         found.computes = coarsest(value.dtype for value in kept)
-        found.paths = {name_of(name): path for name, path in tiling_paths(model).items()}
+        found.paths = {plain_name(name): path for name, path in tiling_paths(model).items()}
         return found
 
     def peak_bytes(self, model: nn.Module, batch: Any) -> int:
@@ -114,9 +114,9 @@ def _gradients(parameters: Mapping[str, Tensor], order: Mapping[str, None]) -> d
     """Return every gradient, those first that came first."""
     trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
     names = dict.fromkeys((*order, *reversed(trained)))
-    return {name: None if trained[name].grad is None else value_of(trained[name].grad) for name in names}
+    return {name: None if trained[name].grad is None else as_value(trained[name].grad) for name in names}
 
 
 def _change(parameter: Tensor, before: Value) -> Value:
-    now = value_of(parameter)
+    now = as_value(parameter)
     return Value(now.array.astype("float64") - before.array, now.dtype)

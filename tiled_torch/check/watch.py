@@ -17,13 +17,13 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 _OF_LIBRARIES = ("torch.", "transformers.", "accelerate.", "deepspeed.")
 
 
-def name_of(name: str) -> str:
+def plain_name(name: str) -> str:
     """Return the name of a module or a parameter as the model has it without wrappers."""
     parts = [part for part in name.split(".") if part not in _WRAPPERS]
     return ".".join(parts[1:] if parts[:1] == ["module"] else parts)
 
 
-def value_of(tensor: Any) -> Value:
+def as_value(tensor: Any) -> Value:
     """Return a copy of a tensor, whole where ranks have parts of it."""
     whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     kept = whole.detach().cpu()
@@ -64,7 +64,7 @@ def _counted(hook: Callable[..., Any], name: str, counts: dict[str, int], forwar
     return counted
 
 
-class Watch(AbstractContextManager["Watch"]):
+class Observer(AbstractContextManager["Observer"]):
     """Keeps the first result of each module in a step, the order in which gradients come, and how often each one does.
 
     Args:
@@ -87,10 +87,10 @@ class Watch(AbstractContextManager["Watch"]):
         self.order.clear()
         self.hooks.update(dict.fromkeys(self.hooks, 0))
         for name, module in self._watched():
-            self._handles.append(module.register_forward_hook(self._keep(name_of(name))))
+            self._handles.append(module.register_forward_hook(self._keep(plain_name(name))))
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad and not hasattr(parameter, "full_tensor"):
-                key = name_of(name)
+                key = plain_name(name)
                 self.hooks[key] = 0
                 self._handles.append(parameter.register_post_accumulate_grad_hook(self._count(key)))
         return self
@@ -105,16 +105,16 @@ class Watch(AbstractContextManager["Watch"]):
         for name, module in self._model.named_modules():
             head = name in self._tiled and not list(module.children())
             inside = name.startswith(self._apart) or any(part in name.split(".") for part in _WRAPPERS)
-            if name_of(name) and not head and not inside:
+            if plain_name(name) and not head and not inside:
                 yield name, module
 
     def _keep(self, name: str) -> Callable[..., None]:
         def keep(module: nn.Module, given: Any, result: Any) -> None:
             first = result[0] if isinstance(result, tuple) and result else result
             if name not in self.forward and isinstance(first, Tensor):
-                self.forward[name] = value_of(first)
+                self.forward[name] = as_value(first)
                 if given and isinstance(given[0], Tensor):
-                    self.given[name] = value_of(given[0])
+                    self.given[name] = as_value(given[0])
 
         keep.__module__ = __name__
         return keep

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from shared_specs.app.models.weights import model_folder
 from shared_specs.app.options import InputError, VerifyOptions
-from shared_specs.app.verify import Computed, check_subject, made, named_object
+from shared_specs.app.verification.target import made, named_object
+from shared_specs.app.verification.verify import Computed, check_subject
 from shared_specs.check.compare import named_results
 from shared_specs.errors import UnsupportedError
 from tiled_torch import tile, tile_model, tiling_paths
@@ -18,8 +19,8 @@ from tiled_torch.check.live_bytes import peak_bytes
 
 
 class TorchSubject:
-    """See `shared_specs.app.verify.Subject`. A module whose forward takes input_ids is a language model; where it takes labels
-    too, they are these ids, and its loss is what goes backward.
+    """See `shared_specs.app.verification.verify.Subject`. A module whose forward takes input_ids is a language model; where it
+    takes labels too, they are these ids, and its loss is what goes backward.
     """
 
     def __init__(self, options: VerifyOptions) -> None:

@@ -1,10 +1,7 @@
 """`verify`: a module or a model of the user's own, tiled, against itself untiled: values, gradients, hooks, bytes, paths."""
 
-import importlib
-import inspect
 import json
 import math
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
@@ -17,11 +14,10 @@ from rich.table import Column, Table
 from shared_specs.app.finetune.processes import USER_ERRORS
 from shared_specs.app.options import InputError, VerifyOptions
 from shared_specs.app.progress import show_bytes
-from shared_specs.check.compare import least_of, length, limit_of, relative_error
+from shared_specs.check.compare import error_of, least_of, length, limit_of
 from shared_specs.core.rounding import Array
 from shared_specs.tolerances import MODEL_FLOAT32
 
-WHAT = {"verify": "the module", "check": "the function"}
 _DRAWS = "It draws random numbers, as dropout does; which ones a token gets depends on how tokens are cut."
 
 
@@ -173,68 +169,14 @@ def _errors(
             error, most = math.inf, 0.0
         else:
             least = nothing if name[0] == "d" else 0.0
-            error = relative_error(tiled[name], truth[name], least)
-            baseline = relative_error(plain[name], truth[name], least)
+            error = error_of(tiled[name], truth[name], least)
+            baseline = error_of(plain[name], truth[name], least)
             rounding = length((truth[name],)) < least
             most = limit_of(baseline, dtype, rounding=rounding, floor=MODEL_FLOAT32 if alone else 0.0)
         right = error <= most
         shown = error if math.isfinite(error) else str(error)
         rows.append({"dtype": dtype, "result": name, "error": shown, "limit": most, "right": right})
     return rows
-
-
-def named_object(target: str, command: str = "verify") -> Any:
-    """Return what `package.module:name` says, with the current folder among those that are looked in.
-
-    Raises:
-        InputError: it cannot be imported, or there is no such name in it.
-    """
-    module, _, name = target.partition(":")
-    if "" not in sys.path:
-        sys.path.insert(0, "")
-    try:
-        found: Any = importlib.import_module(module)
-    except Exception as error:
-        if isinstance(error, USER_ERRORS):
-            raise
-        raise InputError(f"{command}: {module} cannot be imported ({type(error).__name__}: {error}).") from error
-    for part in name.split("."):
-        if not hasattr(found, part):
-            raise InputError(
-                f"{command}: {WHAT[command]} must be package.module:name, got {target}: {module} has no {name}."
-            )
-        found = getattr(found, part)
-    return found
-
-
-def made(target: str, found: Any, hidden: int | None, **known: Any) -> Any:
-    """Return what a class or a function returns, called without arguments or with those that it needs.
-
-    Args:
-        hidden: for the one parameter that is needed and is not among `known`, name -> value.
-    Raises:
-        InputError: it needs more, or it fails.
-    """
-    # A metaclass may hide what a class is made of.
-    maker = inspect.signature(found.__init__ if inspect.isclass(found) else found).parameters.values()
-    parameters = list(maker)[1:] if inspect.isclass(found) else maker
-    empty, many = inspect.Parameter.empty, (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    needed = [p.name for p in parameters if p.default is empty and p.kind not in many]
-    given = {name: known[name] for name in needed if name in known}
-    rest = [name for name in needed if name not in known]
-    if len(rest) > 1:
-        raise InputError(
-            f"verify: {target} must need no argument, or the hidden size alone, got one that needs {', '.join(rest)}. "
-            "Write a function that gives them."
-        )
-    if rest and hidden is None:
-        raise InputError(f"verify: --hidden must be given: {target} needs {rest[0]}.")
-    try:
-        return found(*[hidden] * len(rest), **given)
-    except Exception as error:
-        if isinstance(error, USER_ERRORS):
-            raise
-        raise InputError(f"verify: {target} fails ({type(error).__name__}: {error}).") from error
 
 
 def _print(half: str, options: VerifyOptions, found: Comparison, console: Console) -> None:

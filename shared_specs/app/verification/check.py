@@ -9,7 +9,7 @@ from rich.console import Console
 
 from shared_specs.app.finetune.processes import USER_ERRORS
 from shared_specs.app.options import CheckOptions, InputError
-from shared_specs.app.verify import named_object
+from shared_specs.app.verification.target import named_object
 from shared_specs.check.report import CheckReport
 
 
