@@ -1,4 +1,4 @@
-"""Two ways of training one model, and a third that says what rounding does, in whichever half trains them."""
+"""Two ways of training one model, and two more that say what rounding does, in whichever half trains them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ import numpy as np
 from shared_specs.check.checks import DRAWS, fail_running
 from shared_specs.check.judge import judged
 from shared_specs.check.report import CheckReport
-from shared_specs.check.trained import Trained, furthest
+from shared_specs.check.trained import Trained, furthest, is_finite
 from shared_specs.errors import SpecError, UnsupportedError
 from shared_specs.tolerances import GPU_PEERS
 
@@ -23,8 +23,11 @@ class TrainsBothWays(Protocol):
         """Return the dtypes that have more digits than the model's own, those with most first."""
         ...
 
-    def train(self, way: Way, *, seed: int, dtype: str = "", evaluates: bool = False) -> Trained:
-        """Return what training leaves behind. dtype: of state and batch, "" for their own. evaluates: in evaluation."""
+    def train(self, way: Way, *, seed: int, dtype: str = "", evaluates: bool = False, disturbed: str = "") -> Trained:
+        """Return what training leaves behind. dtype: of state and batch, "" for their own. evaluates: in evaluation.
+
+        disturbed: every parameter differs by the last digit that this dtype has.
+        """
         ...
 
     def peak_bytes(self, way: Way, *, evaluates: bool = False) -> int: ...
@@ -50,10 +53,11 @@ class TwoWays:
     def _report(self, *, evaluates: bool) -> tuple[Trained, CheckReport]:
         """Return the untiled training as well."""
         plain, tiled = (self._trained(way, evaluates=evaluates) for way in WAYS)
+        disturbed = self._trained("untiled", evaluates=evaluates, disturbed=plain.computes)
         truth, reference, note = self._truth(plain, evaluates)
         peaks = [running(way, lambda way=way: self.trainer.peak_bytes(way, evaluates=evaluates)) for way in WAYS]
         report = CheckReport(
-            results=judged(plain, tiled, truth, same_steps=self.same_steps),
+            results=judged(plain, tiled, truth, disturbed, same_steps=self.same_steps),
             paths=tiled.paths,
             hooks=dict(tiled.steps[-1].hooks),
             reference=reference,
@@ -82,6 +86,8 @@ class TwoWays:
                 continue
             if found.computes in ("bfloat16", "float16"):
                 reasons.append(f"parts of it stay in {found.computes}")
+            elif is_finite(plain) and not is_finite(found):
+                reasons.append(f"in {dtype} it comes to numbers that are not finite")
             elif plain.draws and furthest(plain.steps[0], found.steps[0]) > GPU_PEERS:
                 reasons.append(f"it draws other random numbers in {dtype}")
             else:

@@ -2,7 +2,8 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -10,113 +11,146 @@ from shared_specs.check.compare import UNIT, error_of, least_of, length, limit_o
 from shared_specs.check.report import CheckedResult, ResultKind
 from shared_specs.check.trained import Trained, TrainedStep, Value
 from shared_specs.core.rounding import Array
-from shared_specs.tolerances import between
+from shared_specs.tolerances import KNOWN_SIGN, between
 
 Values = Mapping[str, Value | None]
 
 
-def judged(plain: Trained, tiled: Trained, truth: Trained | None, *, same_steps: bool) -> list[CheckedResult]:
+def judged(
+    plain: Trained, tiled: Trained, truth: Trained | None, disturbed: Trained, *, same_steps: bool
+) -> list[CheckedResult]:
     """Return every result of every step, in the order in which they are made.
 
     A result may err by what the untiled computation errs, and by what it errs in half of the results of this kind: one of a
-    few numbers is exact by chance. Without a truth the untiled computation is it, and two ways to compute one thing differ by
-    what `tolerances.between` says.
+    few numbers is exact by chance. From the second step on differences of the first one move all results together; then it may
+    also err by what a training errs that begins with other last digits. Without a truth the untiled computation is it, and two
+    ways to compute one thing differ by what `tolerances.between` says.
+
+    The change of a parameter may also err by the square root of what its gradient errs by, and is compared where the sign of
+    the gradient is known: an optimizer may divide by the gradient's own size, as Adam does.
 
     Args:
+        disturbed: the untiled training of parameters whose last digit is another one.
         same_steps: both run one function a step, so that hooks run equally often.
     """
     found: list[CheckedResult] = []
-    unknown: set[str] = set()
-    for number, (a, b) in enumerate(zip(plain.steps, tiled.steps, strict=True), 1):
-        usual = max(between(plain.computes), between(tiled.computes))
-        judge = _Judge(number, a, b, None if truth is None else truth.steps[number - 1], usual)
-        found += judge.results(same_steps, unknown)
+    gradients = _Gradients({}, {})
+    usual = max(between(plain.computes), between(tiled.computes)) if truth is None else 0.0
+    for number, (a, b, other) in enumerate(zip(plain.steps, tiled.steps, disturbed.steps, strict=True)):
+        others = [other] if truth is None else [a, other][: 1 + (number > 0)]
+        judge = _Judge(number + 1, a, b, a if truth is None else truth.steps[number], others, usual)
+        found += judge.results(same_steps, gradients)
     return found
 
 
+@dataclass(frozen=True)
+class _Gradients:
+    """Of each parameter, up to a step: the largest error of its untiled gradient, and where the sign of that is known."""
+
+    errors: dict[str, float]
+    known: dict[str, Array]
+
+    def add(self, name: str, plain: Value, truth: Value, least: float) -> None:
+        expected = truth.array.astype(np.float64)
+        noise = length((plain.array - expected,)) / math.sqrt(max(expected.size, 1))
+        known = np.abs(expected) > KNOWN_SIGN * noise if length((expected,)) > least else np.zeros(expected.shape, bool)
+        self.known[name] = self.known.get(name, known) & known
+        self.errors[name] = max(self.errors.get(name, 0.0), error_of(plain.array, expected, least))
+
+    def masked(self, name: str, change: Value) -> Value:
+        """Return a change that is 0 where the sign of the gradient is not known."""
+        known = self.known.get(name)
+        return change if known is None else Value(np.where(known, change.array, 0), change.dtype)
+
+
 class _Judge:
-    """One step."""
+    """One step. others: the trainings whose errors rounding explains; usual: an error that is right anyway."""
 
     def __init__(
-        self, step: int, plain: TrainedStep, tiled: TrainedStep, truth: TrainedStep | None, usual: float
+        self,
+        step: int,
+        plain: TrainedStep,
+        tiled: TrainedStep,
+        truth: TrainedStep,
+        others: list[TrainedStep],
+        usual: float,
     ) -> None:
         self._step, self._plain, self._tiled = step, plain, tiled
-        self._known, self._truth, self._usual = truth is not None, truth or plain, usual
+        self._truth, self._others, self._usual = truth, others, usual
 
-    def results(self, same_steps: bool, unknown: set[str]) -> Iterator[CheckedResult]:
-        """unknown: parameters whose gradients were rounding up to here, whose change may be any."""
-        plain, tiled, truth = self._plain, self._tiled, self._truth
+    def results(self, same_steps: bool, gradients: _Gradients) -> Iterator[CheckedResult]:
+        """Return every result of the step. gradients: are brought up to date."""
         yield from self._forward()
-        losses = ({"loss": s.loss} for s in (plain, tiled, truth))
-        yield from self._compared("loss", *losses, beside=self._baselines(plain.forward, truth.forward, 0.0))
-        least = least_of(value.array for value in truth.gradients.values() if value is not None)
-        yield from self._compared("gradient", plain.gradients, tiled.gradients, truth.gradients, least=least)
+        forward = self._baselines(lambda step: step.forward).values()
+        yield from self._compared("loss", lambda step: {"loss": step.loss}, beside=forward)
+        truth = self._truth.gradients
+        least = least_of(value.array for value in truth.values() if value is not None)
+        yield from self._compared("gradient", lambda step: step.gradients, least=least)
         yield from self._hooks(same_steps)
-        unknown |= {
-            name for name, value in truth.gradients.items() if value is not None and length((value.array,)) < least
-        }
-        updates = ({n: v for n, v in s.updates.items() if n not in unknown} for s in (plain, tiled, truth))
-        yield from self._compared("parameter", *updates)
-        common = [name for name in plain.buffers if name in tiled.buffers]
-        yield from self._compared("buffer", *({n: s.buffers.get(n) for n in common} for s in (plain, tiled, truth)))
+        for other in self._others:
+            for name, value in other.gradients.items():
+                true = truth.get(name)
+                if value is not None and true is not None:
+                    gradients.add(name, value, true, least)
+        rough = {name: math.sqrt(error) for name, error in gradients.errors.items() if math.isfinite(error)}
+        changes = lambda step: {n: gradients.masked(n, v) for n, v in step.updates.items()}  # noqa: E731
+        yield from self._compared("parameter", changes, rough=rough)
+        common = [name for name in self._plain.buffers if name in self._tiled.buffers]
+        yield from self._compared("buffer", lambda step: {n: step.buffers.get(n) for n in common})
 
     def _forward(self) -> list[CheckedResult]:
         """Return the results of modules, of those that differ that one first whose argument does not."""
-        common = [name for name in self._plain.forward if name in self._tiled.forward]
+        plain, tiled = self._plain.forward, self._tiled.forward
         # What is called with a part of the tokens or of the batch has results of another shape.
-        common = [n for n in common if not _reason(self._plain.forward[n], self._tiled.forward[n])]
-        sides = (self._plain, self._tiled, self._truth)
-        found = list(self._compared("forward", *({n: s.forward.get(n) for n in common} for s in sides)))
+        common = [n for n in plain if n in tiled and plain[n].array.shape == tiled[n].array.shape]
+        found = list(self._compared("forward", lambda step: {n: step.forward.get(n) for n in common}))
         if all(result.right for result in found):
             return found
-        given = self._compared("forward", *({n: s.given[n] for n in common if n in s.given} for s in sides))
+        common = [n for n in common if n in self._plain.given and n in self._tiled.given]
+        given = self._compared("forward", lambda step: {n: step.given.get(n) for n in common})
         wrong = {result.name for result in given if not result.right}
         return sorted(found, key=lambda result: not result.right and result.name in wrong)
 
     def _compared(
         self,
         kind: ResultKind,
-        plain: Values,
-        tiled: Values,
-        truth: Values,
+        part: Callable[[TrainedStep], Values],
         *,
         least: float = 0.0,
-        beside: list[float] | None = None,
+        beside: Iterable[float] = (),
+        rough: Mapping[str, float] | None = None,
     ) -> Iterator[CheckedResult]:
-        usual = self._baselines(plain, truth, least) + (beside or [])
+        """Compare results of one kind. beside, rough: baselines of others, and by name."""
+        plain, tiled, truth = part(self._plain), part(self._tiled), part(self._truth)
+        baselines = self._baselines(part, least)
+        usual = [*baselines.values(), *beside]
         typical = float(np.median(usual)) if usual else 0.0
         for name in dict.fromkeys((*plain, *tiled)):
             a, b, true = plain.get(name), tiled.get(name), truth.get(name)
             reason = _reason(a, b)
-            if reason or a is None or b is None or true is None:
+            if reason or a is None or b is None or a.dtype not in UNIT:
                 yield self._result(kind, name, math.inf if reason else 0.0, 0.0, reason)
-            elif a.dtype not in UNIT or not (np.isfinite(a.array).all() and np.isfinite(b.array).all()):
-                same = np.array_equal(a.array, b.array, equal_nan=a.dtype in UNIT)
-                yield self._result(
-                    kind, name, 0.0 if same else math.inf, 0.0, "" if same else _values(a.array, b.array)
-                )
-            else:
-                yield self._result(
-                    kind, name, error_of(b.array, true.array, least), self._limit(a, true, typical, least)
-                )
+                continue
+            # What overflows, as rows of padding may, does so in both; elsewhere numbers are compared.
+            finite = np.isfinite(a.array) & (True if true is None else np.isfinite(true.array))
+            other, expected = (np.where(finite, v.array, 0) for v in (b, true or a))
+            baseline = max(typical, baselines.get(name, 0.0), (rough or {}).get(name, 0.0))
+            limit = limit_of(baseline, a.dtype, rounding=length((expected,)) < least, floor=self._usual)
+            yield self._result(kind, name, error_of(other, expected, least), limit)
 
-    def _limit(self, plain: Value, truth: Value, typical: float, least: float) -> float:
-        rounding = length((truth.array,)) < least
-        baseline = max(typical, error_of(plain.array, truth.array, least))
-        return limit_of(baseline, plain.dtype, rounding=rounding, floor=0.0 if self._known else self._usual)
-
-    def _baselines(self, plain: Values, truth: Values, least: float) -> list[float]:
-        """Return what the untiled computation errs by, where digits are known."""
-        pairs = [(value, truth.get(name)) for name, value in plain.items()]
-        return [
-            error_of(a.array, b.array, least)
-            for a, b in pairs
-            if a is not None
-            and b is not None
-            and a.dtype in UNIT
-            and np.isfinite(a.array).all()
-            and length((b.array,)) > least
-        ]
+    def _baselines(self, part: Callable[[TrainedStep], Values], least: float = 0.0) -> dict[str, float]:
+        """Return by how much the others err at most."""
+        found: dict[str, float] = {}
+        truth = part(self._truth)
+        for other in self._others:
+            for name, a in part(other).items():
+                true = truth.get(name)
+                if a is None or true is None or a.dtype not in UNIT or a.array.shape != true.array.shape:
+                    continue
+                finite = np.isfinite(a.array) & np.isfinite(true.array)
+                error = error_of(np.where(finite, a.array, 0), np.where(finite, true.array, 0), least)
+                found[name] = max(found.get(name, 0.0), error)
+        return found
 
     def _hooks(self, same_steps: bool) -> Iterator[CheckedResult]:
         plain, tiled = self._plain.hooks, self._tiled.hooks
@@ -140,20 +174,18 @@ class _Judge:
 
 
 def _reason(plain: Value | None, tiled: Value | None) -> str:
-    """Return what is wrong where one is missing or of another shape."""
+    """Return what is wrong without regard to how much: missing, another shape, other whole numbers, no numbers."""
     if plain is None or tiled is None:
         present = plain or tiled
         nothing = present is None or not np.any(present.array)  # a gradient of zeros is none to most frameworks
         return "" if nothing else "there is none" + (" tiled" if tiled is None else " untiled")
     if plain.array.shape != tiled.array.shape:
         return f"shape {list(tiled.array.shape)}, {list(plain.array.shape)} untiled"
-    return ""
-
-
-def _values(plain: Array, tiled: Array) -> str:
-    if not np.issubdtype(plain.dtype, np.floating):
-        return f"{_short(tiled)}, {_short(plain)} untiled"
-    return "numbers that are not finite are others"
+    if plain.dtype not in UNIT:
+        same = np.array_equal(plain.array, tiled.array)
+        return "" if same else f"{_short(tiled.array)}, {_short(plain.array)} untiled"
+    same = np.array_equal(np.isfinite(plain.array), np.isfinite(tiled.array))
+    return "" if same else "other numbers are not finite than untiled"
 
 
 def _short(array: Array) -> str:

@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from shared_specs.check.compare import UNIT, error_of
 from shared_specs.core.rounding import Array
 
@@ -63,3 +65,12 @@ def furthest(plain: TrainedStep, other: TrainedStep) -> float:
     pairs = [(plain.loss, other.loss), *((plain.forward[name], other.forward[name]) for name in common)]
     errors = [error_of(a.array, b.array) for a, b in pairs if a.array.shape == b.array.shape and a.dtype in UNIT]
     return max(errors, default=0.0)
+
+
+def is_finite(trained: Trained) -> bool:
+    """Return whether every loss, gradient and result of a module is finite."""
+    for step in trained.steps:
+        for value in (step.loss, *step.forward.values(), *step.gradients.values()):
+            if value is not None and value.dtype in UNIT and not np.isfinite(value.array).all():
+                return False
+    return True

@@ -18,8 +18,8 @@ def trained(error=0.0, computes="float32", **parts):
     return Trained(steps=[step], computes=computes)
 
 
-def first(plain, tiled, truth, same_steps=True):
-    rows = judged(plain, tiled, truth, same_steps=same_steps)
+def first(plain, tiled, truth, same_steps=True, disturbed=None):
+    rows = judged(plain, tiled, truth, disturbed or plain, same_steps=same_steps)
     return next(((row.kind, row.name) for row in rows if not row.right), None)
 
 
@@ -40,6 +40,26 @@ def test_without_a_truth_limits_are_the_usual_ones(computes):
     usual = between(computes)
     for factor, found in ((0.9, None), (1.2, ("gradient", "a"))):
         assert first(trained(), trained(factor * usual, computes), None) == found
+
+
+def test_a_disturbed_training_explains_what_follows_from_the_first_step():
+    def steps(*errors):
+        return Trained(steps=[trained(error).steps[0] for error in errors])
+
+    exact, apart = steps(0, 0), steps(0, 1e-3)
+    assert first(exact, apart, exact) == ("gradient", "a")
+    assert first(exact, apart, exact, disturbed=apart) is None
+    assert first(steps(0), steps(1e-3), steps(0), disturbed=steps(1e-3)) == ("gradient", "a")
+
+
+def test_the_change_of_a_parameter_is_compared_where_its_gradients_sign_is_known():
+    def with_change(error, change):
+        changes = Value(np.array([change, 1.0, 1.0, 1.0]), "float32")
+        size = {"a": Value(np.array([1e-4 + error, 1.0, 1.0, 1.0]), "float32")}
+        return trained(gradients=size, updates={"a": changes})
+
+    assert first(with_change(1e-4, 1.0), with_change(0.0, -1.0), with_change(0.0, 1.0)) is None
+    assert first(with_change(1e-9, 1.0), with_change(0.0, -1.0), with_change(0.0, 1.0)) == ("parameter", "a")
 
 
 def test_rounding_may_be_another_and_no_more():

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from shared_specs.check.checks import check_arguments
+from shared_specs.check.compare import UNIT
 from shared_specs.check.comparison import TwoWays, Way, running
 from shared_specs.check.report import CheckReport
 from shared_specs.check.trained import Trained
@@ -95,13 +96,14 @@ class JaxTrainings:
     def wide(self) -> tuple[str, ...]:
         return ("float64", "float32") if self._dtypes <= {"bfloat16", "float16"} else ("float64",)
 
-    def train(self, way: Way, *, seed: int, dtype: str = "", evaluates: bool = False) -> Trained:
+    def train(self, way: Way, *, seed: int, dtype: str = "", evaluates: bool = False, disturbed: str = "") -> Trained:
         # What is float32 in a wide training may stay so: some digits less, and no error.
         promotion = jax.numpy_dtype_promotion("standard") if dtype else nullcontext()
         with jax.enable_x64(dtype == "float64" or "float64" in self._dtypes), promotion:
             wide = jnp.dtype(dtype) if dtype else None
             batch = self._batch if wide is None else cast(self._batch, wide)
-            return self._ways[way].train(self._copy(seed, wide, evaluates), batch)
+            unit = UNIT[disturbed] if disturbed else 0.0
+            return self._ways[way].train(self._copy(seed, wide, evaluates), batch, unit)
 
     def peak_bytes(self, way: Way, *, evaluates: bool = False) -> int:
         with jax.enable_x64("float64" in self._dtypes):

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from shared_specs.check.checks import LEARNING_RATE, NUM_SHARDS, called, loss_of
@@ -32,10 +33,10 @@ class Training:
     steps: int
     wrt: Any
 
-    def train(self, model: Any, batch: Any) -> Trained:
-        """Return what training leaves behind. model: changed."""
+    def train(self, model: Any, batch: Any, unit: float = 0.0) -> Trained:
+        """Return what training leaves behind. model: changed. unit: of itself by which each parameter is changed first."""
         program = self.program(model)
-        parameters, rest = start, _ = program.parameters, program.rest
+        parameters, rest = start, _ = disturbed(program.parameters, unit), program.rest
         traced = jax.jit(program.run).trace(parameters, rest, batch)
         run = traced.lower().compile()
         found = Trained(steps=[], computes=_coarsest(traced.jaxpr))
@@ -153,6 +154,19 @@ def default_tile(model: Any) -> Any:
     if not isinstance(model, nnx.Module):
         fail_type("check", "tile", "given for a function and its variables", "None")
     return tile_model(model, num_shards=NUM_SHARDS)
+
+
+def disturbed(parameters: Any, unit: float) -> Any:
+    """Return parameters that differ by this part of themselves, by chance up or down."""
+    random = np.random.default_rng(0)
+
+    def changed(array: Any) -> Any:
+        if not (unit and is_floating(array)):
+            return array
+        up = 2.0 * random.integers(2, size=array.shape) - 1
+        return jnp.asarray(np.asarray(array, np.float64) * (1 + up * unit), array.dtype)
+
+    return jax.tree.map(changed, parameters)
 
 
 def cast(tree: Any, dtype: Any) -> Any:

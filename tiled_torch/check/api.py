@@ -8,11 +8,12 @@ import torch
 from torch import nn
 
 from shared_specs.check.checks import check_arguments
+from shared_specs.check.compare import UNIT
 from shared_specs.check.comparison import TwoWays, Way, running
 from shared_specs.check.report import CheckReport
 from shared_specs.check.trained import Trained
 from shared_specs.errors import fail_type
-from tiled_torch.check.train import Prepare, Training, TrainStep, cast, default_tile
+from tiled_torch.check.train import Prepare, Training, TrainStep, cast, default_tile, disturb
 
 
 def check(
@@ -88,8 +89,10 @@ class TorchTrainings:
     def wide(self) -> tuple[str, ...]:
         return ("float64", "float32") if self._dtypes <= {"bfloat16", "float16"} else ("float64",)
 
-    def train(self, way: Way, *, seed: int, dtype: str = "", evaluates: bool = False) -> Trained:
+    def train(self, way: Way, *, seed: int, dtype: str = "", evaluates: bool = False, disturbed: str = "") -> Trained:
         model = self._copy(dtype, evaluates)
+        if disturbed:
+            disturb(model, UNIT[disturbed])
         batch = cast(self._batch, getattr(torch, dtype)) if dtype else self._batch
         return self._ways[way].train(model, batch, seed)
 

@@ -101,6 +101,16 @@ def default_tile(model: nn.Module) -> nn.Module:
     return tile_model(model, num_shards=NUM_SHARDS)
 
 
+def disturb(model: nn.Module, unit: float) -> None:
+    """Change every parameter by this part of itself, by chance up or down."""
+    random = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                up = torch.randint(2, parameter.shape, generator=random).to(parameter.device)
+                parameter.mul_(1 + (2 * up - 1) * unit)
+
+
 def cast(batch: Any, dtype: torch.dtype) -> Any:
     """Return a batch whose floating-point tensors have this dtype."""
     return tree_map(lambda a: a.to(dtype) if isinstance(a, Tensor) and a.is_floating_point() else a, batch)
