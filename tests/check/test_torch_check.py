@@ -18,6 +18,7 @@ def test_a_published_fault_is_found_and_named(name):
     assert str(report).endswith(f"differs first at {first}")
 
 
+@pytest.mark.deep_but(8)
 @pytest.mark.parametrize("name", FAULTS)
 def test_the_same_without_its_fault_is_right(name):
     given = FAULTS[name].make()

@@ -14,7 +14,7 @@ from shared_specs.check.comparison import TwoWays, Way, running
 from shared_specs.check.report import CheckReport
 from shared_specs.check.trained import Trained
 from shared_specs.errors import fail_type
-from tiled_jax.check.train import Prepare, Training, TrainStep, cast, computing_in, default_tile, is_floating
+from tiled_jax.check.train import Compiled, Prepare, Training, TrainStep, cast, computing_in, default_tile, is_floating
 
 
 def check(
@@ -86,6 +86,7 @@ class JaxTrainings:
 
     def __init__(self, model: Any, batch: Any, ways: dict[Way, Training]) -> None:
         self._ways, self._batch = ways, batch
+        self._compiled: dict[tuple[Any, ...], Compiled] = {}
         made = running("making the model", model) if callable(model) and not isinstance(model, nnx.Module) else model
         if not isinstance(made, nnx.Module | tuple):
             fail_type("check", "model", "a function that makes a flax.nnx.Module", type(made).__name__)
@@ -103,7 +104,10 @@ class JaxTrainings:
             wide = jnp.dtype(dtype) if dtype else None
             batch = self._batch if wide is None else cast(self._batch, wide)
             unit = UNIT[disturbed] if disturbed else 0.0
-            return self._ways[way].train(self._copy(seed, wide, evaluates), batch, unit)
+            key = (way, seed, dtype, evaluates)
+            if key not in self._compiled:
+                self._compiled[key] = self._ways[way].compiled(self._copy(seed, wide, evaluates), batch)
+            return self._ways[way].train(self._compiled[key], batch, unit)
 
     def peak_bytes(self, way: Way, *, evaluates: bool = False) -> int:
         with jax.enable_x64("float64" in self._dtypes):

@@ -33,13 +33,17 @@ class Training:
     steps: int
     wrt: Any
 
-    def train(self, model: Any, batch: Any, unit: float = 0.0) -> Trained:
-        """Return what training leaves behind. model: changed. unit: of itself by which each parameter is changed first."""
-        program = self.program(model)
+    def compiled(self, model: Any, batch: Any) -> "Compiled":
+        """Return a step, compiled, and what it begins with. model: changed."""
+        step = self.step_program(model)
+        traced = jax.jit(step.run).trace(step.parameters, step.rest, batch)
+        return Compiled(step=step, run=traced.lower().compile(), computes=_coarsest(traced.jaxpr))
+
+    def train(self, compiled: "Compiled", batch: Any, unit: float = 0.0) -> Trained:
+        """Return what training leaves behind. unit: of itself by which each parameter is changed first."""
+        program, run = compiled.step, compiled.run
         parameters, rest = start, _ = disturbed(program.parameters, unit), program.rest
-        traced = jax.jit(program.run).trace(parameters, rest, batch)
-        run = traced.lower().compile()
-        found = Trained(steps=[], computes=_coarsest(traced.jaxpr))
+        found = Trained(steps=[], computes=compiled.computes)
         state = None if self.optimizer is None else self.optimizer.init(parameters)
         for _ in range(self.steps):
             program.watch.clear()
@@ -65,16 +69,25 @@ class Training:
 
     def peak_bytes(self, model: Any, batch: Any) -> int:
         """Return the temporary bytes of the compiled program of one step without the optimizer's. model: changed."""
-        program = self.program(model, watches=False)
+        program = self.step_program(model, watches=False)
         compiled = jax.jit(program.run).lower(program.parameters, program.rest, batch).compile()
         analysis: Any = compiled.memory_analysis()
         return int(analysis.temp_size_in_bytes)
 
-    def program(self, model: Any, *, watches: bool = True) -> "StepProgram":
+    def step_program(self, model: Any, *, watches: bool = True) -> "StepProgram":
         """Return a step as a function of arrays. watches: whether modules tell what they return."""
         found = model if self.prepare is None else self.prepare(model)
         found = model if found is None else found
         return OfModule(found, self, watches) if isinstance(found, nnx.Module) else OfFunction(found, self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compiled:
+    """A step as a function of arrays, compiled, and the coarsest dtype in it."""
+
+    step: "StepProgram"
+    run: Callable[..., Any]
+    computes: str
 
 
 class StepProgram:
