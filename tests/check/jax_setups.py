@@ -69,4 +69,3 @@ def accumulated(model: Any, batch: Any) -> Any:
 
 
 EVERY = [Setup(*chosen) for chosen in itertools.product(("own", "tied"), ("float32", "bfloat16", "mixed"), WAYS)]
-FEW = [EVERY[1], EVERY[12]]

@@ -33,4 +33,8 @@ def checked(engine: str, fault: str, rank: int, world: int) -> dict[str, Any]:
     report = check(tiny(), tokens(4), tile=tile, step=step, plain_step=lambda model, batch: model(**batch))
     first = report.first
     gradients = sum(result.kind == "gradient" for result in report.results)
-    return {"first": first and [first.kind, first.name], "paths": sorted(set(report.paths.values())), "gradients": gradients}
+    return {
+        "first": first and [first.kind, first.name],
+        "paths": sorted(set(report.paths.values())),
+        "gradients": gradients,
+    }

@@ -3,23 +3,14 @@
 import jax
 import pytest
 
-from tests.check.jax_setups import EVERY, FEW
+from tests.check.jax_setups import EVERY
 from tiled_jax import check
 
 
-def is_equal(setup):
+@pytest.mark.deep
+@pytest.mark.parametrize("setup", EVERY, ids=str)
+def test_a_right_training_is_equal(setup):
     with jax.numpy_dtype_promotion("standard"):  # on which optax and adapters rely
         report = check(**setup.arguments())
     assert report.equal, str(report)
     assert "tiled_mlp" in str(report.paths) or "tile: " in str(report.paths)
-
-
-@pytest.mark.parametrize("setup", FEW, ids=str)
-def test_a_right_training_is_equal(setup):
-    is_equal(setup)
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize("setup", [setup for setup in EVERY if setup not in FEW], ids=str)
-def test_every_right_training_is_equal(setup):
-    is_equal(setup)

@@ -1,6 +1,6 @@
 """What the modules of a model return in a step, told from inside a compiled program."""
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -40,12 +40,13 @@ class Observer:
         self.forward.clear()
         self.given.clear()
 
-    def follow(self, model: nnx.Module, tiled: Collection[str]) -> None:
-        """Observer the modules of a model. tiled: names of tiled parts."""
-        inside = tuple(f"{name}." for name in tiled if name)
-        for path, module in list(nnx.iter_modules(model)):
+    def follow(self, model: nnx.Module, paths: Mapping[str, str]) -> None:
+        """Watch the modules of a model. paths: `tiling_paths` of it; a block's function is that of one class alone."""
+        inside = tuple(f"{name}." for name in paths if name)
+        left_out = {"", *(name for name, path in paths.items() if path == "tiled_block")}
+        for path, module in list(nnx.iter_modules(model)) if "" not in paths else ():
             name = plain_name(path)
-            if name and not name.startswith(inside) and "__call__" in dir(type(module)) and "" not in tiled:
+            if name not in left_out and not name.startswith(inside) and "__call__" in dir(type(module)):
                 object.__setattr__(module, "__class__", _watched(type(module), Told(self, name)))
 
     def _keep(self, name: str, x: Any, y: Any) -> None:
