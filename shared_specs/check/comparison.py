@@ -1,6 +1,6 @@
 """Two ways of training one model, and two more that say what rounding does, in whichever half trains them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -63,7 +63,7 @@ class TwoWays:
             reference=reference,
             plain_bytes=peaks[0],
             tiled_bytes=peaks[1],
-            notes=[note] if note else [],
+            notes=[text for text in (note, _tiled_already(plain.paths)) if text],
         )
         return plain, report
 
@@ -94,6 +94,16 @@ class TwoWays:
                 return found, dtype, ""
         why = reasons[0] if reasons else f"it is in {plain.computes}"
         return None, "", f"Limits are the usual ones: the untiled model has no training in higher precision ({why})."
+
+
+def _tiled_already(paths: Mapping[str, str]) -> str:
+    """Return what is to be said where the untiled model is tiled too."""
+    tiled = [name or "the model itself" for name, path in paths.items() if not path.startswith("untiled")]
+    if not tiled:
+        return ""
+    return (
+        f"The untiled model has tiled parts as well, {tiled[0]} first: give it as it was before, or plain=untile_model."
+    )
 
 
 WAYS: tuple[Way, Way] = ("untiled", "tiled")

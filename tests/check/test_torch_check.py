@@ -8,7 +8,7 @@ from torch import nn
 from shared_specs.errors import SpecError
 from tests.check.torch_faults import FAULTS
 from tests.check.torch_models import H, tiny, tokens
-from tiled_torch import check, tile, tile_model, tiling_paths
+from tiled_torch import check, tile, tile_model, tiling_paths, untile_model
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -108,3 +108,12 @@ def test_nothing_of_the_users_random_state_moves():
     before = torch.get_rng_state()
     check(tiny, tokens(), steps=1)
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_model_that_is_tiled_already_is_told():
+    model = tile_model(tiny(), num_shards=2)
+    (note,) = check(model, tokens(), steps=1).notes
+    assert note == (
+        "The untiled model has tiled parts as well, layers.0.mlp first: give it as it was before, or plain=untile_model."
+    )
+    assert check(model, tokens(), steps=1, plain=untile_model).notes == []
