@@ -23,7 +23,7 @@ DOCS_ENV := .venv-docs/.installed
 # The project goes in with the setuptools of the lock, and pip resolves nothing for it.
 INSTALL_PROJECT := -m pip install --quiet --no-deps --no-build-isolation --editable .
 FAST := tests --ignore=tests/gpu
-BY_CAPABILITY := $(addprefix tests/,app bridge collectives compat core habits kernels layers linear loss mlp models plans tile trainers)
+BY_CAPABILITY := $(addprefix tests/,app bridge check collectives compat core habits kernels layers linear loss mlp models plans tile trainers)
 OLD_TORCH := $(BY_CAPABILITY)
 # triton 3.6's interpreter does what NumPy no longer likes.
 OLD_TRITON := -W "ignore:Conversion of an array with ndim:DeprecationWarning"

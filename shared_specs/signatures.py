@@ -75,6 +75,18 @@ SIGNATURES: dict[str, tuple[Argument, ...]] = {
     ),
     "untile_model": (Argument("model"),),
     "tiling_paths": (Argument("model"),),
+    "check": (
+        Argument("model"),
+        Argument("batch"),
+        keyword("tile", None),
+        keyword("plain", None),
+        keyword("step", None),
+        keyword("plain_step", None),
+        keyword("optimizer", None),
+        keyword("steps", 2),
+        keyword("seed", 0),
+        keyword("wrt", REQUIRED, ONLY_JAX),  # flax.nnx.Param
+    ),
     "TiledMLP": (
         Argument("hidden_size"),
         Argument("intermediate_size"),
@@ -231,6 +243,7 @@ PUBLIC = (
     "TiledMoE",
     "Tiling",
     "UnsupportedError",
+    "check",
     "parallelize",
     "tile",
     "tile_model",

@@ -48,6 +48,13 @@ MODEL_FLOAT32 = 2e-5
 # at every point, a module's results and gradients in relative L2. gelu and its tanh form are 4.7e-4 and 2.5e-4 apart.
 FORMULA_FLOAT32 = 1e-5
 
+# A gradient that is shorter than this part of all of a model's together is rounding, as of a bias in front of a softmax.
+NOTHING = 1e-6
+
+# An element of a gradient whose size is below so many times the errors' root mean square may have the other sign: what an
+# optimizer that divides by the gradient's own size (Adam) makes of it is not known.
+KNOWN_SIGN = 8.0
+
 
 def limit(baseline_error: float, dtype: str) -> float:
     """Return the largest relative L2 error allowed for a result in `dtype` whose baseline errs by `baseline_error`."""

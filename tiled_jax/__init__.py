@@ -28,6 +28,7 @@ from shared_specs.errors import SpecError, UnsupportedError
 if TYPE_CHECKING:
     __version__: str
     from tiled_jax.backends import usable_backends
+    from tiled_jax.check.api import check
     from tiled_jax.functional import (
         tile,
         tiled_distillation_loss,
@@ -57,6 +58,7 @@ __all__ = [
     "TiledMoE",
     "Tiling",
     "UnsupportedError",
+    "check",
     "linen",
     "parallelize",
     "tile",
@@ -75,6 +77,7 @@ __all__ = [
 
 _MODULES = {
     "backends": ("usable_backends",),
+    "check.api": ("check",),
     "functional": (
         "tile",
         "tiled_distillation_loss",

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from shared_specs.app.command import main, shared_command
 from shared_specs.app.options import (
     BenchOptions,
+    CheckOptions,
     DoctorOptions,
     FinetuneOptions,
     ParityOptions,
@@ -72,10 +73,17 @@ def _parity(options: ParityOptions) -> int:
 
 
 def _verify(options: VerifyOptions) -> int:
-    from shared_specs.app.verify import verify
+    from shared_specs.app.verification.verify import verify
     from tiled_jax.commands.verify import JaxSubject
 
     return verify(options, "tiled_jax", JaxSubject)
+
+
+def _check(options: CheckOptions) -> int:
+    from shared_specs.app.verification.check import check_command
+    from tiled_jax.check.api import check
+
+    return check_command(options, "tiled_jax", check)
 
 
 COMMANDS = (
@@ -85,6 +93,7 @@ COMMANDS = (
     shared_command("doctor", "cli", _doctor),
     shared_command("parity", "cli,jax", _parity),
     shared_command("verify", "cli,jax", _verify),
+    shared_command("check", "cli,jax", _check),
     shared_command("tune", "cli,jax", _tune),
 )
 

@@ -26,6 +26,7 @@ from shared_specs.errors import UnsupportedError as UnsupportedError
 if TYPE_CHECKING:
     __version__: str
     from tiled_torch.backends import usable_backends as usable_backends
+    from tiled_torch.check.api import check as check
     from tiled_torch.functional import tile as tile
     from tiled_torch.functional import tiled_distillation_loss as tiled_distillation_loss
     from tiled_torch.functional import tiled_linear_cross_entropy as tiled_linear_cross_entropy
@@ -63,6 +64,7 @@ __all__ = [
     "TiledMoE",
     "Tiling",
     "UnsupportedError",
+    "check",
     "parallelize",
     "tile",
     "tile_model",
@@ -80,6 +82,7 @@ __all__ = [
 
 _MODULES = {
     "backends": ("usable_backends",),
+    "check.api": ("check",),
     "functional": (
         "tile",
         "tiled_distillation_loss",

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from shared_specs.app.finetune.processes import USER_ERRORS, SaidElsewhere, let_first_speak
 from shared_specs.app.options import (
     BenchOptions,
+    CheckOptions,
     DoctorOptions,
     FinetuneOptions,
     ParityOptions,
@@ -66,6 +67,10 @@ SHARED: dict[str, tuple[str, type]] = {
     "verify": (
         "Compare a module or a model of your own, tiled, with itself untiled: values, gradients, hooks and bytes.",
         VerifyOptions,
+    ),
+    "check": (
+        "Train a model of your own for a few steps, tiled and untiled, and say which tensor differs first.",
+        CheckOptions,
     ),
     "tune": ("Measure the GPU kernels' block sizes for one model's widths and write them to your table.", TuneOptions),
 }

@@ -535,3 +535,24 @@ class VerifyOptions:
         for name, known in (("scope", ("mlp", "block")), ("device", ("auto", "cpu", "gpu"))):
             if getattr(self, name) not in known:
                 raise InputError(f"verify: --{name} must be one of {', '.join(known)}, got {getattr(self, name)}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckOptions:
+    """Options of `check`."""
+
+    target: str | None = option(
+        None,
+        positional=True,
+        metavar="MODULE:FUNCTION",
+        help="a function of your own without arguments, such as package.module:function, that returns a dict: model and batch, "
+        "and what else the function check takes: tile, plain, step, plain_step, optimizer, steps, seed",
+    )
+    json: bool = option(False, help="print JSON instead of lines")
+
+    def check(self) -> None:
+        """Raise InputError where no function is named."""
+        if self.target is None:
+            raise InputError("check: one function must be given, such as check package.module:function.")
+        if not all(self.target.partition(":")):
+            raise InputError(f"check: the function must be package.module:name, got {self.target}.")

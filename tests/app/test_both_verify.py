@@ -138,7 +138,7 @@ def test_a_language_model_that_somebody_makes(half, capsys):
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_a_gradient_that_is_rounding_may_be_another(dtype):
     """As that of a key's bias is, in front of a softmax: by what a dtype rounds all of them by, and by no more."""
-    from shared_specs.app.verify import _errors
+    from shared_specs.app.verification.verify import _errors
 
     rounding = float(np.finfo(dtype).eps)
     truth = {"dw": np.ones(4), "db": np.full(4, 0.1 * rounding)}

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from tiled_torch.commands.bench.live_bytes import LiveBytes
+from tiled_torch.check.live_bytes import LiveBytes
 from tiled_torch.core.tensors import is_dtensor
 
 __all__ = ["FACTORS", "GemmFlop", "HeldBytes", "LiveBytes", "saved_bytes"]

@@ -26,6 +26,7 @@ SPEC_LEVELS = {
     "distillation": 5,
     "plans": 6,
     "kernels": 6,
+    "check": 6,
     "reference": 6,
     "app": 7,
 }
@@ -47,6 +48,7 @@ LEVELS = {
     "bridge": 6,
     "plans": 7,  # above models: a plan is applied to a finished model
     "compat": 7,
+    "check": 8,  # of whatever is trained
     "functional": 8,  # from here on nothing but public names, collected
     "modules": 8,
     "parallel": 8,

@@ -4,7 +4,20 @@ import ast
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-ROOMS = ("core", "collectives", "tile", "mlp", "loss", "linear", "moe", "layers", "distillation", "plans", "commands")
+ROOMS = (
+    "core",
+    "collectives",
+    "tile",
+    "mlp",
+    "loss",
+    "linear",
+    "moe",
+    "layers",
+    "distillation",
+    "plans",
+    "check",
+    "commands",
+)
 
 # Why a file stands in one half alone -> the files.
 ONLY_TORCH = {
@@ -41,7 +54,7 @@ ONLY_TORCH = {
     "torchao": "plans/float8.py",
     "checkpointing of a finished model": "plans/recompute.py",
     "layers that are called one by one; a compiled program tells of them from inside": "commands/finetune/watched_layers.py",
-    "XLA says itself what a program needs": "commands/bench/live_bytes.py",
+    "XLA says itself what a program needs": "check/live_bytes.py",
 }
 ONLY_JAX = {
     "operations that JAX does not have: loops with a carry, functions with a tangent of their own, a device's own tokens": (

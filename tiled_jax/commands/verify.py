@@ -13,10 +13,13 @@ from flax import nnx
 
 from shared_specs.app.models.weights import read_model
 from shared_specs.app.options import InputError, VerifyOptions
-from shared_specs.app.verify import Computed, check_subject, made, named_object, named_results
+from shared_specs.app.verification.target import made, named_object
+from shared_specs.app.verification.verify import Computed, check_subject
+from shared_specs.check.compare import named_results
 from shared_specs.config import Tiling
 from shared_specs.errors import UnsupportedError
 from tiled_jax import tile, tile_model, tiling_paths
+from tiled_jax.check.train import cast, computing_in
 from tiled_jax.models import Llama, LlamaConfig, from_hf, next_token_loss
 from tiled_jax.models.tiling import paths_that_ran
 
@@ -24,8 +27,8 @@ Arrays = dict[str, jax.Array]
 
 
 class JaxSubject:
-    """See `shared_specs.app.verify.Subject`. A module whose call takes `tokens` or `input_ids` first is a language model; where
-    it takes labels too, they are these tokens.
+    """See `shared_specs.app.verification.verify.Subject`. A module whose call takes `tokens` or `input_ids` first is a language
+    model; where it takes labels too, they are these tokens.
 
     JAX has no hooks, and a compiled step says by itself what memory it takes. What `train` changes nothing of, as of a decoder
     of `tiled_jax.models`, is the same function in training.
@@ -88,8 +91,8 @@ class JaxSubject:
             return self._step_of_model(tiled)
         wide = jnp.dtype(dtype)
         apart = tiled and not self._whole
-        given = (jax.tree.map(lambda a: _cast(a, wide), state) for state in (self._parameters, self._rest))
-        module = _computing_in(_drawing(nnx.merge(self._graph, *given), draw), wide)
+        given = (cast(state, wide) for state in (self._parameters, self._rest))
+        module = computing_in(_drawing(nnx.merge(self._graph, *given), draw), wide)
         if mode == "training":
             module.train()
         options = self._options
@@ -186,20 +189,6 @@ def _drawing(module: Any, draw: int) -> Any:
     """Return the module, whose streams of random numbers are others for another `draw`."""
     keys = nnx.state(module, nnx.RngKey)
     nnx.update(module, jax.tree.map(lambda key: jax.random.fold_in(key, draw), keys))
-    return module
-
-
-def _cast(array: Any, dtype: Any) -> Any:
-    """Return a floating-point array in this dtype; what else is there stays."""
-    return array.astype(dtype) if jnp.issubdtype(array.dtype, jnp.floating) else array
-
-
-def _computing_in(module: nnx.Module, dtype: Any) -> nnx.Module:
-    """Return the module, with what says in which dtype it computes saying this one."""
-    inside: Any
-    for _, inside in nnx.iter_modules(module):
-        if getattr(inside, "dtype", None) is not None:
-            inside.dtype = dtype
     return module
 
 

@@ -10,15 +10,17 @@ from torch import Tensor, nn
 
 from shared_specs.app.models.weights import model_folder
 from shared_specs.app.options import InputError, VerifyOptions
-from shared_specs.app.verify import Computed, check_subject, made, named_object, named_results
+from shared_specs.app.verification.target import made, named_object
+from shared_specs.app.verification.verify import Computed, check_subject
+from shared_specs.check.compare import named_results
 from shared_specs.errors import UnsupportedError
 from tiled_torch import tile, tile_model, tiling_paths
-from tiled_torch.commands.bench.live_bytes import LiveBytes
+from tiled_torch.check.live_bytes import peak_bytes
 
 
 class TorchSubject:
-    """See `shared_specs.app.verify.Subject`. A module whose forward takes input_ids is a language model; where it takes labels
-    too, they are these ids, and its loss is what goes backward.
+    """See `shared_specs.app.verification.verify.Subject`. A module whose forward takes input_ids is a language model; where it
+    takes labels too, they are these ids, and its loss is what goes backward.
     """
 
     def __init__(self, options: VerifyOptions) -> None:
@@ -65,16 +67,7 @@ class TorchSubject:
 
     def peak_bytes(self, tiled: bool) -> int:
         module, x = self._module("float32", tiled), self._input("float32")
-        if self._device.type == "cuda":
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            self._run(module, x, tiled)
-            torch.cuda.synchronize()
-            return torch.cuda.max_memory_allocated() - before
-        with LiveBytes() as live:
-            self._run(module, x, tiled)
-        return live.peak
+        return peak_bytes(lambda: self._run(module, x, tiled), self._device)
 
     def _run(self, module: nn.Module, x: Tensor, tiled: bool) -> dict[str, Tensor]:
         """Return everything floating that came out, after backward: of the loss alone where there is one."""

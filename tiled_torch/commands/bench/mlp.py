@@ -10,7 +10,7 @@ from torch import Tensor
 from shared_specs.app.bench.bench import Rows, check_results, measure_times, predicted_bytes
 from shared_specs.app.bench.workloads import MLPWorkload
 from shared_specs.mlp import costs as mlp_costs
-from tiled_torch.commands.bench.live_bytes import LiveBytes
+from tiled_torch.check.live_bytes import LiveBytes
 from tiled_torch.commands.bench.peers import (
     PEER_NOTE,
     PlainMLP,

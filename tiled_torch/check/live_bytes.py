@@ -1,9 +1,10 @@
 """The meter of memory: bytes of tensors, counted as they come and go, the same on every machine."""
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -48,3 +49,17 @@ class LiveBytes(TorchDispatchMode):
         self._changes.append((number, size))
         self.now += size
         self.peak = max(self.peak, self.now)
+
+
+def peak_bytes(run: Callable[[], Any], device: torch.device) -> int:
+    """Return the peak of what `run` makes, of a CPU counted, of a GPU asked of its allocator."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    with LiveBytes() as live:
+        run()
+    return live.peak

@@ -1,12 +1,9 @@
 """`verify`: a module or a model of the user's own, tiled, against itself untiled: values, gradients, hooks, bytes, paths."""
 
-import importlib
-import inspect
 import json
 import math
-import sys
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,11 +14,10 @@ from rich.table import Column, Table
 from shared_specs.app.finetune.processes import USER_ERRORS
 from shared_specs.app.options import InputError, VerifyOptions
 from shared_specs.app.progress import show_bytes
+from shared_specs.check.compare import error_of, least_of, length, limit_of
 from shared_specs.core.rounding import Array
-from shared_specs.tolerances import DISTRIBUTED_FLOAT64, MODEL_FLOAT32, limit
+from shared_specs.tolerances import MODEL_FLOAT32
 
-# A gradient that is shorter than this part of all together is rounding, as that of a bias in front of a softmax is.
-_NOTHING = 1e-6
 _DRAWS = "It draws random numbers, as dropout does; which ones a token gets depends on how tokens are cut."
 
 
@@ -152,22 +148,6 @@ def _draws(one: Computed, other: Computed) -> bool:
     return any(b is None or not np.array_equal(a, b, equal_nan=True) for a, b in pairs)
 
 
-def named_results(value: Any, is_result: Callable[[Any], bool], name: str = "y") -> dict[str, Any]:
-    """Return everything that is one among what a module returns, by its name: y, y[1], y.logits."""
-    if is_result(value):
-        return {name: value}
-    if hasattr(value, "_asdict"):
-        value = value._asdict()
-    elif is_dataclass(value) and not isinstance(value, Mapping | type):
-        value = {part.name: getattr(value, part.name) for part in fields(value)}
-    parts: list[tuple[str, Any]] = []
-    if isinstance(value, Mapping):
-        parts = [(f"{name}.{key}", part) for key, part in value.items()]
-    elif isinstance(value, tuple | list):
-        parts = [(f"{name}[{number}]", part) for number, part in enumerate(value)]
-    return {place: found for where, part in parts for place, found in named_results(part, is_result, where).items()}
-
-
 def check_subject(options: VerifyOptions, takes_tokens: bool) -> None:
     """Raise InputError for options that do not go with what was loaded: a language model, or a module of hidden states."""
     if not takes_tokens and options.hidden is None:
@@ -182,85 +162,21 @@ def _errors(
     dtype: str, truth: Mapping[str, Array], plain: Mapping[str, Array], tiled: Mapping[str, Array], *, alone: bool
 ) -> list[dict[str, Any]]:
     """Return the error of each result against its limit. alone: the truth itself is in this dtype, of a whole model."""
-    every = [truth[name].astype(np.float64) for name in truth if name[0] == "d" and name != "dx"]
-    length = math.sqrt(sum(float(np.square(array).sum()) for array in every))
+    nothing = least_of(truth[name] for name in truth if name[0] == "d" and name != "dx")
     rows = []
     for name in dict.fromkeys((*truth, *tiled)):
         if name not in truth or name not in tiled or truth[name].shape != tiled[name].shape:
             error, most = math.inf, 0.0
         else:
-            least = _NOTHING * length if name[0] == "d" else 0.0
-            error = _error(tiled[name], truth[name], least)
-            most = limit(_error(plain[name], truth[name], least), dtype)
-            most = max(MODEL_FLOAT32, most) if alone else max(most, DISTRIBUTED_FLOAT64)
-            if np.linalg.norm(truth[name].ravel()) < least:
-                most = max(
-                    most, float(np.finfo(dtype).eps) / _NOTHING
-                )  # of which no digit is known, in no order of sums
+            least = nothing if name[0] == "d" else 0.0
+            error = error_of(tiled[name], truth[name], least)
+            baseline = error_of(plain[name], truth[name], least)
+            rounding = length((truth[name],)) < least
+            most = limit_of(baseline, dtype, rounding=rounding, floor=MODEL_FLOAT32 if alone else 0.0)
         right = error <= most
         shown = error if math.isfinite(error) else str(error)
         rows.append({"dtype": dtype, "result": name, "error": shown, "limit": most, "right": right})
     return rows
-
-
-def _error(actual: Array, expected: Array, least: float) -> float:
-    """Return the relative L2 distance; of what is shorter than `least`, that to `least`."""
-    expected = expected.astype(np.float64)
-    distance = float(np.linalg.norm((actual.astype(np.float64) - expected).ravel()))
-    length = max(float(np.linalg.norm(expected.ravel())), least)
-    return distance / length if length else distance
-
-
-def named_object(target: str) -> Any:
-    """Return what `package.module:name` says, with the current folder among those that are looked in.
-
-    Raises:
-        InputError: it cannot be imported, or there is no such name in it.
-    """
-    module, _, name = target.partition(":")
-    if "" not in sys.path:
-        sys.path.insert(0, "")
-    try:
-        found: Any = importlib.import_module(module)
-    except Exception as error:
-        if isinstance(error, USER_ERRORS):
-            raise
-        raise InputError(f"verify: {module} cannot be imported ({type(error).__name__}: {error}).") from error
-    for part in name.split("."):
-        if not hasattr(found, part):
-            raise InputError(f"verify: the module must be package.module:name, got {target}: {module} has no {name}.")
-        found = getattr(found, part)
-    return found
-
-
-def made(target: str, found: Any, hidden: int | None, **known: Any) -> Any:
-    """Return what a class or a function returns, called without arguments or with those that it needs.
-
-    Args:
-        hidden: for the one parameter that is needed and is not among `known`, name -> value.
-    Raises:
-        InputError: it needs more, or it fails.
-    """
-    # A metaclass may hide what a class is made of.
-    maker = inspect.signature(found.__init__ if inspect.isclass(found) else found).parameters.values()
-    parameters = list(maker)[1:] if inspect.isclass(found) else maker
-    empty, many = inspect.Parameter.empty, (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    needed = [p.name for p in parameters if p.default is empty and p.kind not in many]
-    given = {name: known[name] for name in needed if name in known}
-    rest = [name for name in needed if name not in known]
-    if len(rest) > 1:
-        raise InputError(
-            f"verify: {target} must need no argument, or the hidden size alone, got one that needs {', '.join(rest)}. "
-            "Write a function that gives them."
-        )
-    if rest and hidden is None:
-        raise InputError(f"verify: --hidden must be given: {target} needs {rest[0]}.")
-    try:
-        return found(*[hidden] * len(rest), **given)
-    except Exception as error:
-        if isinstance(error, USER_ERRORS):
-            raise
-        raise InputError(f"verify: {target} fails ({type(error).__name__}: {error}).") from error
 
 
 def _print(half: str, options: VerifyOptions, found: Comparison, console: Console) -> None:

@@ -1,0 +1,1 @@
+"""`check`: a training step of the user's own, tiled and untiled, compared tensor by tensor."""
