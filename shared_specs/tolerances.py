@@ -22,8 +22,9 @@ DISTRIBUTED_FLOAT64 = 1e-12
 BENCH_GRADIENTS = 1e-5
 
 # Loss and gradients of a whole float32 model against float64, relative: what is further off is another model's. PyTorch's own
-# cross entropy over 49152 entries errs by a thousandth in the worst gradient.
-BENCH_MODEL = 1e-2
+# cross entropy over 49152 entries errs by a thousandth in the worst gradient. In bfloat16 the worst gradient of thirty layers
+# is off by a sixth, in the plain model too.
+BENCH_MODEL = {"float32": 1e-2, "bfloat16": 0.3}
 
 # Two ways to compute one thing on a GPU, relative L2 of a whole result. 16 bits: gate, up, h, dh, dgate and dup are each
 # rounded once in either, by half a unit at most (bfloat16: 0.17% on average); together that is 0.5%, and 1.6% allows each

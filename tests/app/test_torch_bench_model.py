@@ -1,5 +1,7 @@
 """`bench --op model`: its truth is float64 throughout, every variant is measured, and another model would be noticed."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -58,13 +60,16 @@ def test_the_truth_is_float64_but_for_the_angles_of_positions(case):
     assert loss == pytest.approx(plain, rel=DEMO_LOSS_RTOL)
 
 
-def test_every_variant_is_measured(folder):
-    rows = {row["variant"]: row for row in model.measure(SMALL, source=folder)}
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_variant_is_measured(folder, dtype):
+    """Against a truth of the very weights that it computes with, so that of 16 bits the roundings of products are left."""
+    rows = {row["variant"]: row for row in model.measure(replace(SMALL, dtype=dtype), source=folder)}
     assert list(rows) == ["plain", "tiled", "tiled, scope block"]
     for row in rows.values():
         assert row["workload"] == "small"
         assert row["loss_error"] == abs(row["loss"] - row["loss_float64"]) / row["loss_float64"]
-        assert 0 < row["worst_gradient_error"]
+        assert 0 < row["gradients_error"] < row["worst_gradient_error"]
+        assert (row["gradients_error"] > 1e-3) == (dtype == "bfloat16")
         assert row["worst_gradient"].startswith("model.")
 
 

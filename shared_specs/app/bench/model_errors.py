@@ -26,7 +26,8 @@ def tokens_of(workload: ModelWorkload, files: ModelFiles) -> Array:
 def measure_model(
     workload: ModelWorkload, truth: Found, runs: Mapping[str, Callable[[], Found]]
 ) -> list[dict[str, Any]]:
-    """Return one row a variant: the relative error of its loss, and that of its worst gradient, of which parameter. Shows them.
+    """Return one row a variant: the relative error of its loss, of all gradients as one vector, and of the worst of them, with
+    its parameter. Shows them.
 
     Args:
         truth: in float64. runs: name -> how to compute it; one after the other, so that one set of gradients exists.
@@ -38,7 +39,8 @@ def measure_model(
         loss, gradients = run()
         errors = {parameter: relative_error(gradients[parameter], truth[1][parameter]) for parameter in truth[1]}
         loss_error = abs(loss - truth[0]) / truth[0]
-        if not all(error <= BENCH_MODEL for error in (loss_error, *errors.values())):  # nor where it is NaN
+        most = BENCH_MODEL[workload.dtype]
+        if not all(error <= most for error in (loss_error, *errors.values())):  # nor where it is NaN
             raise RuntimeError(f"bench: {name} does not compute the model's loss and gradients")
         worst = max(errors, key=lambda parameter: errors[parameter])
         row = {
@@ -49,14 +51,23 @@ def measure_model(
             "loss_error": loss_error,
         }
         row |= {"worst_gradient_error": errors[worst], "worst_gradient": worst}
+        row["gradients_error"] = _of_all(gradients, truth[1])
         rows.append(row)
     _show(workload, rows)
     return rows
 
 
+def _of_all(gradients: Mapping[str, Array], truth: Mapping[str, Array]) -> float:
+    """Return the relative error of all gradients as one vector."""
+    off = sum(float(np.sum((gradients[name].astype(np.float64) - truth[name]) ** 2)) for name in truth)
+    return (off / sum(float(np.sum(truth[name] ** 2)) for name in truth)) ** 0.5
+
+
 def _show(workload: ModelWorkload, rows: list[dict[str, Any]]) -> None:
-    table = Table("variant", "loss", "worst gradient", "of", title=f"{workload.name}: errors against float64")
+    table = Table(
+        "variant", "loss", "gradients", "worst gradient", "of", title=f"{workload.name}: errors against float64"
+    )
     for row in rows:
-        errors = (f"{row[name]:.1e}" for name in ("loss_error", "worst_gradient_error"))
+        errors = (f"{row[name]:.1e}" for name in ("loss_error", "gradients_error", "worst_gradient_error"))
         table.add_row(row["variant"], *errors, row["worst_gradient"])
     Console().print(table)

@@ -10,6 +10,7 @@ from typing import Any
 
 from shared_specs.app.bench.gpu_tables import SHORT, expected_table, gpu_table, kernels_table
 from shared_specs.app.bench.records import latest, read_records, source_of
+from shared_specs.app.bench.workloads import MODEL_WORKLOADS
 from shared_specs.app.plan.decoder import MODELS
 from shared_specs.app.plan.published import NOT_COMPARABLE, PUBLISHED
 from shared_specs.app.plan.record import KIND as PLAN_KIND
@@ -90,12 +91,14 @@ def model_table(records: list[Record]) -> str:
     sources = {name: record for name, record in found.items() if record is not None}
     if not sources:
         return "No record yet.\n"
+    errors = ("loss_error", "gradients_error", "worst_gradient_error")
+    dtypes = {workload.name: workload.dtype for workload in MODEL_WORKLOADS}
     rows = [
-        [f"{name}, {row['variant']}", *(f"{row[error]:.1e}" for error in ("loss_error", "worst_gradient_error"))]
+        [f"{name}, {row['variant']}", dtypes[row["workload"]], *(f"{row[error]:.1e}" for error in errors)]
         for name, record in sources.items()
         for row in record["results"]
     ]
-    header = ["SmolLM2-135M, float32", "error of the loss", "error of the worst gradient"]
+    header = ["SmolLM2-135M", "dtype", "error of the loss", "of all gradients", "of the worst gradient"]
     return _rows(header, rows, *sources.values())
 
 

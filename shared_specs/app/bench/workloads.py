@@ -175,11 +175,15 @@ MESH_WORKLOADS = (
 
 @dataclass(frozen=True, kw_only=True)
 class ModelWorkload:
-    """One sequence of real text through a whole model in float32, of which errors are measured and no time."""
+    """One sequence of real text through a whole model, of which errors are measured and no time.
+
+    dtype: of the weights and products, in JAX of products alone, of weights that are rounded to it.
+    """
 
     name: str
     tokens: int
     reason: str
+    dtype: str = "float32"
 
 
 MODEL_WORKLOADS = (
@@ -187,6 +191,12 @@ MODEL_WORKLOADS = (
         name="smollm2-135m-512-tokens",
         tokens=512,
         reason="the default model of `finetune` on the default text: what a user's loss and gradients are off by",
+    ),
+    ModelWorkload(
+        name="smollm2-135m-512-tokens-bfloat16",
+        tokens=512,
+        reason="the same in the dtype that most training is in, whose roundings are what it is off by, tiled or not",
+        dtype="bfloat16",
     ),
 )
 

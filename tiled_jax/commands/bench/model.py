@@ -1,4 +1,4 @@
-"""`bench --op model` in JAX: a Flax decoder in float32, plain and tiled, against itself in float64."""
+"""`bench --op model` in JAX: a Flax decoder in 32 and 16 bits, plain and tiled, against itself in float64."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -31,29 +31,36 @@ def measure(workload: ModelWorkload, repeats: int = 1, source: str | None = None
     """Return one result a variant. source: a model on disk; None is SmolLM2-135M."""
     files = read_model(source)
     ids = tokens_of(workload, files)
-    return measure_model(workload, truth_of(files, ids), variants(files, ids))
+    return measure_model(workload, truth_of(files, ids, workload.dtype), variants(files, ids, workload.dtype))
 
 
-def variants(files: ModelFiles, ids: Array) -> dict[str, Callable[[], Found]]:
-    """Name -> how to compute the loss and every gradient."""
-    tiling = Tiling(num_shards=4)
+def variants(files: ModelFiles, ids: Array, dtype: str = "float32") -> dict[str, Callable[[], Found]]:
+    """Name -> how to compute the loss and every gradient. dtype: of the products; weights are rounded to it."""
+    tiling = {"tiling": Tiling(num_shards=4)}
+    options: dict[str, dict[str, Any]] = {
+        "plain": {"plain": True},
+        "tiled": tiling,
+        "tiled, scope block": tiling | {"scope": "block"},
+    }
     return {
-        "plain": partial(results_of, files, ids, {"plain": True}),
-        "tiled": partial(results_of, files, ids, {"tiling": tiling}),
-        "tiled, scope block": partial(results_of, files, ids, {"tiling": tiling, "scope": "block"}),
+        name: partial(results_of, files, ids, own | {"dtype": dtype}, rounded_to=dtype) for name, own in options.items()
     }
 
 
-def truth_of(files: ModelFiles, ids: Array) -> Found:
+def truth_of(files: ModelFiles, ids: Array, rounded_to: str = "float32") -> Found:
     """Return the loss of the next token and every gradient in float64."""
     # Flax's norms promote float64 and float32, the least they compute in, which strict promotion refuses.
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-        return results_of(files, ids, TRUTH)
+        return results_of(files, ids, TRUTH, rounded_to=rounded_to)
 
 
-def results_of(files: ModelFiles, ids: Array, options: Mapping[str, Any]) -> Found:
-    """Return the loss of the next token and every gradient by its Hugging Face name. options: of `Llama`."""
+def results_of(files: ModelFiles, ids: Array, options: Mapping[str, Any], *, rounded_to: str = "float32") -> Found:
+    """Return the loss of the next token and every gradient by its Hugging Face name.
+
+    options: of `Llama`. rounded_to: a dtype that has the weights.
+    """
     function, parameters = loss_and_gradients(files, ids, options)
+    parameters = jax.tree.map(lambda a: a.astype(rounded_to).astype(a.dtype), parameters)
     loss, gradients = jax.jit(function)(parameters)
     return loss.item(), to_hf(gradients)
 

@@ -1,4 +1,4 @@
-"""`bench --op model` in PyTorch: a Hugging Face model in float32, plain and tiled, against itself in float64."""
+"""`bench --op model` in PyTorch: a Hugging Face model in 32 and 16 bits, plain and tiled, against itself in float64."""
 
 import copy
 from collections.abc import Callable
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from shared_specs.app.bench.model_errors import Found, measure_model, tokens_of
+from shared_specs.app.bench.model_errors import Array, Found, measure_model, tokens_of
 from shared_specs.app.bench.workloads import ModelWorkload
 from shared_specs.app.models.weights import read_model
 from tiled_torch.commands.finetune.trainer import build_model
@@ -31,7 +31,7 @@ def measure(workload: ModelWorkload, repeats: int = 1, source: str | None = None
     """Return one result a variant. source: a model on disk; None is SmolLM2-135M."""
     files = read_model(source)
     ids = torch.from_numpy(tokens_of(workload, files))
-    model = build_model(files.config, files.weights, torch.device("cpu"))
+    model = build_model(files.config, files.weights, torch.device("cpu")).to(getattr(torch, workload.dtype))
     return measure_model(workload, truth_of(model, ids), variants(model, ids))
 
 
@@ -64,9 +64,10 @@ def truth_of(model: PreTrainedModel, ids: Tensor) -> Found:
 
 def results_of(model: nn.Module, loss: Tensor) -> Found:
     loss.backward()
-    return loss.item(), {name: _gradient(p).numpy() for name, p in model.named_parameters()}
+    return loss.item(), {name: _gradient(p) for name, p in model.named_parameters()}
 
 
-def _gradient(parameter: nn.Parameter) -> Tensor:
+def _gradient(parameter: nn.Parameter) -> Array:
+    """NumPy has no bfloat16."""
     assert parameter.grad is not None
-    return parameter.grad
+    return (parameter.grad.float() if parameter.dtype == torch.bfloat16 else parameter.grad).numpy()
