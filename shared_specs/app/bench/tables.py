@@ -85,20 +85,21 @@ def accuracy_table(records: list[Record], half: str) -> str:
     return _rows(["variant", "worst weight-gradient error", "error / plain, worst weight"], rows, record)
 
 
-def model_table(records: list[Record]) -> str:
-    """Return the errors of a whole model's loss and of its worst gradient, plain and tiled, in both halves."""
+def model_table(records: list[Record], dtype: str) -> str:
+    """Return the errors of a whole model's loss and of its gradients, plain and tiled, in both halves."""
     found = {name: latest(records, "model", half) for half, name in HALVES.items()}
     sources = {name: record for name, record in found.items() if record is not None}
     if not sources:
         return "No record yet.\n"
     errors = ("loss_error", "gradients_error", "worst_gradient_error")
-    dtypes = {workload.name: workload.dtype for workload in MODEL_WORKLOADS}
+    wanted = {workload.name for workload in MODEL_WORKLOADS if workload.dtype == dtype}
     rows = [
-        [f"{name}, {row['variant']}", dtypes[row["workload"]], *(f"{row[error]:.1e}" for error in errors)]
+        [f"{name}, {row['variant']}", *(f"{row[error]:.1e}" for error in errors)]
         for name, record in sources.items()
         for row in record["results"]
+        if row["workload"] in wanted
     ]
-    header = ["SmolLM2-135M", "dtype", "error of the loss", "of all gradients", "of the worst gradient"]
+    header = [f"SmolLM2-135M, {dtype}", "error of the loss", "of all gradients", "of the worst gradient"]
     return _rows(header, rows, *sources.values())
 
 
@@ -225,7 +226,8 @@ TABLES: dict[str, Callable[[list[Record]], str]] = {
     "mesh-jax": mesh_table,
     "accuracy-torch": lambda records: accuracy_table(records, "tiled_torch"),
     "accuracy-jax": lambda records: accuracy_table(records, "tiled_jax"),
-    "model": model_table,
+    "model": lambda records: model_table(records, "float32"),
+    "model-bfloat16": lambda records: model_table(records, "bfloat16"),
     "alternatives": alternatives_table,
     "gpu-mlp": lambda records: gpu_table(records, "mlp"),
     "gpu-mlp-short": lambda records: gpu_table(records, "mlp", SHORT),
