@@ -819,6 +819,13 @@ MUTANTS = (
     ),
     # JAX: the losses.
     Mutant(
+        "JAX: the normaliser reads unrounded logits, the probabilities rounded ones",
+        "tiled_jax/loss/math.py",
+        "return barrier(logits) if logits.dtype.itemsize < 4 else logits",
+        "return logits",
+        "tests/loss/test_jax_large_logits.py",
+    ),
+    Mutant(
         "JAX: smoothing forgets the vocabulary's size",
         "tiled_jax/loss/math.py",
         "c=g_loss * (smooth / rules.vocab) if smooth else None",

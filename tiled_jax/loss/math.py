@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from shared_specs.config import LossOptions
+from tiled_jax.core.linear_call import barrier
 from tiled_jax.core.loops import vary_over, varying
 from tiled_jax.core.products import linear, product, product_of_rows, wide
 
@@ -131,8 +132,14 @@ def signed(rules: Rules, logits: jax.Array) -> jax.Array:
 
 
 def logits_of(x: jax.Array, part: Part) -> jax.Array:
+    """Return the logits [t, v] in the dtype of x, as all who read them see them.
+
+    Behind a product XLA may leave out a rounding to 16 bits for one reader, such as the normaliser, and not for another:
+    probabilities of unrounded logits and rounded ones then add up to more or less than 1. No reader is fused past a barrier.
+    """
     assert part.weight is not None
-    return linear(x, part.weight, part.bias)
+    logits = linear(x, part.weight, part.bias)
+    return barrier(logits) if logits.dtype.itemsize < 4 else logits
 
 
 def nothing(tokens: int, dtype: jnp.dtype, options: LossOptions) -> Statistics:
