@@ -49,5 +49,5 @@ def test_every_variant_is_measured(files: ModelFiles, dtype: str) -> None:
         assert row["workload"] == "small"
         assert row["loss_error"] == abs(row["loss"] - row["loss_float64"]) / row["loss_float64"]
         assert 0 < row["gradients_error"] < row["worst_gradient_error"]
-        assert (row["gradients_error"] > 1e-3) == (dtype == "bfloat16")
+        assert (row["gradients_error"] > DEMO_LOSS_RTOL) == (dtype == "bfloat16")
         assert row["worst_gradient"].startswith("model.")
