@@ -2,6 +2,7 @@
 
 from shared_specs.app.bench.gpu_tables import EXPECTED, KERNELS, MEASURED
 from shared_specs.app.bench.tables import TABLES, render
+from shared_specs.app.bench.workloads import MODEL_WORKLOADS
 
 HARDWARE = {"cpu": "c", "cores": 1, "memory_bytes": 2**30}
 BASE = {"date": "2026-01-01T00:00:00Z", "hardware": HARDWARE, "versions": {"python": "3.11"}}
@@ -61,7 +62,7 @@ def test_simulations():
     older = BASE | {"kind": "plan", "half": "tiled_torch", "results": [results[0] | {"simulated_bytes": 2**30}]}
     lines = table("plan", older, BASE | {"kind": "plan", "half": "tiled_torch", "results": results})
     assert [line.split("|")[3].strip() for line in lines[2:4]] == ["131072", "1048576"]
-    assert lines[3] == "| tiled_torch | qwen3-8b | 1048576 | 8 | 32.5 | 32.0 | 1.0 | 1.015 |"
+    assert lines[3] == "| tiled_torch | qwen3-8b | 1048576 | 8 | 28.8 | 32.0 | 1.0 | 0.901 |"
     assert table("plan") == ["No record yet."]
 
 
@@ -156,14 +157,25 @@ def test_a_number_that_differs_is_noticed():
 
 
 def test_a_whole_model():
-    result = {"variant": "tiled", "loss_error": 4.6e-7, "worst_gradient_error": 3.14e-5, "worst_gradient": "norm"}
-    torch, jax = (BASE | {"kind": "model", "half": half, "results": [result]} for half in ("tiled_torch", "tiled_jax"))
-    of_torch, of_jax = (f"| {name}, tiled | 4.6e-07 | 3.1e-05 |" for name in ("PyTorch", "JAX"))
+    """Each dtype has a table of its own."""
+    errors = {
+        "loss_error": 4.6e-7,
+        "gradients_error": 1.2e-5,
+        "worst_gradient_error": 3.14e-5,
+        "worst_gradient": "norm",
+    }
+    wide, narrow = MODEL_WORKLOADS
+    assert (wide.dtype, narrow.dtype) == ("float32", "bfloat16")
+    results = [{"variant": "tiled", "workload": wide.name, **errors}]
+    results.append(results[0] | {"workload": narrow.name, "loss_error": 5e-4})
+    torch, jax = (BASE | {"kind": "model", "half": half, "results": results} for half in ("tiled_torch", "tiled_jax"))
+    of_torch, of_jax = (f"| {name}, tiled | 4.6e-07 | 1.2e-05 | 3.1e-05 |" for name in ("PyTorch", "JAX"))
     assert table("model", torch)[2:4] == [of_torch, ""]
     both = table("model", torch, jax)
     assert both[2:5] == [of_torch, of_jax, ""]
     assert len(both) == 7, "a line of versions for each record"
     assert table("model") == ["No record yet."]
+    assert table("model-bfloat16", torch)[2] == "| PyTorch, tiled | 5.0e-04 | 1.2e-05 | 3.1e-05 |"
 
 
 def test_alternatives():

@@ -68,7 +68,7 @@ def gpu_table(records: list[Record], name: str, only: tuple[str, ...] = ()) -> s
 def _predicted(record: Record, result: Record) -> Record:
     """Return a result with the bytes that the formulas of today predict: when the layers of JAX were measured, they did not
     count what cuDNN's attention works with."""
-    shape = record["shape"]
+    shape = record.get("shape", {})
     if "decoder" not in shape or record["half"] != "tiled_jax" or not result.get("predicted_bytes"):
         return result
     sizes = Decoder(**shape["decoder"]), shape["tokens"], shape["shard_tokens"], 2
