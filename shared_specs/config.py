@@ -44,9 +44,10 @@ class Tiling:
         deterministic: whether results are the same to the last bit at every shard count (MLP). Every product is then made
             by a kernel of the project's own, which adds in one order; UnsupportedError where none can run, and in
             tiled_jax where gradients of weights are asked of shards of two lengths.
-        token_axes: mesh axes that cut the tokens of a call outside of `jax.shard_map` (tiled_jax), as in a PartitionSpec: a
-            name, or for each leading dim of x a name, a tuple of names, or None. The call is then a `jax.shard_map` over
-            them. None finds out by itself how tokens are cut.
+        token_axes: mesh axes that cut the tokens of a call (tiled_jax), as in a PartitionSpec: a name, or for each leading
+            dim of x a name, a tuple of names, or None. The call is then a `jax.shard_map` over them. None finds out by
+            itself how tokens are cut, but for Auto axes that a `jax.shard_map` around the call leaves out: there every
+            device computes the tokens of all, unless the axes are named here.
     """
 
     num_shards: int | None = None

@@ -141,10 +141,10 @@ def _jax_files_share_what_was_compiled(request: pytest.FixtureRequest) -> None:
         request.getfixturevalue("compiled_once_a_session")
 
 
-@pytest.hookimpl(tryfirst=True)  # before -m is heard
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of a test with `deep_but(n)` all cases but the first n are deep. PyTorch warns of operations on a GPU that the fixture
-    above makes it watch."""
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # before -m is heard, and behind what shuffles
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+    """Of a test with `deep_but(n)` all cases but the first n are deep; one marked `last_of_file` comes behind its whole file.
+    PyTorch warns of operations on a GPU that the fixture above makes it watch."""
     cases: Counter[str] = Counter()
     for item in items:
         marker = item.get_closest_marker("deep_but")
@@ -156,3 +156,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.filterwarnings("ignore:.*deterministic:UserWarning"))
     add_second_tries(config, items)
+    yield
+    for last in [item for item in items if item.get_closest_marker("last_of_file")]:
+        items.remove(last)
+        others = [i for i, item in enumerate(items) if item.path == last.path]
+        items.insert(others[-1] + 1 if others else len(items), last)

@@ -26,6 +26,7 @@ def test_case(case: LinearCase, half: Half) -> None:
     assert_linear_case(case, results)
 
 
+@pytest.mark.last_of_file
 def test_every_collected_case_ran(request: pytest.FixtureRequest) -> None:
     """All skipped is red: as many cases ran, per half, as were collected."""
     collected: Counter[str] = Counter()

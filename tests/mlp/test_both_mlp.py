@@ -22,6 +22,7 @@ def test_case(case: MLPCase, half: str, backend: str) -> None:
     assert_case(case, results)
 
 
+@pytest.mark.last_of_file
 def test_every_collected_case_ran(request: pytest.FixtureRequest) -> None:
     """All skipped is red: as many cases ran, per half and backend, as were collected."""
     collected: Counter[tuple[str, str]] = Counter()

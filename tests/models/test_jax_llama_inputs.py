@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from shared_specs.errors import SpecError, UnsupportedError
 from tests.plans.jax_parallel_models import llama_config
 from tiled_jax import TiledLinear, TiledLinearCrossEntropy, TiledMLP
-from tiled_jax.models import Llama, next_token_loss
+from tiled_jax.models import Llama, from_hf, next_token_loss, to_hf
 
 
 @pytest.fixture(scope="module")
@@ -95,3 +95,10 @@ def test_an_initialiser_that_is_none_is_refused(module: Any, name: str) -> None:
     message = f"{module.__name__}: {name} must be an initialiser, as jax.nn.initializers has them, got NoneType"
     with pytest.raises(TypeError, match=message):
         module(8, 12, **{name: None}, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("read", [lambda model: from_hf(model, {}), to_hf])
+def test_weights_are_read_into_a_state(read: Any, model: Llama) -> None:
+    message = r"^(from|to)_hf: parameters must be the nnx.State of a model, got Llama\. nnx\.state\(model, nnx\.Param\)"
+    with pytest.raises(TypeError, match=message):
+        read(model)

@@ -21,7 +21,7 @@ from shared_specs.config import LossOptions, Tiling
 from tests.core.jax_counting import temp_bytes
 from tests.core.jax_program import counted
 from tests.mlp.jax_untiled import loss_operands, mlp, operands, y_and_gradients
-from tiled_jax import SpecError, tile, tiled_linear_cross_entropy, tiled_loss, tiled_mlp
+from tiled_jax import SpecError, UnsupportedError, tile, tiled_linear_cross_entropy, tiled_loss, tiled_mlp
 
 pytestmark = pytest.mark.ranks
 
@@ -136,6 +136,69 @@ def test_named_token_axes(token_axes: Any, same: Any) -> None:
         actual = step(*arrays)
     assert "CustomSPMDPartitioning" not in text
     same(actual, y_and_gradients(mlp)(*arrays))
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_axes_that_a_shard_map_leaves_out(checked: bool, same: Any) -> None:
+    """Tokens cut by an Auto axis that the `shard_map` around the call leaves out: named, a device computes its own alone."""
+    mesh, arrays = mesh_of(), operands(B, S, hidden=H, intermediate=I)
+    given = split(mesh, arrays, BOTH, WHOLE)
+
+    def step_with(tiling: Tiling) -> Any:
+        def total(x: jax.Array, *weights: jax.Array) -> jax.Array:
+            y = tiled_mlp(x, *weights, tiling=tiling)
+            return lax.psum(jnp.sum(y * jnp.cos(y)), "data")
+
+        specs, axes = (P("data"), P(), P(), P()), {"data"}
+        return step_of(
+            jax.shard_map(total, mesh=mesh, in_specs=specs, out_specs=P(), axis_names=axes, check_vma=checked), arrays
+        )
+
+    named, left = (step_with(Tiling(num_shards=N, token_axes=axes)) for axes in (("data", "context"), None))
+    outside, inside, products = counted(named.lower(*given).compile().as_text())
+    assert not inside
+    assert not outside["all-gather"]
+    of_one = B * S // 8 * 11 * H * I
+    assert of_one / 2 <= products <= of_one, "a device computes what others compute"
+    assert counted(left.lower(*given).compile().as_text())[0]["all-gather"], "JAX has learned what a name says here"
+    expected = step_of(scalar(layer), arrays)(*arrays)
+    for step in (named, left):
+        same(step(*given), expected)
+
+
+def test_gradients_of_weights_are_summed_over_two_axes_at_once(same: Any) -> None:
+    """Batch and sequence on an axis each: XLA sums gradients of the untiled MLP over one axis and then over the other."""
+    tiled, plain, arrays, _ = case("tiled_mlp")
+    given = split(mesh_of(), arrays, BOTH, WHOLE)
+    sums = [
+        re.findall(r" = \((.*?)\) all-reduce(?:-start)?\(", step_of(fn, arrays).lower(*given).compile().as_text() or "")
+        for fn in (tiled, plain)
+    ]
+    of_weights = [sum(f"[{H},{I}]" in each or f"[{I},{H}]" in each for each in found) for found in sums]
+    assert of_weights == [1, 2]
+
+
+def test_names_inside_a_shard_map_are_checked() -> None:
+    x, *weights = operands(B, S, hidden=H, intermediate=I, dtype=jnp.float32)
+    tiled = partial(tiled_mlp, tiling=Tiling(token_axes="model"))
+    specs = {"in_specs": (P("data"), P(), P(), P()), "out_specs": P("data"), "axis_names": {"data"}}
+    message = r"tiled_mlp: token_axes must be axes of the mesh that is here \(data, context\), got model"
+    with pytest.raises(SpecError, match=message):
+        jax.shard_map(tiled, mesh=mesh_of(), **specs)(x, *weights)
+
+
+def test_explicit_axes_that_a_typed_shard_map_leaves_out() -> None:
+    """`tile` traces fn without such types; the others take them."""
+    mesh = jax.make_mesh((4, 2), ("data", "context"), axis_types=(AxisType.Auto, AxisType.Explicit))
+    x, *weights = place(
+        mesh, operands(B, S, hidden=H, intermediate=I, dtype=jnp.float32), [P(None, "context")] + [P()] * 3
+    )
+    specs = {"in_specs": (P("data"), P(), P(), P()), "out_specs": P("data"), "axis_names": {"data"}}
+    message = (
+        r"tile: x must be cut by no Explicit axis \(context\) that a shard_map over data with check_vma=True leaves out"
+    )
+    with jax.set_mesh(mesh), pytest.raises(UnsupportedError, match=message):
+        jax.jit(jax.shard_map(tile(layer, num_shards=N), mesh=mesh, **specs))(x, *weights)
 
 
 @pytest.mark.parametrize(

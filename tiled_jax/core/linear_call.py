@@ -18,6 +18,8 @@ from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 
+from tiled_jax.core.loops import vary_over, varying
+
 Arrays = dict[str, jax.Array]
 
 
@@ -281,6 +283,14 @@ def barrier(values: Any) -> Any:
     return lax.optimization_barrier(values)
 
 
-@barrier.defjvp
 def _barrier_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
-    return barrier(*primals), tangents[0]
+    """In a `shard_map` all results are typed as varying along the axes of any of them, and so their tangents have to be."""
+
+    def typed(a: jax.Array, t: Any) -> Any:
+        return zero_from_primal(a, symbolic_zeros=True) if isinstance(t, SymbolicZero) else vary_over(t, varying(a))
+
+    results = barrier(*primals)
+    return results, jax.tree.map(typed, results, tangents[0])
+
+
+barrier.defjvp(_barrier_jvp, symbolic_zeros=True)

@@ -20,6 +20,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shared_specs.errors import fail, show_shape
+from tiled_jax.core.loops import varying
 
 Arrays = dict[str, jax.Array]
 Axes = tuple[str, ...]
@@ -42,6 +43,11 @@ class Split:
     @property
     def token_axes(self) -> Axes:
         return tuple(axis for axes in self.tokens or () for axis in axes)
+
+    @property
+    def typed(self) -> bool:
+        """Return whether this stands in a `shard_map` of the caller's whose types say along which axes a value varies."""
+        return any(varying(lax.axis_index(axis)) for axis in self.mesh.manual_axes)
 
     @property
     def on_device(self) -> AbstractMesh:
@@ -82,11 +88,13 @@ def split_of(
     columns: weights with the dim that tensor parallelism splits.
     """
     here = jax.sharding.get_abstract_mesh()
-    if here.manual_axes:
-        _check_manual(function, token_axes, here)
-        return None
     arrays = [x, *others]
-    mesh = next((m for m in map(_mesh_of, arrays) if m.size > 1), here)
+    if here.manual_axes:
+        mesh, token_axes = here, _not_manual(function, token_axes, here)
+        if token_axes is None and not here.explicit_axes:
+            return None
+    else:
+        mesh = next((m for m in map(_mesh_of, arrays) if m.size > 1), here)
     if token_axes is not None:
         return _named(function, x, token_axes, mesh)
     if mesh.size <= 1 or x.size == 0 or x.ndim < 2:
@@ -142,13 +150,17 @@ def _named(function: str, x: jax.Array, token_axes: Any, mesh: AbstractMesh) -> 
     return Split(mesh, tokens, (), frozenset(names) | frozenset(mesh.explicit_axes))
 
 
-def _check_manual(function: str, token_axes: Any, mesh: AbstractMesh) -> None:
-    """Inside a `shard_map` a device has its own tokens already: there the option may only name the axes of that."""
+def _not_manual(function: str, token_axes: Any, mesh: AbstractMesh) -> tuple[Axes, ...] | None:
+    """Return the named axes that a `shard_map` of the caller's has left to XLA; None where there is none.
+
+    Along the axes of the `shard_map` itself a device has its own tokens already.
+    """
     entries = (token_axes,) if isinstance(token_axes, str) else token_axes or ()
-    for name in (name for entry in entries for name in _names(entry)):
-        if name not in mesh.manual_axes:
-            rule = f"None, or axes of the surrounding shard_map ({', '.join(mesh.manual_axes)})"
-            fail(function, "token_axes", rule, repr(name))
+    named = tuple(map(_names, entries))
+    if unknown := [name for axes in named for name in axes if name not in mesh.axis_names]:
+        fail(function, "token_axes", f"axes of the mesh that is here ({', '.join(mesh.axis_names)})", unknown[0])
+    left = tuple(tuple(name for name in axes if name not in mesh.manual_axes) for axes in named)
+    return left if any(left) else None
 
 
 def as_typed(primal: jax.Array, d: jax.Array) -> jax.Array:
@@ -223,7 +235,7 @@ def _mapped(op: TokenOp, split: Split, rows: Arrays, whole: Arrays) -> tuple[Arr
         in_specs=given,
         out_specs=specs.of(*forms),
         axis_names=set(split.manual),
-        check_vma=False,
+        check_vma=split.typed,
     )
     if len(split.manual) < len(split.mesh.axis_names):  # outside of any jit JAX takes such specs for those of all axes
         mapped = jax.jit(mapped)

@@ -30,7 +30,7 @@ def may_stop_early(outputs: Collection[str], targets: jax.Array, axis: str | Non
     if {*EVERY_ROW_OUTPUTS} & {*outputs}:
         return False
     mesh = jax.sharding.get_abstract_mesh() if split is None else split.mesh
-    manual = {*mesh.manual_axes} if split is None else {*split.manual}
+    manual = {*mesh.manual_axes} | (set() if split is None else {*split.manual})
     left_to_xla = manual and any(mesh.shape[name] > 1 for name in mesh.axis_names if name not in manual)
     if axis is None and not left_to_xla:
         return True

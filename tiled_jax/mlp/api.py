@@ -82,8 +82,9 @@ def tiled_mlp(
         of each weight is summed over devices once a call. That holds inside `jax.shard_map`, under plain `jit` for arrays
         on an Auto mesh, and on Explicit axes. Under plain `jit` it is a `custom_partitioning`, with which JAX finds no
         program in its compilation cache on disk and serialises no export for several devices: `Tiling.token_axes` is a
-        `jax.shard_map` instead. Derivatives of derivatives, and gradients under `jax.vmap`, are left to XLA on Auto
-        axes, and so is `deterministic`. Columns of weights may be sharded too.
+        `jax.shard_map` instead. It also names the axes that a `jax.shard_map` around the call leaves out: see there.
+        Derivatives of derivatives, and gradients under `jax.vmap`, are left to XLA on Auto axes, and so is
+        `deterministic`. Columns of weights may be sharded too.
     Derivatives: of forward and reverse mode, and of each other.
     Source: derived in shared_specs/README.md.
     Example:

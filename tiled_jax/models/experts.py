@@ -155,7 +155,7 @@ class _ExpertShards:
         return lax.fori_loop(0, self._last[-1], lambda j, carry: body(self._shard(j), carry), carry)
 
     def _shard(self, j: jax.Array) -> _ExpertShard:
-        expert = jnp.searchsorted(self._last, j, side="right").astype(jnp.int32)
+        expert = jnp.sum(self._last <= j, dtype=jnp.int32)
         before = jnp.where(expert == 0, 0, self._last[jnp.maximum(expert - 1, 0)])
         places = self._starts[expert] + (j - before) * self.rows + jnp.arange(self.rows, dtype=jnp.int32)
         there = places < self._stops[expert]

@@ -13,6 +13,7 @@ from shared_specs.config import LossOptions, Tiling
 from shared_specs.errors import UnsupportedError, error_text, fail, fail_type, show_shape
 from shared_specs.layers.documents import NOTHING_LEFT
 from tiled_jax.core.arrays import array
+from tiled_jax.core.linear_call import Arrays, Saved, differentiable
 from tiled_jax.core.params import as_operands
 from tiled_jax.core.products import wide
 from tiled_jax.layers.documents import documents_of_restarts, shifted_labels
@@ -22,7 +23,6 @@ from tiled_jax.tile.loss import tiled_loss
 
 _NAME = "next_token_loss"
 BATCH = ("input_ids", "labels", "shift_labels", "position_ids", "attention_mask", "segment_ids")
-SavedLogits = tuple[jax.Array, jax.Array, jax.Array]
 IGNORED = LossOptions().ignore_index
 
 
@@ -214,28 +214,48 @@ def _check(given: Mapping[str, jax.Array]) -> None:
             fail(_NAME, f"batch[{name!r}]", f"of shape {like}", show_shape(value.shape))
 
 
-@jax.custom_vjp
 def _mean_cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
     """logits: [rows, vocab_size]; targets: [rows]."""
-    return _forward(logits, targets)[0]
+    return _of_logits(None, {"logits": logits, "targets": targets})["loss"]
 
 
-def _forward(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, SavedLogits]:
-    valid = targets != IGNORED
-    acc = wide(logits.dtype)
-    lse = jax.nn.logsumexp(logits.astype(acc), axis=-1)
-    of_target = jnp.take_along_axis(logits, jnp.where(valid, targets, 0)[:, None], axis=-1)[:, 0].astype(acc)
-    return jnp.sum(jnp.where(valid, lse - of_target, 0.0)) / valid.sum().astype(acc), (logits, lse, targets)
+class _MeanRules:
+    """Operands "logits" and "targets", result "loss".
+
+    Written out so that XLA makes of the gradient one pass over the logits, in place; of the derivative it makes two arrays.
+    """
+
+    @staticmethod
+    def forward(call: None, operands: Arrays) -> Arrays:
+        return _MeanRules.save(call, operands, ())[0]
+
+    @staticmethod
+    def save(call: None, operands: Arrays, wanted: tuple[str, ...]) -> tuple[Arrays, Saved]:
+        logits, targets = operands["logits"], operands["targets"]
+        valid = targets != IGNORED
+        acc = wide(logits.dtype)
+        lse = jax.nn.logsumexp(logits.astype(acc), axis=-1)
+        of_target = jnp.take_along_axis(logits, jnp.where(valid, targets, 0)[:, None], axis=-1)[:, 0].astype(acc)
+        loss = jnp.sum(jnp.where(valid, lse - of_target, 0.0)) / valid.sum().astype(acc)
+        return {"loss": loss}, Saved({**operands, "lse": lse})
+
+    @staticmethod
+    def tangents(call: None, saved: Saved, t: Arrays, results: tuple[str, ...]) -> Arrays:
+        slope = _slope(saved.arrays)
+        return {"loss": jnp.sum(slope * t["logits"].astype(slope.dtype))}
+
+    @staticmethod
+    def gradients(call: None, saved: Saved, g: Arrays, wanted: tuple[str, ...]) -> Arrays:
+        return {"logits": (_slope(saved.arrays) * g["loss"]).astype(saved.arrays["logits"].dtype)}
 
 
-def _backward(saved: SavedLogits, d_loss: jax.Array) -> tuple[jax.Array, None]:
-    # Written out so that XLA makes it one pass over the logits, in place; of the derivative it makes two arrays.
-    logits, lse, targets = saved
+def _slope(saved: Arrays) -> jax.Array:
+    """Return the derivative of the loss for every logit."""
+    logits, lse, targets = saved["logits"], saved["lse"], saved["targets"]
     probability = jnp.exp(logits.astype(lse.dtype) - lse[:, None])
     is_target = targets[:, None] == jnp.arange(logits.shape[-1], dtype=targets.dtype)[None, :]
     valid = (targets != IGNORED).astype(lse.dtype)
-    each = valid * (d_loss / valid.sum())
-    return ((probability - is_target.astype(lse.dtype)) * each[:, None]).astype(logits.dtype), None
+    return (probability - is_target.astype(lse.dtype)) * (valid / valid.sum())[:, None]
 
 
-_mean_cross_entropy.defvjp(_forward, _backward)
+_of_logits = differentiable(_MeanRules.forward, _MeanRules)

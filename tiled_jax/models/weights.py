@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shared_specs.errors import SpecError, error_text, show_shape
+from shared_specs.errors import SpecError, error_text, fail_type, show_shape
 
 Path = tuple[Any, ...]
 
@@ -78,6 +78,12 @@ class _TensorNames:
         return product(*map(range, shape[: self.stacked(path)]))
 
 
+def _check_state(function: str, parameters: Any) -> None:
+    if not isinstance(parameters, nnx.State):
+        advice = "nnx.state(model, nnx.Param) returns it."
+        fail_type(function, "parameters", "the nnx.State of a model", type(parameters).__name__, advice=advice)
+
+
 def from_hf(
     parameters: nnx.State,
     tensors: Mapping[str, Any],
@@ -93,11 +99,12 @@ def from_hf(
             which this process fills its own devices, and of `tensors` asks for no more than they hold.
     Memory: one parameter on the host beside those that are done; the layers' are one parameter.
     Raises:
-        SpecError: a tensor is missing, unknown or of another shape.
+        SpecError: a tensor is missing, unknown or of another shape. TypeError: parameters are no nnx.State.
     Example:
         graph, parameters = nnx.split(nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0))))
         model = nnx.merge(graph, from_hf(parameters, tensors))
     """
+    _check_state("from_hf", parameters)
     unused, flat = set(tensors), nnx.to_flat_state(parameters)
     names = _TensorNames(path for path, _ in flat)
     places = (
@@ -170,6 +177,7 @@ def to_hf(parameters: nnx.State) -> dict[str, np.ndarray]:
     Args:
         parameters: of a model, or anything with the same paths, such as its gradients or an optimizer's moments.
     """
+    _check_state("to_hf", parameters)
     tensors, flat = {}, nnx.to_flat_state(parameters)
     names = _TensorNames(path for path, _ in flat)
     for path, leaf in flat:

@@ -36,14 +36,9 @@ def routes_of(index: jax.Array, experts: int, rows: int) -> Routes:
     sizes = -(-counts // rows) * rows
     stops = jnp.cumsum(sizes, dtype=jnp.int32)
     places = jnp.arange(most * rows, dtype=jnp.int32)
-    expert = _of_place(stops, places)
+    passed = jnp.cumsum(jnp.zeros(most * rows + 1, jnp.int32).at[stops].add(1), dtype=jnp.int32)
+    expert = jnp.minimum(passed[:-1], experts - 1)  # of every place; behind the last route the last one
     offset = places - (stops - sizes)[expert]
     there = (places < stops[-1]) & (offset < counts[expert])
     pairs = jnp.where(there, order[jnp.minimum(first[expert] + offset, n - 1)], n)
-    starts = jnp.arange(most, dtype=jnp.int32) * rows
-    return Routes(pairs, pairs // each, sizes, _of_place(stops, starts), stops[-1] // rows)
-
-
-def _of_place(stops: jax.Array, places: jax.Array) -> jax.Array:
-    found = jnp.searchsorted(stops, places, side="right").astype(jnp.int32)
-    return jnp.minimum(found, stops.shape[0] - 1)
+    return Routes(pairs, pairs // each, sizes, expert[::rows], stops[-1] // rows)

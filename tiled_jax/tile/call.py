@@ -15,7 +15,7 @@ from shared_specs.shards import ShardPlan, plan_tiling
 from shared_specs.tile.token_layout import noting_what_broadcasts
 from tiled_jax import backends
 from tiled_jax.core.loops import varying_of
-from tiled_jax.core.own_tokens import split_of
+from tiled_jax.core.own_tokens import Split, split_of
 from tiled_jax.tile import linen_modules, token_layout
 from tiled_jax.tile.closures import Closure
 from tiled_jax.tile.module_state import Modules
@@ -48,6 +48,7 @@ def run_shards(
     if split is not None and split.tokens is not None and not split.token_axes:
         split = None  # Explicit axes that cut no tokens are fn's own matter
     if split is not None:
+        _check_untyped(layout.function, split)
         found = plans(split, tokens, options)
         shard = Shard(fn, layout, key, shards_in_all(found, tokens), apart=split.tokens is not None)
         results = run_split(layout.function, shard.run, arrays, shard.keys, split, found, shard.held)
@@ -60,6 +61,15 @@ def run_shards(
     results = _loop(shard, plan, layout.rows())
     shard.modules.advance()
     return shard.assemble(results)
+
+
+def _check_untyped(function: str, split: Split) -> None:
+    """fn is traced for a device's own shards without the types that such a `shard_map` has: UnsupportedError."""
+    if split.tokens is not None and split.typed:
+        inside, left = ", ".join(split.mesh.manual_axes), ", ".join(split.token_axes)
+        rule = f"cut by no Explicit axis ({left}) that a shard_map over {inside} with check_vma=True leaves out"
+        advice = "Name all axes in the shard_map, or give it check_vma=False."
+        raise UnsupportedError(error_text(function, "x", rule, "one that is", advice=advice))
 
 
 class Shard:
