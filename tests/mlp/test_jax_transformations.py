@@ -10,6 +10,8 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from tests.core.jax_counting import flop, temp_bytes
 from tests.mlp.jax_untiled import mlp, operands, y_and_gradients
@@ -211,3 +213,19 @@ def test_linen_module_in_scan(wrap: Any, same: Any) -> None:
 
     tiled = y_and_gradients(lambda x, params: stack.apply({"params": params}, x, None)[0])
     same(jax.jit(tiled)(x, params), y_and_gradients(plainly)(x, params))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("num_shards", [2, 3])
+def test_second_order_of_two_shards_in_a_shard_map(num_shards: int, same: Any) -> None:
+    """What stands between the two is typed as varying along the axes of any of it."""
+    arrays, mesh = operands(4, 6, hidden=4, intermediate=6), jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,))
+    specs = {"in_specs": (P("d"), P(), P(), P()), "out_specs": P("d")}
+
+    def products(fn: Any) -> Any:
+        def loss(*arrays: jax.Array) -> jax.Array:
+            return jnp.sum(fn(*arrays) ** 2)
+
+        return jax.jit(lambda *a: jax.jvp(jax.grad(loss, (0, 1, 2, 3)), a, tuple(map(jnp.cos, a))))(*arrays)
+
+    same(products(jax.shard_map(partial(tiled_mlp, num_shards=num_shards), mesh=mesh, **specs)), products(mlp))
