@@ -25,6 +25,16 @@ def blocks(text: str) -> list[tuple[int, str]]:
     ]
 
 
+def unrun(path: Path, words: str) -> str:
+    """Return the one block of a page that has these words and is not run with it, for a test that has what it wants."""
+    (found,) = (
+        block["code"]
+        for block in BLOCK.finditer(path.read_text(encoding="utf-8"))
+        if block["reason"] is not None and words in block["code"]
+    )
+    return found
+
+
 def cells(text: str) -> list[tuple[int, str]]:
     """Number and code of each cell of a notebook."""
     found = json.loads(text)["cells"]

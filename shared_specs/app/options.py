@@ -417,6 +417,10 @@ class PlanOptions:
             value = getattr(self, name)
             if value is not None and not 1 <= value <= _MOST:
                 raise InputError(f"plan: {flag(name)} must be between 1 and {_MOST}, got {value}.")
+        if self.host is not None and 0 < self.host < 2**30:
+            raise InputError(
+                f"plan: --host must be 0 or at least 1GiB, got {self.host} bytes. Write for example 128GiB."
+            )
         for name, known in (("dtype", ("bfloat16", "float32")), ("optimizer", ("adamw", "sgd"))):
             if getattr(self, name) not in known:
                 raise InputError(f"plan: --{name} must be {' or '.join(known)}, got {getattr(self, name)}.")

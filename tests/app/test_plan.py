@@ -462,6 +462,7 @@ def test_what_fits_nowhere_is_told(capsys: pytest.CaptureFixture[str]) -> None:
         ),
         (["--gpu", "80 apples"], "plan: --gpu must be a size, got '80 apples'."),
         (["--gpu", "80"], "plan: --gpu must be at least 1GiB, got 80, which is 80 bytes. Write for example 80GB."),
+        (["--host", "64"], "plan: --host must be 0 or at least 1GiB, got 64 bytes. Write for example 128GiB."),
         (["--gpu", "512MiB"], "plan: --gpu must be at least 1GiB, got 512MiB, which is 536870912 bytes. Write"),
         (["--host", "a lot"], "plan: --host must be a size, got 'a lot'."),
         (["--tokens", "0"], "plan: --tokens must be between 1 and 1073741824, got 0."),

@@ -142,3 +142,12 @@ def test_what_is_refused(two: Ranks) -> None:
             "got none that does. Call model.enable_input_require_grads() first: the engine reduces gradients once that of x is "
             "there.",
         }
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_lines_of_the_page(two: Ranks, stage: int) -> None:
+    for answer in two.run("tests.zero.ranks_lines:both", stage=stage):
+        assert answer["stage"] == stage
+        assert len(answer["plain"]) == 2
+        assert answer["tiled"] == pytest.approx(answer["plain"], rel=MODEL_FLOAT32)
+        assert answer["paths"] == ["tiled_linear_cross_entropy", "tiled_mlp"]

@@ -1,6 +1,8 @@
 """peft and Lightning with a tiled model: the curve of the loss and the weights are the untiled model's."""
 
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ from torch import Tensor, nn
 
 from shared_specs.core.rounding import relative_error
 from shared_specs.tolerances import DISTRIBUTED_FLOAT64, MODEL_FLOAT32
+from tests.documents import ROOT, unrun
 from tests.models.supported import build as build_supported
 from tests.models.supported import difference, step
 from tests.models.test_torch_models import build
@@ -32,6 +35,7 @@ def curve(found: Any) -> list[float]:
     return [row[name] for row in found.state.log_history for name in ("loss", "eval_loss") if name in row]
 
 
+TRAINERS = ROOT / "docs/recipes/trainers.md"
 ADAPTED = ["q_proj", "gate_proj", "down_proj"]
 
 
@@ -129,4 +133,25 @@ def test_lightning(tmp_path: Path) -> None:
     assert len(found) >= 12
     assert torch.tensor(found) == pytest.approx(torch.tensor(expected), rel=MODEL_FLOAT32)
     assert set(tiling_paths(model).values()) == {"tiled_mlp", "tiled_linear_cross_entropy"}
+    same_weights(model, untiled)
+
+
+def test_the_lines_of_the_page_for_lightning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They train what the page's loop of one's own trains with the untiled model: two micro-batches a step, clipped."""
+    monkeypatch.chdir(tmp_path)
+    loader = torch.utils.data.DataLoader(rows()[:4], collate_fn=padded)  # type: ignore[arg-type]
+    untiled, model = build("llama").float(), build("llama").float()
+    quiet = partial(lightning.Trainer, accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False)
+    given = SimpleNamespace(LightningModule=lightning.LightningModule, Trainer=quiet)
+    exec(unrun(TRAINERS, "LightningModule"), {
+        "pytorch_lightning": given, "torch": torch, "tile_model": tile_model, "model": model, "loader": loader,
+    })  # fmt: skip
+    assert set(tiling_paths(model).values()) == {"tiled_mlp", "tiled_linear_cross_entropy"}
+    optimizer = torch.optim.AdamW(untiled.parameters(), lr=1e-4)
+    for at in (0, 2):
+        for row in rows()[at : at + 2]:
+            (untiled(**padded([row])).loss / 2).backward()
+        nn.utils.clip_grad_norm_(untiled.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
     same_weights(model, untiled)

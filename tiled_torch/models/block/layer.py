@@ -149,7 +149,8 @@ def _forward(layer: Any, hidden_states: Any, *args: Any, between: bool = False, 
         tell_of_part(layer, "runs whole, its MLP alone a shard at a time, in spite of scope='block'", reason)
         again = torch.is_grad_enabled() and not cached and not torch._C._are_functorch_transforms_active()
         return _whole(layer, hidden_states, *args, recomputed=again, offloaded=offloaded, **kwargs)
-    for mlp in layer.children():  # whose own forward does not run, where it would look
+    # Of the MLP, whose own forward does not run, where it would look; what calls compiled code has not said that it does.
+    for mlp in () if between else layer.children():
         if getattr(mlp, "_model_name", ""):
             note_layers(mlp)
     tensors, named, ranks = isinstance(mask, Tensor), dict(layer.named_parameters()), layer._block_ranks
