@@ -25,9 +25,10 @@ from tiled_jax.collectives.padding import is_token, without_padding
 from tiled_jax.core.arrays import array, operands
 from tiled_jax.core.own_tokens import split_of
 from tiled_jax.core.products import refuse_exchanged_products, wide
+from tiled_jax.core.row_shards import may_stop_early
 from tiled_jax.loss.autodiff import COLUMNS, NAME, LossCall, run
 from tiled_jax.loss.math import Rules
-from tiled_jax.loss.rows import OF_ENTRIES, may_stop_early
+from tiled_jax.loss.rows import OF_ENTRIES
 from tiled_jax.loss.steps import XLA, LossSteps
 
 
@@ -190,7 +191,7 @@ def linear_cross_entropy(
         tokens=None if sizes is None or axis is None else TokenAxis.of(axis, plan.shard_tokens),
         split=split,
         replan=None if split is None else replan,
-        valid_first=len(plan) > 1 and sizes is None and may_stop_early(loss.outputs, targets, axis, split),
+        valid_first=len(plan) > 1 and may_stop_early(loss.outputs, targets, axis, split),
     )
     if split is not None:
         return _result(run(call, x, w, fixed), loss, targets.shape)

@@ -19,8 +19,8 @@ from tiled_torch.commands.bench.peers import liger_loss, trl_loss
 PACKAGES = ("torch", "liger-kernel", "trl", "numpy")
 NOTE = (
     "torch-linear-cross-entropy is torch.nn.functional.linear_cross_entropy as it comes, -chunked with its default "
-    "LinearCrossEntropyOptions; chosen-rows-checkpoint gathers the rows that have a label first; trl is the chunked loss of its "
-    "trainers as they call it without a GPU, of all rows, and trl-chosen-rows as they call it on one; "
+    "LinearCrossEntropyOptions; chosen-rows-checkpoint gathers the rows that have a label first; trl is the chunked loss of "
+    "its trainers as they call it without a GPU, of all rows, and trl-chosen-rows as they call it on one; "
     "without a GPU, PyTorch operations stand in for Liger's Triton kernel over a chunk of logits"
 )
 

@@ -173,7 +173,9 @@ def trl_loss(*, chosen: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     Its models hand over the former where Triton runs and the latter elsewhere; what is made of them here is what they make.
     """
     function: Any = importlib.import_module("trl.kernels.chunked_logprob").ChunkedLogProbFunction
-    entries = importlib.import_module("trl.trainer.utils")._CHUNKED_LOGPROB_CHUNK_SIZE  # a module that backward imports too
+    entries = importlib.import_module(
+        "trl.trainer.utils"
+    )._CHUNKED_LOGPROB_CHUNK_SIZE  # a module that backward imports too
 
     def loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         valid = targets != -100
