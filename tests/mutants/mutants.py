@@ -375,7 +375,7 @@ MUTANTS = (
     Mutant(
         "rows that a shard does not depend on hold garbage",
         "tiled_torch/tile/shared_gradients.py",
-        "self.rows[start:stop] = 0",
+        "self.rows[place] = 0",
         "pass",
         "tests/tile/test_torch_tile.py tests/tile/test_torch_leaves.py",
     ),
