@@ -462,6 +462,27 @@ def test_tokens_that_are_split_with_the_vocabulary(
         assert run == ({"statistics": rows, "gradient": rows} if rows else {}), shares
 
 
+@pytest.mark.ranks
+@pytest.mark.deep_but(1)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_bytes_of_split_tokens_are_those_of_all_rows(reduction: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a few numbers per token: no shard is there more than where all are run."""
+    tokens, hidden, vocab, shard = 1024, 64, 512, 64
+    fn = partial(vocab_parallel_linear_cross_entropy, axis_name="tensor", sequence_parallel=True)
+    given = {"loss": LossOptions(reduction=reduction), "tiling": Tiling(shard_tokens=shard)}
+    specs = P("tensor"), P(None, "tensor"), P("tensor")
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((tokens, hidden), (hidden, vocab))]
+    found = []
+    for _ in range(2):
+        out = P("tensor") if reduction == "none" else P()
+        mapped = jax.shard_map(partial(fn, **given), mesh=mesh_of(1, 2), in_specs=specs, out_specs=out)
+        total = lambda *a, mapped=mapped: jnp.sum(jnp.sin(mapped(*a)))  # noqa: E731
+        arguments = *shapes, jax.ShapeDtypeStruct((tokens,), jnp.int32)
+        found.append(temp_bytes(jax.value_and_grad(total, argnums=(0, 1)), *arguments))
+        monkeypatch.setattr(api, "may_stop_early", lambda *_: False)
+    assert found[0] <= found[1] + 4 * tokens * 4
+
+
 def test_by_the_kernels(interpreting: None) -> None:
     """They are given the same rows, and the weights of their tokens."""
     x, weight, bias = operands(11, dtype=jnp.float32)
