@@ -301,8 +301,8 @@ def run_split(
         at[length] = traced, tuple(numbers[id(a)] for a in traced.consts)
     of_keys, of_constants = [_numbers(a) for a in keys], [_numbers(jnp.asarray(a)) for a in constants]
     arrays = arrays if counted is None else [*arrays, counted]
-    impls = (tuple(impl for _, impl in numbers) for numbers in (of_keys, of_constants))
-    call = _Traced(split, found, at, len(held), *impls, len(arrays), counted is not None)
+    impls, of = tuple(k for _, k in of_keys), tuple(k for _, k in of_constants)
+    call = _Traced(split, found, at, len(held), impls, of, len(arrays), counted is not None)
     operands = {"x": arrays[0]} | {f"row {i}": a for i, a in enumerate(arrays) if i}
     operands |= {f"constant {i}": a for i, (a, _) in enumerate(of_constants)}
     operands |= {f"key {i}": a for i, (a, _) in enumerate(of_keys)}
