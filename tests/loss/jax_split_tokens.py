@@ -24,6 +24,7 @@ SPECS = {  # columns of gate and up, rows of down
     "down": P(None),
 }
 
+LOOPS = ("scan", "while", "tiled_turns")
 COLLECTIVES = ("all_gather", "reduce_scatter", "ppermute", "psum", "pmax")
 
 
@@ -78,7 +79,7 @@ def count_collectives(fn: Any, *arguments: Any) -> dict[bool, Counter[str]]:
                 found[in_loop][name] += 1
             for value in equation.params.values():
                 for inner in jaxprs_in(value):
-                    walk(inner, in_loop or equation.primitive.name in ("scan", "while"))
+                    walk(inner, in_loop or equation.primitive.name in LOOPS)
 
     walk(jax.jit(fn).trace(*arguments).jaxpr.jaxpr, False)
     return found

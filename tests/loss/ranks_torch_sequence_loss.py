@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from shared_specs import LossOptions, Tiling
@@ -57,9 +58,12 @@ def head(
     batched: bool = False,
     no_labels: bool = False,
     token_weight: bool = False,
+    ignored: tuple[float, ...] | None = None,
     **options: Any,
 ) -> dict[str, Any] | None:
-    """The fused head against `tiled_linear_cross_entropy` on one process."""
+    """The fused head against `tiled_linear_cross_entropy` on one process. ignored: the share of every rank's labels that are;
+    None: every fifth label.
+    """
     over, rank, ranks = group_of(group, rank, world)
     if rank < 0:
         return None
@@ -70,6 +74,8 @@ def head(
     targets = labels(vocab, total)
     if no_labels:
         targets.fill_(-100)
+    if ignored is not None:
+        targets = ignoring(vocab, counts, ignored)
     weights = draw(vocab, seed=4).abs() if class_weight else None
     loss = LossOptions(class_weight=weights, outputs=tuple(outputs), **options)  # type: ignore[arg-type]
     tiling = Tiling(num_shards=num_shards, shard_tokens=shard_tokens, vocab_shards=vocab_shards)
@@ -107,6 +113,7 @@ def head(
             leaf.main_grad = torch.full_like(leaf.detach(), 2.0)
     local = targets[rows].view(mine["x"].shape[:-1])
     meters = Collectives(), LiveGathered(), LiveBytes(), GemmFlop()
+    waits = Waits()
 
     def run(x: Tensor) -> Any:
         return vocab_parallel_linear_cross_entropy(
@@ -114,7 +121,7 @@ def head(
             split_sizes=sizes, token_weight=of_tokens if of_tokens is None else of_tokens[rows].view(local.shape), **given,
         )  # fmt: skip
 
-    with meters[0] as collectives, meters[1] as gathered, meters[2] as live, meters[3] as flop:
+    with meters[0] as collectives, meters[1] as gathered, meters[2] as live, meters[3] as flop, waits:
         found = named(checkpoint(run, mine["x"], use_reentrant=False) if checkpointed else run(mine["x"]))
         value = combined(found, rows, total)
         if value.requires_grad:
@@ -141,7 +148,28 @@ def head(
         "largest": live.largest // 8,
         "entries": stop - start,
         "flop": flop.flop,
+        "waits": waits.count,
     }
+
+
+def ignoring(vocab: int, counts: list[int], shares: tuple[float, ...]) -> Tensor:
+    """Labels of all ranks, of which this share of each rank's, drawn among them, is ignored."""
+    targets, at = labels(vocab, sum(counts)).clamp(min=0), torch.Generator().manual_seed(7)
+    for part, share in zip(targets.split(counts), shares, strict=True):
+        part[torch.randperm(len(part), generator=at)[: round(share * len(part))]] = -100
+    return targets
+
+
+class Waits(TorchDispatchMode):
+    """How often numbers of a tensor are read that a device would have to be waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in (torch.ops.aten.nonzero.default, torch.ops.aten._local_scalar_dense.default)
+        return func(*args, **(kwargs or {}))
 
 
 def part(value: Tensor, rows: slice) -> Tensor:
@@ -149,12 +177,16 @@ def part(value: Tensor, rows: slice) -> Tensor:
     return value.detach()[rows] if value.dim() else value.detach().reshape(-1)
 
 
-def peaks(rank: int, world: int, hidden: int = 64, tokens: int = 128, shard_tokens: int = 32) -> dict[str, Any]:
-    """Peak bytes of the loss with its gradients above these, beside the formula; the largest storage."""
+def peaks(
+    rank: int, world: int, hidden: int = 64, tokens: int = 128, shard_tokens: int = 32, share: float = 0.0
+) -> dict[str, Any]:
+    """Peak bytes of the loss with its gradients above these, beside the formula; the largest storage. share: of the labels that
+    are ignored.
+    """
     entries = 1024
     x = torch.randn(tokens, hidden, requires_grad=True)
     weight = torch.randn(entries, hidden, requires_grad=True)
-    targets = labels(entries * world, tokens)
+    targets = ignoring(entries * world, [tokens], (share,))
     with LiveBytes() as live, LiveGathered() as gathered:
         value: Any = vocab_parallel_linear_cross_entropy(
             x, weight, targets, tiling=Tiling(shard_tokens=shard_tokens), sequence_parallel=True
@@ -178,7 +210,7 @@ def under_way(rank: int, world: int) -> dict[str, list[list[int]]]:
             value: Any = vocab_parallel_linear_cross_entropy(
                 x,
                 weight,
-                labels(20 * world, 12),
+                labels(20 * world, 12).clamp(min=0),
                 loss=LossOptions(reduction=reduction),  # type: ignore[arg-type]
                 num_shards=3,
                 sequence_parallel=True,

@@ -1,6 +1,5 @@
 """Rows without a label are never multiplied: results are those of all rows, from as many shards as there are labels for."""
 
-from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -201,7 +200,7 @@ def test_float16_gradients_of_heavy_tokens_are_stored_near_one() -> None:
 
 # How often. Nothing is timed.
 
-RUN: Counter[str] = Counter()
+RUN: list[tuple[str, int]] = []  # appending is safe from several devices' threads
 
 
 @dataclass(frozen=True)
@@ -211,11 +210,11 @@ class _CountingSteps(LossSteps):
     name: ClassVar[str] = "counting"
 
     def statistics(self, rules: Any, logits: jax.Array, part: Any, labels: Any) -> Any:
-        jax.debug.callback(lambda rows=logits.shape[0]: RUN.update(statistics=rows))
+        jax.debug.callback(lambda rows=logits.shape[0]: RUN.append(("statistics", rows)))
         return super().statistics(rules, logits, part, labels)
 
     def gradient(self, rules: Any, logits: jax.Array, *of_rows: Any) -> jax.Array:
-        jax.debug.callback(lambda rows=logits.shape[0]: RUN.update(gradient=rows))
+        jax.debug.callback(lambda rows=logits.shape[0]: RUN.append(("gradient", rows)))
         return super().gradient(rules, logits, *of_rows)
 
 
@@ -228,7 +227,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Any:
         RUN.clear()
         jax.block_until_ready(fn(*arguments))
         jax.effects_barrier()
-        return dict(RUN)
+        return {kind: sum(rows for each, rows in RUN if each == kind) for kind in {kind for kind, _ in RUN}}
 
     return count
 
@@ -266,8 +265,9 @@ def test_flop_of_a_share() -> None:
     count = partial(loss_costs.loss_flop, shape, gradients_in_forward=True)
     program = jax.grad(lambda x, w: tiled(x, w, labels(0.9)), argnums=(0, 1))
     assert flop(program, *operands(dtype=jnp.float32)[:2]) == count() == 6 * T * H * V
-    assert count(valid=0.5) == count() // 2
-    assert count(valid=0.0) == 0
+    for share in SHARES:
+        valid = int((labels(share) >= 0).sum())
+        assert count(valid=valid / T) == 6 * valid * H * V
 
 
 def test_bytes_without_ignored_labels_are_those_of_all_rows_and_a_shard_of_them(
@@ -406,7 +406,7 @@ def test_every_device_of_a_shard_map_has_its_own_count(check_vma: bool, counted:
 @pytest.mark.deep_but(2)
 @pytest.mark.parametrize(("data", "check_vma"), [(1, True), (2, False), (1, False), (2, True)])
 def test_a_vocabulary_that_is_split(data: int, check_vma: bool, counted: Any, same: Any) -> None:
-    """Devices meet in every shard, and have the same labels. Where others have other tokens every shard is run."""
+    """Devices meet in every shard, and have the same labels. Where others have other tokens all take the most turns of any."""
     mesh, targets, (x, weight, _) = mesh_of(data, 2), of_devices(4)[T : T * (1 + data)], operands(data * T)
     x, weight = x[: data * T], jnp.pad(weight, ((0, 0), (0, 1)))
 
@@ -423,8 +423,64 @@ def test_a_vocabulary_that_is_split(data: int, check_vma: bool, counted: Any, sa
     actual = found(x, weight, targets)
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(wanted(x, weight, targets)), strict=True):
         assert_within(np.asarray(a), np.asarray(b), DISTRIBUTED_FLOAT64, "loss and gradients")
-    rows = 2 * (rows_for(int((targets >= 0).sum())) if data == 1 else data * T)
+    rows = 2 * data * rows_for(max(int((own >= 0).sum()) for own in targets.reshape(data, T)))
     assert counted(found, x, weight, targets) == {"statistics": rows, "gradient": rows}
+
+
+@pytest.mark.ranks
+@pytest.mark.deep_but(2)
+@pytest.mark.parametrize(("data", "check_vma", "reduction"), [(1, True, "mean"), (2, False, "none"), (2, True, "sum")])
+def test_tokens_that_are_split_with_the_vocabulary(
+    data: int, check_vma: bool, reduction: Any, counted: Any, same: Any
+) -> None:
+    """Each device's own rows that count come first; all take the turns of the one with most labels."""
+    mesh, (x, weight, _) = mesh_of(data, 2), operands(2 * data * T)
+    weight = jnp.pad(weight, ((0, 0), (0, 1)))
+
+    def on_device(x: jax.Array, weight: jax.Array, targets: jax.Array) -> Any:
+        fn = partial(vocab_parallel_linear_cross_entropy, vocab_size=V, axis_name="tensor", sequence_parallel=True)
+        loss = LossOptions(reduction="none" if reduction == "none" else "sum")
+        found = fn(x, weight, targets, loss=loss, tiling=Tiling(shard_tokens=SHARD))
+        return lax.psum(jnp.sum(jnp.sin(found)), ("data", "tensor")) if found.ndim else lax.psum(found, "data")
+
+    def plain(x: jax.Array, weight: jax.Array, targets: jax.Array) -> jax.Array:
+        found = cross_entropy(x, weight[:, :V], targets, loss=LossOptions(reduction="none"))
+        return jnp.sum(jnp.sin(found) if reduction == "none" else found)
+
+    of_rows = P(("data", "tensor"))
+    specs = of_rows, P(None, "tensor"), of_rows
+    mapped = jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=check_vma)
+    found, wanted = (jax.jit(jax.value_and_grad(fn, argnums=(0, 1))) for fn in (mapped, plain))
+    for shares in [(0.9, 0.9), (0.5, 0.9), (0.1, 0.1), (0.0, 1.0), (1.0, 1.0)]:
+        targets = jnp.concatenate([labels(share, seed=i) for i, share in enumerate(shares * data)])
+        run = counted(found, x, weight, targets)
+        pairs = zip(*(jax.tree.leaves(fn(x, weight, targets)) for fn in (found, wanted)), strict=True)
+        for a, b in pairs:
+            assert_within(np.asarray(a), np.asarray(b), DISTRIBUTED_FLOAT64, "loss and gradients")
+        most = rows_for(max(int((own >= 0).sum()) for own in targets.reshape(2 * data, T)))
+        rows = 2 * 2 * data * most  # of every device's gathered shards
+        assert run == ({"statistics": rows, "gradient": rows} if rows else {}), shares
+
+
+@pytest.mark.ranks
+@pytest.mark.deep_but(1)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_bytes_of_split_tokens_are_those_of_all_rows(reduction: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a few numbers per token: no shard is there more than where all are run."""
+    tokens, hidden, vocab, shard = 1024, 64, 512, 64
+    fn = partial(vocab_parallel_linear_cross_entropy, axis_name="tensor", sequence_parallel=True)
+    given = {"loss": LossOptions(reduction=reduction), "tiling": Tiling(shard_tokens=shard)}
+    specs = P("tensor"), P(None, "tensor"), P("tensor")
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((tokens, hidden), (hidden, vocab))]
+    found = []
+    for _ in range(2):
+        out = P("tensor") if reduction == "none" else P()
+        mapped = jax.shard_map(partial(fn, **given), mesh=mesh_of(1, 2), in_specs=specs, out_specs=out)
+        total = lambda *a, mapped=mapped: jnp.sum(jnp.sin(mapped(*a)))  # noqa: E731
+        arguments = *shapes, jax.ShapeDtypeStruct((tokens,), jnp.int32)
+        found.append(temp_bytes(jax.value_and_grad(total, argnums=(0, 1)), *arguments))
+        monkeypatch.setattr(api, "may_stop_early", lambda *_: False)
+    assert found[0] <= found[1] + 4 * tokens * 4
 
 
 def test_by_the_kernels(interpreting: None) -> None:

@@ -284,9 +284,12 @@ def test_collectives(reduction: Any, x64: None) -> None:
     inside = {"all_gather": 2, "psum": 1, "pmax": 1, "reduce_scatter": 1}
     if reduction == "none":
         inside["all_gather"] += 3
-    assert found[True] == inside
-    assert found[False]["all_gather"] == 2 * inside["all_gather"]  # the last shard, and the first beside it
-    assert found[False]["reduce_scatter"] == 1
+    # The shorter last shard is a loop of one turn or none; the gather of the first shard is the only one outside.
+    assert found[True] == {name: 2 * count for name, count in inside.items()}
+    assert found[False]["all_gather"] == inside["all_gather"]
+    assert found[False]["pmax"] == (
+        1 if reduction == "mean" else 3
+    )  # for how many turns; the size of upstream gradients
 
 
 def test_refused() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from shared_specs.loss.costs import LossShape, chosen_shard_tokens, runs_alone
 from shared_specs.tolerances import COST_BYTES, DISTRIBUTED_FLOAT64, limit
 from tests.core.ranks_torch_each import run_each
 from tests.ranks import Ranks
@@ -138,12 +139,31 @@ def test_frozen_operands(pools):
             assert ("_reduce_scatter_base_" in answer["collectives"]) == ("x" not in case["frozen"]), case
 
 
+ALL_ROWS: dict[str, dict[str, Any]] = {
+    name: HEADS[name] | {"ignored": (0.0,) * 2} for name in ("mean", "none", "vocab_shards", "vocab_shards none")
+}
+
+
+@pytest.fixture(scope="module")
+def of_all_rows(pools: dict[int, Ranks]) -> Callable[[int], dict[str, list[Any]]]:
+    """The ranks' answers where every label counts."""
+
+    @cache
+    def of(world: int) -> dict[str, list[Any]]:
+        names = ("mean", "none") if world == 4 else tuple(ALL_ROWS)
+        cases = [ALL_ROWS[name] | {"ignored": (0.0,) * world} for name in names]
+        return dict(zip(names, run(pools, world, "head", *cases), strict=True))
+
+    return of
+
+
 @pytest.mark.parametrize("world", WORLDS)
-def test_collectives(heads, world):
+def test_collectives(of_all_rows, world):
     """Per shard: one gather of x, two reductions of numbers per token, one scatter of dx. Once: the targets."""
     backward = 4 + 2  # of losses per token: x again; targets; lse with the upstream gradients
-    for name in ("mean", "none", *(("vocab_shards", "vocab_shards none") if world == 2 else ())):
-        for answer in heads(world)[name]:
+    for name, answers in of_all_rows(world).items():
+        assert_close(answers, 3, name)
+        for answer in answers:
             assert answer["collectives"] == {
                 "_allgather_base_": 4 + 1 + (backward if "none" in name else 0),
                 "allreduce_": 2 * 4,
@@ -152,15 +172,54 @@ def test_collectives(heads, world):
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_two_gathered_shards_at_a_time(pools, heads, world):
+def test_two_gathered_shards_at_a_time(pools, of_all_rows, world):
     """2 R t H elements; none is left over, and nothing has the size of [T, H] or of all logits of a rank's entries."""
-    for answer in heads(world)["mean"]:
+    for answer in of_all_rows(world)["mean"]:
         pieces, elements, left = answer["gathered"]
         assert (pieces, elements, left) == (2, 2 * 16 * HIDDEN, 0)
         assert answer["largest"] == max(16 * answer["entries"], answer["entries"] * HIDDEN)
-    for answer in run(pools, world, "head", {"vocab": 17, "tokens": 128})[0]:
+    for answer in run(pools, world, "head", {"vocab": 17, "tokens": 128, "ignored": (0.0,) * world})[0]:
         assert answer["gathered"] == [2, 2 * 32 * HIDDEN, 0]
         assert answer["largest"] < 128 * HIDDEN
+
+
+IGNORED: dict[int, list[tuple[float, ...]]] = {
+    2: [(0.1, 0.1), (0.5, 0.5), (0.9, 0.9), (1.0, 1.0), (0.9, 0.5), (1.0, 0.5), (1.0, 0.0)],
+    4: [(0.5, 0.5, 0.5, 0.5), (0.9, 1.0, 0.5, 0.9)],
+}
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("world", WORLDS)
+def test_ignored_rows_are_not_multiplied(pools, world, reduction):
+    """Each rank's own rows that count, in shards that all have: FLOP of as many rows of each as the rank with most labels has.
+
+    No collective more than of all rows, and no other wait for the device than for the labels of all.
+    """
+    cases = [{"ignored": shares, "reduction": reduction, "token_weight": True} for shares in IGNORED[world]]
+    for shares, answers in zip(IGNORED[world], run(pools, world, "head", *cases), strict=True):
+        assert_close(answers, 3, shares)
+        most = 64 // world - round(min(shares) * (64 // world))
+        if runs_alone(64 // world, most):
+            shards = -(-most // chosen_shard_tokens(_shape(world), 16 // world))
+        else:
+            most, shards = 64 // world, 4
+        for answer in answers:
+            units = 6 if reduction == "mean" else 8
+            assert answer["flop"] == units * world * most * HIDDEN * answer["entries"], shares
+            per_token = 2 if reduction == "mean" else 5  # targets and weights; again, and lse with upstream gradients
+            passes = 1 if reduction == "mean" else 2
+            expected = {
+                "_allgather_base_": shards * passes + (per_token if most else 1),
+                "allreduce_": 2 * shards,
+                "_reduce_scatter_base_": shards,
+            }
+            assert answer["collectives"] == {name: count for name, count in expected.items() if count}, shares
+            assert answer["waits"] == answers[0]["waits"]
+
+
+def _shape(world: int) -> LossShape:
+    return LossShape(tokens=64 // world, hidden=-(-HIDDEN // world), vocab=-(-103 // world))
 
 
 def test_the_next_shard_is_gathered_and_the_one_before_is_scattered_under_products(pools):
@@ -182,14 +241,18 @@ def test_the_next_shard_is_gathered_and_the_one_before_is_scattered_under_produc
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_peak_bytes(pools, world):
-    for answer in run(pools, world, "peaks", {})[0]:
-        assert abs(answer["peak"] - answer["formula"]) <= COST_BYTES * answer["formula"], answer
-        assert answer["gathered"] == [2, 2 * world * 32 * 64]
+    """Where rows are chosen, copies of them included: no more."""
+    for share, answers in zip((0.0, 0.5), run(pools, world, "peaks", {}, {"share": 0.5}), strict=True):
+        for answer in answers:
+            assert answer["peak"] <= (1 + COST_BYTES) * answer["formula"], (share, answer)
+            if not share:
+                assert answer["peak"] >= (1 - COST_BYTES) * answer["formula"], answer
+                assert answer["gathered"] == [2, 2 * world * 32 * 64]
 
 
-def test_flop(heads):
+def test_flop(of_all_rows):
     """6 THV / R, as of whole tokens."""
-    for answer in heads(2)["mean"]:
+    for answer in of_all_rows(2)["mean"]:
         assert answer["flop"] == 6 * 64 * HIDDEN * answer["entries"]
 
 

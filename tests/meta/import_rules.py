@@ -78,7 +78,7 @@ IN_ROOM = {
     ("tiled_torch", "models"): {"transformers"},
     ("tiled_torch", "compat"): {"trl"},
     ("tiled_torch", "plans"): {"torchao"},
-    ("tiled_torch", "commands"): {"transformers", "liger_kernel", "quack", "deepspeed"},
+    ("tiled_torch", "commands"): {"transformers", "liger_kernel", "quack", "deepspeed", "trl"},
     ("tiled_jax", "plans"): {"optax", "orbax"},
     ("tiled_jax", "commands"): {"optax", "orbax", "tokamax"},
 }

@@ -22,7 +22,7 @@ ROOMS = (
 # Why a file stands in one half alone -> the files.
 ONLY_TORCH = {
     "autograd in place: dtypes, buffers and main_grad are the library's own work": (
-        "core/autocast.py core/gradients.py core/operands.py core/row_shards.py core/tensors.py distillation/call.py "
+        "core/autocast.py core/gradients.py core/operands.py core/tensors.py distillation/call.py "
         "linear/sums.py loss/call.py moe/sums.py"
     ),
     "forward mode is an operation's own in JAX (core/linear_call.py)": (

@@ -15,6 +15,7 @@ from jax import lax
 from shared_specs.errors import fail, fail_type
 from shared_specs.shards import ShardPlan
 from tiled_jax.core.loops import Body, vary_over, varying
+from tiled_jax.core.turns import turns
 
 # Where steps of a ring are taken: on TPUs, whose compiler runs permutes beside products, of products with enough rows to
 # hide one. Compiled ahead of time for four H200s (jax 0.11.2, H 4096, I 14336, t 2048) XLA starts the gathers and the
@@ -142,3 +143,36 @@ def for_each_gathered(
         else:
             ahead, carry = lax.fori_loop(start, stop, step, state)
     return carry
+
+
+def for_each_of_first_gathered(
+    plan: ShardPlan, tokens: jax.Array, fetch: Callable[[Any, int], Gathered], run: Callable[..., Any], carry: Any
+) -> Any:
+    """carry = run(start, tokens, gathered, carry) of the shards that the first `tokens` [] of a device's own tokens are in.
+
+    As `turns.for_each_of_first`; `tokens` is the same on all devices of the axis, which meet in every turn, and on all that
+    could wait for one of them. The next shard is gathered ahead, so that one more is gathered than is run.
+    """
+    t = plan.shard_tokens
+    whole, rest = divmod(plan.tokens, t)
+    if rest:
+        reached = (tokens > whole * t).astype(jnp.int32)
+        carry = turns(lambda _, carry: run(whole * t, rest, fetch(whole * t, rest), carry), reached, 1, carry)
+    if not whole:
+        return carry
+
+    def step(i: Any, state: tuple[Gathered, Any]) -> tuple[Gathered, Any]:
+        ahead, carry = state
+        following = fetch(jnp.minimum(i + 1, whole - 1) * t, t)
+        return following, run(i * t, t, ahead, carry)
+
+    needed = jnp.minimum(lax.div(tokens + (t - 1), jnp.int32(t)), whole)
+    return turns(step, needed, whole, (fetch(0, t), carry))[1]
+
+
+def most_of_all(count: jax.Array) -> jax.Array:
+    """Return the largest count of all devices of the surrounding `jax.shard_map`: one reduction of one number."""
+    mesh = jax.sharding.get_abstract_mesh()
+    typed = any(varying(lax.axis_index(name)) for name in mesh.manual_axes)
+    axes = varying(count) if typed else frozenset(mesh.manual_axes)
+    return lax.pmax(count, tuple(sorted(axes))) if axes else count

@@ -18,11 +18,11 @@ from tiled_jax import backends
 from tiled_jax.core.arrays import array, operands
 from tiled_jax.core.own_tokens import split_of
 from tiled_jax.core.products import refuse_exchanged_products, wide
+from tiled_jax.core.row_shards import may_stop_early
 from tiled_jax.distillation.autodiff import FUNCTION, run
 from tiled_jax.distillation.loops import DistillationCall
 from tiled_jax.distillation.math import DistillationRules
 from tiled_jax.loss.api import as_labels, check_targets
-from tiled_jax.loss.rows import may_stop_early
 
 # What the loops call the student's arrays.
 _STUDENT = {"student": "x", "w_student": "weight", "bias_student": "bias"}

@@ -17,13 +17,13 @@ from tiled_jax.core.linear_call import barrier
 from tiled_jax.core.loops import Body, for_each, vary_over, varying_of
 from tiled_jax.core.own_tokens import Split
 from tiled_jax.core.products import wide
+from tiled_jax.core.row_shards import counted_first, rows_of, with_rows
 from tiled_jax.core.turns import for_each_of_first
 from tiled_jax.distillation import math as distillation_math
 from tiled_jax.distillation.math import DistillationRules
 from tiled_jax.loss import math as loss_math
 from tiled_jax.loss.loops import tangent_of_logits
 from tiled_jax.loss.math import Labels, Part
-from tiled_jax.loss.rows import rows_of, valid_first, with_rows
 
 Arrays = dict[str, jax.Array]
 
@@ -180,7 +180,7 @@ def _weights(cut: Arrays, labels: Labels, dtype: Any) -> jax.Array:
 
 
 def _for_each_shard(call: DistillationCall, given: Arrays, run: Callable[[Any, Arrays, Any], Any], carry: Any) -> Any:
-    """carry = run(place, rows, carry) for every shard. place: as in loss/rows.py."""
+    """carry = run(place, rows, carry) for every shard. place: as in core/row_shards.py."""
 
     def cut(place: Any, size: int) -> Arrays:
         return {name: rows_of(a, place, size) for name, a in given.items()}
@@ -190,7 +190,7 @@ def _for_each_shard(call: DistillationCall, given: Arrays, run: Callable[[Any, A
             lambda start, size, carry: run(start, cut(start, size), carry), lambda start, c: barrier((start, c))
         )
         return for_each(call.plan, body, carry)
-    order, valid = valid_first(given["targets"], call.rules.options.ignore_index)
+    order, valid = counted_first(given["targets"] == call.rules.options.ignore_index)
 
     def of_order(start: Any, size: int, carry: Any) -> Any:
         place = rows_of(order, start, size)

@@ -25,9 +25,10 @@ from tiled_jax.collectives.padding import is_token, without_padding
 from tiled_jax.core.arrays import array, operands
 from tiled_jax.core.own_tokens import split_of
 from tiled_jax.core.products import refuse_exchanged_products, wide
+from tiled_jax.core.row_shards import may_stop_early
 from tiled_jax.loss.autodiff import COLUMNS, NAME, LossCall, run
 from tiled_jax.loss.math import Rules
-from tiled_jax.loss.rows import OF_ENTRIES, may_stop_early
+from tiled_jax.loss.rows import OF_ENTRIES
 from tiled_jax.loss.steps import XLA, LossSteps
 
 
@@ -75,11 +76,13 @@ def tiled_linear_cross_entropy(
         2 THV.
     Ignored tokens: rows of x whose target is ignore_index are not multiplied. Those with a label come first and only as many
         shards of the plan as they need are run, ceil(valid / t) on each device by its own count, which no host waits for; a
-        `vmap` runs as many as its element with most labels. Every shard is run where "lse", "entropy", "prediction" or
-        "top_logprobs" is an output, in a call of one shard, in a derivative of a derivative (forward over reverse and reverse
-        over reverse, whose loops need a known number of turns), with sequence_parallel, and where devices that meet in a shard
-        (a split vocabulary, or axes that a `shard_map` leaves to XLA) lie on a mesh that cuts the tokens too, or may: there a
-        device with fewer turns would be waited for. shared_specs.loss.costs.loss_flop(valid=).
+        `vmap` runs as many as its element with most labels. Devices that meet in a shard, since a `shard_map` splits the
+        vocabulary (and with sequence_parallel the tokens), take the turns of the one of the mesh with most labels, which one
+        reduction of one number finds in each pass. Every shard is run where "lse", "entropy", "prediction" or "top_logprobs" is
+        an output, in a call of one shard, in a derivative of a derivative (forward over reverse and reverse over reverse, whose
+        loops need a known number of turns), and where devices that meet since a partitioner splits the vocabulary, or since a
+        `shard_map` leaves axes to XLA, lie on a mesh that cuts the tokens too, or may: there a device with fewer turns would be
+        waited for. shared_specs.loss.costs.loss_flop(valid=).
     Raises:
         SpecError: shapes, dtypes or devices disagree (of arrays committed to one each, outside `jit`), a number is out of
         its range, or a target is neither an entry nor ignored. Under `jit` a target cannot be read: there its token's
@@ -190,7 +193,7 @@ def linear_cross_entropy(
         tokens=None if sizes is None or axis is None else TokenAxis.of(axis, plan.shard_tokens),
         split=split,
         replan=None if split is None else replan,
-        valid_first=len(plan) > 1 and sizes is None and may_stop_early(loss.outputs, targets, axis, split),
+        valid_first=len(plan) > 1 and may_stop_early(loss.outputs, targets, axis, split),
     )
     if split is not None:
         return _result(run(call, x, w, fixed), loss, targets.shape)

@@ -17,16 +17,22 @@ from jax import lax
 
 from shared_specs.shards import ShardPlan
 from tiled_jax import backends
-from tiled_jax.collectives.gathered_tokens import TokenAxis, for_each_gathered
+from tiled_jax.collectives.gathered_tokens import (
+    TokenAxis,
+    for_each_gathered,
+    for_each_of_first_gathered,
+    most_of_all,
+)
 from tiled_jax.core.linear_call import barrier
 from tiled_jax.core.loops import Body, for_each, vary_over, varying, varying_of
 from tiled_jax.core.own_tokens import Split
 from tiled_jax.core.products import product, wide
+from tiled_jax.core.row_shards import counted_first, rows_of, with_rows
 from tiled_jax.core.turns import for_each_of_first
 from tiled_jax.loss import math as loss_math
 from tiled_jax.loss.math import Coefficients, Labels, Part, Rules, Statistics
 from tiled_jax.loss.ranking import Ranking, empty_ranking, ranking_of
-from tiled_jax.loss.rows import before_first, rows_of, valid_first, with_rows
+from tiled_jax.loss.rows import before_first
 from tiled_jax.loss.steps import XLA, LossSteps
 
 Arrays = dict[str, jax.Array]
@@ -46,7 +52,7 @@ class LossCall:
             tokens too; plan is then of a device's own tokens, and a shard is gathered.
         split: how a mesh cuts the tokens where this is not inside a `shard_map`: x and targets then have their leading dims,
             and every device makes a plan for its own tokens, `replan(tokens, entries)`.
-        valid_first: whether rows are taken in the order of `rows.valid_first`, and only as many shards as have a label.
+        valid_first: whether rows are taken in the order of `row_shards.counted_first`, and only as many shards as have a label.
     """
 
     plan: ShardPlan
@@ -193,7 +199,7 @@ def _whole(numbers: Arrays) -> Statistics:
 class _LossShard(NamedTuple):
     """The parts that the gradients of one shard are made of: `dlogits` where they are there, else of the coefficients."""
 
-    place: Any  # as in rows.py
+    place: Any  # as in row_shards.py
     x: jax.Array
     labels: Labels
     found: Statistics
@@ -384,20 +390,28 @@ def _for_each_shard(
     """carry = run(place, size, what the shard is given, carry) for every shard, gathered where devices split the tokens."""
 
     tokens = call.tokens
-    if call.valid_first:
-        order, valid = valid_first(given.targets, call.rules.options.ignore_index)
-
-        def of_order(start: Any, size: int, carry: Any) -> Any:
-            place = rows_of(order, start, size)
-            return run(place, size, _cut(given, place, size), carry)
-
-        return for_each_of_first(call.plan, valid, of_order, carry)
-    if tokens is None:
+    if tokens is None and not call.valid_first:
         body = Body(lambda start, size, carry: run(start, size, _cut(given, start, size), carry), _after_all)
         return for_each(call.plan, body, carry)
+    order, valid = None, jnp.int32(0)
+    if call.valid_first:
+        order, valid = counted_first(given.targets == call.rules.options.ignore_index)
+        if call.axis is not None and call.split is None:
+            valid = most_of_all(valid)  # devices meet in every turn
+
+    def place(start: Any, size: int) -> Any:
+        return start if order is None else rows_of(order, start, size)
+
+    if tokens is None:
+
+        def of_order(start: Any, size: int, carry: Any) -> Any:
+            at = place(start, size)
+            return run(at, size, _cut(given, at, size), carry)
+
+        return for_each_of_first(call.plan, valid, of_order, carry)
 
     def fetch(start: Any, size: int) -> _ShardTokens:
-        own = _cut(given, start, size)
+        own = _cut(given, place(start, size), size)
         numbers, structure = jax.tree.flatten(own.numbers)
         if not numbers:
             return tokens.gather(own)
@@ -409,8 +423,13 @@ def _for_each_shard(
         weights = None if own.weights is None else found.pop()
         return _ShardTokens(x, targets, jax.tree.unflatten(structure, found), more, weights)
 
-    gathered = Body(lambda start, size, state: run(start, size, *state), _after_all)
-    return for_each_gathered(call.plan, call.plan.tokens, fetch, gathered, gathered, carry)
+    def of_gathered(start: Any, size: int, gathered: _ShardTokens, carry: Any) -> Any:
+        return run(place(start, size), size, gathered, carry)
+
+    if call.valid_first:
+        return for_each_of_first_gathered(call.plan, valid, fetch, of_gathered, carry)
+    body = Body(lambda start, size, state: of_gathered(start, size, *state), _after_all)
+    return for_each_gathered(call.plan, call.plan.tokens, fetch, body, body, carry)
 
 
 def _own(call: LossCall, a: jax.Array) -> jax.Array:

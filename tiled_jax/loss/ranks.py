@@ -61,6 +61,8 @@ def vocab_parallel_linear_cross_entropy(
         sequence_parallel sums and means are over the tokens of all of its devices, and what there is of every token is of
         this device's.
     Numerics, Memory: as there, of V / R entries (shared_specs.loss.sequence_costs.compiled_sequence_loss_peak_bytes).
+    Ignored tokens: as there; with sequence_parallel every device's own rows with a label come first, and a shard has those of
+        all: R times what the device with most labels has is multiplied.
     Raises:
         As there; SpecError where the devices have fewer entries than vocab_size.
     Source: derived in shared_specs/README.md; the split is Megatron-LM's, arXiv 1909.08053.

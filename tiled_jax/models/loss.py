@@ -19,7 +19,7 @@ from tiled_jax.core.products import wide
 from tiled_jax.layers.documents import documents_of_restarts, shifted_labels
 from tiled_jax.loss.api import tiled_linear_cross_entropy
 from tiled_jax.models.config import LlamaConfig
-from tiled_jax.tile.loss import tiled_loss
+from tiled_jax.tile.loss import tiled_loss_of
 
 _NAME = "next_token_loss"
 BATCH = ("input_ids", "labels", "shift_labels", "position_ids", "attention_mask", "segment_ids")
@@ -117,8 +117,9 @@ def _tiled(model: CausalLM, hidden: jax.Array, targets: jax.Array, loss: LossOpt
     def summed(rows: jax.Array, targets: jax.Array, model: Any) -> jax.Array:
         return _summed(model.logits(rows), targets)
 
-    total = tiled_loss(summed, hidden, targets, model.of_head(), tiling=tiling)
-    count = jnp.maximum(jnp.sum(targets != IGNORED), 1)  # nothing to predict has no loss
+    counted = targets != IGNORED
+    total = tiled_loss_of(summed, hidden, targets, model.of_head(), tiling=tiling, counted=counted)
+    count = jnp.maximum(jnp.sum(counted), 1)  # nothing to predict has no loss
     return total if loss.reduction == "sum" else total / count.astype(total.dtype)
 
 

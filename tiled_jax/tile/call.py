@@ -16,6 +16,7 @@ from shared_specs.tile.token_layout import noting_what_broadcasts
 from tiled_jax import backends
 from tiled_jax.core.loops import varying_of
 from tiled_jax.core.own_tokens import Split, split_of
+from tiled_jax.core.row_shards import may_stop_early
 from tiled_jax.tile import linen_modules, token_layout
 from tiled_jax.tile.closures import Closure
 from tiled_jax.tile.module_state import Modules
@@ -39,9 +40,16 @@ def call_tiled(
 
 
 def run_shards(
-    fn: Callable[..., Any], layout: token_layout.Layout, options: Tiling, key: jax.Array | None = None
+    fn: Callable[..., Any],
+    layout: token_layout.Layout,
+    options: Tiling,
+    key: jax.Array | None = None,
+    counted: jax.Array | None = None,
 ) -> Any:
-    """Return fn's results over all shards; random streams of its modules are advanced once."""
+    """Return fn's results over all shards; random streams of its modules are advanced once.
+
+    counted: which tokens may be the only ones that are run, bool [*leading dims]; None: all are.
+    """
     tokens, device = layout.tokens, backends.device_kind()
     arrays = layout.cut()
     split = split_of(layout.function, arrays[0], [*arrays[1:], *layout.whole()], (), None)
@@ -49,14 +57,20 @@ def run_shards(
         split = None  # Explicit axes that cut no tokens are fn's own matter
     if split is not None:
         _check_untyped(layout.function, split)
+    plan = plan_tiling(tokens, options, device=device)
+    if counted is not None and (len(plan) <= 1 or not may_stop_early((), counted, None, split)):
+        counted = None
+    if split is not None or counted is not None:
         found = plans(split, tokens, options)
-        shard = Shard(fn, layout, key, shards_in_all(found, tokens), apart=split.tokens is not None)
-        results = run_split(layout.function, shard.run, arrays, shard.keys, split, found, shard.held)
+        apart = split is not None and split.tokens is not None
+        shard = Shard(fn, layout, key, shards_in_all(found, tokens), apart=apart)
+        if split is None and counted is not None:
+            arrays, counted = layout.rows(), counted.reshape(-1)
+        results = run_split(layout.function, shard.run, arrays, shard.keys, split, found, shard.held, counted)
         shard.modules.advance()
-        if split.tokens and any(split.tokens[1:]):
+        if split is not None and split.tokens and any(split.tokens[1:]):
             shard.check_leading_dims()
         return shard.assemble(results)
-    plan = plan_tiling(tokens, options, device=device)
     shard = Shard(fn, layout, key, max(1, len(plan)))
     results = _loop(shard, plan, layout.rows())
     shard.modules.advance()

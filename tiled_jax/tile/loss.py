@@ -20,6 +20,7 @@ from tiled_jax.tile.call import Shard, run_shards, with_owner
 
 _NAME = "tiled_loss"
 _LOOKS = means.Looks()
+_UNUSED = ("vocab_shards", "keep", "memory_budget", "deterministic")
 
 
 def tiled_loss(
@@ -46,7 +47,8 @@ def tiled_loss(
         fn's structure: sums [] in float32 (float64 for float64; integers stay what they are), values per token
         [same leading dims, ...].
     Numerics: fn's own; its sums over shards, and gradients of what shards share, in float32, rounded once.
-    Memory: keeps the arguments; peak is what fn needs for one shard.
+    Memory: keeps the arguments; peak is what fn needs for one shard. Cost: fn runs twice, on every token: which of them add
+        nothing is fn's own matter. (The losses of `models` whose head is no plain weight run those that have a label alone.)
     Raises:
         SpecError: x has less than two dims; a result is neither a scalar nor one value per token; fn returns a mean,
         which is looked for at the first call with a function and kinds of arguments, where values can be read (not under
@@ -64,12 +66,26 @@ def tiled_loss(
     if not callable(fn):
         fail_type(_NAME, "fn", "a module or a function", type(fn).__name__)
     shape = tuple(x.shape) if isinstance(x, jax.Array | np.ndarray) else None
-    unused = ("vocab_shards", "keep", "memory_budget", "deterministic")
-    options = checks.resolve_tiling(_NAME, num_shards, 0.0, tiling, x=shape, unused=unused)
+    options = checks.resolve_tiling(_NAME, num_shards, 0.0, tiling, x=shape, unused=_UNUSED)
     sums = _Sums(fn)
     layout = token_layout.split(sums.rows, (x, *sums.owner, *args), {}, function=_NAME)
     _refuse_means(sums, fn, layout, options)
     return sums.total(run_shards(sums.rows, layout, options))
+
+
+def tiled_loss_of(fn: Callable[..., Any], x: jax.Array, *args: Any, tiling: Tiling, counted: jax.Array) -> Any:
+    """`tiled_loss` of a fn that is known to return sums to which only some tokens add anything, and which alone are run.
+
+    Those come first, and as many shards are run as they need, a number that each device counts for itself (all where
+    `row_shards.may_stop_early` says so, and in a call of one shard).
+
+    Args:
+        counted: which tokens those are, bool [*leading dims of x].
+    """
+    options = checks.resolve_tiling(_NAME, None, 0.0, tiling, x=tuple(x.shape), unused=_UNUSED)
+    sums = _Sums(fn)
+    layout = token_layout.split(sums.rows, (x, *sums.owner, *args), {}, function=_NAME)
+    return sums.total(run_shards(sums.rows, layout, options, counted=counted))
 
 
 class _Sums:

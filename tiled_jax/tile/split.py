@@ -5,8 +5,9 @@ lengths of shard that any even cut leads to, mostly one, with what it closes ove
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, combinations
 from typing import Any
 
@@ -20,18 +21,20 @@ from shared_specs.errors import UnsupportedError, error_text
 from shared_specs.shards import ShardPlan, plan_tiling
 from tiled_jax import backends
 from tiled_jax.core.linear_call import Arrays, Saved, differentiable
-from tiled_jax.core.loops import gradient_of
+from tiled_jax.core.loops import gradient_of, vary_over, varying_of
 from tiled_jax.core.own_tokens import Split, TokenOp, as_typed, on_own_tokens, shapes
 from tiled_jax.core.products import wide
+from tiled_jax.core.row_shards import counted_first, rows_of, with_rows
+from tiled_jax.core.turns import for_each_of_first
 from tiled_jax.tile.shared_gradients import Twins, with_gradient_of
 
 _OF = "tangent of "
 
 
-def plans(split: Split, tokens: int, options: Tiling) -> dict[int, ShardPlan]:
+def plans(split: Split | None, tokens: int, options: Tiling) -> dict[int, ShardPlan]:
     """Return the plan of a device, by how many of the tokens it may have."""
-    sizes = split.mesh.shape
-    if split.tokens is None:
+    sizes = {} if split is None else split.mesh.shape
+    if split is None or split.tokens is None:
         subsets = chain.from_iterable(combinations(sizes.values(), count) for count in range(len(sizes) + 1))
         parts = {math.prod(subset) for subset in subsets}
     else:
@@ -54,16 +57,18 @@ class _Traced:
     """fn for the lengths of shard that there may be. Static; operands are named by kind and number.
 
     at: for every length fn as a jaxpr, and which constants it takes. held: how many constants, the first ones, it takes as
-    arguments. keys: how the numbers of the random keys are keys again; constants: the same of constants.
+    arguments. keys: how the numbers of the random keys are keys again; constants: the same of constants. counted: whether the
+    last row says of every token whether it counts; those that do come first, and no more shards are run than they need.
     """
 
-    split: Split
+    split: Split | None
     plans: dict[int, ShardPlan]
     at: dict[int, tuple[Any, tuple[int, ...]]]
     held: int
     keys: tuple[Any, ...]
     constants: tuple[Any, ...]
     rows: int
+    counted: bool = False
 
     def loop(self, rows: Sequence[jax.Array], constants: Sequence[Twins], keys: Sequence[jax.Array]) -> list[jax.Array]:
         """Return the rows of every result of this device's tokens; keys: one for each of its shards.
@@ -72,17 +77,7 @@ class _Traced:
         """
         plan = self.plans[rows[0].shape[0]]
         t, count = plan.shard_tokens, len(plan)
-
-        def run(length: int) -> Any:
-            jaxpr, taken = self.at[length]
-
-            def of_shard(keys: Sequence[jax.Array], pieces: Sequence[jax.Array]) -> list[jax.Array]:
-                own = [a if twin is a else with_gradient_of(a, twin) for a, twin in constants]
-                fn = core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr.jaxpr, [own[i] for i in taken]))
-                return fn(*keys, *pieces, *own[: self.held])
-
-            return of_shard
-
+        run = partial(self._shard, constants)
         if count == 1:
             return jax.checkpoint(run(t))([key[0] for key in keys], rows)
         equal = plan.tokens // t
@@ -96,21 +91,101 @@ class _Traced:
         found = [a.reshape(-1, *a.shape[2:]) for a in found]
         return found if last is None else [jnp.concatenate(pair) for pair in zip(found, last, strict=True)]
 
+    def _shard(self, constants: Sequence[Twins], length: int) -> Callable[..., list[jax.Array]]:
+        """Return fn of a shard of so many tokens: (keys, pieces) -> results."""
+        jaxpr, taken = self.at[length]
+
+        def of_shard(keys: Sequence[jax.Array], pieces: Sequence[jax.Array]) -> list[jax.Array]:
+            own = [a if twin is a else with_gradient_of(a, twin) for a, twin in constants]
+            fn = core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr.jaxpr, [own[i] for i in taken]))
+            return fn(*keys, *pieces, *own[: self.held])
+
+        return of_shard
+
+    @property
+    def _names(self) -> list[str]:
+        """Return the names of the rows that fn is given."""
+        return ["x", *(f"row {i}" for i in range(1, self.rows - self.counted))]
+
     def on_device(self, rows: Arrays, whole: Arrays, moved: Arrays) -> Arrays:
         """Return the results of this device; `moved`: rows, and float32 twins of constants, to differentiate in."""
+        pieces, constants = {name: moved.get(name, rows[name]) for name in self._names}, self._twins(whole, moved)
+        keys = self._keys(rows, whole)
+        if not self.counted:
+            return _numbered(self.loop([*pieces.values()], constants, keys))
+        axes = varying_of([*rows.values(), *whole.values(), *moved.values()])
+
+        def shard(start: Any, place: jax.Array, found: list[jax.Array]) -> list[jax.Array]:
+            own = [rows_of(a, place, place.shape[0]) for a in pieces.values()]
+            of_shard = self._shard(constants, place.shape[0])(self._keys_of(keys, start, rows), own)
+            return [with_rows(a, vary_over(b, axes), place) for a, b in zip(found, of_shard, strict=True)]
+
+        tokens, (jaxpr, _) = rows["x"].shape[0], next(iter(self.at.values()))
+        zeros = [jnp.zeros((tokens, *form.shape[1:]), form.dtype) for form in jaxpr.out_avals]
+        return _numbered(self._for_each_counted(rows, shard, [vary_over(a, axes) for a in zeros]))
+
+    def gradients_on_device(self, rows: Arrays, whole: Arrays, wanted: Sequence[str], results: Sequence[str]) -> Arrays:
+        """Return gradients of operands, of constants in float32, for upstream ones of results, which are among the rows.
+
+        Where only rows that count are run: those of the others are zero.
+        """
+        if not self.counted:
+            fn, primals = _function_of(self, rows, whole, tuple(wanted), tuple(results))
+            return jax.vjp(fn, primals)[1]({name: rows[name] for name in results})[0]
+        axes, keys = varying_of([*rows.values(), *whole.values()]), self._keys(rows, whole)
+        # Varying beforehand: else every shard would add up over the devices.
+        whole = {name: vary_over(a, axes) for name, a in whole.items()}
+        of_rows, of_whole = _rows_and_whole({name: (rows | whole)[name] for name in wanted})
+        of_whole = {name: a.astype(wide(a.dtype)) for name, a in of_whole.items()}
+
+        def shard(start: Any, place: jax.Array, sums: Arrays) -> Arrays:
+            t, shard_keys = place.shape[0], self._keys_of(keys, start, rows)
+            own = {name: rows_of(rows[name], place, t) for name in {*self._names, *results}}
+
+            def fn(moved: Arrays) -> Arrays:
+                constants, pieces = self._twins(whole, moved), [moved.get(name, own[name]) for name in self._names]
+                found = _numbered(self._shard(constants, t)(shard_keys, pieces))
+                return {name: found[name] for name in results}
+
+            _, pull = jax.vjp(fn, {name: own[name] for name in of_rows} | of_whole)
+            (d,) = pull({name: own[name] for name in results})
+            d = {name: vary_over(a, axes) for name, a in d.items()}
+            return {name: with_rows(a, d[name], place) if name in of_rows else a + d[name] for name, a in sums.items()}
+
+        zeros = {name: vary_over(jnp.zeros_like(a), axes) for name, a in (of_rows | of_whole).items()}
+        return self._for_each_counted(rows, shard, zeros)
+
+    def _for_each_counted(self, rows: Arrays, shard: Callable[[Any, jax.Array, Any], Any], carry: Any) -> Any:
+        """carry = shard(first of its rows in the order of the work, which rows they are, carry) of as many as count."""
+        order, count = counted_first(~rows[f"row {self.rows - 1}"])
+        plan = self.plans[rows["x"].shape[0]]
+        return for_each_of_first(plan, count, lambda i, t, carry: shard(i, rows_of(order, i, t), carry), carry)
+
+    def _keys(self, rows: Arrays, whole: Arrays) -> list[jax.Array]:
+        """Return the random keys of this device's shards."""
         count = len(self.plans[rows["x"].shape[0]])
         at = whole["device"] * count if "device" in whole else 0
         own = [lax.dynamic_slice_in_dim(whole[f"key {i}"], at, count) for i in range(len(self.keys))]
-        keys = [_as_key(a, impl) for a, impl in zip(own, self.keys, strict=True)]
-        names = ["x", *(f"row {i}" for i in range(1, self.rows))]
-        pieces = [moved.get(name, rows[name]) for name in names]
+        return [_as_key(a, impl) for a, impl in zip(own, self.keys, strict=True)]
+
+    def _keys_of(self, keys: Sequence[jax.Array], start: Any, rows: Arrays) -> list[jax.Array]:
+        """Return those of the shard whose first row this is."""
+        t = self.plans[rows["x"].shape[0]].shard_tokens
+        return [lax.dynamic_index_in_dim(key, start // t, keepdims=False) for key in keys]
+
+    def _twins(self, whole: Arrays, moved: Arrays) -> list[Twins]:
+        """Return every constant with what takes its gradient."""
         constants: list[Twins] = []
         for i, impl in enumerate(self.constants):
             name = f"constant {i}"
             a = _as_key(whole[name], impl)
             twin: Any = moved.get(name, a)
             constants.append((twin, twin) if twin.dtype == a.dtype else (a, twin))
-        return {f"result {i}": a for i, a in enumerate(self.loop(pieces, constants, keys))}
+        return constants
+
+
+def _numbered(results: Sequence[jax.Array]) -> Arrays:
+    return {f"result {i}": a for i, a in enumerate(results)}
 
 
 class _TileRules:
@@ -147,9 +222,7 @@ class _TileRules:
         rows, whole = _rows_and_whole(saved.arrays)
 
         def run(rows: Arrays, whole: Arrays, axes: tuple[str, ...]) -> tuple[Arrays, Arrays]:
-            fn, primals = _function_of(call, rows, whole, wanted, tuple(g))
-            (d,) = jax.vjp(fn, primals)[1]({name: rows[name] for name in g})
-            return _rows_and_whole(d)
+            return _rows_and_whole(call.gradients_on_device(rows, whole, wanted, tuple(g)))
 
         found = {}
         for group in on_own_tokens(call.split, _op(run))(rows | g, whole):
@@ -199,14 +272,16 @@ def run_split(
     run: Any,
     arrays: Sequence[jax.Array],
     keys: Sequence[jax.Array],
-    split: Split,
+    split: Split | None,
     found: dict[int, ShardPlan],
     held: Sequence[jax.Array],
+    counted: jax.Array | None = None,
 ) -> list[jax.Array]:
     """run(keys, pieces, held) -> rows of results, of every device's own shards.
 
     arrays: [*leading dims, ...], x first. keys: for every shard of all devices. found: what `plans` found. held: what run has
-    to be given because it cannot close over it.
+    to be given because it cannot close over it. counted: which tokens are run, bool [*leading dims]; results of the others are
+    zeros, as their gradients are. None: all.
     """
     lead = arrays[0].ndim - 1
     constants: list[Any] = list(held)
@@ -214,8 +289,10 @@ def run_split(
     at = {}
     lengths = {length for plan in found.values() for length in (plan.shard_tokens, plan.tokens % plan.shard_tokens)}
     for length in sorted(lengths - {0}):
-        pieces = [jax.ShapeDtypeStruct((length, *a.shape[lead:]), a.dtype) for a in arrays]
+        pieces: Any = [jax.ShapeDtypeStruct((length, *a.shape[lead:]), a.dtype) for a in arrays]
         example = [jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for a in keys], pieces, shapes(held)
+        if split is None:  # where a type may say along which axes of a surrounding `shard_map` they vary
+            example = [a[0] for a in keys], [a[:length] for a in arrays], held
         traced = _trace(function, run, split, example)
         for a in traced.consts:
             if id(a) not in numbers:
@@ -223,9 +300,9 @@ def run_split(
                 constants.append(a)
         at[length] = traced, tuple(numbers[id(a)] for a in traced.consts)
     of_keys, of_constants = [_numbers(a) for a in keys], [_numbers(jnp.asarray(a)) for a in constants]
-    call = _Traced(
-        split, found, at, len(held), tuple(k for _, k in of_keys), tuple(k for _, k in of_constants), len(arrays)
-    )
+    arrays = arrays if counted is None else [*arrays, counted]
+    impls, of = tuple(k for _, k in of_keys), tuple(k for _, k in of_constants)
+    call = _Traced(split, found, at, len(held), impls, of, len(arrays), counted is not None)
     operands = {"x": arrays[0]} | {f"row {i}": a for i, a in enumerate(arrays) if i}
     operands |= {f"constant {i}": a for i, (a, _) in enumerate(of_constants)}
     operands |= {f"key {i}": a for i, (a, _) in enumerate(of_keys)}
@@ -235,7 +312,7 @@ def run_split(
     return [results[f"result {i}"] for i in range(len(forms))]
 
 
-def _trace(function: str, run: Any, split: Split, example: Any) -> Any:
+def _trace(function: str, run: Any, split: Split | None, example: Any) -> Any:
     """run as a jaxpr for the devices of a split.
 
     Raises:
@@ -249,7 +326,7 @@ def _trace(function: str, run: Any, split: Split, example: Any) -> Any:
         rest = iter(given)
         return run(*(jax.tree.unflatten(t, [next(rest) for _ in part]) for t, part in zip(tree, sizes, strict=True)))
 
-    if split.tokens is None:
+    if split is None or split.tokens is None:
         return jax.make_jaxpr(flat)(*leaves)
     try:
         with jax.sharding.use_abstract_mesh(split.on_device):

@@ -26,12 +26,18 @@ class Gathers(Taken):
 
     Args:
         order: rows of this rank [T / R, ...] and the number of a shard of them, for every use; cast to `dtype`.
+        chosen: as in `GatheredRows`.
     """
 
     def __init__(
-        self, over: RankGroup, plan: SequencePlan, order: Iterable[tuple[Tensor, int]], dtype: torch.dtype
+        self,
+        over: RankGroup,
+        plan: SequencePlan,
+        order: Iterable[tuple[Tensor, int]],
+        dtype: torch.dtype,
+        chosen: Tensor | None = None,
     ) -> None:
-        self.over, self.plan, self.order, self.dtype = over, plan, iter(order), dtype
+        self.over, self.plan, self.order, self.dtype, self.chosen = over, plan, iter(order), dtype, chosen
         self.under_way: deque[Pending] = deque()
         for _ in range(2):
             self.let_go()
@@ -43,15 +49,16 @@ class Gathers(Taken):
     def let_go(self) -> None:
         """Start the next gather: the caller has dropped the shard that it took."""
         for part, shard in islice(self.order, 1):
-            self.under_way.append(_gather(self.over, self.plan, part, shard, self.dtype))
+            start, stop = self.plan.span(self.over.rank, shard)
+            own = part[start:stop] if self.chosen is None else part.index_select(0, self.chosen[start:stop])
+            self.under_way.append(_gather(self.over, self.plan.rows(shard), own.to(self.dtype)))
 
 
-def _gather(over: RankGroup, plan: SequencePlan, part: Tensor, shard: int, dtype: torch.dtype) -> Pending:
-    start, stop = plan.span(over.rank, shard)
-    rows, mine = plan.rows(shard), part[start:stop].to(dtype)
-    if stop - start < rows:
-        padded = mine.new_zeros((rows, *part.shape[1:]))
-        padded[: stop - start] = mine
+def _gather(over: RankGroup, rows: int, mine: Tensor) -> Pending:
+    """Gather every rank's own rows, at most so many, the others of which are zeros."""
+    if mine.shape[0] < rows:
+        padded = mine.new_zeros((rows, *mine.shape[1:]))
+        padded[: mine.shape[0]] = mine
         mine = padded
     return transport.all_gather(over, mine, 0)
 
@@ -59,11 +66,13 @@ def _gather(over: RankGroup, plan: SequencePlan, part: Tensor, shard: int, dtype
 class Scattered(Written):
     """Partial sums of gathered shards, summed over the ranks; this rank's rows go to `out` [T / R, ...].
 
-    One sum is under way at a time. Its shard's partial sums stay alive until it is waited for.
+    One sum is under way at a time. Its shard's partial sums stay alive until it is waited for. chosen: as in `GatheredRows`.
     """
 
-    def __init__(self, over: RankGroup, plan: SequencePlan, out: Tensor, dtype: torch.dtype) -> None:
-        self.over, self.plan, self.out, self.dtype = over, plan, out, dtype
+    def __init__(
+        self, over: RankGroup, plan: SequencePlan, out: Tensor, dtype: torch.dtype, chosen: Tensor | None = None
+    ) -> None:
+        self.over, self.plan, self.out, self.dtype, self.chosen = over, plan, out, dtype, chosen
         self.written: tuple[int, Tensor] | None = None
         self.pending: tuple[int, Pending] | None = None
 
@@ -87,20 +96,31 @@ class Scattered(Written):
             return
         (shard, pending), self.pending = self.pending, None
         start, stop = self.plan.span(self.over.rank, shard)
-        self.out[start:stop] = pending.wait()[: stop - start]
+        found = pending.wait()[: stop - start]
+        if self.chosen is None:
+            self.out[start:stop] = found
+        else:
+            self.out.index_copy_(0, self.chosen[start:stop], found)
 
 
 class GatheredRows(Rows):
-    """This rank's x [T / R, H] as gathered shards."""
+    """This rank's x [T / R, H] as gathered shards.
+
+    chosen: the numbers of its own rows that there are, where not all are, of which `split` is then.
+    """
 
     here = False
 
-    def __init__(self, over: RankGroup, split: SequencePlan, x: Tensor) -> None:
+    def __init__(self, over: RankGroup, split: SequencePlan, x: Tensor, chosen: Tensor | None = None) -> None:
         super().__init__(x, gathered_plan(split))
-        self.over, self.split = over, split
+        self.over, self.split, self.chosen = over, split, chosen
 
     def taken(self, order: Iterable[tuple[Tensor, int]], dtype: torch.dtype) -> Taken:
-        return Gathers(self.over, self.split, order, dtype)
+        return Gathers(self.over, self.split, order, dtype, self.chosen)
 
     def written(self, out: Tensor, dtype: torch.dtype) -> Written:
-        return Scattered(self.over, self.split, out, dtype)
+        return Scattered(self.over, self.split, out, dtype, self.chosen)
+
+    def room(self) -> Tensor:
+        """Return zeros where there are rows that no shard writes."""
+        return super().room() if self.chosen is None else torch.zeros_like(self.x)

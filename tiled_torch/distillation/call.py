@@ -11,17 +11,16 @@ from torch import Tensor
 from shared_specs.core import checks
 from shared_specs.distillation.costs import DistillationShape, chosen_pair_tokens
 from shared_specs.loss import checks as loss_checks
-from shared_specs.loss.costs import runs_alone
 from shared_specs.shards import ShardPlan
 from tiled_torch.core.autocast import without_autocast
 from tiled_torch.core.operands import has_values
-from tiled_torch.core.replay import is_capturing
 from tiled_torch.core.row_shards import ChosenRows, Rows
 from tiled_torch.core.tensors import rows_of, wide_dtype
 from tiled_torch.distillation import loops
 from tiled_torch.distillation.loops import HeadPair
 from tiled_torch.distillation.math import DistillationRules
 from tiled_torch.loss import math as loss_math
+from tiled_torch.loss.call import counted_rows
 from tiled_torch.loss.loops import Gradients, Head, Needs
 from tiled_torch.loss.math import Labels
 
@@ -159,11 +158,9 @@ def _labels(given: Distilled, call: DistillationCall) -> Labels:
 
 def _chosen(given: Distilled, call: DistillationCall) -> Tensor | None:
     """Return the numbers of the rows that count, where many do not; it waits for the device once."""
-    if given.targets is None or not has_values(given.targets) or (given.targets.is_cuda and is_capturing()):
+    if given.targets is None:
         return None
-    targets = given.targets.reshape(-1)
-    chosen = (targets != call.rules.options.ignore_index).nonzero()[:, 0]
-    return chosen if runs_alone(targets.numel(), chosen.numel()) else None
+    return counted_rows(given.targets.reshape(-1), call.rules.options.ignore_index)
 
 
 def _gradients(call: DistillationCall, of: _Set, upstream: Tensor, needs: Needs) -> tuple[Tensor, Gradients, Tensor]:

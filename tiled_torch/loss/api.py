@@ -31,7 +31,7 @@ from tiled_torch.core.replay import refuse_transforms
 from tiled_torch.core.tensors import device_kind, dtype_name, refuse_second_order, wide_dtype
 from tiled_torch.loss import call as loss_call
 from tiled_torch.loss import compiled, with_tangents
-from tiled_torch.loss.call import LossCall, Operands
+from tiled_torch.loss.call import LossCall, Operands, RowsRun
 from tiled_torch.loss.loops import Needs, Ranks, SplitTokens, scaled
 from tiled_torch.loss.math import Rules
 
@@ -297,18 +297,18 @@ class Recomputed(torch.autograd.Function):
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor | None, ...]:
         given, call = Operands(*args[:7]), args[7]
-        chosen = call.chosen(given)
-        return *loss_call.values(given, call, chosen), chosen
+        run = call.rows_run(given)
+        return *loss_call.values(given, call, run), run.chosen, run.split
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        _, _, lse, entropy, right, *ranked, chosen = output
+        _, _, lse, entropy, right, *ranked, chosen, split = output
         ctx.mark_non_differentiable(right, *(a for a in (*ranked, chosen) if a is not None))
         ctx.set_materialize_grads(False)
         # x, weight, bias: logits are computed again; targets and what they weigh: what logits are compared with;
         # lse, entropy: what exp(logits) is normalised with; chosen: the rows that were run.
         ctx.save_for_backward(*inputs[:7], lse, entropy, chosen)
-        ctx.call = inputs[7]
+        ctx.call, ctx.split = inputs[7], split
         remember_operands(ctx, inputs[:3], ctx.call.owners)
 
     @staticmethod
@@ -319,7 +319,8 @@ class Recomputed(torch.autograd.Function):
             return (None,) * 8
         refuse_second_order(call.function, _UNTILED)
         *given, lse, entropy, chosen = ctx.saved_tensors
-        found, scale = loss_call.gradients(upstream, Operands(*given), (lse, entropy), call, needs, chosen)
+        run = RowsRun(chosen, ctx.split)
+        found, scale = loss_call.gradients(upstream, Operands(*given), (lse, entropy), call, needs, run)
         return *returned(ctx, [found.dx, found.dweight, found.dbias], scale), None, None, None, None, None
 
 

@@ -16,6 +16,7 @@ from shared_specs.loss.costs import LossShape, chosen_shard_tokens, runs_alone
 from shared_specs.shards import ShardPlan
 from tiled_torch.core.autocast import without_autocast
 from tiled_torch.core.operands import has_values
+from tiled_torch.core.replay import is_capturing
 from tiled_torch.core.row_shards import ChosenRows, Rows
 from tiled_torch.core.tensors import dtype_name, rows_of, wide_dtype
 from tiled_torch.loss import math as loss_math
@@ -48,6 +49,34 @@ class Operands(NamedTuple):
     token_weight: Tensor | None
 
 
+class RowsRun(NamedTuple):
+    """The rows of one call that are run.
+
+    chosen: their numbers [n] in rising order; None: all. split: of tokens that are split over ranks, those that are run.
+    targets: of all ranks then, in the order of its shards, where they are there already.
+    """
+
+    chosen: Tensor | None = None
+    split: SplitTokens | None = None
+    targets: Tensor | None = None
+
+
+def may_be_read(targets: Tensor) -> bool:
+    """Return whether the device can be waited for: not of fake tensors, nor while a CUDA graph is captured."""
+    return has_values(targets) and not (targets.is_cuda and is_capturing())
+
+
+def counted_rows(targets: Tensor, ignore_index: int) -> Tensor | None:
+    """Return the numbers [n] of the targets [T] that are not ignored, where many are; None where all rows are run.
+
+    It waits for the device once. None where that cannot be.
+    """
+    if not may_be_read(targets):
+        return None
+    chosen = (targets != ignore_index).nonzero()[:, 0]
+    return chosen if runs_alone(targets.numel(), chosen.numel()) else None
+
+
 @dataclass(frozen=True)
 class LossCall:
     """All that is static about one call; the plan of forward is the plan of backward.
@@ -72,61 +101,83 @@ class LossCall:
         """Return whether the gradients are computed with the loss."""
         return self.rules.options.gradients_with_loss(dtype_name(self.dtype))
 
-    def chosen(self, given: Operands) -> Tensor | None:
-        """Return the numbers [n] of the rows that count, where many do not; None where all rows are run.
+    def rows_run(self, given: Operands) -> RowsRun:
+        """Return the rows that count, where many do not; else all of them.
 
-        It waits for the device once. All rows are run where that cannot be (fake tensors, a CUDA graph that is captured), where
-        ranks split the tokens, and where a result of ignored rows is asked for.
+        It waits for the device once. All rows are run where that cannot be (fake tensors, a CUDA graph that is captured), and
+        where a result of ignored rows is asked for. Where ranks split the tokens each has its own rows, in as many shards as
+        the one with most labels needs; the labels of all are gathered anyway.
         """
-        targets, outputs = given.targets.reshape(-1), self.rules.options.outputs
-        if self.split is not None or {*outputs} & {*EVERY_ROW_OUTPUTS}:
-            return None
-        if not has_values(targets) or (targets.is_cuda and torch.cuda.is_current_stream_capturing()):
-            return None
-        chosen = (targets != self.rules.options.ignore_index).nonzero()[:, 0]
-        return chosen if runs_alone(targets.numel(), chosen.numel()) else None
+        targets, ignore_index = given.targets.reshape(-1), self.rules.options.ignore_index
+        if {*self.rules.options.outputs} & {*EVERY_ROW_OUTPUTS}:
+            return RowsRun(split=self.split)
+        if self.split is None:
+            return RowsRun(counted_rows(targets, ignore_index))
+        if not may_be_read(targets):
+            return RowsRun(split=self.split)
+        # Each rank copies its own rows of a shard that has those of all.
+        shape = self._shape(given, hidden=-(-given.x.shape[-1] // self._holders))
+        split, targets = self.split.counted(targets, ignore_index, shape)
+        return RowsRun(split.chosen, split, targets)
 
-    def rows(self, given: Operands, chosen: Tensor | None = None) -> Rows:
+    def rows(self, given: Operands, run: RowsRun) -> Rows:
         """Return x, shard by shard: all rows, or the chosen ones."""
         x = rows_of(given.x)
-        if self.split is not None:
-            return self.split.rows(x)
-        if chosen is None:
+        if run.split is not None:
+            return run.split.rows(x)
+        if run.chosen is None:
             return Rows(x, ShardPlan(checks.flat_tokens(given.x.shape), self.shard_tokens))
-        entries = -(-self.rules.vocab // (1 if self.ranks is None else self.ranks.size))  # the same on every rank
-        shape = LossShape(tokens=x.shape[0], hidden=x.shape[1], vocab=entries, vocab_shards=self.vocab_shards)
-        return ChosenRows(x, chosen, ShardPlan(chosen.numel(), chosen_shard_tokens(shape, self.shard_tokens)))
+        t = chosen_shard_tokens(self._shape(given), self.shard_tokens)
+        return ChosenRows(x, run.chosen, ShardPlan(run.chosen.numel(), t))
 
-    def result(self, values: Tensor, dims: torch.Size) -> Tensor:
-        """Return numbers per token of all shards, [T] or [T, k], as [*dims] or [*dims, k] of this call's own; not a view.
+    @property
+    def _holders(self) -> int:
+        """Return how many ranks hold the vocabulary."""
+        return 1 if self.ranks is None else self.ranks.size
+
+    def _shape(self, given: Operands, hidden: int | None = None) -> LossShape:
+        return LossShape(
+            tokens=checks.flat_tokens(given.x.shape),
+            hidden=given.x.shape[-1] if hidden is None else hidden,
+            vocab=-(-self.rules.vocab // self._holders),  # the same on every rank
+            vocab_shards=self.vocab_shards,
+        )
+
+    def result(self, values: Tensor, dims: torch.Size, run: RowsRun) -> Tensor:
+        """Return numbers per token of all shards, [T] or [T, k], as [*dims] or [*dims, k] of this call's own; not a view. Zeros
+        in rows that were not run.
 
         Callers may write to a result in place (mask a loss), engines do.
         """
-        return torch.ops.aten._unsafe_view(
-            values if self.split is None else self.split.own(values), (*dims, *values.shape[1:])
-        )
+        own = values if run.split is None else run.split.own(values)
+        if run.chosen is not None:
+            own = own.new_zeros((dims.numel(), *own.shape[1:])).index_copy_(0, run.chosen, own)
+        return torch.ops.aten._unsafe_view(own, (*dims, *own.shape[1:]))
 
-    def reduced(self, values: Tensor, factor: Tensor, dims: torch.Size) -> Tensor:
-        return self.result(values, dims) if self.rules.options.reduction == "none" else values.sum() * factor
+    def reduced(self, values: Tensor, factor: Tensor, dims: torch.Size, run: RowsRun) -> Tensor:
+        return self.result(values, dims, run) if self.rules.options.reduction == "none" else values.sum() * factor
 
-    def ranked(self, tokens: Tokens, dims: torch.Size) -> tuple[Tensor | None, ...]:
+    def ranked(self, tokens: Tokens, dims: torch.Size, run: RowsRun) -> tuple[Tensor | None, ...]:
         """Return the predictions, and values and indices of the best entries; None where not asked for."""
         found = tokens.prediction, tokens.top_values, tokens.top_indices
-        return tuple(None if a is None else self.result(a, dims) for a in found)
+        return tuple(None if a is None else self.result(a, dims, run) for a in found)
 
     def head(self, given: Operands) -> Head:
         bias = None if given.bias is None else given.bias.to(self.dtype)
         steps = _steps_named(self.backend)
         return Head(given.weight.to(self.dtype), bias, self.rules, self.start, self.vocab_shards, self.ranks, steps)
 
-    def labels(self, given: Operands) -> Labels:
-        """Return the labels of the targets; on a CPU an error for one that does not exist, on every rank."""
-        targets, ignore = given.targets.reshape(-1), self.rules.options.ignore_index
-        wide = wide_dtype(self.dtype)
-        token_weight = None if given.token_weight is None else given.token_weight.reshape(-1).to(wide)
-        if self.split is not None:
-            (targets,) = self.split.everywhere([targets], ignore)
-            token_weight = None if token_weight is None else self.split.everywhere([token_weight])[0]
+    def labels(self, given: Operands, run: RowsRun) -> Labels:
+        """Return the labels of the rows that are run; on a CPU an error for one that does not exist, on every rank."""
+        ignore, wide = self.rules.options.ignore_index, wide_dtype(self.dtype)
+        targets, token_weight = (None if a is None else a.reshape(-1) for a in (given.targets, given.token_weight))
+        assert targets is not None
+        if run.chosen is not None:
+            targets, token_weight = targets[run.chosen], None if token_weight is None else token_weight[run.chosen]
+        token_weight = None if token_weight is None else token_weight.to(wide)
+        if run.split is not None:
+            targets = run.split.everywhere([targets], ignore)[0] if run.targets is None else run.targets
+            token_weight = None if token_weight is None else run.split.everywhere([token_weight])[0]
         if targets.device.type == "cpu" and has_values(targets):
             missing = loss_math.first_missing_target(targets, self.rules.vocab, ignore)
             if missing is not None:
@@ -153,8 +204,8 @@ def with_gradients(given: Operands, call: LossCall, needs: Needs) -> tuple[Tenso
     `LossCall.ranked` has.
     """
     with without_autocast(given.x):
-        chosen = call.chosen(given)
-        labels, head, rows = _of(call.labels(given), chosen), call.head(given), call.rows(given, chosen)
+        run = call.rows_run(given)
+        labels, head, rows = call.labels(given, run), call.head(given), call.rows(given, run)
         parts: OutputParts = (None, None, None)
         if any(needs):
             tokens, found, size = losses_and_gradients(rows, head, labels, needs)
@@ -163,29 +214,25 @@ def with_gradients(given: Operands, call: LossCall, needs: Needs) -> tuple[Tenso
             tokens, size = losses(rows, head, labels), 1.0
         factor, count = call.factors(labels, given.num_valid)
         dims = given.targets.shape
-        value, right = call.reduced(tokens.loss, factor, dims), call.reduced(tokens.right, count, dims)
-        return value, right, factor * size, *parts, *call.ranked(tokens, dims)
+        value, right = call.reduced(tokens.loss, factor, dims, run), call.reduced(tokens.right, count, dims, run)
+        return value, right, factor * size, *parts, *call.ranked(tokens, dims, run)
 
 
-def _of(labels: Labels, chosen: Tensor | None) -> Labels:
-    return labels if chosen is None else labels[chosen]
-
-
-def values(given: Operands, call: LossCall, chosen: Tensor | None) -> tuple[Tensor | None, ...]:
+def values(given: Operands, call: LossCall, run: RowsRun) -> tuple[Tensor | None, ...]:
     """Return the loss, log_probs, lse, entropy (None where not asked for), the accuracy, and what `LossCall.ranked` has.
 
-    chosen: the rows that are run, as `LossCall.chosen` has them; lse of the others is 0.
+    run: what `LossCall.rows_run` found; lse of the other rows is 0.
     """
     with without_autocast(given.x):
-        labels, head, rows = _of(call.labels(given), chosen), call.head(given), call.rows(given, chosen)
-        tokens = losses(rows, head, labels).among(given.targets.numel(), chosen)
+        labels, head, rows = call.labels(given, run), call.head(given), call.rows(given, run)
+        tokens = losses(rows, head, labels)
         factor, count = call.factors(labels, given.num_valid)
         dims = given.targets.shape
-        value, right = call.reduced(tokens.loss, factor, dims), call.reduced(tokens.right, count, dims)
+        value, right = call.reduced(tokens.loss, factor, dims, run), call.reduced(tokens.right, count, dims, run)
         of_tokens = (
-            None if a is None else call.result(a, dims) for a in (tokens.log_probs, tokens.lse, tokens.entropy)
+            None if a is None else call.result(a, dims, run) for a in (tokens.log_probs, tokens.lse, tokens.entropy)
         )
-        return value, *of_tokens, right, *call.ranked(tokens, dims)
+        return value, *of_tokens, right, *call.ranked(tokens, dims, run)
 
 
 def gradients(
@@ -194,37 +241,43 @@ def gradients(
     saved: tuple[Tensor, Tensor | None],
     call: LossCall,
     needs: Needs,
-    chosen: Tensor | None,
+    run: RowsRun,
 ) -> tuple[Gradients, Tensor]:
     """Return gradients from the upstream ones of the loss, log_probs, lse and entropy, and the factor that still multiplies
     them.
 
-    saved: lse and entropy as `values` gave them, chosen as it took them; the logits are computed again.
+    saved: lse and entropy as `values` gave them, run as it took it; the logits are computed again.
     """
     with without_autocast(given.x):
-        labels, head, rows = call.labels(given), call.head(given), call.rows(given, chosen)
-        upstream, (lse, entropy) = _everywhere(upstream, saved, call)
+        labels, head, rows = call.labels(given, run), call.head(given), call.rows(given, run)
+        upstream, (lse, entropy) = _of_run(upstream, saved, call, run)
         k = _coefficients(upstream, lse, labels, call, given.num_valid)
-        if chosen is not None:  # without entropy
-            labels, lse, k = labels[chosen], lse[chosen], k[chosen]
         return gradients_of(rows, head, labels, needs, (lse, entropy), k)
 
 
-def _everywhere(
-    upstream: tuple[Tensor | None, ...], saved: tuple[Tensor, Tensor | None], call: LossCall
+def _of_run(
+    upstream: tuple[Tensor | None, ...], saved: tuple[Tensor, Tensor | None], call: LossCall, run: RowsRun
 ) -> tuple[tuple[Tensor | None, ...], tuple[Tensor, Tensor | None]]:
-    """Return numbers per token as [T]; of tokens that are split over ranks by one collective, whatever is None on this rank."""
-    lse, entropy = (None if a is None else a.reshape(-1) for a in saved)
-    assert lse is not None
-    if call.split is None:
-        return upstream, (lse, entropy)
+    """Return numbers per token as [n], of the rows that are run; of tokens that are split over ranks those of all, by one
+    collective, whatever is None on this rank.
+    """
     per_token = [call.rules.options.reduction == "none", *(name in call.rules.options.outputs for name in _PER_TOKEN)]
-    mine = [lse, *([] if entropy is None else [entropy])]
-    for d in (d for d, wanted in zip(upstream, per_token, strict=False) if wanted):
-        mine.append(torch.zeros_like(lse) if d is None else d.reshape(-1).to(lse.dtype))
-    found = iter(call.split.everywhere(mine))
+
+    def mine(a: Tensor | None) -> Tensor | None:
+        flat = None if a is None else a.reshape(-1)
+        return flat if flat is None or run.chosen is None else flat[run.chosen]
+
+    upstream = tuple(mine(d) if number or per_token[0] else d for number, d in enumerate(upstream[:4]))
+    lse, entropy = mine(saved[0]), mine(saved[1])
+    assert lse is not None
+    if run.split is None:
+        return upstream, (lse, entropy)
+    sent = [lse, *([] if entropy is None else [entropy])]
+    for d in (d for d, of_token in zip(upstream, per_token, strict=True) if of_token):
+        sent.append(torch.zeros_like(lse) if d is None else d.to(lse.dtype))
+    found = iter(run.split.everywhere(sent))
     kept = next(found), (None if entropy is None else next(found))
-    return tuple(next(found) if wanted else d for d, wanted in zip(upstream, per_token, strict=False)), kept
+    return tuple(next(found) if of_token else d for d, of_token in zip(upstream, per_token, strict=True)), kept
 
 
 _PER_TOKEN = ("log_probs", "lse", "entropy")

@@ -148,7 +148,7 @@ def values_op(
     """Return the loss, log_probs, lse, entropy, the accuracy, and what `LossCall.ranked` has (empty where not asked for)."""
     call = Static(list(sizes), list(factors), words, dtype).call
     given = Operands(x, weight, bias, targets, class_weight, num_valid, token_weight)
-    return tuple(_filled(a, x) for a in loss_call.values(given, call, call.chosen(given)))  # type: ignore[return-value]
+    return tuple(_filled(a, x) for a in loss_call.values(given, call, call.rows_run(given)))  # type: ignore[return-value]
 
 
 @values_op.register_fake
@@ -191,7 +191,7 @@ def backward(
     call = Static(list(sizes), list(factors), words, dtype).call
     given = Operands(x, weight, bias, targets, class_weight, num_valid, token_weight)
     saved = (lse, entropy if entropy.numel() else None)
-    found, scale = loss_call.gradients(upstream, given, saved, call, Needs(*needs), call.chosen(given))
+    found, scale = loss_call.gradients(upstream, given, saved, call, Needs(*needs), call.rows_run(given))
     pairs = zip((found.dx, found.dweight, found.dbias), (x, weight, bias), strict=True)
     grads = [None if d is None or a is None else scaled(d, scale, a.dtype).view(a.shape) for d, a in pairs]
     return tuple(_filled(a, x) for a in grads)  # type: ignore[return-value]

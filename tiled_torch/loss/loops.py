@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from shared_specs.loss.costs import LossShape
 from shared_specs.shards import ShardPlan
 from tiled_torch.core.gradients import GradientSum
 from tiled_torch.core.row_shards import Rows
@@ -49,6 +50,17 @@ class SplitTokens(Protocol):
 
     def own(self, values: Tensor) -> Tensor:
         """Return this rank's tokens [T / R] of values [T] in the order of the shards."""
+        ...
+
+    @property
+    def chosen(self) -> Tensor | None:
+        """Return the numbers of this rank's tokens that there are, where not all are."""
+        ...
+
+    def counted(self, targets: Tensor, ignore_index: int, shape: LossShape) -> tuple["SplitTokens", Tensor]:
+        """Return the split of the tokens that are run, which have labels where many have none, and the targets of all of them
+        in the order of its shards. targets: of this rank.
+        """
         ...
 
 
@@ -118,14 +130,6 @@ class Tokens(NamedTuple):
 
     def __getitem__(self, rows: slice) -> "Tokens":  # type: ignore[override]
         return Tokens(*(None if part is None else part[rows] for part in self))  # type: ignore[arg-type]
-
-    def among(self, tokens: int, chosen: Tensor | None) -> "Tokens":
-        """Return results of all tokens [T] from those of the chosen ones: zeros in the other rows."""
-        if chosen is None:
-            return self
-        rows = (None if part is None else (part, part.new_zeros((tokens, *part.shape[1:]))) for part in self)
-        wholes = (None if pair is None else pair[1].index_copy_(0, chosen, pair[0]) for pair in rows)
-        return Tokens(*wholes)  # type: ignore[arg-type]
 
     def write(self, rules: Rules, labels: Labels, found: Statistics, rankings: Sequence[Ranking]) -> None:
         """The results of one shard into these rows."""

@@ -101,6 +101,9 @@ def vocab_parallel_linear_cross_entropy(
     Numerics: as `tiled_linear_cross_entropy`, sums over ranks included. Partial dx are rounded to the dtype of x; their sum
         over ranks is a float32 one, rounded once. dweight and dbias are added to the main_grad of weight and bias where these
         (DTensors, padded ones) have one.
+    Cost: as `tiled_linear_cross_entropy`. With sequence_parallel every rank takes out its own rows that count, and all run as
+        many shards as the one with most of them needs: R times its rows are multiplied. All labels are gathered anyway,
+        so no collective is added.
     Memory: as `tiled_linear_cross_entropy` with V / R; 16-bit dx of more than two ranks take as much again while they are
         summed (`transport`). With sequence_parallel peak `sequence_costs.sequence_loss_peak_bytes`:
         one shard of logits [R t, V / R], two gathered shards of x, 2 R t H elements, and the partial dx of one; some numbers

@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 from shared_specs.shards import ShardPlan
 from tiled_torch.core.autocast import without_autocast
 from tiled_torch.core.tensors import rows_of, wide_dtype
-from tiled_torch.loss.call import LossCall, Operands
+from tiled_torch.loss.call import LossCall, Operands, RowsRun
 from tiled_torch.loss.math import Labels, Part, Rules
 from tiled_torch.loss.ranking import ranking_of
 
@@ -21,8 +21,9 @@ from tiled_torch.loss.ranking import ranking_of
 def loss(given: Operands, call: LossCall) -> tuple[Tensor, ...]:
     """Return the results of `call.values`, with tangents. Vocabulary shards become shorter shards of tokens: as many logits."""
     rows = rows_of(given.x)
+    run = RowsRun()
     with without_autocast(given.x):
-        labels, weight = call.labels(given), given.weight.to(call.dtype)
+        labels, weight = call.labels(given, run), given.weight.to(call.dtype)
         bias = None if given.bias is None else given.bias.to(call.dtype)
         plan = ShardPlan(rows.shape[0], max(1, call.shard_tokens // call.vocab_shards))
         found = [_of_no_tokens(rows.new_empty(0, dtype=wide_dtype(call.dtype)), call.rules.options.top_k or 1)]
@@ -35,8 +36,8 @@ def loss(given: Operands, call: LossCall) -> tuple[Tensor, ...]:
         loss, log_probs, lse, entropy, right, *ranked = map(torch.cat, zip(*found, strict=True))
         factor, count = call.factors(labels, given.num_valid)
         dims = given.targets.shape
-        value, right = call.reduced(loss, factor, dims), call.reduced(right, count, dims)
-        of_tokens = [call.result(a, dims) for a in (log_probs, lse, entropy, *ranked)]
+        value, right = call.reduced(loss, factor, dims, run), call.reduced(right, count, dims, run)
+        of_tokens = [call.result(a, dims, run) for a in (log_probs, lse, entropy, *ranked)]
         return value, *of_tokens[:3], right, *of_tokens[3:]
 
 

@@ -29,6 +29,7 @@ from tiled_torch.core.partitioned import called_once, is_partitioned
 from tiled_torch.core.tensors import wide_dtype
 from tiled_torch.layers.documents import documents_of_restarts, shifted_labels
 from tiled_torch.loss.api import tiled_linear_cross_entropy
+from tiled_torch.loss.call import counted_rows
 from tiled_torch.models.attention import for_documents
 from tiled_torch.models.experts import aux_loss
 from tiled_torch.models.family import reason_linear_is_not_plain
@@ -37,7 +38,7 @@ from tiled_torch.models.later import LaterOutputs, later_outputs
 from tiled_torch.models.logits import adjusted, lazy_logits, refused_logits
 from tiled_torch.models.pickling import Remade
 from tiled_torch.models.reports import inside_forward, report, tell
-from tiled_torch.tile.loss import tiled_loss
+from tiled_torch.tile.loss import tiled_loss_of
 
 # Classes whose forward is: the decoder `model`, then lm_head, then what is named here, then loss_function.
 PLAIN = frozenset({
@@ -130,6 +131,9 @@ def loss_through(
 ) -> Tensor:
     """Return the loss of hidden states through a head that is called head or lm_head.
 
+    A head that is more than a weight and a bias (an adapter, hooks) is called for every shard of the rows whose label counts,
+    where a sixteenth or more do not; how many is read from the device once a call.
+
     finish: what becomes of the head's result, where that is more than the options say; it is then called for every shard.
     bias: [V], added to a plain head's result besides its own.
     """
@@ -152,7 +156,12 @@ def loss_through(
         logits = adjusted(_wide(logits), options) if finish is None else _wide(finish(logits))
         return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="sum", **rules)
 
-    total = tiled_loss(sums, hidden, targets, tiling=tiling)
+    def chosen() -> Tensor | None:
+        found = counted_rows(targets.reshape(-1), options.ignore_index)
+        # Of no label still one row, so that every parameter gets its gradient, zeros.
+        return found if found is None or found.numel() else found.new_zeros(1)
+
+    total = tiled_loss_of(sums, hidden, targets, tiling=tiling, chosen=chosen)
     return total if options.reduction == "sum" else total / _denominator(targets, options)
 
 

@@ -25,6 +25,8 @@ from tiled_torch.tile.call import Around, TiledCall, alone
 from tiled_torch.tile.module import Standing
 from tiled_torch.tile.state import mode_of
 
+Chosen = Callable[[], Tensor | None]
+
 _UNTILED = "; differentiate fn itself, or use tiled_jax."
 
 
@@ -114,7 +116,8 @@ class TiledModule(Standing):
 
 class Tiled:
     """The result of `tile` for a function. function: the public function called, for its messages. around: makes the context in
-    which all shards run, of forward and, told True, of backward.
+    which all shards run, of forward and, told True, of backward. chosen: makes the numbers of the tokens that are run, [n] in
+    rising order, or None for all; results of the others are zeros, and so are their gradients.
     """
 
     def __init__(
@@ -123,8 +126,9 @@ class Tiled:
         tiling: Tiling,
         function: str = "tile",
         around: Around = alone,
+        chosen: Chosen = lambda: None,
     ) -> None:
-        self.fn, self.tiling, self.function, self.around = fn, tiling, function, around
+        self.fn, self.tiling, self.function, self.around, self.chosen = fn, tiling, function, around, chosen
 
     def __repr__(self) -> str:
         return f"tile({self.fn!r}, tiling={self.tiling!r})"
@@ -143,7 +147,9 @@ class Tiled:
 
     def _run_split(self, layout: token_layout.Layout, tensors: list[Tensor]) -> Any:
         device = tensors[layout.rowed.index(True)].device
-        call = TiledCall(self.fn, layout, plan_shards(layout, self.tiling, device), tensors, device)
+        plan, chosen = plan_shards(layout, self.tiling, device), None if forward_mode.active() else self.chosen()
+        plan = plan if chosen is None else ShardPlan(chosen.numel(), plan.shard_tokens)
+        call = TiledCall(self.fn, layout, plan, tensors, device, chosen)
         call.around = self.around
         token = call.units.open(device)
         with torch.no_grad():

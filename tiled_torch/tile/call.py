@@ -39,8 +39,10 @@ class TiledCall:
         plan: ShardPlan,
         tensors: Sequence[Tensor],
         device: torch.device,
+        chosen: Tensor | None = None,
     ) -> None:
-        self.fn, self.layout, self.device = fn, layout, device
+        """chosen: the numbers of the tokens that are run, [n] in rising order, which plan then is of; None: all."""
+        self.fn, self.layout, self.device, self.chosen = fn, layout, device, chosen
         self.spans = plan.spans or ((0, 0),)  # without tokens fn still says what it returns
         self.modules = captures.modules_of(fn)
         module = captures.owner(fn)
@@ -67,7 +69,7 @@ class TiledCall:
             self.random.kept(),
             watched(self.modules, self.units.check, flat) as watch,
         ):
-            pieces = self._pieces(flat, 0, tokens)
+            pieces = self._pieces(flat, slice(0, tokens))
             results = self._results(pieces)
             self.forms = [token_layout.form_of(i, r, tokens, self.layout) for i, r in enumerate(results)]
             self.differentiable = [isinstance(r, Tensor) and r.requires_grad for r in results]
@@ -108,11 +110,12 @@ class TiledCall:
                 if state is not None:
                     self.random.record()
                     state.record()
-                results = self._results(self._pieces(flat, start, stop))
+                results = self._results(self._pieces(flat, self._place(start, stop)))
                 if not self.forms:
                     self.forms = [token_layout.form_of(i, r, stop - start, self.layout) for i, r in enumerate(results)]
                 if start == 0:
-                    wholes = [None if form is None else form.empty() for form in self.forms]
+                    made = {"all_written": self.chosen is None}
+                    wholes = [None if form is None else form.room(**made) for form in self.forms]
                 if doubtful:
                     self._refuse_changed(results)
                 if tangents is not None:
@@ -133,7 +136,8 @@ class TiledCall:
     def _write(self, results: Sequence[Any], wholes: Sequence[Tensor | None], start: int, stop: int) -> None:
         for i, (result, form, whole) in enumerate(zip(results, self.forms, wholes, strict=True)):
             target = None if form is None or whole is None else form.rows(whole, self.layout.tokens)
-            token_layout.write(self.layout.function, i, result, form, target, start, stop)
+            place = self._place(start, stop)
+            token_layout.write(self.layout.function, i, result, form, target, place, stop - start)
 
     def derived(self) -> list[Tensor]:
         """Captures that are no leaves: they live as long as somebody keeps them."""
@@ -149,23 +153,26 @@ class TiledCall:
         targets = [next(stand_ins) if capture.homes else capture.tensor for capture in self.captures]
         homes = [(*home, t) for c, t in zip(self.captures, targets, strict=True) for home in c.homes]
         sums = [
-            RowGradient(t, self.layout.tokens) if rowed else WholeGradient(t.detach(), single=single)
+            RowGradient(t, self.layout.tokens, all_written=self.chosen is None)
+            if rowed
+            else WholeGradient(t.detach(), single=single)
             for t, rowed in zip(tensors, self.layout.rowed, strict=True)
         ]
         sums += [WholeGradient(t, single=single) for t in targets]
         drows = self._rows_of(doutputs)
         since = captures.now()
         with self._as_before(homes) as put_state, captures.tensor_hooks_off(targets):
-            for shard, (start, stop) in enumerate(self.spans):
+            for shard, span in enumerate(self.spans):
                 put_state(shard)
+                place = self._place(*span)
                 with self.cache.again({name: target for table, name, target in homes if table is self.cache.entries}):
                     with self.random.again(shard), torch.enable_grad():
-                        pieces = self._pieces(flat, start, stop)
+                        pieces = self._pieces(flat, place)
                         results = self._results(pieces)
-                    parts = self._differentiate(results, drows, pieces, targets, (start, stop), since)
+                    parts = self._differentiate(results, drows, pieces, targets, place, since)
                 del pieces, results  # frees this shard's graph before the next one is built
                 for total, part in zip(sums, parts, strict=True):
-                    total.add(part, start, stop)
+                    total.add(part, place)
         return [total.result() for total in sums]
 
     def _differentiate(
@@ -174,12 +181,12 @@ class TiledCall:
         drows: Sequence[Tensor | None],
         pieces: Sequence[Tensor],
         targets: Sequence[Tensor],
-        span: tuple[int, int],
+        place: token_layout.Place,
         since: int,
     ) -> Iterator[Tensor | None]:
         """Return the parts of one shard: for every argument, then for every capture."""
         pairs = [
-            (r, d[slice(*span)].reshape(r.shape))
+            (r, d[place].reshape(r.shape))
             for r, d in zip(results, drows, strict=True)
             if d is not None and r.requires_grad
         ]
@@ -200,9 +207,13 @@ class TiledCall:
             for form, differentiable in zip(self.forms, self.differentiable, strict=True)
         ]
 
-    def _pieces(self, flat: Sequence[Tensor], start: int, stop: int) -> list[Tensor]:
+    def _place(self, start: int, stop: int) -> token_layout.Place:
+        """Return which tokens a shard has."""
+        return slice(start, stop) if self.chosen is None else self.chosen[start:stop]
+
+    def _pieces(self, flat: Sequence[Tensor], place: token_layout.Place) -> list[Tensor]:
         """Detached arguments of one shard, each a leaf that asks for a gradient where the argument does."""
-        grads, pieces = torch.is_grad_enabled(), self.layout.pieces(flat, start, stop)
+        grads, pieces = torch.is_grad_enabled(), self.layout.pieces(flat, place)
         return [
             forward_mode.detached(piece, requires_grad=grads and need)
             for piece, need in zip(pieces, self.needs, strict=True)

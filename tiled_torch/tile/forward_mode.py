@@ -63,7 +63,7 @@ class Tangents:
             primals.append(primal)
             if tangent is not None and form is not None:
                 if i not in self.wholes:
-                    self.wholes[i] = form.empty().zero_()
+                    self.wholes[i] = form.room(all_written=False)
                 form.rows(self.wholes[i], self.tokens)[start:stop] = tangent.reshape(stop - start, *form.rest)
         return primals
 

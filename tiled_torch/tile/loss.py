@@ -27,6 +27,7 @@ from tiled_torch.tile.state import is_fake
 
 _NAME = "tiled_loss"
 _LOOKS = means.Looks()
+_UNUSED = ("keep", "vocab_shards", "memory_budget", "deterministic")
 
 
 def tiled_loss(
@@ -51,7 +52,9 @@ def tiled_loss(
     Returns:
         fn's structure: scalars summed over shards in float32 (float64 for float64; integers stay integers), values per
         token as [*leading dims, ...] or [T, ...].
-    Numerics, Memory: as `tile`. Cost: fn runs twice. `tiled_linear_cross_entropy` is the faster way to a cross entropy.
+    Numerics, Memory: as `tile`. Cost: fn runs twice, on every token: which of them add nothing is fn's own matter, so take out
+        those that it ignores. (Models of `tile_model` whose head is no plain linear layer do, since their loss is known.)
+        `tiled_linear_cross_entropy` is the faster way to a cross entropy.
     Raises:
         SpecError: fn returns a mean; and as `tile`. TypeError, UnsupportedError: as `tile`.
     Source: derived in shared_specs/README.md; ALST's TiledFusedLogitsLoss (arXiv 2506.13996) is the idea.
@@ -65,10 +68,26 @@ def tiled_loss(
     """
     if not callable(fn):
         fail_type(_NAME, "fn", "a module or a function", type(fn).__name__)
-    options = checks.resolve_tiling(
-        _NAME, num_shards, 0.0, tiling, unused=("keep", "vocab_shards", "memory_budget", "deterministic")
-    )
+    options = checks.resolve_tiling(_NAME, num_shards, 0.0, tiling, unused=_UNUSED)
     _refuse_mean(fn, x, args, options)
+    return _summed(fn, x, args, options, lambda: None)
+
+
+def tiled_loss_of(
+    fn: Callable[..., Any], x: Tensor, *args: Any, tiling: Tiling, chosen: Callable[[], Tensor | None]
+) -> Any:
+    """`tiled_loss` of a fn that is known to return sums to which only some tokens add anything, and which alone are run.
+
+    Args:
+        chosen: called once; returns the numbers [n] of those tokens in rising order, or None for all. A shard of them is a
+            copy, [t, H]. What fn is given of the first tokens to see the form of its results may be of any.
+    """
+    return _summed(fn, x, args, checks.resolve_tiling(_NAME, None, 0.0, tiling, unused=_UNUSED), chosen)
+
+
+def _summed(
+    fn: Callable[..., Any], x: Tensor, args: tuple[Any, ...], options: Tiling, chosen: Callable[[], Tensor | None]
+) -> Any:
     scalar: list[bool] = []
 
     def columns(x: Tensor, *args: Any) -> Any:
@@ -77,7 +96,7 @@ def tiled_loss(
         t = x.shape[:-1].numel()
         return pytree.tree_unflatten([_column(a, t) if s else a for a, s in zip(leaves, scalar, strict=True)], spec)
 
-    results, spec = pytree.tree_flatten(Tiled(_same_module(fn, columns), options, _NAME)(x, *args))
+    results, spec = pytree.tree_flatten(Tiled(_same_module(fn, columns), options, _NAME, chosen=chosen)(x, *args))
     summed = [column.sum() if s else column for column, s in zip(results, scalar, strict=True)]
     return pytree.tree_unflatten(summed, spec)
 

@@ -5,31 +5,36 @@ from torch import Tensor
 
 from tiled_torch.core.gradients import main_grad_of, returned_gradient, takes_sums_of
 from tiled_torch.core.tensors import wide_dtype
+from tiled_torch.tile.token_layout import Place
 
 
 class RowGradient:
-    """Gradient of a tensor with one row per token: every shard's rows are written once, in place."""
+    """Gradient of a tensor with one row per token: every shard's rows are written once, in place.
 
-    def __init__(self, tensor: Tensor, tokens: int) -> None:
+    all_written: whether the shards have all tokens; zeros where they do not.
+    """
+
+    def __init__(self, tensor: Tensor, tokens: int, *, all_written: bool = True) -> None:
         self.tensor, self.tokens = tensor, tokens
+        self.make = torch.empty if all_written else torch.zeros
         self.rows: Tensor | None = None
         self.whole: Tensor | None = None
-        self.missing: list[tuple[int, int]] = []
+        self.missing: list[Place] = []
 
-    def add(self, part: Tensor | None, start: int, stop: int) -> None:
+    def add(self, part: Tensor | None, place: Place) -> None:
         if part is None:
-            self.missing.append((start, stop))
+            self.missing.append(place)
             return
         if self.rows is None:
-            self.whole = torch.empty(self.tensor.shape, dtype=part.dtype, device=part.device)
+            self.whole = self.make(self.tensor.shape, dtype=part.dtype, device=part.device)
             self.rows = self.whole.view(self.tokens, *part.shape[1:])
-        self.rows[start:stop] = part
+        self.rows[place] = part
 
     def result(self) -> Tensor | None:
         """Return the gradient; None where no shard depends on the tensor, as in the untiled function."""
         if self.rows is not None:
-            for start, stop in self.missing:
-                self.rows[start:stop] = 0
+            for place in self.missing:
+                self.rows[place] = 0
         return self.whole
 
 
@@ -46,7 +51,7 @@ class WholeGradient:
         self.acc: Tensor | None = None
         self.reached = False
 
-    def add(self, part: Tensor | None, *_: int) -> None:
+    def add(self, part: Tensor | None, _: Place) -> None:
         if part is None:
             return
         self.reached = True

@@ -17,6 +17,8 @@ from shared_specs.tile import token_layout
 from shared_specs.tile.token_layout import TokenLayout, first_name, has_rows, leading_dims
 from tiled_torch.core.tensors import refuse_dtensor
 
+Place = slice | Tensor  # the tokens of a shard: a run of them, or their numbers [t]
+
 
 @dataclass(frozen=True)
 class Layout(TokenLayout):
@@ -40,9 +42,9 @@ class Layout(TokenLayout):
         merged = zip(tensors, self.rowed, strict=True)
         return [t.reshape(self.flat_shape(tuple(t.shape))) if rowed else t for t, rowed in merged]
 
-    def pieces(self, flat: Sequence[Tensor], start: int, stop: int) -> list[Tensor]:
-        """Return tokens start to stop of every rowed tensor, the others whole; [t, ...]."""
-        return [t[start:stop] if rowed else t for t, rowed in zip(flat, self.rowed, strict=True)]
+    def pieces(self, flat: Sequence[Tensor], place: Place) -> list[Tensor]:
+        """Return the tokens of a shard of every rowed tensor, the others whole; [t, ...]."""
+        return [t[place] if rowed else t for t, rowed in zip(flat, self.rowed, strict=True)]
 
     def arguments(self, pieces: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the positional and keyword arguments of the call for one shard."""
@@ -80,8 +82,10 @@ class Form(token_layout.Form):
     dtype: torch.dtype
     device: torch.device
 
-    def empty(self) -> Tensor:
-        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
+    def room(self, *, all_written: bool) -> Tensor:
+        """Return what shards write, [*leading dims, ...]: zeros where they do not write all of it."""
+        make = torch.empty if all_written else torch.zeros
+        return make(self.shape, dtype=self.dtype, device=self.device)
 
     def anchor(self) -> Tensor:
         """Return one element seen as the whole result: what stands in for it in the graph without memory of its own."""
@@ -102,22 +106,19 @@ def form_of(index: int, result: Any, t: int, layout: Layout) -> Form | None:
     return Form(form.shape, form.rest, form.batched, result.dtype, result.device)
 
 
-def write(
-    function: str, index: int, result: Any, form: Form | None, rows: Tensor | None, start: int, stop: int
-) -> None:
-    """Store one shard's result in its rows, after checking that it has the form of the others."""
+def write(function: str, index: int, result: Any, form: Form | None, rows: Tensor | None, place: Place, t: int) -> None:
+    """Store the result of one shard of t tokens in its rows, after checking that it has the form of the others."""
     if form is None or rows is None or result is None:
         if form is not None or result is not None:
             fail(function, f"output {index} of fn", "None for every shard or for none", _show(result))
         return
-    t = stop - start
     if isinstance(result, Tensor) and result.shape[:1] != (t,) and result.shape[:2] != (1, t):
         tile_checks.fail_rows(function, index, tuple(result.shape), t)
     if not isinstance(result, Tensor) or tuple(result.shape) != form.shard_shape(t):
         fail(function, f"output {index} of fn", show_shape(form.shard_shape(t)), _show(result))
     if result.dtype != form.dtype:
         fail(function, f"output {index} of fn", f"of dtype {form.dtype} for every shard", result.dtype)
-    rows[start:stop] = result.reshape(t, *form.rest)
+    rows[place] = result.reshape(t, *form.rest)
 
 
 def _show(result: Any) -> str:

@@ -3,17 +3,20 @@
 import copy
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from shared_specs.app.bench.workloads import LOSS_WORKLOADS
 from shared_specs.core.rounding import relative_error
 from shared_specs.tolerances import MODEL_FLOAT32
 from tests.models.test_torch_models import build
 from tests.trainers.packages.words import WORDS, tokenizer
 from tiled_torch import UnsupportedError, tile_model, tiling_paths
+from tiled_torch.commands.bench import loss as bench_loss
 from tiled_torch.compat import trl as adapter
 from tiled_torch.compat.trl import tile_trainer
 
@@ -189,3 +192,10 @@ def test_what_cannot_be_given_the_head_is_refused(tmp_path: Path) -> None:
         UnsupportedError, match=r"^tile_trainer: trainer\.model must be one whose head trl has replaced"
     ):
         tile_trainer(trainer)
+
+
+def test_its_chunked_loss_is_a_peer_of_the_benchmark() -> None:
+    """Of all rows, as trl calls it without a GPU, and of the rows with a label, as on one; `measure` compares the results."""
+    workload = replace(LOSS_WORKLOADS[0], name="small", tokens=256, hidden=16, vocab=96, ignored=0.9)
+    names = [row["variant"] for row in bench_loss.measure(workload, repeats=1)]
+    assert {"trl", "trl-chosen-rows"} <= {*names}

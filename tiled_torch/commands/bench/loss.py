@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,12 +14,13 @@ from shared_specs.app.bench.bench import Array, Rows, check_results, measure_tim
 from shared_specs.app.bench.workloads import LossWorkload
 from shared_specs.loss.costs import plan_loss
 from tiled_torch import tiled_linear_cross_entropy
-from tiled_torch.commands.bench.peers import liger_loss
+from tiled_torch.commands.bench.peers import liger_loss, trl_loss
 
-PACKAGES = ("torch", "liger-kernel", "numpy")
+PACKAGES = ("torch", "liger-kernel", "trl", "numpy")
 NOTE = (
     "torch-linear-cross-entropy is torch.nn.functional.linear_cross_entropy as it comes, -chunked with its default "
-    "LinearCrossEntropyOptions; chosen-rows-checkpoint stands in for trl's chunked loss, of rows that have a label; "
+    "LinearCrossEntropyOptions; chosen-rows-checkpoint gathers the rows that have a label first; trl is the chunked loss of "
+    "its trainers as they call it without a GPU, of all rows, and trl-chosen-rows as they call it on one; "
     "without a GPU, PyTorch operations stand in for Liger's Triton kernel over a chunk of logits"
 )
 
@@ -59,10 +61,17 @@ def variants() -> dict[str, Loss]:
         chunks = torch.nn.LinearCrossEntropyOptions()
         found["torch-linear-cross-entropy"] = F.linear_cross_entropy
         found["torch-linear-cross-entropy-chunked"] = lambda x, w, t: F.linear_cross_entropy(x, w, t, options=chunks)
-    try:
-        found["liger"] = liger_loss()
-    except ImportError as error:
-        print(f"liger: left out: {error}. `make bench-env` installs it.", file=sys.stderr)
+    trainers = "`make trainers` installs it in .venv-trainers, for PYTHONPATH"
+    peers: dict[str, tuple[Callable[[], Loss], str]] = {
+        "liger": (liger_loss, "`make bench-env` installs it"),
+        "trl": (partial(trl_loss, chosen=False), trainers),
+        "trl-chosen-rows": (partial(trl_loss, chosen=True), trainers),
+    }
+    for name, (make, advice) in peers.items():
+        try:
+            found[name] = make()
+        except ImportError as error:
+            print(f"{name}: left out: {error}. {advice}.", file=sys.stderr)
     return found
 
 

@@ -167,6 +167,25 @@ def liger_loss() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     return lambda x, weight, targets: module.LigerFusedLinearCrossEntropyFunction.apply(x, weight, targets)[0]
 
 
+def trl_loss(*, chosen: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """The loss of trl's trainers: its chunked log-probabilities, of the rows that have a label or of all rows.
+
+    Its models hand over the former where Triton runs and the latter elsewhere; what is made of them here is what they make.
+    """
+    function: Any = importlib.import_module("trl.kernels.chunked_logprob").ChunkedLogProbFunction
+    entries = importlib.import_module(
+        "trl.trainer.utils"
+    )._CHUNKED_LOGPROB_CHUNK_SIZE  # a module that backward imports too
+
+    def loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        valid = targets != -100
+        rows, labels = (x[valid], targets[valid]) if chosen else (x, targets.clamp(min=0))
+        found = function.apply(rows, weight, None, labels, 1.0, entries, None, 1.0, ("log_probs",))[0]
+        return -(found if chosen else found.masked_fill(~valid, 0)).sum() / valid.sum().clamp(min=1)
+
+    return loss
+
+
 class _CrossEntropyPass:
     """Launched as the kernel is, for a mean over the valid targets: losses, and logits become their gradient."""
 
