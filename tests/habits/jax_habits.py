@@ -203,6 +203,7 @@ def every_habit(module: str) -> Callable[[Any], Any]:
     """Mark a test as that of every habit that is put down in a file."""
     marks = (
         pytest.mark.filterwarnings("ignore:Llama. scope='block' tiles the MLP of a layer alone:UserWarning"),
+        pytest.mark.filterwarnings("ignore:.* runs through tile, which recomputes all of it:UserWarning"),
         pytest.mark.filterwarnings("ignore:.* its loss does not run through tiled_linear_cross_entropy:UserWarning"),
         pytest.mark.parametrize(("do", "form"), HABITS[module]),
     )

@@ -117,6 +117,22 @@ def test_a_projection_rounds_to_a_dtype_of_its_own() -> None:
     assert abs(float(found) - float(loss)) < effect / 100
 
 
+def mlp_adapter(model: Any) -> None:
+    mlp, sizes = model.layers.mlp, (model.config.hidden_size, model.config.intermediate_size)
+    made = stacked(lambda rngs: nnx.LoRALinear(*sizes, lora_rank=4, use_bias=False, rngs=rngs))
+    made.kernel = mlp.w_up
+    del mlp.w_up
+    mlp.up = made
+
+
+def test_an_mlp_that_is_not_computed_by_its_formula_is_told() -> None:
+    model, text = model_with(mlp_adapter, "mlp"), "Llama: TiledMLP runs through tile, which recomputes all of it: "
+    assert tiling_paths(model) == {"layers.mlp": "tile: up is LoRALinear"}
+    with pytest.warns(UserWarning, match=text + "up is LoRALinear") as told:
+        loss_and_gradients(model)
+    assert len(told) == 1
+
+
 def test_plain_layers_run_as_blocks() -> None:
     assert tiling_paths(model_with(lambda _: None, "block")) == {"layers": "tiled_block"}
     assert tiling_paths(model_with(lambda _: None, "mlp")) == {"layers.mlp": "tiled_mlp"}

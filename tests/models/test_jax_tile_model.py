@@ -211,6 +211,9 @@ def test_layers_that_are_stacked_for_a_scan(same: Any) -> None:
     same(*([leaf[...] for leaf in jax.tree.leaves(each.mlp)] for each in (found, expected)))
 
 
+TOLD = r"^tile_model: \w+ runs through tile, which recomputes all of it: "
+
+
 def test_an_adapter_that_comes_later_runs_through_tile(same: Any) -> None:
     """And one that was there before; taken away again, the formula is back."""
     module, x = one(param_dtype=jnp.float64), drawn(2, 7, H)
@@ -220,7 +223,8 @@ def test_an_adapter_that_comes_later_runs_through_tile(same: Any) -> None:
     adapter.lora_b[...] = drawn(3, I)
     module.up_proj = adapter
     assert tiling_paths(module) == {"": "tile: up_proj is LoRA"}
-    tiled = results(module, x)
+    with pytest.warns(UserWarning, match=TOLD + "up_proj is LoRA"):
+        tiled = results(module, x)
     same(tiled, results(untile_model(module), x))
     assert any("lora_a" in path for path in tiled)
     tile_model(module, num_shards=4, strict=True)
@@ -246,7 +250,8 @@ def test_what_changes_later_is_not_missed(change: str) -> None:
         case _:
             module.up_proj.extra, reason = nnx.Param(jnp.ones(3)), "it has up_proj.extra besides"
     assert tiling_paths(module) == {"": f"tile: {reason}"}
-    found = module(x)
+    with pytest.warns(UserWarning, match=TOLD + reason):
+        found = module(x)
     np.testing.assert_allclose(found, untile_model(module)(x), rtol=DEMO_LOSS_RTOL)
 
 

@@ -22,6 +22,7 @@ from tiled_jax.layers.documents import (
     positions_in,
 )
 from tiled_jax.layers.recompute import scan_layers
+from tiled_jax.mlp.module import TiledMLP
 from tiled_jax.mlp.projections import reason_not_plain
 from tiled_jax.models.block.function import block_layer, check_block_model
 from tiled_jax.models.block.plain import reason_not_block
@@ -150,6 +151,8 @@ class Llama(nnx.Module):
         kinds = LayerKinds(self.config, places, self.dtype)
         graph, parameters = nnx.split(self.layers)
         block = self.scope == "block" and self._runs_blocks()
+        if self.scope == "mlp" and not self.plain:
+            self._tell_of_mlp()
         if block:
             positions = jnp.broadcast_to(places, tokens.shape).reshape(-1)
             firsts = kinds.first_keys(None if documents is None else first_keys(documents), count)
@@ -182,6 +185,15 @@ class Llama(nnx.Module):
                 stacklevel=3,
             )
         return reason is None
+
+    def _tell_of_mlp(self) -> None:
+        """Warn, where a projection of the MLP is a layer to be called, that backward computes all of the MLP again."""
+        mlp = self.layers.mlp
+        path = mlp._path() if isinstance(mlp, TiledMLP) else ""
+        if path.startswith("tile:"):
+            reason = path.removeprefix("tile: ")
+            text = f"Llama: TiledMLP runs through tile, which recomputes all of it: {reason}."
+            warnings.warn(f"{text} tiling_paths(model) says so too.", stacklevel=3)
 
     def _path(self) -> str:
         """Return how a layer of scope="block" runs, for `tiling_paths`."""

@@ -4,6 +4,7 @@ Everything about tiling is in the class that a module is given: its attributes, 
 """
 
 import copyreg
+import warnings
 from collections.abc import Iterator, MutableMapping
 from functools import cache
 from types import MethodType
@@ -92,6 +93,13 @@ def _call(module: Any, *args: Any, **kwargs: Any) -> Any:
         return called(module, *args, **kwargs)
     now = path_of(module)
     _ran[module] = "tile: it is called with more than x" if now == "tiled_mlp" else now
+    if module._formula is not None:  # of a module that has none tile_model said so
+        reason = _ran[module].removeprefix("tile: ")
+        warnings.warn(
+            f"tile_model: {module._untiled.__name__} runs through tile, which recomputes all of it: {reason}. "
+            "tiling_paths(model) says which ones.",
+            stacklevel=2,
+        )
     return tile(MethodType(called, module), tiling=module._tiling)(*args, **kwargs)
 
 
