@@ -495,8 +495,8 @@ MUTANTS = (
     Mutant(
         "blocks of experts are computed that nobody fills",
         "tiled_jax/moe/routes.py",
-        "_of_place(stops, starts), stops[-1] // rows)",
-        "_of_place(stops, starts), jnp.int32(most))",
+        "expert[::rows], stops[-1] // rows)",
+        "expert[::rows], jnp.int32(most))",
         "tests/moe/test_jax_tiled_moe.py -x -k routes",
     ),
     Mutant(
