@@ -41,7 +41,7 @@ def collectives(fn: Callable[..., Any], *arguments: Any) -> dict[bool, int]:
             found[in_loop] += equation.primitive.name.startswith("psum")
             for value in equation.params.values():
                 for inner in jaxprs_in(value):
-                    walk(inner, in_loop or equation.primitive.name in ("scan", "while"))
+                    walk(inner, in_loop or equation.primitive.name in ("scan", "while", "tiled_turns"))
 
     walk(jax.jit(fn).trace(*arguments).jaxpr.jaxpr, False)
     return found

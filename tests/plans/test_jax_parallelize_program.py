@@ -46,7 +46,7 @@ def compiled(*axes: tuple[str, int], **config: Any) -> Any:
 def counted(program: Any, kind: str) -> Counter[tuple[int, ...]]:
     """Shapes of the results of every collective of a kind in the compiled program."""
     found = re.findall(rf"= (\S+?)(?:\{{\S+\}})? {kind}(?:-start)?\(", program.as_text())
-    return Counter(tuple(map(int, re.findall(r"\[([\d,]*)\]", shape)[0].split(","))) for shape in found)
+    return Counter(tuple(map(int, re.findall(r"\d+", re.findall(r"\[([\d,]*)\]", shape)[0]))) for shape in found)
 
 
 @pytest.mark.parametrize(

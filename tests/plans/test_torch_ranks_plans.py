@@ -264,7 +264,9 @@ def test_a_sequence_parallel_loss_gathers_one_shard_at_a_time(two):
     length = 10
     whole, shard = BATCH * length * HIDDEN, BATCH * length // SHARDS * HIDDEN
     for found in two.run(_TILED + "loss_gathers", length=length):
-        assert [elements for elements, _ in found.values()] == [shard, whole, shard]
+        at_once = [elements for elements, _ in found.values()]
+        assert at_once[:2] == [shard, whole]
+        assert 0 < at_once[2] <= shard  # of a model, whose last tokens have no label, the others in shards no longer
         assert max(error for _, error in found.values()) <= DISTRIBUTED_FLOAT64
 
 

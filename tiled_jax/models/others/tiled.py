@@ -93,8 +93,8 @@ def _call(module: Any, *args: Any, **kwargs: Any) -> Any:
         return called(module, *args, **kwargs)
     now = path_of(module)
     _ran[module] = "tile: it is called with more than x" if now == "tiled_mlp" else now
-    if module._formula is not None:  # of a module that has none tile_model said so
-        reason = _ran[module].removeprefix("tile: ")
+    if module._formula is not None and now != "tiled_mlp":  # where there is no formula tile_model has found none
+        reason = now.removeprefix("tile: ")
         warnings.warn(
             f"tile_model: {module._untiled.__name__} runs through tile, which recomputes all of it: {reason}. "
             "tiling_paths(model) says which ones.",
