@@ -1348,6 +1348,14 @@ MUTANTS = (
         "tests/tile/test_jax_mesh.py -k leaves_out",
     ),
     Mutant(
+        "JAX: the gradient of a norm's scale is added up over devices twice",
+        "tiled_jax/models/block/steps.py",
+        "return vary_like(scale.astype(wide(scale.dtype)), rows)",
+        "return scale.astype(wide(scale.dtype))",
+        "tests/models/test_jax_transformed.py -k 'checked and block'",
+        new_jax=True,
+    ),
+    Mutant(
         "JAX: tangents of a barrier vary along fewer axes than its results",
         "tiled_jax/core/linear_call.py",
         "else vary_over(t, varying(a))",

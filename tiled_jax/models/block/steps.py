@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from tiled_jax.core.loops import vary_like
 from tiled_jax.core.products import linear, product, product_of_rows, wide
 from tiled_jax.mlp.steps import MLPSteps
 from tiled_jax.models.block.params import QKV
@@ -53,14 +54,14 @@ class LayerSteps:
         Where q and k are normed their products are made again, as the norm's gradient needs them. Where devices have columns
         and all tokens, both are of this device's columns.
         """
-        rows, pull = jax.vjp(self._norm, x, _wide(w["s_attention"]))
+        rows, pull = jax.vjp(self._norm, x, _own(w["s_attention"], x))
         rows, acc = self.ranks.enter(rows.astype(self.dtype)), wide(self.dtype)
         d = {name: a.astype(self.dtype) for name, a in d.items()}
         d = {name: a if name == "v" else self._turned(a, positions, w[TURNS], -1) for name, a in d.items()}
         scales = {}
         for name in (name for name in QKV if f"s_{name}" in w):
             raw = linear(rows, w[f"w_{name}"], w.get(f"b_{name}"))
-            d[name], scales[f"s_{name}"] = jax.vjp(self._of_heads, raw, _wide(w[f"s_{name}"]))[1](d[name])
+            d[name], scales[f"s_{name}"] = jax.vjp(self._of_heads, raw, _own(w[f"s_{name}"], raw))[1](d[name])
         of_q, of_k, of_v = (product(d[name], w[f"w_{name}"], (1, 1), acc) for name in QKV)
         of_rows = (of_q + of_k + of_v).astype(self.dtype)
         of_rows = self.ranks.leave(of_rows) if self.ranks.gathered > 1 else of_rows
@@ -92,7 +93,7 @@ class LayerSteps:
         split = self.ranks.split
         branch, pull_attention = _pulled(self._norm, self._projected(a, w), w.get("s_attention_out"))
         x = x + branch.astype(x.dtype)
-        rows, pull = jax.vjp(self._norm, x, _wide(w["s_mlp"]))
+        rows, pull = jax.vjp(self._norm, x, _own(w["s_mlp"], x))
         rows, ups = self.ranks.enter(rows.astype(self.dtype)), _of_mlp(w)
         alone = ("b_down",) if split else ()  # of this device's rows
         of_mlp = {name: sums[name] for name in sums if name in MLP and name not in alone} | {"x": rows}
@@ -175,7 +176,7 @@ def _pulled(norm: Norm, y: jax.Array, scale: jax.Array | None) -> tuple[jax.Arra
     """Return `_branch`, and the function of its gradient that returns those of y and of the scale."""
     if scale is None:
         return y, lambda d: (d, None)
-    found, pull = jax.vjp(norm, y, _wide(scale))
+    found, pull = jax.vjp(norm, y, _own(scale, y))
     return found, lambda d: pull(d.astype(found.dtype))
 
 
@@ -183,9 +184,12 @@ def _of_mlp(w: Mapping[str, jax.Array]) -> Arrays:
     return {name: w[name] for name in MLP if name in w}
 
 
-def _wide(scale: jax.Array) -> jax.Array:
-    """The scale of a norm, whose gradient is summed over shards in this dtype, and so is not rounded for each."""
-    return scale.astype(wide(scale.dtype))
+def _own(scale: jax.Array, rows: jax.Array) -> jax.Array:
+    """Return the scale of a norm as its rows are typed, so that its gradient is of this device's alone, and is added up once.
+
+    It is summed over shards in this dtype, and so is not rounded for each.
+    """
+    return vary_like(scale.astype(wide(scale.dtype)), rows)
 
 
 def _plus(y: jax.Array, bias: jax.Array | None) -> jax.Array:
