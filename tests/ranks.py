@@ -6,8 +6,7 @@
 A function takes `rank`, `world` and the keyword arguments (JSON), runs inside its own process group, and returns JSON.
 An error on any rank fails the call with every rank's traceback. A call that takes longer than HANG_SECONDS is reported
 as a hang, with the stack of each rank. After either, fresh ranks serve the next call, so that one failure stays one.
-Ranks that could not even meet (a stalled machine; nothing of the function has run yet), or whose sockets gloo could not
-connect for a group of their own, are replaced once and asked again.
+Nothing is asked again here: a test that uses ranks has a second try, which the closing lines name (tests/second_tries.py).
 
 The ranks are copies of one process that has imported the libraries once (on Linux), so that a rank costs milliseconds and not
 the seconds of its imports. Unlike the processes of a real launch they have one seed for the hashes of strings: an order that
@@ -25,6 +24,7 @@ import tempfile
 import time
 import traceback
 import warnings
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -36,7 +36,9 @@ LOOPBACK = {} if sys.platform != "linux" else {"GLOO_SOCKET_IFNAME": "lo"}  # th
 GLOO_SECONDS = 60  # a rank that waits longer for another one raises
 HANG_SECONDS = 120
 START_SECONDS = 120
-UNCONNECTED = "connectFullMesh failed"  # what gloo says where the sockets of a new group could not be made
+# PyTorch keeps some groups for ever, and each of their threads wakes a hundred times a second: after all tests there were four
+# hundred, a third of a core. A rank that has more of them than these is replaced.
+MOST_GROUPS = 12
 
 CONTEXT: Any = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
 # None of our own, which may be those of another folder there; what is not installed is left out.
@@ -64,23 +66,11 @@ class Ranks:
 
     def run(self, function: str, **arguments: Any) -> list[Any]:
         """What `function` ("module:name") returns on every rank, in rank order."""
-        try:
-            return self._answers(function, arguments)
-        except RankError as error:
-            if UNCONNECTED not in str(error):
-                raise
-            print(f"A group's ranks could not connect in {function}; asking fresh ones. {error}", file=sys.stderr)
-        return self._answers(function, arguments)
-
-    def _answers(self, function: str, arguments: dict[str, Any]) -> list[Any]:
         answers = self._ask(function, arguments)
-        if any(answer.get("met") is False for answer in answers):
-            print(f"The ranks could not meet for {function}; asking fresh ones. {answers}", file=sys.stderr)
-            self.end()
-            answers = self._ask(function, arguments)
         errors = [f"rank {rank}:\n{answer['error']}" for rank, answer in enumerate(answers) if answer["error"]]
-        if errors:
+        if errors or any(answer.get("groups", 0) > MOST_GROUPS for answer in answers):
             self.end()
+        if errors:
             raise RankError(f"{function} failed.\n" + "\n".join(errors))
         return [answer["result"] for answer in answers]
 
@@ -181,7 +171,16 @@ def serve(
         faulthandler.dump_traceback_later(hang_seconds * 0.8, file=2)
         answer = _answer(message, rank, world, store)
         faulthandler.cancel_dump_traceback_later()
-        _send(pipe, answer)
+        _send(pipe, answer | {"groups": _groups()})
+
+
+def _groups() -> int:
+    """How many of gloo's groups have a thread in this process still (on Linux)."""
+    found = 0
+    for path in Path("/proc/self/task").glob("*/comm"):
+        with suppress(OSError):  # a thread that has ended meanwhile
+            found += path.read_text().startswith("gloo")
+    return found
 
 
 def _send(pipe: Connection, answer: dict[str, Any]) -> None:
@@ -204,21 +203,19 @@ def _answer(message: dict[str, Any], rank: int, world: int, store: Any) -> dict[
 
     gc.freeze()  # what is there already need not be searched for garbage again
     gc.set_threshold(100_000, 50, 100)  # as in conftest
-    met = False
     try:
         group = dist.PrefixStore(f"call{message['call']}", store)
         timeout = timedelta(seconds=GLOO_SECONDS)
         dist.init_process_group("gloo", store=group, rank=rank, world_size=world, timeout=timeout)
-        met = True
         try:
             module, name = message["function"].split(":")
             function = getattr(importlib.import_module(module), name)
             result = function(rank=rank, world=world, **message["arguments"])
-            return {"met": met, "error": None, "result": result}
+            return {"error": None, "result": result}
         finally:
             if dist.is_initialized():  # a function may have ended it
                 dist.destroy_process_group()
             _forget_layouts()
             gc.collect()  # the group's sockets and threads go with the model that held on to it
     except Exception:
-        return {"met": met, "error": traceback.format_exc(), "result": None}
+        return {"error": traceback.format_exc(), "result": None}
