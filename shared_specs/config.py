@@ -28,26 +28,26 @@ HALVES: tuple[Half, ...] = ("torch", "jax")
 
 @dataclass(frozen=True, kw_only=True)
 class Tiling:
-    """How T tokens are cut into shards: the long form of `num_shards` and `keep`, which it excludes.
+    """How T tokens are split into shards: the long form of `num_shards` and `keep`. Do not pass both forms.
 
-    At most one of the first three is given; with none of them the plan chooses (`shards.plan_tokens`). A function that
-    has no use for a field refuses any value but its default.
+    Set at most one of the first three fields. If none is set, the plan chooses (`shards.plan_tokens`). A function that
+    does not use a field refuses any value but its default.
 
     Args:
         num_shards: at most this many shards, >= 1.
         shard_tokens: tokens per shard, >= 1.
-        memory_budget: bytes the call may use above its inputs, outputs and gradients; the longest shard that
-            fits is taken (`costs.shard_tokens_within`).
+        memory_budget: bytes that the call may use in addition to its inputs, outputs and gradients. The plan takes the
+            longest shard that fits (`costs.shard_tokens_within`).
         keep: fraction of the shards, in [0, 1], whose gate and up are kept for backward instead of recomputed (MLP).
-        vocab_shards: at most this many runs of the vocabulary, >= 1, whose logits exist one at a time (losses). More
-            than one costs a second computation of the logits: 8 THV FLOP instead of 6.
-        deterministic: whether results are the same to the last bit at every shard count (MLP). Every product is then made
-            by a kernel of the project's own, which adds in one order; UnsupportedError where none can run, and in
-            tiled_jax where gradients of weights are asked of shards of two lengths.
-        token_axes: mesh axes that cut the tokens of a call (tiled_jax), as in a PartitionSpec: a name, or for each leading
-            dim of x a name, a tuple of names, or None. The call is then a `jax.shard_map` over them. None finds out by
-            itself how tokens are cut, but for Auto axes that a `jax.shard_map` around the call leaves out: there every
-            device computes the tokens of all, unless the axes are named here.
+        vocab_shards: the vocabulary is split into at most this many shards, >= 1. Their logits exist one at a time (losses).
+            More than one shard needs a second computation of the logits: 8 THV FLOP instead of 6.
+        deterministic: whether results are the same to the last bit at every shard count (MLP). A kernel of this project
+            then computes every product and adds in a fixed order. It is an UnsupportedError if no such kernel can run, and
+            in tiled_jax if weight gradients are needed and the shards have two lengths.
+        token_axes: mesh axes that split the tokens of a call (tiled_jax), as in a PartitionSpec: a name, or for each leading
+            dim of x a name, a tuple of names, or None. The call is then a `jax.shard_map` over them. With None the call
+            detects how the tokens are split. It cannot detect Auto axes that a `jax.shard_map` around the call leaves out.
+            There every device computes the tokens of all devices, unless the axes are named here.
     """
 
     num_shards: int | None = None
@@ -59,7 +59,7 @@ class Tiling:
     token_axes: Any = None
 
     def cut(self) -> dict[str, Any]:
-        """Return how long shards are, as the functions that plan (`plan_mlp`, `plan_loss` and their kind) are told it."""
+        """Return the shard length options, as arguments of the planning functions (`plan_mlp`, `plan_loss` and similar)."""
         return {name: getattr(self, name) for name in ("num_shards", "shard_tokens", "memory_budget")}
 
 
@@ -75,30 +75,30 @@ EVERY_ROW_OUTPUTS = ("lse", "entropy", "prediction", "top_logprobs")
 
 @dataclass(frozen=True, kw_only=True)
 class LossOptions:
-    """Options of the cross entropy of a language-model head. Formulas in `shared_specs/README.md`.
+    """Options of the cross entropy of a language-model head. `shared_specs/README.md` has the formulas.
 
     Args:
-        ignore_index: a target of this value has no loss, no gradient and does not count.
+        ignore_index: a target with this value has no loss and no gradient, and does not count in a mean.
         label_smoothing: in [0, 1], as in torch.nn.functional.cross_entropy.
         z_loss: >= 0; z_loss * lse^2 is added to each token's loss.
         logit_softcap: > 0 or None; logits become softcap * tanh(logits / softcap), after logit_scale.
         logit_scale: factor on the logits.
         reduction: "mean" over the valid tokens (weighted by class_weight), "sum", or "none" ([*tokens]).
         class_weight: [V] array or None, as `weight` of torch.nn.functional.cross_entropy; gets no gradient.
-        num_valid: what "mean" divides by, a number or 0-d array > 0, where the count is not this call's own (gradient
-            accumulation, data parallel); None counts (sums the class weights of) the valid targets. An array that holds 0
-            gives an infinite loss, or 0 where no target is valid.
-        outputs: any of "log_probs" (of the targets, 0 where ignored), "lse", "entropy" (of every token's distribution,
-            whatever its target), each [*tokens] and with gradients, and, without gradients, "accuracy" (reduced as the loss
-            is, unweighted), "prediction" and "top_logprobs" (of every token, whatever its target). With any the result is a
-            `LossResult`. The first three make backward compute the logits again: 8 THV FLOP instead of 6.
-        top_k: how many entries of the vocabulary "top_logprobs" has of each token, 1 <= top_k <= V; None without it.
+        num_valid: the divisor of "mean", a number or 0-d array > 0. Set it if the count is not the one of this call (gradient
+            accumulation, data parallelism). None counts the valid targets, or sums their class weights. An array that holds
+            0 gives an infinite loss, or 0 if no target is valid.
+        outputs: additional results. With any of them the result is a `LossResult`. "log_probs" (of the targets, 0 where
+            ignored), "lse" and "entropy" (of every token's distribution, for any target) are each [*tokens] and have
+            gradients. "accuracy" (reduced as the loss is, unweighted), "prediction" and "top_logprobs" (of every token, for
+            any target) have none. The first three make backward recompute the logits: 8 THV FLOP instead of 6.
+        top_k: the number of vocabulary entries that "top_logprobs" returns per token, 1 <= top_k <= V; None without it.
 
-    A prediction is the entry with the largest logit, of equal ones the first, as argmax has it. Top log-probabilities are a
-    `TopLogprobs`, largest first, of equal ones the first entry first; where more of them are equal than there are places left,
-    tiled_jax takes the first entries and tiled_torch those that torch.topk takes. Logits are compared as they are stored, in
-    the dtype of x, before logit_scale and logit_softcap could make different ones equal; of a negative logit_scale the smallest
-    is the largest.
+    A prediction is the entry with the largest logit. Among equal logits it is the first one, as in argmax. Top
+    log-probabilities are a `TopLogprobs`, largest first. Among equal ones the first entry comes first. If more entries are
+    equal than there are places left, tiled_jax takes the first entries and tiled_torch takes those that torch.topk takes.
+    Logits are compared as stored, in the dtype of x. This is before logit_scale and logit_softcap, which could make
+    different logits equal. With a negative logit_scale the smallest logit counts as the largest.
     """
 
     ignore_index: int = -100
@@ -118,16 +118,16 @@ class LossOptions:
         return self.reduction != "none" and not set(self.outputs) & set(DIFFERENTIABLE_OUTPUTS)
 
     def gradients_with_loss(self, dtype: str) -> bool:
-        """`gradients_in_forward` for logits of this dtype.
+        """Return `gradients_in_forward` for logits of this dtype.
 
-        False for float16 with a z_loss, whose part of the gradients of the logits is proportional to the log-sum-exp: how
-        large they are, which float16 cannot do without, is known only once every log-sum-exp is.
+        It is False for float16 with a z_loss. The z_loss adds to the logits' gradients a part that is proportional to the
+        log-sum-exp. float16 needs the size of these gradients, which is known only after the last log-sum-exp.
         """
         return self.gradients_in_forward and not (dtype == "float16" and self.z_loss)
 
 
 class TopLogprobs(NamedTuple):
-    """The likeliest entries of the vocabulary of every token, largest first: of each its log-probability and which it is.
+    """The likeliest vocabulary entries of every token, largest first: their log-probabilities and their indices.
 
     values: [*tokens, top_k], natural logarithms, float32 (float64 for float64). indices: [*tokens, top_k], int64 in
     tiled_torch, int32 in tiled_jax.
@@ -138,7 +138,7 @@ class TopLogprobs(NamedTuple):
 
 
 class LossResult(NamedTuple):
-    """The results of a loss for which `LossOptions.outputs` names some; the others are None.
+    """The results of a loss with `LossOptions.outputs`. Outputs that were not requested are None.
 
     prediction: [*tokens], int64 in tiled_torch, int32 in tiled_jax. top_logprobs: a `TopLogprobs`.
     """
@@ -177,27 +177,27 @@ NAMES: dict[Half, HalfNames] = {"torch": TORCH, "jax": JAX}
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelLinearOptions:
-    """Options of a linear layer that is split over ranks. A half refuses those that it has no use for.
+    """Options of a linear layer that is split over ranks. Each half refuses the options that it does not use.
 
     Args:
         sequence_dim: the dim of x that sequence parallelism splits (0 for [tokens, hidden], 1 for [batch, tokens, hidden]).
-        stride: how many equal parts of one fused weight (such as [gate; up]) are each split over the ranks.
-        disable_grad_reduce: leave the input gradient a partial sum; the caller reduces it.
-        is_expert: the layer belongs to an expert (tiled_torch). It is split over the expert's own tensor-parallel group,
-            which has to be given: None, elsewhere all ranks, is refused, so that an expert never talks to ranks that hold
-            other experts. Nothing is looked up from a registry. Its parameters get `allreduce=False`, by which data-parallel
-            engines that know the mark reduce their gradients over the expert-data-parallel group instead.
-        explicit_expert_comm: no collective in the layer; the caller makes those around an expert's layers. A column layer
-            takes x as it is and leaves its gradient a partial sum, a row layer returns a partial sum, to which no bias is
-            added. Weights are split as ever.
-        gradient_accumulation_fusion: add weight gradients, made in float32, to `weight.main_grad` (tiled_torch): a float32
-            buffer, or one of 16 bits, which is rounded once in each backward.
+        stride: the number of equal parts of one fused weight (such as [gate; up]). Each part is split over the ranks.
+        disable_grad_reduce: the input gradient stays a partial sum, and the caller reduces it.
+        is_expert: the layer belongs to an expert (tiled_torch). It is split over the expert's own tensor-parallel group. Pass
+            that group: None, which means all ranks elsewhere, is refused. So an expert never communicates with ranks that
+            hold other experts. No registry is consulted. The parameters get `allreduce=False`. Data-parallel engines that
+            know this attribute reduce their gradients over the expert-data-parallel group instead.
+        explicit_expert_comm: the layer runs no collective; the caller runs those around an expert's layers. A column layer
+            uses x as it is and leaves its gradient a partial sum. A row layer returns a partial sum without a bias. Weights
+            are split as usual.
+        gradient_accumulation_fusion: compute weight gradients in float32 and add them to `weight.main_grad` (tiled_torch).
+            This buffer is float32 or 16 bits; a 16-bit buffer is rounded once in each backward.
         async_grad_reduce: reduce the input gradient while the weight gradient is computed (tiled_torch; XLA schedules
             by itself).
         defer_weight_grad: keep x and dy and compute the weight gradient when `deferred_weight_grad()` is called
             (tiled_torch).
-        wgrad_deferral_limit: with defer_weight_grad, keep x and dy of at most this many calls; backward of further ones
-            computes the weight gradient at once. 0: of all (tiled_torch).
+        wgrad_deferral_limit: with defer_weight_grad, keep x and dy of at most this many calls. Backward of further calls
+            computes the weight gradient at once. 0 means no limit (tiled_torch).
     """
 
     sequence_dim: int = 0
@@ -225,7 +225,7 @@ class TensorParallel:
 
     Args:
         axis: of the mesh.
-        sequence_parallel: between the split layers each rank holds its part of the tokens only.
+        sequence_parallel: between the split layers, each rank holds only its part of the tokens.
         loss_parallel: the head stays split by vocabulary through the loss.
         asynchronous: overlap products with their communication by symmetric memory (tiled_torch on CUDA; needs compile).
     """
@@ -241,12 +241,12 @@ class Checkpointing:
     """Which activations backward computes again.
 
     Args:
-        mode: "full" keeps each layer's input only; "layers" does so for every `every`-th layer and keeps all of the
-            others; "products" keeps the results of every second matrix product of a layer; "op" keeps beside those what
-            attention returns and what a device gets of a sum that is split, so that neither is computed again.
-        every: k of "layers", >= 1; left at None otherwise.
-        offload: keep what is kept in host memory. tiled_torch: with "full"; tiled_jax: not with "layers", where the backend has
-            such a memory.
+        mode: "full" keeps only each layer's input. "layers" does so for every `every`-th layer and keeps everything in the
+            others. "products" keeps the results of every second matrix product of a layer. "op" also keeps the results of
+            attention and of reduce-scatters, so that backward recomputes neither.
+        every: k of "layers", >= 1; None in the other modes.
+        offload: keep these tensors in host memory. tiled_torch supports it with "full". tiled_jax supports it except with
+            "layers", if the backend has host memory.
     """
 
     mode: CheckpointingMode = "full"
@@ -259,7 +259,8 @@ class Compile:
     """torch.compile of each block (tiled_torch; a JAX train step is compiled whole).
 
     Args:
-        ends: compile embedding, final norm and head apart too (of a tiled model not the head, which its loss does not call).
+        ends: also compile embedding, final norm and head, each separately. A tiled model's head is left out, because the loss
+            does not call it.
         compiled_autograd: compile the backward as one graph, so that DDP's reductions are part of it.
     """
 
@@ -269,29 +270,29 @@ class Compile:
 
 @dataclass(frozen=True, kw_only=True)
 class DataParallel:
-    """Batches split over mesh axes, and what is done to the weights there.
+    """Options for batches that are split over mesh axes, and for the weights on these axes.
 
     Args:
         engine: "fsdp" splits parameters, gradients and optimizer state over `shard_axis`; "ddp" replicates them.
-        shard_axis: of the mesh; with "ddp" the axis of the replicas.
-        replicate_axis: a second axis of replicas of the sharded weights (hybrid sharding), or None.
-        context_axis: an axis of context parallelism, or None: its ranks are given the same batch and hold a part of the tokens
-            of every sequence each. Weights are sharded over it as well. With context="2d" a pair of axes: of the rings (between
-            nodes), and of the ranks that exchange tokens for heads (inside one).
-        context: how these ranks attend. "ulysses": all tokens with some of the heads each; the ranks divide the query heads.
-            "ring": all heads of their own tokens, while keys and values travel round; the number of heads is no limit. "2d":
-            "ulysses" inside each rank of a ring.
-        param_dtype: dtype of the computation, None for that of the parameters. reduce_dtype: of gradient reductions.
+        shard_axis: the mesh axis of the shards; with "ddp" the axis of the replicas.
+        replicate_axis: a second axis that holds replicas of the sharded weights (hybrid sharding), or None.
+        context_axis: the axis of context parallelism, or None. Its ranks get the same batch, and each holds a part of the
+            tokens of every sequence. Weights are sharded over it as well. With context="2d" it is a pair of axes: the ring's
+            (between nodes), and the one whose ranks exchange tokens for heads (inside a node).
+        context: how these ranks compute attention. "ulysses": each rank takes all tokens and some of the heads; the number of
+            ranks must divide the query heads. "ring": each rank takes all heads of its own tokens while keys and values
+            travel around the ring; the number of heads is no limit. "2d": "ulysses" inside each place of a ring.
+        param_dtype: dtype of the computation; None is the dtype of the parameters. reduce_dtype: of gradient reductions.
         cpu_offload: keep sharded parameters in host memory.
         reshard: free gathered weights after forward: "always", "never", or "default" (all blocks but the last; never
             with `pipeline`).
         pipeline: the model is one stage of a pipeline.
-        loss_mean: what the loss of a step, and its gradients, are the mean of, where data ranks have labels that count (not
-            -100) in unequal numbers. "tokens": of all such labels of all of them, as in one process that has the whole batch,
-            and the loss is that on every rank; for the micro-batches of a step together where `num_items_in_batch` says how
-            many this rank has in all of them (tiled_torch; see `parallelize`), or `ParallelConfig.micro_batches` (tiled_jax).
-            "ranks": of each rank's own mean. None: "ranks" in tiled_torch, as its engines have it, and "tokens" in tiled_jax,
-            which has no other.
+        loss_mean: how the loss of a step, and its gradients, average if data ranks have different numbers of valid labels
+            (not -100). "tokens" is the mean over the valid labels of all ranks, as in one process with the whole batch. Every
+            rank returns this loss. It also covers all micro-batches of a step: in tiled_torch if `num_items_in_batch` gives
+            this rank's count in all of them (see `parallelize`), in tiled_jax with `ParallelConfig.micro_batches`. "ranks"
+            is the mean of the ranks' own means. None is "ranks" in tiled_torch, as in its engines, and "tokens" in tiled_jax,
+            which has no other mode.
     """
 
     engine: Literal["fsdp", "ddp"] = "fsdp"
@@ -308,13 +309,13 @@ class DataParallel:
 
     @property
     def context_axes(self) -> tuple[str, ...]:
-        """Return all axes that cut sequences, in the order of the mesh: none, one, or that of the rings and the one inside."""
+        """Return all axes that split sequences, in mesh order: none, one, or the ring's axis and the axis inside it."""
         axis = self.context_axis
         return axis if isinstance(axis, tuple) else () if axis is None else (axis,)
 
     @property
     def ring_axis(self) -> str | None:
-        """Return the axis round which keys and values travel, or None."""
+        """Return the ring axis, along which keys and values travel, or None."""
         return None if self.context == "ulysses" or not self.context_axes else self.context_axes[0]
 
     @property
@@ -328,11 +329,13 @@ class ParallelConfig:
     """The steps that `parallelize` applies to a finished model, in this order; None leaves a step out.
 
     Args:
-        float8: matrix products of the layers in float8, where their sizes are multiples of 16 (tiled_torch with torchao; a
-            tiled model not with `tensor`). Scales are torchao's, of whole tensors; in a tiled model of a shard's.
-        donate: the train step writes over its input state (tiled_jax).
-        micro_batches: so many equal parts of a batch are computed one after the other, and their gradients added up in float32
-            for one update, >= 1 (tiled_jax; in tiled_torch the loop does it). Ranks meet once, but for gathered parameters.
+        float8: compute matrix products of the layers in float8 if their sizes are multiples of 16 (tiled_torch with torchao).
+            A tiled model does not support it with `tensor`. torchao computes the scales: one for a whole tensor, and in a
+            tiled model one for a shard.
+        donate: the train step overwrites its input state (tiled_jax).
+        micro_batches: the step splits a batch into this many equal parts, >= 1, and computes them one after the other. It adds
+            up their gradients in float32 for one update (tiled_jax; in tiled_torch your loop does this). Ranks communicate
+            once, except to gather parameters.
     """
 
     tensor: TensorParallel | None = None

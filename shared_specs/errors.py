@@ -4,11 +4,11 @@ from typing import Never
 
 
 class SpecError(ValueError):
-    """A wrong value: a shape, a dtype, a number out of its range."""
+    """Error for a wrong value: a shape, a dtype, a number out of its range."""
 
 
 class UnsupportedError(NotImplementedError):
-    """A right value that this machine, backend or mode cannot do."""
+    """Error for a valid value that this machine, backend or mode does not support."""
 
 
 def error_text(function: str, argument: str, rule: str, got: object, *, shapes: str = "", advice: str = "") -> str:

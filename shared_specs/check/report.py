@@ -15,9 +15,9 @@ class CheckedResult:
     Attributes:
         step: from 1. kind, name: forward of a module; loss; gradient, change ("parameter") or hook of a parameter; hook of a
             module; buffer.
-        error: relative L2 distance to the untiled computation in higher precision; of a hook how often it ran.
-        limit: the largest error that is right; of a hook how often it runs untiled.
-        reason: what is wrong where it is no number.
+        error: relative L2 distance to the untiled computation in higher precision; for a hook, how often it ran.
+        limit: the largest allowed error; for a hook, how often it runs in the untiled training.
+        reason: what is wrong, if an error number cannot say it.
     """
 
     step: int
@@ -40,15 +40,15 @@ class CheckedResult:
 
 @dataclass(kw_only=True)
 class CheckReport:
-    """The result of `check`; as text, what the command prints.
+    """The result of `check`. `str` of it is the text that the command prints.
 
     Attributes:
-        results: every result that was compared, in the order in which they are made.
+        results: every compared result, in the order of computation.
         paths: tiled part -> the path that ran, as of `tiling_paths`.
         hooks: hook of a module or a parameter -> how often it ran in a step.
-        reference: the dtype of the untiled computation that says what rounding allows; "" where there was none.
-        plain_bytes, tiled_bytes: peak of one step, without parameters and batch.
-        notes: what could not be compared, and why.
+        reference: the dtype of the untiled reference computation, which sets the allowed rounding error; "" if there was none.
+        plain_bytes, tiled_bytes: peak bytes of one step, without parameters and batch.
+        notes: which results could not be compared, and why.
     """
 
     results: list[CheckedResult]
@@ -61,7 +61,7 @@ class CheckReport:
 
     @property
     def first(self) -> CheckedResult | None:
-        """The first result that differs: of a step forward, loss, gradients from the loss back, hooks, parameters, buffers."""
+        """The first result that differs. Steps run forward, loss, gradients from the loss back, hooks, parameters, buffers."""
         return next((result for result in self.results if not result.right), None)
 
     @property
@@ -70,7 +70,7 @@ class CheckReport:
         return self.first is None
 
     def to_json(self) -> dict[str, Any]:
-        """Return all of it, and `equal` and `first`, of which JSON has a form for every value."""
+        """Return the whole report, with `equal` and `first`, as values that JSON can represent."""
         found = asdict(self) | {"equal": self.equal, "first": None if self.first is None else str(self.first)}
         for result in found["results"]:
             for name in ("error", "limit"):

@@ -30,28 +30,30 @@ def check(
     seed: int = 0,
     wrt: Any = nnx.Param,
 ) -> CheckReport:
-    """Return where training a model tiled differs from training it untiled, or that it does not.
+    """Train a model tiled and untiled, and return a report of the first difference, if there is one.
 
-    Both begin with the same state and the same random numbers. A third training, untiled in float64 (else float32), says how
-    far rounding alone takes the untiled one, and the tiled one may go as far. Compared are, in this order, the results of
-    modules, the loss, gradients from the last parameter back, the changes of parameters, and the rest of the state.
+    Both trainings start with the same state and the same random numbers. A third training, untiled in float64 (else float32),
+    measures the rounding error of the untiled one. The tiled one may have an error of the same size. `check` compares, in this
+    order, the results of modules, the loss, gradients from the last parameter back, the changes of parameters, and the rest of
+    the state.
 
-    Where a whole way of training is to be proven (a mesh, accumulation), `tile` and `step` are that way, and `plain` and
-    `plain_step` the plain one that it stands for. Steps are compiled.
+    To check a whole training setup (a mesh, accumulation), put it into `tile` and `step`. Put the equivalent plain training
+    into `plain` and `plain_step`. Steps are compiled.
 
     Args:
-        model: an nnx.Module, which is copied; a function that makes one, called for each training; or a function and its
-            variables, such as (linen_module.apply, variables), of which "params" are trained and the modules' results are not
-            compared.
-        batch: what the model is called with: a mapping by name, a tuple one by one.
-        tile: is given a copy of the model and returns what is trained; None: `tile_model` with four shards.
-        plain: the same of the untiled model; None leaves it as it is.
-        step: is given what `tile` returned (a function bound to its variables) and the batch, and returns the loss; or the loss
-            and the gradients of the parameters, where it differentiates by itself. None: the loss that the model returns.
+        model: an nnx.Module, which is copied; a function that makes one and is called for each training; or a function and its
+            variables, such as (linen_module.apply, variables). In the last case "params" are trained and the modules' results
+            are not compared.
+        batch: the arguments of the model: a mapping for keyword arguments, a tuple for positional ones.
+        tile: a function of a copy of the model that returns what is trained; None: `tile_model` with four shards.
+        plain: the same for the untiled model; None leaves it unchanged.
+        step: a function of the result of `tile` (a function bound to its variables) and the batch that returns the loss. If it
+            differentiates itself, it returns the loss and the gradients of the parameters. None: the loss that the model
+            returns.
         plain_step: the same for the untiled model; None: `step`.
         optimizer: an optax.GradientTransformation; None: plain gradient descent.
-        steps: of the optimizer. seed: of what is drawn.
-        wrt: a filter of the variables that are trained, as nnx.Optimizer has it.
+        steps: the number of optimizer steps. seed: of the random numbers.
+        wrt: a filter of the variables that are trained, as in nnx.Optimizer.
     Returns:
         shared_specs.check.report.CheckReport: `equal`, `first`, `results`, `paths`; as text, a summary.
     Numerics: limits are those of shared_specs.tolerances, relative to the errors of the untiled training.

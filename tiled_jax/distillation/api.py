@@ -48,7 +48,7 @@ def tiled_distillation_loss(
     num_shards: int | None = None,
     tiling: Tiling | None = None,
 ) -> jax.Array:
-    """Return how far a student's predictions are from a frozen teacher's, with exact gradients of the student.
+    """Return the divergence of a student's predictions from a frozen teacher's, with exact gradients for the student.
 
     loss = weight_soft D(p, q) + weight_hard (lse - z_y), per token, where q = softmax(z / temperature) are the student's
     probabilities and p, likewise, the teacher's. The logits of one shard of tokens of both heads, [t, V] each, are the largest

@@ -35,7 +35,7 @@ def seed_parallel(seed: Any, *, data: Any = 0, tensor: Any = 0, expert: Any = 0)
             `mesh_coordinates` gives. Context and pipeline ranks count as data ranks.
     Returns:
         `RandomStates` with the three streams.
-    Numerics: the numbers are not those of tiled_torch, which has other generators; who agrees with whom is.
+    Numerics: the numbers are not those of tiled_torch, which has other generators. Which ranks agree is the same.
     Raises:
         SpecError: a seed or a rank below 0. TypeError: no integer and no key.
     Source: the roles are Megatron-LM's (arXiv 1909.08053); keys are folded, never added, so that no two seeds meet.
@@ -74,8 +74,8 @@ def mesh_coordinates(*, data: Any = (), tensor: Any = (), expert: Any = ()) -> d
 class RandomStates:
     """Random streams by name. A draw is the stream's key folded with its count, which the draw advances.
 
-    It is a pytree. A jitted function that draws from one it is given has to return it, or the caller's counts stay as
-    they were. The body of a `lax.scan` is traced once: hand it one of `keys` for each step.
+    It is a pytree. A jitted function that gets one and draws from it must return it. Otherwise the caller's counts do not
+    change. The body of a `lax.scan` is traced once, so pass it one of `keys` for each step.
 
     Example:
         >>> states = RandomStates()

@@ -25,7 +25,7 @@ _HOST = "pinned_host"
 
 
 def checkpointed(layer: Layer, checkpointing: Checkpointing | None, *, index: int = 0) -> Layer:
-    """`layer` with the same results, keeping for backward what the configuration says of the layer at `index`.
+    """Return `layer` with the same results, which keeps for backward what the configuration selects at `index`.
 
     Args:
         layer: fn(x, *more) -> x, of arrays and pytrees of them (parameters, modules). What it draws from keys among its

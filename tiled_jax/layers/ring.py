@@ -38,7 +38,7 @@ def ring_attention(
     documents: jax.Array | None = None,
     axis_name: str,
 ) -> jax.Array:
-    """Causal attention of this device's tokens to those of all devices, whose keys and values are sent round.
+    """Causal attention of this device's tokens to those of all devices. Keys and values travel around the ring.
 
     Args:
         q: [B, S / R, heads, d], of the tokens that `context_slice(..., order="ring")` gives this device: of the 2 R runs of a

@@ -59,10 +59,10 @@ def tiled_linear_cross_entropy(
         tiling: the long form, with vocab_shards too. keep does not apply.
         backend: "auto" | "xla" | "pallas"; one named explicitly runs or raises. "pallas", which "auto" takes on a Hopper GPU,
             makes loss and gradient of a shard of logits in one kernel, for all but float64.
-        token_weight: [same leading dims], floating: what multiplies the loss of each token, with all that `LossOptions` adds
-            to it: weighted sums, advantages, masks. It gets no gradient and changes no count: "mean" is the sum of
-            token_weight * loss divided by what it is divided by without, the number of valid targets. A sum or a mean with it
-            takes 6 THV as without, where one made of reduction "none" takes 8. A token of weight 0 still is a valid one.
+        token_weight: [same leading dims], floating. It multiplies the loss of each token, with all that `LossOptions` adds to
+            it: weighted sums, advantages, masks. It gets no gradient and changes no count. "mean" is the sum of token_weight *
+            loss divided by the same number as without it, the number of valid targets. A sum or a mean with it takes 6 THV, as
+            without it; one computed from reduction "none" takes 8. A token of weight 0 is still valid.
     Returns:
         The loss, [] or with reduction "none" [same leading dims], float32 (float64 for float64); a `LossResult` where
         loss.outputs names any.
@@ -74,15 +74,15 @@ def tiled_linear_cross_entropy(
         With reduction "mean" or "sum" and one vocabulary shard the gradients are computed in forward, 6 THV FLOP, and kept;
         else x, the weight and two numbers per token are, and backward computes the logits again, 8 THV. Without gradients
         2 THV.
-    Ignored tokens: rows of x whose target is ignore_index are not multiplied. Those with a label come first and only as many
-        shards of the plan as they need are run, ceil(valid / t) on each device by its own count, which no host waits for; a
-        `vmap` runs as many as its element with most labels. Devices that meet in a shard, since a `shard_map` splits the
-        vocabulary (and with sequence_parallel the tokens), take the turns of the one of the mesh with most labels, which one
-        reduction of one number finds in each pass. Every shard is run where "lse", "entropy", "prediction" or "top_logprobs" is
-        an output, in a call of one shard, in a derivative of a derivative (forward over reverse and reverse over reverse, whose
-        loops need a known number of turns), and where devices that meet since a partitioner splits the vocabulary, or since a
-        `shard_map` leaves axes to XLA, lie on a mesh that cuts the tokens too, or may: there a device with fewer turns would be
-        waited for. shared_specs.loss.costs.loss_flop(valid=).
+    Ignored tokens: rows of x whose target is ignore_index are not multiplied. Rows with a label come first, and only as many
+        shards of the plan run as they need. Each device runs ceil(valid / t) by its own count, and no host waits for it. A
+        `vmap` runs as many as its element with the most labels. If a `shard_map` splits the vocabulary (and with
+        sequence_parallel the tokens), devices communicate in every shard. They all run as many shards as the device of the mesh
+        with the most labels needs; one reduction of one number per pass finds it. Every shard runs in these cases: "lse",
+        "entropy", "prediction" or "top_logprobs" is an output; the call has one shard; a derivative of a derivative is taken
+        (forward over reverse and reverse over reverse, whose loops need a known length); a partitioner splits the vocabulary,
+        or a `shard_map` leaves axes to XLA, on a mesh that splits the tokens too, or may. In the last case other devices would
+        wait for a device that runs fewer shards. See shared_specs.loss.costs.loss_flop(valid=).
     Raises:
         SpecError: shapes, dtypes or devices disagree (of arrays committed to one each, outside `jit`), a number is out of
         its range, or a target is neither an entry nor ignored. Under `jit` a target cannot be read: there its token's

@@ -40,10 +40,10 @@ def vocab_parallel_linear_cross_entropy(
 ) -> Any:
     """`tiled_linear_cross_entropy` where every device of a mesh axis has a run of the vocabulary, in order.
 
-    No device holds more than one shard's logits of its own entries, [t, V / R]. Devices meet twice a shard, in a maximum
-    and in a sum of a few numbers per token, and once a call, in the sum of dx. With sequence_parallel no device holds x, or
-    its gradient, of more tokens than two gathered shards, 2 R t H elements: shard i of every device's own tokens is gathered
-    while shard i - 1 computes, and every device is handed back its own rows of the sum of dx.
+    No device holds more than one shard's logits of its own entries, [t, V / R]. Devices communicate twice per shard, for a
+    maximum and for a sum of a few numbers per token, and once per call, for the sum of dx. With sequence_parallel no device
+    holds x, or its gradient, for more tokens than two gathered shards, 2 R t H elements. Shard i of every device's own tokens
+    is gathered while shard i - 1 computes. Every device then receives its own rows of the sum of dx.
 
     Args:
         x, targets: as there, the same on all devices of the axis; with sequence_parallel this device's tokens.

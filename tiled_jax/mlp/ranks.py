@@ -49,8 +49,8 @@ def tensor_parallel_mlp(
     """`tiled_mlp` where every device of a mesh axis has a run of the intermediate columns, and perhaps of the tokens.
 
     y = Σ over devices of (act(x w_gate) * (x w_up)) w_down. With sequence_parallel no device ever holds x, y or their
-    gradients of more tokens than two gathered shards, 2 R t H elements: shard i of every device's own tokens is gathered
-    while shard i - 1 computes, and every device is handed back its own rows of the sum.
+    gradients for more tokens than two gathered shards, 2 R t H elements. Shard i of every device's own tokens is gathered
+    while shard i - 1 computes. Every device then receives its own rows of the sum.
 
     Args:
         x: this device's tokens, [T / R, H] or with any leading dims; without sequence_parallel [T, H], the same on all

@@ -38,19 +38,19 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 class Llama(nnx.Module):
     """Next-token logits of a decoder with rotary positions, grouped heads and a gated MLP: Llama and the families beside it.
 
-    These are Llama, Mistral, Qwen2, Qwen3, Gemma 2, Gemma 3 (its text model), Phi3, SmolLM3 and Mixtral; what each has of
-    its own `config` says.
+    The families are Llama, Mistral, Qwen2, Qwen3, Gemma 2, Gemma 3 (its text model), Phi3, SmolLM3 and Mixtral. `config` says
+    how they differ.
 
     Args:
         config: sizes and options, `LlamaConfig.from_hf(...)` for a Hugging Face model.
         tiling: how the tokens of the MLP and of the loss are cut; None chooses. See shared_specs.config.Tiling.
-        plain: MLP and loss as they are, without tiling, for comparison. Excludes `tiling`.
-        scope: "mlp" cuts the tokens of the MLP and of the loss alone; "block" those of everything in a layer but
-            attention, and every layer keeps its input alone. Excludes `plain`. Where a part of the layers was exchanged for
-            more than its formula (an adapter, a subclass, an own `dot_general`, another norm or epsilon), "block" tiles their
-            MLP alone, with a warning: `tiling_paths` says why.
-        checkpointing: recompute each layer in backward; only the layers' inputs are kept. A `Checkpointing` says more, such
-            as that these wait in the host's memory.
+        plain: compute MLP and loss without tiling, for comparison. Excludes `tiling`.
+        scope: "mlp" tiles only the MLP and the loss. "block" tiles everything in a layer except attention, and every layer
+            keeps only its input. It excludes `plain`. If a part of the layers was replaced by more than its formula (an
+            adapter, a subclass, a custom `dot_general`, another norm or epsilon), "block" tiles only their MLP, with a
+            warning. `tiling_paths` gives the reason.
+        checkpointing: recompute each layer in backward; only the layers' inputs are kept. A `Checkpointing` has further
+            options, such as offloading these inputs to host memory.
         dtype: of the products, float32, bfloat16 or float16, as jax.numpy has them or by name; parameters, norms and the
             residual stream are float32. float64, where JAX has it, is that of everything.
         attention: the backend of `causal_attention`, in every scope: "auto", "blocks" or "cudnn". Rings have blocks of their

@@ -37,25 +37,26 @@ def tile_model(
     tiling: Tiling | None = None,
     backend: str = "auto",
 ) -> Any:
-    """Return the same model, its MLPs computed shard by shard from now on. State, its paths and values do not change.
+    """Return the same model. From now on it computes its MLPs shard by shard. State, its paths and values do not change.
 
-    A module is an MLP where a probe shows it: a few tokens through a copy with parameters drawn for it have the values and all
-    gradients of the formula of `tiled_mlp` to rounding, in training and in evaluation. Names decide nothing there; weights may
-    be nnx.Linear layers, einsums or parameters, in either layout, gate and up two or one. It then runs through `tiled_mlp`. A
-    module that is called an MLP, or has the sizes of one, and is another function (dropout, adapters, other activations) runs
-    through `tile` where a probe shows that it is token-wise. Of what is left a warning says why, and `tiling_paths` always.
+    A probe decides whether a module is an MLP. It runs a few tokens through a copy with newly drawn parameters. The values and
+    all gradients must equal the formula of `tiled_mlp` up to rounding, in training and in evaluation. The module then runs
+    through `tiled_mlp`. Names do not matter for this. Weights may be nnx.Linear layers, einsums or parameters, in either
+    layout, with gate and up separate or fused. A module that is named like an MLP, or has the sizes of one, may compute
+    another function (dropout, adapters, other activations). It runs through `tile` if a probe shows that it is token-wise.
+    If a module stays untiled, a warning says why. `tiling_paths` always gives the reason.
 
-    At each call a module is compared with what was probed: once a projection was given an adapter (nnx.LoRA around it), another
-    activation or dtype, or is called with more than x, it runs through `tile`. Modules that were made `TiledMLP` stay as they
-    are. The loss is the caller's: `tiled_linear_cross_entropy` takes hidden states and the kernel of the head.
+    Each call compares the module with the probed one. The module runs through `tile` once a projection has an adapter (nnx.LoRA
+    around it), once it has another activation or dtype, or if it is called with more than x. Existing `TiledMLP` modules do not
+    change. The caller computes the loss: `tiled_linear_cross_entropy` takes hidden states and the kernel of the head.
 
     Args:
-        model: an nnx.Module, its parameters drawn, loaded or shapes alone (nnx.eval_shape), layers in a list or stacked for
-            nnx.scan; changed in place.
-        scope: "mlp"; "block" is refused, since attention of others is not known: models.Llama(scope="block") has it.
+        model: an nnx.Module, changed in place. Its parameters are drawn, loaded or only shapes (nnx.eval_shape). Its layers are
+            in a list or stacked for nnx.scan.
+        scope: "mlp"; "block" is refused, because other models' attention is not known. models.Llama(scope="block") has it.
         strict: whether to refuse a model in which an MLP would be left untiled.
-        num_shards, keep, tiling, backend: as in `tiled_mlp`, for every MLP. keep and a memory budget are refused where one runs
-            through `tile`, which has no use for them.
+        num_shards, keep, tiling, backend: as in `tiled_mlp`, for every MLP. keep and a memory budget are refused if an MLP runs
+            through `tile`, which does not use them.
     Returns:
         The model itself.
     Raises:
@@ -112,7 +113,7 @@ def untile_model(model: nnx.Module) -> Any:
     Args:
         model: changed in place. Modules that were made `TiledMLP` have no other form and stay.
     Raises:
-        UnsupportedError: a tiled module was given yet another class since.
+        UnsupportedError: the class of a tiled module has changed since.
     Example:
         >>> linears = [nnx.Linear(8, 8, rngs=nnx.Rngs(0)) for _ in range(2)]
         >>> type(untile_model(tile_model(nnx.Sequential(linears[0], nnx.silu, linears[1])))).__name__
@@ -131,17 +132,17 @@ def untile_model(model: nnx.Module) -> Any:
 
 
 def tiling_paths(model: nnx.Module) -> dict[str, str]:
-    """Name of every MLP -> "tiled_mlp", or "tile" and why it is not computed by the formula, or "untiled" and why it is left.
+    """Return a mapping from the name of each part to the path that it runs.
 
-    Of every `TiledMoE` -> "tiled_moe".
+    An MLP has "tiled_mlp", or "tile" and the reason why the formula does not compute it, or "untiled" and the reason. A
+    `TiledMoE` has "tiled_moe".
 
-    Of a `Llama` with scope="block" also "layers" -> "tiled_block", or "mlp" and why only the MLP of a layer is tiled; of one
-    whose head is more than its weight "head" -> "tiled_loss" and why.
-
-    Each is what a call would do now.
+    In a `Llama` with scope="block", "layers" has "tiled_block", or "mlp" and the reason why only the MLP of a layer is tiled.
+    In a `Llama` whose head is more than its weight, "head" has "tiled_loss" and the reason. Each path is what a call would
+    run now.
 
     Args:
-        model: given to `tile_model` before, or one with `TiledMLP` or `TiledMoE` modules; any other has no paths.
+        model: a model that `tile_model` has changed, or one with `TiledMLP` or `TiledMoE` modules. Any other has no paths.
     Example:
         >>> mlp = nnx.Sequential(nnx.Linear(8, 12, rngs=nnx.Rngs(0)), nnx.silu, nnx.Linear(12, 8, rngs=nnx.Rngs(0)))
         >>> _ = tile_model(mlp)

@@ -54,8 +54,8 @@ def tiled_moe(
         scoring: "softmax" over all experts, or "sigmoid" of each one's logit.
         normalize_top_k: divide the k scores of a token by their sum (`norm_topk_prob` in transformers).
         activation: one of shared_specs.ACTIVATIONS.
-        return_router_logits: return (y, logits), logits [..., E] in float32 (float64 for float64) with their gradient: a loss
-            that balances the load of experts, or a z-loss, is made of them.
+        return_router_logits: return (y, logits). The logits are [..., E] in float32 (float64 for float64) and have a gradient,
+            so that you can compute a load-balancing loss or a z-loss from them.
         num_shards: at most this many shards of T, >= 1; None lets the plan choose. See shared_specs.shards.
         tiling: the long form of num_shards, which it excludes.
         backend: "auto" or "xla"; "pallas" is refused, there is no kernel of experts.
@@ -66,10 +66,10 @@ def tiled_moe(
         once. float64 is float64 throughout.
     Memory: x, the weights and 2k numbers a token are kept for backward (moe_costs.moe_saved_bytes). Compiled temporary bytes
         (moe_costs.compiled_moe_peak_bytes) do not grow with T, nor with how many tokens an expert has.
-    Products: a block of one expert's rows at a time, so that its last block may be partly empty; on a TPU, and on a GPU under
+    Products: one block of one expert's rows at a time, so its last block may be partly empty. On a TPU, and on a GPU under
         jax_ragged_dot_use_gpu_pallas_triton_lowering, `lax.ragged_dot` of a shard's k t rows. Elsewhere XLA makes a ragged
-        product E times as large as it is. Both ways have been run on a CPU alone.
-    Sharding: as `tiled_mlp` where a mesh cuts the tokens. Every device computes all experts: weights that a mesh splits are
+        product E times as large. Both methods have been run only on a CPU.
+    Sharding: as in `tiled_mlp` if a mesh splits the tokens. Every device computes all experts: weights that a mesh splits are
         gathered for the call (no expert or tensor parallelism).
     Raises:
         SpecError: shapes, dtypes or devices disagree (of arrays committed to one each, outside `jit`), or a number is out

@@ -72,17 +72,17 @@ class Parallelized:
         gradients: gradients(parameters, batch) -> (loss, gradients), of the trained parameters, placed as they are; for
             gradient accumulation and for other optimizers. Donates nothing. Of a model with other variables
             gradients(parameters, batch, variables) -> (loss, gradients, variables).
-        loss: loss(parameters, batch) -> the loss alone, without a gradient and in one piece, whatever micro_batches says; the
-            batch is one whose sequences the devices divide. Of a model with other variables loss(parameters, batch,
-            variables), which stay as they are.
-        state: the model's parameters and variables, copied to where they belong, and the optimizer's state; None for a
-            model of shapes (`nnx.eval_shape`), whose parameters are loaded by `shardings` and handed to `init`.
+        loss: loss(parameters, batch) -> only the loss, without a gradient. It ignores micro_batches. The number of devices must
+            divide the sequences of the batch. A model with other variables has loss(parameters, batch, variables), which does
+            not change the variables.
+        state: the model's parameters and variables, placed on the devices, and the optimizer's state. None for a model of
+            shapes (`nnx.eval_shape`): load its parameters by `shardings` and pass them to `init`.
         shardings: a `TrainState` of NamedSharding like the state: what Orbax restores by, and what device_put takes.
         shapes: the same of jax.ShapeDtypeStruct, shardings included.
         batch_sharding: of every array of a batch.
         graph: `nnx.merge(graph, state.parameters, state.variables)` is the model.
-        init: init(parameters) -> TrainState: parameters, which may lie anywhere, placed, and a new optimizer state.
-            init(parameters, variables) for other variables than those that the model came with.
+        init: init(parameters) -> TrainState. It places the parameters, which may be on any device, and creates a new optimizer
+            state. Use init(parameters, variables) to replace the model's own variables.
     """
 
     step: Callable[[TrainState, Any], tuple[TrainState, jax.Array]] | None
@@ -105,38 +105,37 @@ def parallelize(
     optimizer: optax.GradientTransformation | None = None,
     wrt: Any = nnx.Param,
 ) -> Parallelized:
-    """Return a compiled train step of the model over the devices of a mesh, and the shardings of all that it works on.
+    """Return a compiled train step of the model over the devices of a mesh, and the shardings of its arrays.
 
-    Every device computes the loss of its own sequences inside one `jax.shard_map`, so that tiled layers and losses loop
-    over tokens that are there. Devices of a `context_axis` are given whole sequences and compute with their own tokens of
-    each, but for attention (`context_attention`, `ring_attention`, or one within the other, as `context` says).
-    Fully-sharded parameters are gathered a layer at a time, in
-    forward and again in backward (`reshard`), and their gradients scattered back; replicas (`engine="ddp"`,
-    `replicate_axis`) meet once a step, in a sum for each parameter. Which dim of a parameter goes where is said by its
-    sharding metadata or by the rules of the model's class (`register_rules`); parameters that neither knows are sharded
-    along the longest dim that divides. The logger "tiled_jax" says what was applied, a line of level INFO for each step, in the
-    first process.
+    Every device computes the loss of its own sequences inside one `jax.shard_map`, so tiled layers and losses loop over local
+    tokens. Devices of a `context_axis` get whole sequences. Each computes with its own tokens, except in attention. `context`
+    selects `context_attention`, `ring_attention`, or one inside the other. Fully-sharded parameters are gathered one layer at a
+    time, in forward and again in backward (`reshard`), and their gradients are scattered back. Replicas (`engine="ddp"`,
+    `replicate_axis`) communicate once per step, in one sum for each parameter. A parameter's sharding metadata, or the rules of
+    the model's class (`register_rules`), determine how its dims are split. If neither covers a parameter, it is sharded along
+    the longest dim that divides. The logger "tiled_jax" writes one INFO line for each applied step, in the first process.
 
     Args:
-        model: nnx, with concrete parameters (which are copied) or of shapes (`nnx.eval_shape`), in the mode (`train()`,
-            `eval()`) that it has now. `tiled_jax.models.Llama` has rules for everything below. For other models tensor
-            parallelism is left to XLA and needs `TensorParallel(sequence_parallel=False, loss_parallel=False)`, and the
-            unit of gathering is the call of a module in a list; the rest is gathered once a step. Variables that are no
-            nnx.Param, of a Llama random keys and statistics alone, are carried along: data ranks draw from random keys folded
-            with their rank (nnx.Dropout), and floating-point statistics that differ between devices afterwards are averaged.
-            A Llama with such ones is refused.
-        mesh: all of whose axes the configuration names.
-        config: see shared_specs.config.ParallelConfig. param_dtype is the dtype in which parameters are gathered and
-            modules with a `dtype` compute, and in which loss_fn is given the floating-point arrays of a batch; the
-            parameters of the state, and the optimizer, keep their own. `reshard`: "default" is "always" here, because all
-            layers are one loop. cpu_offload is refused: a compiled step reads its parameters from the devices' memory.
+        model: an nnx model with concrete parameters (which are copied) or with shapes (`nnx.eval_shape`). It keeps its current
+            mode (`train()`, `eval()`). `tiled_jax.models.Llama` has rules for everything below. For other models tensor
+            parallelism is left to XLA and needs `TensorParallel(sequence_parallel=False, loss_parallel=False)`. Their unit of
+            gathering is the call of a module in a list; the rest is gathered once per step. Variables that are no nnx.Param
+            are carried along, in a Llama only random keys and statistics: data ranks fold their rank into random keys
+            (nnx.Dropout), and floating-point statistics that differ between devices are averaged afterwards. A Llama with such
+            variables is refused.
+        mesh: the configuration must name all of its axes.
+        config: see shared_specs.config.ParallelConfig. Parameters are gathered in param_dtype. Modules with a `dtype`
+            compute in it, and loss_fn gets the floating-point arrays of a batch in it. The parameters of the state, and the
+            optimizer, keep their own dtype. `reshard`: "default" is "always" here, because all layers are one loop.
+            cpu_offload is refused, because a compiled step reads its parameters from the devices' memory.
         loss_fn: loss_fn(model, batch) -> the mean over the sequences of a batch that it is given, or (sum, count), where
             they do not count alike; batch: a pytree of arrays whose dim 0 is the sequence. None: that of the rules
             (`next_token_loss` for Llama, of an array of tokens or a mapping, of packed documents too).
         optimizer: an optax transformation; None: the result has `gradients` and no `step`.
-        wrt: which parameters are trained, a filter as `nnx.Optimizer` has it: a type of variable (nnx.LoRAParam), a predicate
-            of path and variable, `nnx.All(nnx.Param, nnx.PathContains("mlp"))`. The others are placed and gathered alike, and
-            have neither gradients nor optimizer state. Variables that wrt takes are parameters, whatever their type.
+        wrt: a filter of the trained parameters, as in `nnx.Optimizer`: a type of variable (nnx.LoRAParam), a predicate of path
+            and variable, or `nnx.All(nnx.Param, nnx.PathContains("mlp"))`. The other parameters are placed and gathered in the
+            same way, and have neither gradients nor optimizer state. A variable that wrt selects is a parameter, whatever its
+            type.
     Returns:
         `Parallelized`.
     Numerics: gradients are summed over devices in reduce_dtype and returned in the dtype of the parameters, those of

@@ -17,7 +17,7 @@ from tiled_jax.tile.module_state import check_closure, check_rngs
 def tile(
     fn: Callable[..., Any], *, num_shards: int | None = None, tiling: Tiling | None = None, rngs: Any = None
 ) -> Callable[..., Any]:
-    """Return a function of the same arguments that computes fn shard by shard, with exact gradients; of a module a module.
+    """Return a function with the same arguments that computes fn shard by shard, with exact gradients. For a module: a module.
 
     fn(x)[rows] = fn(x[rows]) is what makes a function token-wise, and is not checked. Of what fn computes only one
     shard exists at a time; backward runs fn again, shard by shard, on the same random numbers.
@@ -27,29 +27,29 @@ def tile(
     other arrays, and beside x [T, H] every other array, since one with T rows may be a weight. Results may be any pytree
     of arrays [1, t, ...] or [t, ...]; they come back as [*leading dims, ...] or [T, ...].
 
-    Gradients reach the arguments, what fn closes over, and the parameters of modules, given as fn, as arguments or as
-    the object of a bound method. A module that draws random numbers has to come in one of these three ways. Inside
-    `jax.shard_map` so should weights: devices add up their gradients once, but those of a closure in every shard.
-    Inside a linen module fn is one of its modules or methods: every shard draws from splits of its streams, and `init`
-    makes its variables by one token.
+    Gradients reach the arguments, the closure of fn, and the parameters of modules. A module may be fn itself, an argument,
+    or the object of a bound method. A module that draws random numbers must come in one of these three ways. Inside
+    `jax.shard_map` weights should too: devices then add up their gradients once, but gradients of a closure in every shard.
+    Inside a linen module, fn is one of its modules or methods. Every shard draws from splits of its streams, and `init`
+    creates its variables with one token.
 
-    For arrays on a mesh, outside of `jax.shard_map`, every device runs fn on the tokens that it has, in shards of its own, and
-    what shards share gets one sum; random numbers then depend on how the tokens are sharded. On Explicit axes fn sees plain
-    arrays, everything but the tokens whole.
+    For arrays on a mesh, outside of `jax.shard_map`, every device runs fn on its own tokens, in its own shards. Gradients of
+    arrays that shards share get one sum. Random numbers then depend on how the tokens are sharded. On Explicit axes fn sees
+    plain arrays. All of them except the tokens are whole.
 
     Args:
         fn: an nnx.Module, a linen module or a function; its first argument is x.
         num_shards: at most this many shards of T, >= 1; None lets the plan choose. See shared_specs.shards.
         tiling: the long form: num_shards or shard_tokens. keep and memory_budget do not apply.
-        rngs: a key, nnx.Rngs or nnx.RngStream for a function that draws random numbers: every shard calls
-            fn(..., rngs=its own split). A key is used by every call alike; streams advance once per call. A key among
-            fn's other arguments is passed whole, and every shard draws the same numbers from it.
+        rngs: a key, nnx.Rngs or nnx.RngStream for a function that draws random numbers. Every shard calls
+            fn(..., rngs=its own split). With a key every call draws the same numbers; streams advance once per call. A key
+            among fn's other arguments is passed whole, and every shard draws the same numbers from it.
     Returns:
-        Of an nnx module a module of a subclass, which holds the same variables under the same names, to be kept in its
-        place; of a linen module that is not bound, in `setup` or outside of any module, likewise. Of anything else a
-        function. Its x is [T, H] or [B, S, H] (any leading dims); T = 0 runs fn once without tokens.
-    Numerics: gradients of what shards share are summed in float32 (float64 for float64) and rounded once.
-    Memory: keeps the arguments; peak is what fn needs for one shard, plus the float32 sums.
+        For an nnx module, a module of a subclass that replaces it and holds the same variables under the same names. The
+        same holds for an unbound linen module, in `setup` or outside of any module. For anything else, a function. Its x is
+        [T, H] or [B, S, H] (any leading dims). If T = 0, fn runs once without tokens.
+    Numerics: gradients of arrays that shards share are summed in float32 (float64 for float64) and rounded once.
+    Memory: keeps the arguments. The peak is what fn needs for one shard, plus the float32 sums.
     Raises:
         TypeError: fn cannot be called, x is no array, rngs is neither key nor streams, a result is no array.
         SpecError: x has less than two dims; a result has no row per token.

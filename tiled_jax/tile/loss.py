@@ -26,19 +26,19 @@ _UNUSED = ("vocab_shards", "keep", "memory_budget", "deterministic")
 def tiled_loss(
     fn: Callable[..., Any], x: jax.Array, *args: Any, num_shards: int | None = None, tiling: Tiling | None = None
 ) -> Any:
-    """fn(x, *args) computed shard by shard: its sums added up, its values per token put together, with exact gradients.
+    """Return fn(x, *args), computed shard by shard: sums are added up, values per token concatenated. Gradients are exact.
 
-    fn sees a shard of tokens at a time and returns any pytree of scalars, each a SUM over its tokens, and of values per
-    token. Of what fn computes (the logits) only one shard exists at a time; backward runs fn again.
+    fn gets one shard of tokens at a time and returns any pytree of scalars, each a SUM over its tokens, and of values per
+    token. Only one shard of fn's intermediate results (such as logits) exists at a time. Backward runs fn again.
 
-    A shard of x is [1, t, H] where x has three or more dims, and [t, H] where it has two. Among args every array with
-    x's leading dims is cut the same way, also beside x [T, H]: there every array with T rows is, a weight with T rows
-    has to be closed over. Everything else is passed whole. Gradients reach the arguments, what fn closes over, and the
-    parameters of modules given as fn or as arguments; `tile` says more of modules and their random numbers.
+    A shard of x is [1, t, H] if x has three or more dims, and [t, H] if it has two. Every array among args with x's leading
+    dims is split the same way. For x [T, H] this is every array with T rows, so a weight with T rows must be in the closure
+    of fn. Everything else is passed whole. Gradients reach the arguments, the closure of fn, and the parameters of modules
+    that are fn or arguments. `tile` describes modules and their random numbers.
 
     Args:
-        fn: a module or a function of a shard of x and of args. It must not divide by its own number of tokens: a mean
-            over unequal shards, or over unequal numbers of valid labels, would be weighted wrongly.
+        fn: a module or a function of a shard of x and of args. It must not divide by its own number of tokens. A mean over
+            unequal shards, or over unequal numbers of valid labels, would get wrong weights.
         x: [T, H], [B, S, H] or any leading dims. What the loss is computed from.
         args: labels, masks, weights: anything.
         num_shards: at most this many shards of T, >= 1; None lets the plan choose. See shared_specs.shards.
@@ -47,8 +47,8 @@ def tiled_loss(
         fn's structure: sums [] in float32 (float64 for float64; integers stay what they are), values per token
         [same leading dims, ...].
     Numerics: fn's own; its sums over shards, and gradients of what shards share, in float32, rounded once.
-    Memory: keeps the arguments; peak is what fn needs for one shard. Cost: fn runs twice, on every token: which of them add
-        nothing is fn's own matter. (The losses of `models` whose head is no plain weight run those that have a label alone.)
+    Memory: keeps the arguments; the peak is what fn needs for one shard. Cost: fn runs twice on every token. `tiled_loss` does
+        not know which tokens fn ignores. (The losses of `models` whose head is no plain weight run only tokens with a label.)
     Raises:
         SpecError: x has less than two dims; a result is neither a scalar nor one value per token; fn returns a mean,
         which is looked for at the first call with a function and kinds of arguments, where values can be read (not under

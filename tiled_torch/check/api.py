@@ -28,25 +28,27 @@ def check(
     steps: int = 2,
     seed: int = 0,
 ) -> CheckReport:
-    """Return where training a model tiled differs from training it untiled, or that it does not.
+    """Train a model tiled and untiled, and return a report of the first difference, if there is one.
 
-    Both begin with the same state and the same random numbers. A third training, untiled in float64 (else float32), says how
-    far rounding alone takes the untiled one, and the tiled one may go as far. Compared are, in this order, the results of
-    modules, the loss, gradients from the loss back, how often hooks ran, the changes of parameters, and buffers.
+    Both trainings start with the same state and the same random numbers. A third training, untiled in float64 (else float32),
+    measures the rounding error of the untiled one. The tiled one may have an error of the same size. `check` compares, in this
+    order, the results of modules, the loss, gradients from the loss back, how often hooks ran, the changes of parameters, and
+    buffers.
 
-    Where a whole way of training is to be proven (an engine, ranks, accumulation), `tile` and `step` are that way, and `plain`
-    and `plain_step` the plain one that it stands for.
+    To check a whole training setup (an engine, ranks, accumulation), put it into `tile` and `step`. Put the equivalent plain
+    training into `plain` and `plain_step`.
 
     Args:
-        model: copied, or a function that makes it, called for each training; in the mode in which it is trained.
-        batch: what the model is called with: a mapping by name, a tuple one by one.
-        tile: is given a copy of the model and returns what is trained; None: `tile_model` with four shards.
-        plain: the same of the untiled model; None leaves it as it is.
-        step: is given what `tile` returned and the batch, and returns the loss; one that runs backward by itself returns it
-            detached. None: the loss that the model returns.
+        model: the model, which is copied, or a function that makes it and is called for each training. It must be in the mode
+            (train or eval) in which it is trained.
+        batch: the arguments of the model: a mapping for keyword arguments, a tuple for positional ones.
+        tile: a function of a copy of the model that returns what is trained; None: `tile_model` with four shards.
+        plain: the same for the untiled model; None leaves it unchanged.
+        step: a function of the result of `tile` and the batch that returns the loss. If it runs backward itself, it returns the
+            loss detached. None: the loss that the model returns.
         plain_step: the same for the untiled model; None: `step`.
-        optimizer: is given the parameters and returns an optimizer; None: plain gradient descent.
-        steps: of the optimizer. seed: of what is drawn.
+        optimizer: a function of the parameters that returns an optimizer; None: plain gradient descent.
+        steps: the number of optimizer steps. seed: of the random numbers.
     Returns:
         shared_specs.check.report.CheckReport: `equal`, `first`, `results`, `paths`, `hooks`; as text, a summary.
     Numerics: limits are those of shared_specs.tolerances, relative to the errors of the untiled training.

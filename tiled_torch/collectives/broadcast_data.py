@@ -27,9 +27,8 @@ def broadcast_data(
 ) -> dict[str, Tensor]:
     """Return the tensors that rank 0 of a group has under `keys`, on every rank of the group.
 
-    Every rank first hears what every rank asks for and has, in one exchange of a few bytes; what is wrong on any rank is
-    then an error on all of them, with the same text, and nobody waits for a rank that has given up. The tensors follow in
-    one broadcast for each dtype among them.
+    First, all ranks exchange a few bytes that say what each rank requests and has. If anything is wrong on one rank, all ranks
+    raise the same error, and no rank waits for one that has failed. Then the tensors follow, in one broadcast per dtype.
 
     Args:
         keys: names of the tensors, the same set on every rank. What rank 0 has beside them stays where it is.

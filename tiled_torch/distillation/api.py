@@ -53,11 +53,11 @@ def tiled_distillation_loss(
     num_shards: int | None = None,
     tiling: Tiling | None = None,
 ) -> Tensor:
-    """Return how far a student's predictions are from a frozen teacher's, with exact gradients of the student.
+    """Return the divergence of a student's predictions from a frozen teacher's, with exact gradients for the student.
 
-    loss = weight_soft D(p, q) + weight_hard (lse - z_y), per token, where q = softmax(z / temperature) are the student's
-    probabilities and p, likewise, the teacher's. The logits of one shard of tokens of both heads, [t, V] each, are the largest
-    thing that exists; the logits of all tokens never do.
+    loss = weight_soft D(p, q) + weight_hard (lse - z_y), per token. q = softmax(z / temperature) are the student's
+    probabilities, and p are the teacher's, computed in the same way. The logits of one shard of tokens, [t, V] for each head,
+    are the largest arrays that exist. The logits of all tokens never exist at once.
 
     Args:
         student: [T, H] or [B, S, H] (any leading dims), float32 | bfloat16 | float16 | float64. The student's last hidden

@@ -40,7 +40,7 @@ def seed_parallel(seed: int, *, data: int = 0, tensor: int = 0, expert: int = 0)
         data, tensor, expert: this rank's place. Context and pipeline ranks count as data ranks.
     Returns:
         `RandomStates` with the three streams.
-    Numerics: the numbers are not those of tiled_jax, which has other generators; who agrees with whom is.
+    Numerics: the numbers are not those of tiled_jax, which has other generators. Which ranks agree is the same.
     Raises:
         SpecError: a seed or a rank below 0. TypeError: no integer.
     Source: the roles are Megatron-LM's (arXiv 1909.08053); seeds are hashed, never added, so that no two runs meet.

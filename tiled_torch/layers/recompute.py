@@ -129,10 +129,10 @@ def _whole(kept: Tensor | _KeptPart) -> Tensor:
 
 
 class CheckpointWithoutOutput:
-    """A checkpointed call whose output is thrown away as well, once it has been used, and comes back for backward.
+    """A checkpointed call that also discards its output after use and recomputes it for backward.
 
-    The next operation keeps the output (its input) for its own backward; where it is cheap to compute, such as a norm
-    or an activation before a large product, these bytes are most of what is kept.
+    The next operation keeps the output, its input, for its own backward. If the output is cheap to compute, such as a norm
+    or an activation before a large product, it is most of the memory that is kept.
 
         call = CheckpointWithoutOutput()
         h = call.checkpoint(activation, x)
@@ -142,9 +142,9 @@ class CheckpointWithoutOutput:
     The hook on y computes fn once more before the backward of y needs h; the same computation serves fn's own backward.
     Random numbers, named streams and autocast are those of forward.
 
-    Inside a region that is recomputed as a whole (`checkpoint`, `tile`, another call of this kind) fn runs as it is, and
-    nothing is discarded: that region keeps neither. Other hooks on saved tensors (offloading) would take the output
-    elsewhere instead of discarding it, and are refused.
+    Inside a region that is recomputed as a whole (`checkpoint`, `tile`, another call of this kind), fn runs unchanged and
+    nothing is discarded, because that region keeps neither. Other hooks on saved tensors (offloading) would move the output
+    instead of discarding it. They are refused.
 
     Memory: the inputs of fn; neither its activations nor its output. An object serves one call.
     Source: Megatron-LM's checkpointing without output storage; derived in shared_specs/README.md.

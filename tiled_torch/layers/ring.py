@@ -52,8 +52,8 @@ def ring_attention(
 ) -> Tensor:
     """Causal softmax attention of this rank's tokens to those of all ranks, with all heads.
 
-    softmax(scale q k^T) v over the keys up to a query's own place in the sequence, with grouped heads. Nothing of S tokens
-    is on a rank but the numbers of documents, and scores are nowhere where a kernel takes them (`fuses`).
+    softmax(scale q k^T) v over the keys up to a query's own place in the sequence, with grouped heads. The only array of all S
+    tokens on a rank is the document numbers. Scores are not stored if a fused kernel computes attention (`fuses`).
 
     Args:
         q: [B, heads, s, d], of the two runs that `context_slice(order="zigzag")` gives a rank, in token order, with rotary

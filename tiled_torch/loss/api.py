@@ -54,7 +54,7 @@ def tiled_linear_cross_entropy(
     """Return the cross entropy of logits x weight^T + bias with the targets, with exact gradients.
 
     loss = (1 - eps) w_y (lse - z_y) + (eps / V) sum_k w_k (lse - z_k) + z_loss lse^2, per token. The logits of one shard of
-    tokens, [t, V], are the largest thing that exists; the logits of all tokens never do.
+    tokens, [t, V], are the largest array that exists. The logits of all tokens never exist at once.
 
     Args:
         x: [T, H] or [B, S, H] (any leading dims), float32 | bfloat16 | float16 | float64. Hidden states.
@@ -65,25 +65,25 @@ def tiled_linear_cross_entropy(
         num_shards: at most this many shards of T, >= 1; None lets the plan choose. See shared_specs.shards.
         tiling: the long form of num_shards, which it excludes; vocab_shards also vocab_shards the vocabulary.
         backend: "auto", "eager" or "triton"; a backend named explicitly runs or raises.
-        token_weight: [T] or [B, S], as targets, or None for ones: what the loss of each token is multiplied by (importance
-            weights, packed examples); no gradient goes to it. A mean divides by the number of tokens that count (or their class
-            weights, or num_valid), not by the weights. Other outputs are not weighted.
+        token_weight: [T] or [B, S], like targets, or None for ones. It multiplies the loss of each token (importance weights,
+            packed examples) and gets no gradient. A mean divides by the number of valid tokens (or their class weights, or
+            num_valid), not by these weights. Other outputs are not weighted.
     Returns:
         The loss: a scalar, or [same leading dims] with reduction="none", float32 (float64 for float64). With
-        loss.outputs a LossResult that holds it and what was asked for.
+        loss.outputs, a LossResult with the loss and the requested outputs.
     Numerics: products in the compute dtype, everything between in float32 (float64 for float64). dlogits are held in the
         compute dtype near 1, and multiplied by the upstream gradient and 1/num_valid in float32 after the products.
         The weight's gradient is summed over shards in float32 and cast once, or added to `weight.main_grad` (of 16 bits too,
         which is then rounded once in each backward).
-    Cost: rows whose label is ignored are not multiplied where they are a sixteenth of all rows or more: 6 THV FLOP times the
-        share that counts. How many count is read from the device once a call. All rows are run where "lse", "entropy",
-        "prediction" or "top_logprobs" is an output (they have values at ignored labels too), under fake tensors, and while a
-        CUDA graph is captured.
-    Memory: peak `loss_costs.loss_peak_bytes`: one shard of logits. Keeps the gradients until backward, or, with reduction
-        "none" or outputs that have gradients, x and two numbers per token (also for float16 with a z_loss: 8 THV FLOP
-        instead of 6, because how large gradients are is known only after the last log-sum-exp). Forward mode (dual tensors of
-        torch.autograd.forward_ad) carries tangents a shard at a time; where gradients are wanted of the same call, autograd
-        keeps of it what it keeps of the untiled loss.
+    Cost: rows with an ignored label are not multiplied if they are a sixteenth of all rows or more. The cost is then 6 THV FLOP
+        times the share of valid rows. Their number is read from the device once per call. All rows are multiplied if "lse",
+        "entropy", "prediction" or "top_logprobs" is an output (these have values at ignored labels too), under fake tensors,
+        and while a CUDA graph is captured.
+    Memory: peak `loss_costs.loss_peak_bytes`: one shard of logits. Keeps the gradients until backward. With reduction "none"
+        or outputs that have gradients, it keeps x and two numbers per token instead. So it does for float16 with a z_loss,
+        because the size of the gradients is known only after the last log-sum-exp: 8 THV FLOP instead of 6. Forward mode
+        (dual tensors of torch.autograd.forward_ad) carries tangents one shard at a time. If the same call also needs
+        gradients, autograd keeps the same tensors for it as for the untiled loss.
     Raises:
         SpecError: shapes, dtypes or devices disagree; a number is out of its range; on a CPU, a target is neither in
             [0, V) nor ignore_index (on other devices such a token's loss and gradients are NaN).

@@ -78,10 +78,10 @@ def vocab_parallel_linear_cross_entropy(
 ) -> Tensor | LossResult:
     """`tiled_linear_cross_entropy` with the head split over the ranks of a group by vocabulary.
 
-    No rank ever holds [T, V / R] logits: one shard of tokens exists at a time, [t, V / R]. Results are the same on every
-    rank; dx is complete on every rank, dweight and dbias are those of the rank's own entries. With sequence_parallel no rank
-    ever holds [T, H] either: a shard of t tokens of each rank is gathered, [R t, H], while the one before is computed, and its
-    dx is reduced and scattered while the next one is.
+    No rank ever holds [T, V / R] logits: one shard of tokens exists at a time, [t, V / R]. Results are the same on every rank.
+    dx is complete on every rank; dweight and dbias are those of the rank's own entries. With sequence_parallel no rank ever
+    holds [T, H] either. A shard of t tokens of each rank, [R t, H], is gathered while the previous shard is computed. Its dx is
+    reduced and scattered while the next shard is computed.
 
     Args:
         x, targets: the same on every rank of the group; with sequence_parallel this rank's own tokens, [T / R, H] and

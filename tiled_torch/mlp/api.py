@@ -67,16 +67,16 @@ def tiled_mlp(
         num_shards: at most this many shards of T, >= 1; None lets the plan choose. See shared_specs.shards.
         keep: fraction of shards, in [0, 1], whose gate and up are kept for backward instead of recomputed.
         tiling: the long form of num_shards and keep, which it excludes.
-        backend: "auto", "eager" or "triton"; a backend named explicitly runs or raises. "triton", which "auto" takes on an
-            NVIDIA GPU, is for all dtypes but float64; shards are then multiples of 128 tokens.
+        backend: "auto", "eager" or "triton"; a backend named explicitly runs or raises. "auto" takes "triton" on an NVIDIA
+            GPU. "triton" supports all dtypes except float64; shards are then multiples of 128 tokens.
     Returns:
         [same leading dims, H_out], dtype of x, or the autocast dtype under autocast.
     Numerics: products in the compute dtype, elementwise work in float32 (float64 for float64), weight gradients summed
         over shards in float32 and cast once to the weight's dtype, or added to `weight.main_grad` where it exists (one of 16
         bits gets the finished sum, and is rounded once in each backward).
     Memory: keeps x, the weights and `costs.saved_bytes`; peak `mlp_costs.peak_bytes`, independent of T. Forward mode (dual
-        tensors of torch.autograd.forward_ad) carries tangents a shard at a time; where gradients are wanted of the same call,
-        autograd keeps of it what it keeps of the untiled MLP.
+        tensors of torch.autograd.forward_ad) carries tangents one shard at a time. If the same call also needs gradients,
+        autograd keeps the same tensors for it as for the untiled MLP.
     Raises:
         SpecError: shapes, dtypes or devices disagree, or a number is out of its range.
         TypeError: an argument of the wrong kind.

@@ -72,7 +72,7 @@ class MLPParameters:
 
 
 class TiledMLP(MLPParameters, nn.Module):
-    """A gated or plain MLP computed shard by shard: a drop-in for gate/up/down linear layers with an activation.
+    """A gated or plain MLP, computed shard by shard. It replaces gate/up/down linear layers with an activation.
 
     Args:
         hidden_size, intermediate_size: H and I.

@@ -54,9 +54,9 @@ def tensor_parallel_mlp(
     """`tiled_mlp` where every rank of a group has a run of the intermediate features, and with sequence_parallel of the tokens.
 
     y = sum over ranks of (act(x w_gate^T + b_gate) * (x w_up^T + b_up)) w_down^T, + b_down. No rank ever holds [T, I / R].
-    Without sequence_parallel x is whole on every rank, and y and dx are summed once a call. With it x, y and their gradients
-    are the rank's own tokens, and no rank ever holds [T, H]: a shard of t tokens of each rank is gathered, [R t, H],
-    while the one before is computed, and its partial sums are reduced and scattered while the next one is.
+    Without sequence_parallel x is whole on every rank, and y and dx are summed once per call. With it, x, y and their gradients
+    are the rank's own tokens, and no rank ever holds [T, H]. A shard of t tokens of each rank, [R t, H], is gathered while the
+    previous shard is computed. Its partial sums are reduced and scattered while the next shard is computed.
 
     Args:
         x: [T, H] or any leading dims, the same on every rank; with sequence_parallel this rank's tokens, [T / R, H]. Its

@@ -16,7 +16,7 @@ _OWN = frozenset(inspect.signature(tile_model).parameters) - {"model"}
 
 
 class AutoTiledModelForCausalLM:
-    """As transformers' AutoModelForCausalLM, with the arguments of `tile_model` beside its own.
+    """transformers' AutoModelForCausalLM with the additional arguments of `tile_model`.
 
     Raises:
         TypeError: the class itself is called.

@@ -44,61 +44,64 @@ def tile_model(
     tiling: Tiling | None = None,
     backend: str = "auto",
 ) -> nn.Module:
-    """Return the same model, its MLPs and its loss computed shard by shard from now on. Parameters and state_dict keys do not
-    change.
+    """Return the same model. From now on it computes its MLPs and its loss shard by shard. Parameters and state_dict keys do
+    not change.
 
-    MLPs are found by their linear layers. One runs through `tiled_mlp` where its class is known, or where a probe of its own
-    code (a small copy of it, in float64, that reads no weight) equals that formula to rounding; through `tile` where its
-    results are token-wise and more than that: LoRA adapters, quantised or separately sharded projections, hooks, dropout,
-    factors, norms. In a layer whose own forward calls `fc1` and `fc2` (OPT, BART) what comes between them is followed; where
-    it is more than an activation (dropout that drops, say), or they have hooks, the MLP is computed whole. What is neither
-    stays as it is, which a warning and `tiling_paths` tell with the reason.
+    `tile_model` finds MLPs by their linear layers. An MLP runs through `tiled_mlp` if its class is known. It also does if a
+    probe of its own code equals that formula up to rounding. The probe is a small float64 copy of the MLP that reads no
+    weight. An MLP runs through `tile` if it is token-wise but more than the formula: LoRA adapters, quantised or separately
+    sharded projections, hooks, dropout, factors, norms. Some layers call `fc1` and `fc2` in their own forward (OPT, BART).
+    There `tile_model` follows the operations between the two. If they are more than an activation (active dropout, say), or
+    the two have hooks, the MLP is computed whole. Any other module stays untiled, and a warning and `tiling_paths` give the
+    reason.
 
-    A mixture of experts is tiled where transformers knows its class by `use_experts_implementation`, and Llama 4's: each router
-    and its experts take a shard of tokens at a time. Only the rows that chose an expert are computed, its second product is not
-    recomputed, and weight gradients are summed in float32 one expert at a time. Hooks, recorded router logits and the term that
-    balances experts, which is part of the loss where it is the model's own, are those of all tokens. For kernels of somebody's
-    (`experts_implementation`), or more than the formula in them, experts run through `tile`. keep has no meaning for experts; a
-    memory budget is for the rows of one of them.
+    A mixture of experts is tiled if transformers knows its class by `use_experts_implementation`, or if it is Llama 4's. Each
+    router and its experts take one shard of tokens at a time. An expert computes only the rows routed to it and does not
+    recompute its second product. Weight gradients are summed in float32, one expert at a time. Hooks, recorded router
+    logits and the load-balancing term cover all tokens. That term is part of the loss if it is the model's own. Experts
+    with custom kernels (`experts_implementation`), or with more than the formula, run through `tile`. keep has no meaning
+    for experts. A memory budget limits the rows of one expert.
 
-    Of every language model with a head and labels the loss is tiled too: `model(..., labels=labels).loss` is the model's own
-    (`num_items_in_batch` and `shift_labels` included; 0 where every label is ignored). Classes that are known run a forward of
-    ours, which torch.compile traces; any other runs its own, with a head whose logits are followed to their cross entropy, and
-    made where anything else reads them; so does a module that is not transformers', with an `lm_head` and a forward that takes
-    `labels` or `targets`. `.logits` are there as before, with their gradients, and computed only when they are
-    read (torch.compile: when an attribute or an item of the outputs is). They are those of the forward: after the optimizer's
-    step to read them for the first time is a RuntimeError. Of a head that is a unit of FSDP2 by itself they have values; their
-    gradient is an UnsupportedError where the unit's weights are not gathered.
+    The loss of every language model with a head and labels is tiled too. `model(..., labels=labels).loss` is the model's own
+    loss, with `num_items_in_batch` and `shift_labels`; it is 0 if every label is ignored. Known classes run a forward of this
+    library, which torch.compile traces. Any other class runs its own forward. Its head returns logits that are followed to
+    their cross entropy, and computed whole if anything else reads them. The same holds for a module that is not from
+    transformers, if it has an `lm_head` and its forward takes `labels` or `targets`. `.logits` exist as before, with
+    gradients. They are computed only when they are read (under torch.compile, when an attribute or item of the outputs is
+    read). They belong to the forward: reading them for the first time after the optimizer's step is a RuntimeError. If the
+    head is a separate FSDP2 unit, the logits have values. Their gradient is an UnsupportedError if the unit's weights are
+    not gathered.
 
-    `logits_to_keep` chooses logits; of known classes the loss is always that of all labels. Where a loss runs another way than
-    through `tiled_linear_cross_entropy`, a warning says why, once.
+    `logits_to_keep` selects logits. In known classes the loss always covers all labels. If a loss does not run through
+    `tiled_linear_cross_entropy`, one warning says why.
 
-    Documents may be packed into a sequence: where `position_ids` restart, without a mask and a cache, attention stays within
-    documents as in transformers, of Llama, Mistral, Qwen and Gemma models with its "sdpa" one document after the other, without
-    its mask of all tokens, and the last token of a document predicts nothing in the loss of known classes (in others' it does
-    what it does in transformers: give it the label -100). For the loss positions restart where one is not larger than the one
-    before it; steps of more than one take no label away.
+    Several documents may be packed into one sequence. If `position_ids` restart, and there is no mask and no cache, attention
+    stays within documents as in transformers. Llama, Mistral, Qwen and Gemma models with "sdpa" attend to one document
+    after the other, without a mask of all tokens. In the loss of known classes, the last token of a document predicts
+    nothing. In other classes it does what it does in transformers: give it the label -100. For the loss, positions restart
+    where one is not larger than the one before it. Steps of more than one remove no label.
 
-    Under ZeRO-3 an MLP, and the head with its loss, are gathered once around all shards; nothing has to be marked. Its engine
-    may come first, but not where MLPs have adapters (LoRA): these become its leaf modules, for which x has to require grad
-    (`model.enable_input_require_grads()`) and which one backward may run through once.
+    Under ZeRO-3 an MLP, and the head with its loss, are gathered once around all shards. You need not mark any module. The
+    DeepSpeed engine may come first, except if MLPs have adapters (LoRA). Such MLPs become leaf modules of the engine. Their
+    x must require grad (`model.enable_input_require_grads()`), and one backward may run through them only once.
 
     Args:
         model: a Hugging Face model, or a part of one; changed in place.
-        scope: "mlp": the MLPs and the loss. "block": of the families of `models/block/families.py` also the rest of every
-            decoder layer but attention, with MLPs of one kind or the other or mixtures of experts; such a layer keeps its input
-            alone, in host memory where checkpointing offloads, and in training fills no cache. Compilers leave it as it is.
-            `tiling_paths` says why one runs its MLP alone by shards. It excludes keep, a memory budget and a backend.
-        strict: True refuses a model of which anything would stay as it is, or of whose loss that is not known beforehand. That
-            is the head of a classifier or a reward model too, which has a few outputs for a token: give its base model.
-        num_shards, keep, tiling, backend: as in `tiled_mlp`, for every MLP; for the loss too, where keep has no meaning.
+        scope: "mlp" tiles the MLPs and the loss. "block" also tiles the rest of every decoder layer except attention, for the
+            families in `models/block/families.py`. Their MLPs may be gated or plain MLPs or mixtures of experts. Such a layer
+            keeps only its input, in host memory if checkpointing offloads, and fills no cache in training. Compilers do not
+            compile it. `tiling_paths` says why a layer tiles only its MLP. "block" excludes keep, a memory budget and a
+            backend.
+        strict: True refuses a model in which anything would stay untiled, or whose loss path is not known beforehand. This
+            includes the head of a classifier or a reward model, which has a few outputs per token. Pass its base model instead.
+        num_shards, keep, tiling, backend: as in `tiled_mlp`, for every MLP. They apply to the loss too, except keep.
     Returns:
         The model itself.
     Raises:
         SpecError, TypeError: a number out of its range.
-        UnsupportedError: there is nothing that can be tiled, or, with strict, something that cannot; with scope="block" no
-            layer of those families or an option it excludes; MLPs with adapters in a ZeRO-3 engine; nothing changed. In calls
-            under ZeRO-3: a head that is no plain linear layer; x that needs no gradient of an MLP with adapters.
+        UnsupportedError: nothing can be tiled, or, with strict, something cannot; with scope="block", no layer belongs to those
+            families, or an excluded option is set; MLPs with adapters are in a ZeRO-3 engine. The model is then unchanged. In
+            calls under ZeRO-3: the head is no plain linear layer, or x of an MLP with adapters does not require grad.
     Memory: with scope="block" see shared_specs.layers.block_costs.eager_block_row_bytes.
     Source: derived in shared_specs/README.md.
     Example:
@@ -307,16 +310,18 @@ def _refuse_after_engine(function: str, got: str) -> None:
 
 
 def tiling_paths(model: nn.Module) -> dict[str, str]:
-    """Name of every tiled MLP -> "tiled_mlp", or "tile" and the reason why its projections are not plain; of experts ->
-    "tiled_experts", or how else they run and why, and of their routers -> "tile"; of every other MLP that `tile_model` saw ->
-    "untiled" and why it stays as it is. With scope="block" of every layer too -> "tiled_block", or why its MLP runs alone.
+    """Return a mapping from the name of each part to the path that it runs.
 
-    Of a language model also its head -> "tiled_linear_cross_entropy", or how else its loss runs and why; of a classifier or a
-    reward model its head -> "untiled" and that its loss is another one.
-    Each is what the last call did; before the first, and where only compiled code ran, what a call would do now.
+    A tiled MLP has "tiled_mlp", or "tile" and the reason why its projections are not plain. Experts have "tiled_experts",
+    or the other path and the reason. Their routers have "tile". Every other MLP that `tile_model` saw has "untiled" and the
+    reason. With scope="block" every layer also has "tiled_block", or the reason why only its MLP is tiled.
+
+    The head of a language model has "tiled_linear_cross_entropy", or the other path of its loss and the reason. The head of a
+    classifier or a reward model has "untiled", and a note that its loss is a different one. Each path is what the last call
+    ran. Before the first call, or if only compiled code ran, it is what a call would run now.
 
     Args:
-        model: given to `tile_model` before; any other has no paths.
+        model: a model that `tile_model` has changed. Any other model has no paths.
     Example:
         >>> from transformers import LlamaConfig
         >>> from transformers.models.llama.modeling_llama import LlamaMLP

@@ -66,8 +66,8 @@ def tiled_moe(
         scoring: "softmax" over all experts, or "sigmoid" of each one's logit.
         normalize_top_k: divide the k scores of a token by their sum (`norm_topk_prob` in transformers).
         activation: silu, gelu, gelu_tanh, relu or relu_squared.
-        return_router_logits: return (y, logits), logits [..., E] in float32 (float64 for float64) with their gradient: a loss
-            that balances the load of experts, or a z-loss, is made of them.
+        return_router_logits: return (y, logits). The logits are [..., E] in float32 (float64 for float64) and have a gradient,
+            so that you can compute a load-balancing loss or a z-loss from them.
         num_shards: at most this many shards of T, >= 1; None lets the plan choose. See shared_specs.shards.
         tiling: the long form of num_shards, which it excludes.
         backend: "auto" or "eager"; "triton" is refused, there is no kernel of experts.
@@ -76,11 +76,11 @@ def tiled_moe(
     Numerics: products in the compute dtype, the router's accumulated in float32 and not rounded; elementwise work and the sum
         over experts in float32 (float64 for float64); weight gradients summed over shards in float32 and cast once to the
         weight's dtype, or added to `weight.main_grad` where it exists.
-    Memory: keeps x, the weights and `moe_costs.moe_saved_bytes`: 2k numbers a token. Peak `moe_costs.moe_peak_bytes`: t rows of
-        one expert at a time. Beside numbers of pairs it does not grow with T (in 16 bits it does until float32 rows of dx take
-        as much as the weights' sums), nor with how many tokens an expert has.
-    Limits: experts are on one device (no expert or tensor parallelism), run one after the other, and are not compiled:
-        torch.compile runs around the call. No product is a grouped one. They have been run on a CPU alone.
+    Memory: keeps x, the weights and `moe_costs.moe_saved_bytes`: 2k numbers per token. Peak `moe_costs.moe_peak_bytes`: t rows
+        of one expert at a time. Apart from a few numbers per token-expert pair, the peak does not grow with T or with the
+        tokens of an expert. In 16 bits it does grow until the float32 rows of dx take as much as the weights' sums.
+    Limits: all experts are on one device (no expert or tensor parallelism). They run one after the other and are not compiled:
+        torch.compile skips the call. There are no grouped products. The experts have been run only on a CPU.
     Raises:
         SpecError: shapes, dtypes or devices disagree, or a number is out of its range.
         TypeError: an argument of the wrong kind.

@@ -46,22 +46,23 @@ def parallelize(model: nn.Module, mesh: DeviceMesh | None, config: ParallelConfi
     """Return the same model, spread over the ranks of a mesh.
 
     In this order: float8 products, tensor parallelism, context parallelism, activation checkpointing, torch.compile of each
-    block, data parallelism. Every rank calls it with the same model and configuration. What the loss is does not change:
-    with tensor and with context parallelism every rank of the axis is given the same batch, with data parallelism its own
-    part of it, and gradients are means over these. With context parallelism a rank computes with its own part of the tokens
-    (`context_slice`, "zigzag" with rings), of which logits and hidden states are; the loss is that of all. Documents are
-    packed by `position_ids` that restart. The logger "tiled_torch" says what was applied, a line of level INFO for each
-    step, on the first rank of the mesh.
+    block, data parallelism. Every rank calls it with the same model and configuration. The definition of the loss does not
+    change. With tensor and with context parallelism every rank of the axis gets the same batch. With data parallelism each
+    rank gets its own part of the batch, and gradients are means over the parts. With context parallelism a rank computes with
+    its own tokens (`context_slice`, "zigzag" with rings). Logits and hidden states are those of its own tokens, but the loss
+    covers all tokens. `position_ids` that restart mark packed documents. The logger "tiled_torch" writes one INFO line for
+    each applied step, on the first rank of the mesh.
 
-    With `DataParallel(loss_mean="tokens")` a causal language model, which all data ranks call with labels, returns the mean
-    over all of their labels that count, on every rank, and gradients are that mean's. `num_items_in_batch` says how many count
-    in all micro-batches of this rank's step, where there are several: their losses then add up to the mean over all of them.
+    With `DataParallel(loss_mean="tokens")` all data ranks call a causal language model with labels. On every rank it returns
+    the mean over the valid labels of all ranks, and gradients are those of this mean. If a step has several micro-batches,
+    `num_items_in_batch` gives the number of valid labels in all micro-batches of this rank. Their losses then add up to the
+    mean over all of them.
 
     Args:
-        model: of a kind that has a plan: Hugging Face Llama, Mistral, Qwen and Gemma models (also after `tile_model`), Phi-3
-            without tensor and context parallelism, a `TiledMLP` or a `TiledLinearCrossEntropy`, or what `register_plan` was
-            told of. Changed in place; it may be on the meta device (see `materialize`).
-        mesh: with names for its axes, all of which the configuration uses; None where it uses none.
+        model: a model that has a plan: Hugging Face Llama, Mistral, Qwen and Gemma models (also after `tile_model`), Phi-3
+            without tensor and context parallelism, a `TiledMLP`, a `TiledLinearCrossEntropy`, or any kind registered with
+            `register_plan`. It is changed in place and may be on the meta device (see `materialize`).
+        mesh: a mesh with named axes. The configuration must use all of them. None if it uses no axis.
         config: see `shared_specs.config.ParallelConfig`.
     Returns:
         The model itself; inside DistributedDataParallel with engine="ddp".
@@ -70,8 +71,8 @@ def parallelize(model: nn.Module, mesh: DeviceMesh | None, config: ParallelConfi
     Raises:
         SpecError, TypeError: the configuration cannot work on this mesh, or the model's sizes do not divide, or it was
             parallelized before.
-        UnsupportedError: a model without a plan, or an option that this machine cannot do. Nothing was changed in any
-            of these cases, on any rank: what one of them refuses, or is given otherwise, is an error on all.
+        UnsupportedError: a model without a plan, or an option that this machine does not support. In all of these cases no
+            rank has changed anything. If one rank refuses, or gets different arguments, it is an error on all ranks.
     Source: the order is torchtitan's, arXiv 2410.06511.
     Example:
         >>> from shared_specs.config import Checkpointing

@@ -17,7 +17,7 @@ _NAME = "materialize"
 def materialize(
     model: nn.Module, *, device: torch.device | str = "cpu", weights: Mapping[str, Parts] | None = None, seed: int = 0
 ) -> nn.Module:
-    """Return the same model with memory and values: given ones, or drawn so that they are the same however it is sharded.
+    """Return the same model with allocated values: given weights, or drawn ones that do not depend on the sharding.
 
     Args:
         model: on the meta device, after `parallelize` (engine "fsdp") or without it; changed in place.

@@ -29,7 +29,7 @@ _PLAIN = (Tensor, nn.Parameter, DTensor)
 
 
 def apply_checkpointing(model: nn.Module, checkpointing: Checkpointing, plan: Plan | None = None) -> None:
-    """Let the layers of a model keep less for backward, by recomputing them there; changes their classes in place.
+    """Make the layers of a model keep less for backward and recompute the rest. Changes the layers' classes in place.
 
     Args:
         model: of a kind that has a plan. plan: another one.

@@ -22,18 +22,18 @@ class Plan:
     """The plan of one model for `parallelize`.
 
     Args:
-        blocks: path of the nn.ModuleList of layers that are recomputed, compiled and sharded one by one; "" where the
-            model is itself the only one.
-        ends: paths of what is called before and after the blocks (embedding, final norm, head), in order, as far as
-            their forward is called.
-        ends_apart: whether with data parallelism the first of the ends is a unit of its own, and the others are one;
-            False where two of them share a weight, or one's is used without calling it.
+        blocks: path of the nn.ModuleList whose layers are recomputed, compiled and sharded one by one; "" if the model is
+            itself the only layer.
+        ends: paths of the modules that are called before and after the blocks (embedding, final norm, head), in order. Leave
+            out a module whose forward is not called.
+        ends_apart: whether, with data parallelism, the first of the ends is one unit and the others are another. False if two
+            of them share a weight, or if a weight is used without calling its module.
         check: (model, tensor, ranks) -> None; raises where the model cannot be split so. Called before anything is done.
         styles: (model, tensor) -> {path, where * stands for any one name: torch ParallelStyle}; None where there is no
             tensor parallelism.
         finish: (model, mesh, tensor) -> None, after the styles were applied: weights to tie again, a loss to exchange.
-        same_batch: whether every rank of the tensor axis is called with the same batch, which the first call then compares;
-            False where ranks are called with tokens of their own.
+        same_batch: whether every rank of the tensor axis is called with the same batch. The first call then compares the
+            batches. False if ranks are called with their own tokens.
         context: (model, mesh of one axis) -> None; lets the model, called with whole sequences, compute with this rank's
             tokens of them; None where there is no context parallelism. See `context_slice` and `context_attention`.
         context_kinds: of `DataParallel.context`, those that `context` knows. For others than "ulysses" it is called with the

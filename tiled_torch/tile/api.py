@@ -41,49 +41,50 @@ def tile(
 
 
 def tile(fn: Callable[..., Any], *, num_shards: int | None = None, tiling: Tiling | None = None) -> Callable[..., Any]:
-    """Return a function of the same arguments that computes fn shard by shard, with exact gradients; of a module a module.
+    """Return a function with the same arguments that computes fn shard by shard, with exact gradients. For a module: a module.
 
-    fn(x)[rows] = fn(x[rows]) is what makes a function token-wise, and is not checked. Of what fn computes only one
-    shard exists at a time; backward runs fn again, shard by shard, on the same random numbers and autocast state. Each
-    shard finds its modules again as its forward found them: mode, buffers, attributes, weights put in by
-    `functional_call`. Afterwards all stands as it did. A tensor that fn reaches and does not itself write must not change
-    before backward: that is autograd's own error.
+    fn must be token-wise: fn(x)[rows] = fn(x[rows]). `tile` does not check this. Only one shard of fn's intermediate results
+    exists at a time. Backward runs fn again, shard by shard, with the same random numbers and autocast state. Each shard
+    sees its modules in the same state as in forward: mode, buffers, attributes, and weights from `functional_call`.
+    Afterwards that state is restored. A tensor that fn reads but does not write must not change before backward. If it
+    does, autograd raises its own error.
 
     A shard of x is [1, t, H] where x has three or more dims, and [t, H] where it has two. Other tensor arguments with
     x's leading dims are cut the same way, unless they are nn.Parameters; every other argument is passed whole. Results
     may be any nested structure of tensors [1, t, ...] or [t, ...] and of None; they come back as [*leading dims, ...]
     or [T, ...].
 
-    Besides its arguments fn may reach leaves (parameters), in a module or in a closure: they are found by running fn on
-    the first two tokens, and receive one gradient each, or a sum in `main_grad` where they have it. A module's
-    trainable parameters are known without that, so experts that no first token chose get theirs too. Modules that
+    Besides its arguments, fn may use leaves (parameters) in a module or in a closure. `tile` finds them by running fn on the
+    first two tokens. Each receives one gradient, or a sum in `main_grad` if it has that buffer. A module's trainable
+    parameters are known without this run, so experts that no first token chose get gradients too. Modules that
     fully_shard wraps inside fn are gathered once for the whole loop, and their gradients are reduced once.
 
-    That run also shows, however fn reaches them, the modules that fn calls, the generators (`generator=`) that it draws
-    from and the plain tensors that PyTorch's operations write in place. Not seen, and so not put back for backward, are
-    modules that only later tokens reach outside fn's own, and writes to other Python objects or by kernels of others.
+    The run also finds the modules that fn calls, the generators (`generator=`) that it draws from, and the plain tensors
+    that PyTorch's operations write in place. It does not find modules outside fn that only later tokens reach. It also
+    does not find writes to other Python objects or writes by other libraries' kernels. Backward does not restore these.
 
-    Under torch.compile a tiled function runs as it is, between two compiled graphs, so fullgraph=True around it cannot
+    Under torch.compile a tiled function runs uncompiled, between two compiled graphs. So fullgraph=True around it does not
     work. `tiled_mlp` and the modules of `tile_model` compile whole.
 
     Args:
-        fn: an nn.Module (called, so its hooks run, once per shard) or a function; its first argument is x.
+        fn: an nn.Module or a function; its first argument is x. A module is called, so its hooks run once per shard.
         num_shards: at most this many shards of T, >= 1; None lets the plan choose. See shared_specs.shards.
         tiling: the long form: num_shards or shard_tokens. keep and memory_budget do not apply.
     Returns:
-        Of an nn.Module a module that owns it, to be kept in its place: same keys in `state_dict()`, attributes and items;
-        in the names of parameters `_checkpoint_wrapped_module` stands in between, as with PyTorch's checkpoint wrapper. Of
-        a function a callable. Its x is [T, H] or [B, S, H] (any leading dims); T = 0 runs fn once without tokens.
-    Numerics: gradients of what shards share are summed in float32 (float64 for float64) and cast once, or added to
-        `main_grad`: one of 16 bits gets the finished sum, and is rounded once in each backward.
-    Memory: keeps the tensor arguments, and of tensors that fn writes a copy for every shard (one in all of a tensor beyond
-        64 KiB); peak is what fn needs for one shard, plus the float32 sums. Checkpointing outside does not replay the
-        loop if nothing after it in the checkpointed region saves a tensor. Forward mode carries tangents shard by shard.
+        For an nn.Module, a module that owns it and replaces it. It has the same `state_dict()` keys, attributes and items.
+        Parameter names contain an extra `_checkpoint_wrapped_module`, as with PyTorch's checkpoint wrapper. For a function, a
+        callable. Its x is [T, H] or [B, S, H] (any leading dims). If T = 0, fn runs once without tokens.
+    Numerics: gradients of tensors that shards share are summed in float32 (float64 for float64) and cast once, or added to
+        `main_grad`. A 16-bit `main_grad` gets the finished sum and is rounded once in each backward.
+    Memory: keeps the tensor arguments. It also keeps a copy per shard of each tensor that fn writes, or one copy in all if the
+        tensor is larger than 64 KiB. The peak is what fn needs for one shard, plus the float32 sums. Checkpointing outside does
+        not replay the loop if nothing after it in the checkpointed region saves a tensor. Forward mode carries tangents shard
+        by shard.
     Raises:
         TypeError: fn cannot be called, x is no tensor, a result is neither a tensor nor None.
-        SpecError: x has less than two dims; a result has no row per token; fn reaches a tensor that requires grad and
-            was computed outside fn, or, in backward, a leaf that it did not reach before; fn writes to its arguments,
-            values that require grad to another tensor, or for later tokens alone what cannot be put back.
+        SpecError: x has less than two dims; a result has no row per token; fn uses a tensor that requires grad and was
+            computed outside fn; in backward, fn uses a leaf that it did not use before; fn writes to its arguments; fn writes
+            values that require grad to another tensor; fn writes only for later tokens what cannot be restored.
         RuntimeError: a tensor that fn reaches was written between forward and backward.
         UnsupportedError: backward with create_graph=True; torch.func; forward mode where a result requires grad; a
             DTensor argument or result; FSDP1 or DDP inside fn; a ZeRO-3 parameter that no leaf module around the call has

@@ -33,28 +33,28 @@ _UNUSED = ("keep", "vocab_shards", "memory_budget", "deterministic")
 def tiled_loss(
     fn: Callable[..., Any], x: Tensor, *args: Any, num_shards: int | None = None, tiling: Tiling | None = None
 ) -> Any:
-    """Return fn(x, *args), its scalars summed over shards of tokens, with exact gradients.
+    """Return fn(x, *args) with its scalars summed over shards of tokens, with exact gradients.
 
-    Of what fn computes (logits, for one) only one shard exists at a time; backward runs fn again, shard by shard.
+    Only one shard of fn's intermediate results (such as logits) exists at a time. Backward runs fn again, shard by shard.
 
-    fn returns sums over its tokens, not means: loss.sum() and (targets != ignore_index).sum(), say, which the caller
-    divides afterwards. A mean over each shard would weigh tokens of short shards, and of shards with many ignored labels,
-    more than others; where some tokens show that fn returns one, that is an error. The first call with a function and
-    kinds of arguments looks for that, at tokens spread over all of them, and has to wait for their numbers.
+    fn must return sums over its tokens, not means. It may return loss.sum() and (targets != ignore_index).sum(), for example,
+    and the caller divides them afterwards. A mean over each shard would give a larger weight to tokens of short shards, and of
+    shards with many ignored labels. `tiled_loss` raises an error if it detects a mean. The first call with a function and kinds
+    of arguments tests this at tokens spread over the whole input, and has to wait for their values.
 
     Args:
-        fn: an nn.Module or a function of a shard of x, [1, t, H] where x has three or more dims and [t, H] where it has
-            two, and of `args`, those tensors among them cut that have x's leading dims. Parameters are found as in `tile`.
-            Returns a scalar, one value or row per token, or a nested structure of them.
+        fn: an nn.Module or a function of a shard of x and of `args`. The shard is [1, t, H] if x has three or more dims and
+            [t, H] if it has two. Tensors among `args` that have x's leading dims are split too. Parameters are found as in
+            `tile`. fn returns a scalar, one value or row per token, or a nested structure of them.
         x: [T, H] or [B, S, H] (any leading dims). Hidden states.
         num_shards: at most this many shards of T, >= 1; None lets the plan choose. See shared_specs.shards.
         tiling: the long form: num_shards or shard_tokens. keep, vocab_shards and memory_budget do not apply.
     Returns:
         fn's structure: scalars summed over shards in float32 (float64 for float64; integers stay integers), values per
         token as [*leading dims, ...] or [T, ...].
-    Numerics, Memory: as `tile`. Cost: fn runs twice, on every token: which of them add nothing is fn's own matter, so take out
-        those that it ignores. (Models of `tile_model` whose head is no plain linear layer do, since their loss is known.)
-        `tiled_linear_cross_entropy` is the faster way to a cross entropy.
+    Numerics, Memory: as `tile`. Cost: fn runs twice on every token. `tiled_loss` does not know which tokens fn ignores, so
+        remove those tokens first. (Models of `tile_model` whose head is no plain linear layer do this, because their loss is
+        known.) For a cross entropy, `tiled_linear_cross_entropy` is faster.
     Raises:
         SpecError: fn returns a mean; and as `tile`. TypeError, UnsupportedError: as `tile`.
     Source: derived in shared_specs/README.md; ALST's TiledFusedLogitsLoss (arXiv 2506.13996) is the idea.

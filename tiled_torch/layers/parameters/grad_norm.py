@@ -28,11 +28,11 @@ def get_grad_norm(
     expert_group: Any = None,
     expert_parallel_group: Any = None,
 ) -> Tensor:
-    """Return the p-norm of the gradients of a whole model, as if one process had them all.
+    """Return the p-norm of the gradients of a whole model, as in a single process.
 
-    A parameter that is marked `tensor_model_parallel` is another part on every rank of the group; any other is a copy of
-    one, and counted once. The layers of this package mark theirs. `fully_shard` and copies lose the marks: pass the module,
-    whose layers are then marked again, or see `copy_tensor_model_parallel_attributes`.
+    A parameter with the attribute `tensor_model_parallel` is a different part on every rank of the group. Any other parameter
+    is a copy and counts once. The layers of this package set the attributes. `fully_shard` and copies lose them. Pass the
+    module, so that its layers set them again, or see `copy_tensor_model_parallel_attributes`.
 
     Args:
         parameters: a module, or its parameters; those without a gradient are left out. The gradient is in `main_grad` where a
@@ -108,10 +108,10 @@ def clip_grad_norm_(
 @not_compiled
 @torch.no_grad()
 def reduce_sequence_parallel_grads(parameters: nn.Module | Tensor | Iterable[Tensor], *, group: Any = None) -> int:
-    """Sum over the tensor group the gradients of whole parameters that saw this rank's tokens only, in place.
+    """Sum the gradients of whole parameters that saw only this rank's tokens, over the tensor group and in place.
 
-    Under sequence parallelism a norm between two split layers sees T / R tokens, so that its gradient is one rank's part of
-    a sum. Such parameters are known by the attribute `sequence_parallel`, which the caller sets to True (Megatron's mark).
+    Under sequence parallelism, a norm between two split layers sees T / R tokens, so its gradient is one rank's part of a
+    sum. Such parameters have the attribute `sequence_parallel`, which the caller sets to True (Megatron's attribute).
     The layers of this package sum their own. One collective for each dtype.
 
     Args:
