@@ -59,9 +59,9 @@ def test_records_are_complete() -> None:
         assert record["results"]
 
 
-@pytest.mark.parametrize("name", TEXTS)
+@pytest.mark.parametrize("name", [*TEXTS, "CONTRIBUTING.md", "shared_specs/README.md"])
 def test_local_links_exist(name: str) -> None:
-    links = re.findall(r"\]\((?!http)([^)#]+)", TEXTS[name])
+    links = re.findall(r"\]\((?!http)([^)#]+)", (ROOT / name).read_text(encoding="utf-8"))
     assert [link for link in links if not (ROOT / name).parent.joinpath(link).exists()] == []
 
 

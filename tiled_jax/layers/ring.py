@@ -41,7 +41,7 @@ def ring_attention(
     """Causal attention of this device's tokens to those of all devices. Keys and values travel around the ring.
 
     Args:
-        q: [B, S / R, heads, d], of the tokens that `context_slice(..., order="ring")` gives this device: of the 2 R runs of a
+        q: [B, S / R, heads, d], of the tokens that `context_slice(..., order="zigzag")` gives this device: of the 2 R runs of a
             sequence those numbered r and 2 R - 1 - r. Rotary positions are applied already.
         k, v: [B, S / R, kv_heads, d or another dim], kv_heads a divisor of heads.
         scale: of the scores; None is d**-0.5.
