@@ -88,6 +88,7 @@ def test_whole_models(op: str, stage: str) -> None:
         assert "A Pallas kernel needs a Hopper GPU" in rows["main/tiled-pallas"]["left_out"]
 
 
+@pytest.mark.deep
 def test_whole_layers_by_every_scope() -> None:
     """Compared with checkpointed plain layers; of blocks the bytes are predicted, fewer where inputs wait on the host."""
     rows = rows_of("layer", "main")

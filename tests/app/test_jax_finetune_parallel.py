@@ -85,6 +85,7 @@ def assert_same_run(out: Path, alone: Path) -> None:
         assert_within(weight, expected[name], DEMO_LOSS_RTOL, name)
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.deep_but(2)
 @pytest.mark.parametrize(
     "ranks",
@@ -233,6 +234,7 @@ def test_no_process_holds_the_whole_model_while_it_loads(inputs: Path, tmp_path:
         assert_no_whole_model(**json.loads(shown.splitlines()[-1]), beside=0.45)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     "axes",
     [

@@ -341,11 +341,12 @@ def code_of(process, seconds=0.0):
     return process.exitcode
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize(
     ("ranks", "lost", "how", "launched"),
     [
-        (2, 1, signal.SIGKILL, False),
         (2, 0, signal.SIGKILL, True),
+        (2, 1, signal.SIGKILL, False),
         pytest.param(4, 2, signal.SIGKILL, True, marks=pytest.mark.slow),
         pytest.param(2, 1, signal.SIGSTOP, True, marks=pytest.mark.slow),
     ],

@@ -209,6 +209,7 @@ def test_bytes_of_more_steps(part: int) -> None:
         assert_predicted(decoder, setting, found)
 
 
+@pytest.mark.deep
 def test_the_command_prints_both(tmp_path: Path) -> None:
     """Of a model that is deeper than those that are run."""
     config = {

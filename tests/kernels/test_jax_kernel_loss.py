@@ -77,6 +77,7 @@ def assert_true(found: dict[str, Any], exact: dict[str, Array], plain: dict[str,
         assert_within(np.asarray(value), exact[name], allowed, f"{dtype} {name}")
 
 
+@pytest.mark.deep_but(3)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_statistics_and_gradient(name: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:

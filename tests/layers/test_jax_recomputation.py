@@ -80,6 +80,7 @@ def test_no_product_of_the_recomputation_is_one_of_forward() -> None:
     assert merged_flop() == 11 * mlp_costs.thi(SHAPE)
 
 
+@pytest.mark.deep
 def test_without_the_barrier_two_of_them_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that gate and up would be kept from forward to backward: the test above sees it."""
     jax.clear_caches()

@@ -126,6 +126,7 @@ def expected(case: str) -> Any:
     return given, targets, loss, cut, whole(loss)(given, targets)
 
 
+@pytest.mark.deep_but(3)
 @pytest.mark.parametrize(
     ("case", "devices"),
     [

@@ -120,6 +120,7 @@ CONFIG = LlamaConfig.from_hf(
 )
 
 
+@pytest.mark.deep_but(2)
 @pytest.mark.parametrize("scope", ["mlp", "block"])
 @pytest.mark.parametrize("name", ["w_gate", "w_down"])
 def test_a_frozen_parameter_of_a_model(scope: str, name: str) -> None:

@@ -23,6 +23,7 @@ def assert_same_gradients(ours: Tensor, theirs: Tensor, leaves: list[Tensor]) ->
         assert relative_error(a.detach().numpy(), b.detach().numpy()) <= DISTRIBUTED_FLOAT64
 
 
+@pytest.mark.deep_but(2)
 @pytest.mark.parametrize("num_shards", [None, 4], ids=["automatic", "4 shards"])
 @pytest.mark.parametrize("keep", [0.0, 0.5])
 def test_every_length_with_dynamic_shapes(keep: float, num_shards: int | None) -> None:

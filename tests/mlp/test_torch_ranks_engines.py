@@ -89,6 +89,7 @@ def test_fsdp2(ranks):
     assert_fsdp2(ranks, rows(KINDS | {"wrapped": ("block", "mlp")}), "untiled")
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize("case", ["plain", "frozen_input", "no_tokens"])
 def test_fsdp2_inside_tile(ranks, case):
     """Units inside fn: the module itself, every linear layer, two layers as one unit. Also a rank without tokens."""

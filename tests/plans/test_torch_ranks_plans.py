@@ -52,6 +52,7 @@ def check(answers):
             assert not errors.get("partial"), name
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize("tiled", [False, True])
 def test_llama_on_one_axis(two, tiled):
     names = [name for name in ONE_AXIS if not (tiled and "gathered" in name)]
