@@ -43,6 +43,14 @@ def test_a_table_that_differs_is_noticed() -> None:
     assert render(tampered, [record]) != tampered
 
 
+def test_the_first_pages_bytes_and_milliseconds_are_those_of_its_table() -> None:
+    said = re.findall(r"(\d+\.\d+) GiB and\s+(\d+\.\d+) ms", TEXT)
+    table = next(found[0] for found in BLOCK.finditer(TEXTS["docs/index.md"]) if found[2] == "gpu-mlp-short")
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("|")]
+    of = {row[0]: (row[4], row[1]) for row in rows}
+    assert said == [of["plain"], of["tiled"], of["tiled-keep-1"]]
+
+
 def test_the_picture_comes_from_the_newest_record() -> None:
     image = pytest.importorskip("PIL.Image")
     picture = pytest.importorskip("shared_specs.app.demo.document_picture", exc_type=ImportError)
