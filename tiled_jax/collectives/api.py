@@ -23,13 +23,13 @@ from tiled_jax.core.arrays import array
 
 
 def copy_to_tensor_parallel_region(x: jax.Array, *, axis_name: str) -> jax.Array:
-    """x as it is; in backward the sum of the devices' gradients.
+    """Return x unchanged; backward sums the gradients of the devices.
 
     Args:
         x: any shape, the same on all devices of the axis.
         axis_name: of the surrounding `jax.shard_map`.
     Returns:
-        x, with the type of something that differs from device to device.
+        x, typed as varying over the axis.
     Numerics: the sum is taken in the dtype of x.
     Memory: keeps nothing.
     Raises:
@@ -48,7 +48,7 @@ def copy_to_tensor_parallel_region(x: jax.Array, *, axis_name: str) -> jax.Array
 
 
 def reduce_from_tensor_parallel_region(x: jax.Array, *, axis_name: str) -> jax.Array:
-    """Return the sum over the devices; in backward the gradient as it is.
+    """Return the sum over the devices; backward passes the gradient through.
 
     Args:
         x: any shape, this device's term. axis_name: of the surrounding `jax.shard_map`.
@@ -62,7 +62,7 @@ def reduce_from_tensor_parallel_region(x: jax.Array, *, axis_name: str) -> jax.A
 
 
 def scatter_to_tensor_parallel_region(x: jax.Array, *, axis_name: str) -> jax.Array:
-    """Return this device's stretch of the last dim; in backward the stretches of all devices side by side.
+    """Return this device's slice of the last dim of x; backward gathers the gradients.
 
     Args:
         x: [..., H], the same on all devices, H a multiple of the R devices. axis_name: of the surrounding `jax.shard_map`.
@@ -80,7 +80,7 @@ def scatter_to_tensor_parallel_region(x: jax.Array, *, axis_name: str) -> jax.Ar
 
 
 def gather_from_tensor_parallel_region(x: jax.Array, *, axis_name: str) -> jax.Array:
-    """Return the last dims of all devices side by side; in backward this device's stretch of the gradient.
+    """Concatenate the slices of all devices along the last dim; backward keeps this device's slice of the gradient.
 
     Args:
         x: [..., H / R], this device's part. axis_name: of the surrounding `jax.shard_map`.
@@ -96,11 +96,11 @@ def gather_from_tensor_parallel_region(x: jax.Array, *, axis_name: str) -> jax.A
 def scatter_to_sequence_parallel_region(
     x: jax.Array, *, dim: int = 0, split_sizes: Sequence[int] | None = None, axis_name: str
 ) -> jax.Array:
-    """Return this device's stretch of `dim`; in backward the stretches of all devices side by side.
+    """Return this device's slice of `dim`; backward gathers the gradients.
 
     Args:
         x: the same on all devices. dim: the dim of the tokens.
-        split_sizes: tokens of every device, in order, their sum the size of `dim`; None is equal parts.
+        split_sizes: the number of tokens of every device, in order; their sum is the size of `dim`. None: equal parts.
         axis_name: of the surrounding `jax.shard_map`.
     Returns:
         x with max(split_sizes) entries along `dim`, zeros beyond this device's own.
@@ -123,17 +123,17 @@ def gather_from_sequence_parallel_region(
     tensor_parallel_output_grad: bool = True,
     axis_name: str,
 ) -> jax.Array:
-    """Return the tokens of all devices side by side; in backward this device's stretch of the (summed) gradient.
+    """Concatenate the tokens of all devices; backward keeps this device's slice of the (summed) gradient.
 
     Args:
-        x: this device's part, along `dim` as long as the longest part.
+        x: this device's part, padded along `dim` to the longest part.
         dim, split_sizes, axis_name: as in `scatter_to_sequence_parallel_region`.
-        tensor_parallel_output_grad: True: every device goes on with its own weights, and the gradients of all of them are
-            summed (reduce-scatter). False: all devices go on alike, and one gradient is cut. With check_vma=False JAX
-            knows no such gradient: the devices' shares are summed in either case.
+        tensor_parallel_output_grad: True: every device computes with its own weights next, and their gradients are summed
+            (reduce-scatter). False: all devices compute the same, and each keeps its slice of one gradient. With
+            check_vma=False JAX has no such gradient, so the devices' shares are summed in either case.
     Returns:
-        x with sum(split_sizes) entries along `dim`; with check_vma=True typed as differing from device to device, or, with
-        tensor_parallel_output_grad=False, as the same on all of them.
+        x with sum(split_sizes) entries along `dim`. With check_vma=True its type is varying over the axis, or the same on all
+        devices with tensor_parallel_output_grad=False.
     Numerics: the sum is taken in the dtype of x. Memory: keeps nothing.
     Raises: as `scatter_to_sequence_parallel_region`.
     Source: Korthikanti et al., arXiv 2205.05198.
@@ -150,7 +150,7 @@ def gather_from_sequence_parallel_region(
 def reduce_scatter_to_sequence_parallel_region(
     x: jax.Array, *, dim: int = 0, split_sizes: Sequence[int] | None = None, axis_name: str
 ) -> jax.Array:
-    """Return this device's stretch of `dim` of the sum over devices; in backward the stretches of all devices side by side.
+    """Return this device's slice of `dim` of the sum over devices; backward gathers the gradients.
 
     Args:
         x: this device's term, all tokens. dim, split_sizes, axis_name: as in `scatter_to_sequence_parallel_region`.
@@ -167,12 +167,12 @@ def reduce_scatter_to_sequence_parallel_region(
 
 
 def all_gather_last_dim_from_tensor_parallel_region(x: jax.Array, *, axis_name: str) -> jax.Array:
-    """Return the last dims of all devices side by side; in backward this device's stretch of the summed gradient.
+    """Concatenate the slices of all devices along the last dim; backward sums the gradient and scatters it.
 
     Args:
         x: [..., H / R], this device's part. axis_name: of the surrounding `jax.shard_map`.
     Returns:
-        [..., H], typed as differing from device to device: each goes on with its own weights.
+        [..., H], typed as varying over the axis, because each device computes with its own weights next.
     Numerics: the sum is taken in the dtype of x. Memory: keeps nothing. Raises: SpecError where there is no such axis.
     Source: Megatron-LM, arXiv 1909.08053.
     """
@@ -181,7 +181,7 @@ def all_gather_last_dim_from_tensor_parallel_region(x: jax.Array, *, axis_name: 
 
 
 def reduce_scatter_last_dim_to_tensor_parallel_region(x: jax.Array, *, axis_name: str) -> jax.Array:
-    """Return this device's stretch of the last dim of the sum over devices; in backward the stretches side by side.
+    """Return this device's slice of the last dim of the sum over devices; backward gathers the gradients.
 
     Args:
         x: [..., H], this device's term, H a multiple of the R devices. axis_name: of the surrounding `jax.shard_map`.
@@ -205,19 +205,19 @@ def all_to_all(
     input_split_sizes: Sequence[Sequence[int]] | None = None,
     axis_name: str,
 ) -> jax.Array:
-    """Return rows of dim 0 to every device and from every device, laid side by side; in backward the way back.
+    """Send rows of dim 0 from every device to every device; backward sends the gradients back.
 
     Args:
         x: [rows, ...], this device's rows for device 0, then for device 1, ...
-        input_split_sizes: [r][s] rows that device r gives to device s; row r is what rank r passes in tiled_torch. One
-            program runs on all devices, so it knows the sizes of all. output_split_sizes: [s][r] rows that device s gets
-            from device r, the same numbers. Both or neither; None is equal parts.
+        input_split_sizes: [r][s], the number of rows that device r sends to device s; row r is what rank r passes in
+            tiled_torch. One program runs on all devices, so it needs the sizes of all. output_split_sizes: [s][r], the number
+            of rows that device s receives from device r, the same numbers. Pass both or neither; None: equal parts.
         axis_name: of the surrounding `jax.shard_map`.
     Returns:
-        [rows, ...]: as many rows as the device with most of them gets, zeros beyond this device's own. x likewise has as
-        many rows as the device that gives most.
-    Numerics: exact. Memory: keeps nothing; with uneven sizes R times the largest of them is sent and held, both ways, since
-        XLA has no exchange of uneven parts on a CPU.
+        [rows, ...], with the largest number of rows that any device receives; rows beyond this device's own are zero. x
+        likewise has the largest number of rows that any device sends.
+    Numerics: exact. Memory: keeps nothing; with uneven sizes each device sends and holds R times the largest size, in both
+        directions, because XLA has no exchange of uneven parts on a CPU.
     Raises:
         SpecError: no such axis, or sizes that do not fit. TypeError: a wrong kind of value.
     Source: the exchange of expert parallelism (GShard, arXiv 2006.16668); derived in `tiled_jax.collectives.conjugates`.
@@ -229,7 +229,7 @@ def all_to_all(
 
 
 def all_to_all_sequence_to_hidden(x: jax.Array, *, axis_name: str) -> jax.Array:
-    """[T / R, ..., H] to [T, ..., H / R]: all tokens, this device's features; in backward the way back.
+    """Exchange [T / R, ..., H] for [T, ..., H / R]: all tokens, this device's features; backward is the inverse exchange.
 
     Args:
         x: at least two dims, H a multiple of the R devices. axis_name: of the surrounding `jax.shard_map`.
@@ -247,7 +247,7 @@ def all_to_all_sequence_to_hidden(x: jax.Array, *, axis_name: str) -> jax.Array:
 
 
 def all_to_all_hidden_to_sequence(x: jax.Array, *, axis_name: str) -> jax.Array:
-    """[T, ..., H / R] to [T / R, ..., H]: this device's tokens, all features; in backward the way back.
+    """Exchange [T, ..., H / R] for [T / R, ..., H]: this device's tokens, all features; backward is the inverse exchange.
 
     Args:
         x: at least two dims, T a multiple of the R devices. axis_name: of the surrounding `jax.shard_map`.

@@ -15,7 +15,7 @@ def split_tensor_along_last_dim(tensor: jax.Array, num_partitions: int) -> tuple
     Args:
         tensor: [..., n]. num_partitions: a divisor of n, >= 1.
     Raises:
-        SpecError, TypeError: no such parts.
+        SpecError, TypeError: the tensor cannot be split this way.
     Source: Megatron-LM, core/tensor_parallel/utils.py.
     Example:
         >>> import jax.numpy as jnp
@@ -29,10 +29,10 @@ def split_tensor_along_last_dim(tensor: jax.Array, num_partitions: int) -> tuple
 
 
 def split_tensor_into_1d_equal_chunks(tensor: jax.Array, *, axis_name: str) -> jax.Array:
-    """Return this device's stretch of the elements of an array that all devices have.
+    """Return this device's slice of the flattened elements of an array that all devices have.
 
     Args:
-        tensor: of any shape, of as many elements as the devices can share evenly.
+        tensor: of any shape; R divides its number of elements.
         axis_name: of the surrounding `jax.shard_map`.
     Returns:
         [elements / R]. Its gradient is gathered.
@@ -47,12 +47,12 @@ def split_tensor_into_1d_equal_chunks(tensor: jax.Array, *, axis_name: str) -> j
 
 
 def gather_split_1d_tensor(tensor: jax.Array, *, axis_name: str) -> jax.Array:
-    """Return the elements of all devices side by side: the inverse of `split_tensor_into_1d_equal_chunks`.
+    """Concatenate the elements of all devices: the inverse of `split_tensor_into_1d_equal_chunks`.
 
     Args:
         tensor: of any shape. axis_name: as there.
     Returns:
-        [elements R], the same on all devices; the gradient of each is its own stretch. The caller reshapes it.
+        [elements R], the same on all devices; each device's gradient is its own slice. The caller reshapes the result.
     Raises:
         SpecError, TypeError: as there.
     """

@@ -37,21 +37,22 @@ def context_slice(
     """Return this device's part of the tokens of a batch, with the positions and the labels that belong to it.
 
     Args:
-        batch: name -> [B or 1, S, ...], the same on every device of the axis, S a multiple of R, for rings of 2 R; None stays
-            None. "documents" (runs of tokens with one number) or "position_ids" that restart say what is packed into one
-            sequence.
-        ignore_index: what the last token of a sequence, or of a document, is to predict.
-        order: "tokens" deals out runs in token order, for `context_attention`; "zigzag" two runs to each device, for
-            `ring_attention` (shared_specs.layers.ring.held_runs).
-        axis_name: of the surrounding `jax.shard_map`. With "zigzag" it may be a pair, of the ring and of the devices that share
-            each of its places, for a `context_attention` over the latter whose `attend` is a `ring_attention` over the former.
+        batch: name -> [B or 1, S, ...], the same on every device of the axis. S is a multiple of R, and of 2 R for rings. None
+            stays None. "documents" (runs of tokens with one number), or "position_ids" that restart, mark the documents that
+            are packed into one sequence.
+        ignore_index: the label of the last token of a sequence or of a document.
+        order: "tokens" gives each device one run, in token order, for `context_attention`. "zigzag" gives each device two
+            runs, for `ring_attention` (shared_specs.layers.ring.held_runs).
+        axis_name: of the surrounding `jax.shard_map`. With "zigzag" it may be a pair (ring, inside): the devices of the inside
+            axis share each place of the ring. It serves a `context_attention` over the inside axis whose `attend` is a
+            `ring_attention` over the ring axis.
     Returns:
-        name -> [B or 1, S / R, ...]. Beside what was given "position_ids" [B or 1, S / R] int32, the places in the whole
-        sequence, or in the document, and, where there are "labels", "shift_labels" [B, S / R], what every token is to predict:
-        shifted before the cut, so that the last token of a run predicts the first of the next one.
+        name -> [B or 1, S / R, ...]. It adds "position_ids" [B or 1, S / R] int32, the positions in the whole sequence or in
+        the document. If there are "labels", it also adds "shift_labels" [B, S / R], the label of every token. Labels are
+        shifted before the split, so the last token of a run predicts the first of the next run.
     Raises:
-        SpecError: arrays of different numbers of tokens, or of a number that does not divide, or there is no such axis.
-        TypeError: no mapping of arrays.
+        SpecError: arrays with different numbers of tokens, or with a number that does not divide; there is no such axis.
+        TypeError: not a mapping of arrays.
     Example:
         mine = context_slice({"input_ids": ids, "labels": ids}, axis_name="cp")
         total = lax.psum(jnp.sum(losses(model(mine["input_ids"], mine["position_ids"]), mine["shift_labels"])), "cp")
@@ -117,22 +118,24 @@ def context_attention(
 ) -> jax.Array:
     """Attention of this device's tokens to those of all devices.
 
-    `attend` sees all tokens, in order, of some heads: anything that computes each group of heads by itself needs no change.
+    `attend` gets all tokens, in order, for some of the heads. A function that computes each group of heads independently needs
+    no change.
 
     Args:
         q: [B, S / R, heads, d]; R divides heads.
-        k, v: [B, S / R, kv_heads, d or another dim], kv_heads a divisor of heads. Where R does not divide kv_heads, they
-            are repeated first, to the least common multiple of both.
+        k, v: [B, S / R, kv_heads, d or another dim], kv_heads a divisor of heads. If R does not divide kv_heads, the heads are
+            repeated first, to the least common multiple of both.
         attend: (q, k, v) of all tokens -> [B, S, heads / R, dim of v]; None is causal softmax attention.
-        documents: handed on to `attend`, as its argument of this name; None is not.
+        documents: passed to `attend` as its argument of this name, unless None.
         axis_name: of the surrounding `jax.shard_map`.
     Returns:
         [B, S / R, heads, dim of v].
-    Numerics: exchanges round nothing; a repeated key head's gradient is the sum of its copies', in its own dtype.
-    Memory: q, k, v and y of S tokens and heads / R: as much as this device's own of S / R tokens and all heads (k and v, as
-        often as they are repeated).
+    Numerics: exchanges round nothing. The gradient of a repeated key head is the sum of its copies' gradients, in its own
+        dtype.
+    Memory: q, k, v and y of S tokens and heads / R. They are as large as this device's own, of S / R tokens and all heads (k
+        and v times their repetitions).
     Raises:
-        SpecError: shapes that do not fit each other, heads that R does not divide, or there is no such axis.
+        SpecError: shapes do not fit each other, R does not divide the heads, or there is no such axis.
     """
     name = "context_attention"
     axis = mesh_axis(name, axis_name)

@@ -33,23 +33,24 @@ def vocab_parallel_embedding(
     deterministic: bool = False,
     axis_name: str,
 ) -> jax.Array:
-    """Return rows of an embedding table of which every device has a run: each looks up its own, and their results are summed.
+    """Return weight[ids] for a vocabulary that is split over the devices of an axis. Each device looks up its own entries, and
+    the results are summed.
 
     Args:
-        ids: [*tokens], int32 | int64, the same on all devices. An id outside [0, V) has a row of NaN.
+        ids: [*tokens], int32 | int64, the same on all devices. The row of an id outside [0, V) is NaN.
         weight: [V / R, H], this device's entries, in the order of the devices.
-        vocab_size: V; None is R times what a device has. Where it is less, the last rows of the last devices are padding.
+        vocab_size: V; None: R times the entries of one device. If V is less, the last rows of the last devices are padding.
         reduce_scatter_embeddings: each device gets its own tokens, along sequence_dim, by a reduce-scatter.
-        deterministic: gradients of equal bits in every run. XLA on a GPU adds rows at equal ids in any order; True
-            makes a product with one-hot rows of them instead, 2 T V / R H FLOP. On a CPU both orders are fixed.
+        deterministic: gradients are bitwise equal in every run. XLA on a GPU adds the rows of equal ids in any order; True
+            uses a product with one-hot rows instead, 2 T V / R H FLOP. On a CPU both orders are fixed.
         axis_name: of the surrounding `jax.shard_map`. Other axes may split the tokens.
     Returns:
         [*tokens, H] in the dtype of weight, the same on all devices, or this device's tokens of it.
     Numerics: exact; the gradient of weight is summed in float32 (float64 for float64) and rounded once.
     Memory: keeps ids for backward; a float32 gradient of weight.
     Raises:
-        SpecError: shapes, dtypes, tokens that do not divide, fewer entries than vocab_size, no such axis.
-        TypeError: a wrong kind of value.
+        SpecError: wrong shapes or dtypes, tokens that do not divide, fewer entries than vocab_size, no such axis. TypeError: a
+        wrong kind of value.
     Source: Megatron-LM, arXiv 1909.08053, section 3.
     Example:
         rows = jax.shard_map(

@@ -39,17 +39,17 @@ def norm_column_parallel_linear(
     """rms_norm(x) @ weight + bias for this device's columns; rms_norm(x) = x / sqrt(mean(x^2) + eps) * norm_weight.
 
     Args:
-        x: [..., H], the same on all devices; with sequence_parallel this device's tokens, dim 0, which are normalised
-            before they are gathered.
+        x: [..., H], the same on all devices; with sequence_parallel this device's tokens along dim 0, normalised before the
+            gather.
         norm_weight: [H], the same on all devices. weight: [H, out / R]. bias: [out / R]. All of one floating dtype.
         eps: >= 0.
-        split_sizes: tokens of every device along dim 0, with sequence_parallel; None where all have as many. x then has
-            max(split_sizes) rows on every device, of which those beyond its own tokens are ignored.
+        split_sizes: the number of tokens of every device along dim 0, with sequence_parallel; None if all have the same
+            number. With split_sizes x has max(split_sizes) rows on every device; rows beyond its own tokens are ignored.
         axis_name: of the surrounding `jax.shard_map`.
     Returns:
         [..., out / R], all tokens, sum(split_sizes) of them, in the dtype of x.
     Numerics: the norm is computed in float32 (float64 for float64) and rounded to the dtype of x once.
-    Memory: that of its parts; has gradients, as they do.
+    Memory: that of its parts. Gradients are supported, as for its parts.
     Raises:
         As `column_parallel_linear`; SpecError for a norm_weight or eps that does not fit.
     Source: Zhang and Sennrich, arXiv 1910.07467; Megatron-LM, arXiv 1909.08053.
@@ -80,27 +80,27 @@ def row_parallel_linear_residual_norm(
     path: str = "auto",
     axis_name: str,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return a row-parallel linear layer, the residual stream it adds to, and the norm of that, in one reduce-scatter and
+    """Apply a row-parallel linear layer, add it to the residual stream, and normalise the sum, in one reduce-scatter and
     gather.
 
-    h = residual + reduce_scatter(x @ weight) + bias; normed = rms_norm(h). No device normalises another one's tokens.
+    h = residual + reduce_scatter(x @ weight) + bias; normed = rms_norm(h). Each device normalises only its own tokens.
 
     Args:
-        x: [T, ..., in / R], all tokens, this device's stretch of the features.
+        x: [T, ..., in / R], all tokens, this device's slice of the features.
         weight: [in / R, H]. bias: [H], the same on all devices, added once.
-        residual: [t, ..., H], this device's tokens: t = T / R, or max(split_sizes) on every device, of which the rows beyond
-            its own tokens are ignored. norm_weight: [H], the same on all devices.
+        residual: [t, ..., H], this device's tokens: t = T / R, or max(split_sizes) on every device. Rows beyond its own tokens
+            are ignored. norm_weight: [H], the same on all devices.
         eps: >= 0.
-        gather: normed of all tokens, the same on all devices; else this device's.
-        split_sizes: tokens of every device along dim 0, their sum T; None where all have as many, and R divides T. One
-            token that is decoded: (1, 0, ...).
-        path: "auto" or "collectives", which is the same here.
+        gather: return normed of all tokens, the same on all devices; False: of this device's tokens.
+        split_sizes: the number of tokens of every device along dim 0, with sum T; None if all have the same number, so that R
+            divides T. To decode one token: (1, 0, ...).
+        path: "auto" or "collectives"; both are the same here.
         axis_name: of the surrounding `jax.shard_map`.
     Returns:
         (normed [T, ..., H] or [t, ..., H], h [t, ..., H]), in the dtype of x; zeros beyond this device's own tokens.
-    Numerics: parts are rounded to the dtype of x and summed in it; the sums with bias and residual are taken in float32
-        (float64 for float64) and rounded once to h, of which the norm is computed in float32.
-    Memory: that of its parts; has gradients, as they do.
+    Numerics: parts are rounded to the dtype of x and summed in that dtype. Bias and residual are added in float32 (float64 for
+        float64) and rounded once to h. The norm of h is computed in float32.
+    Memory: that of its parts. Gradients are supported, as for its parts.
     Raises:
         As `row_parallel_linear`; SpecError for a residual, norm_weight or eps that does not fit. UnsupportedError:
         path="symmetric_memory".

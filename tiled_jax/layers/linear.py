@@ -43,7 +43,7 @@ def column_parallel_linear(
     options: ParallelLinearOptions = DEFAULTS,
     axis_name: str,
 ) -> jax.Array:
-    """x @ weight + bias for this device's columns of the weight.
+    """Return x @ weight + bias for this device's columns of the weight.
 
     In backward the input gradients of all devices are summed; with sequence_parallel x is gathered first and its gradient
     reduce-scattered.
@@ -51,10 +51,10 @@ def column_parallel_linear(
     Args:
         x: [..., in], the same on all devices; with sequence_parallel this device's tokens along options.sequence_dim.
         weight: [in, out / R]. bias: [out / R]. All of one floating dtype.
-        gather_output: the outputs of all devices side by side, [..., out], the same on all of them.
-        options: sequence_dim; stride, the number of parts of a fused weight, of each of which this device has a run: only a
-            gathered output depends on it, which has the order of the undivided weight; explicit_expert_comm, with an x that
-            varies over the axis, whose gradient is then each device's own part. The rest stays at its defaults.
+        gather_output: return the concatenated outputs of all devices, [..., out], the same on all of them.
+        options: sequence_dim, stride and explicit_expert_comm; the rest stays at its defaults. stride is the number of parts
+            of a fused weight; this device has a run of each part. Only a gathered output depends on it: it has the order of
+            the undivided weight. With explicit_expert_comm x varies over the axis, and its gradient is each device's own part.
         axis_name: of the surrounding `jax.shard_map`. Other axes may split the tokens.
     Returns:
         [..., out / R] or [..., out], all tokens, in the dtype of x.
@@ -62,8 +62,8 @@ def column_parallel_linear(
         and before devices are summed.
     Memory: keeps x (gathered) and the weight for backward.
     Raises:
-        SpecError: shapes, dtypes, sizes that do not divide, an option that JAX has no use for, no such axis.
-        TypeError: a wrong kind of value.
+        SpecError: wrong shapes or dtypes, sizes that do not divide, an option that JAX does not use, no such axis. TypeError:
+        a wrong kind of value.
     Source: Megatron-LM, arXiv 1909.08053; sequence parallelism, arXiv 2205.05198.
     Example:
         y = jax.shard_map(
@@ -90,19 +90,19 @@ def row_parallel_linear(
     options: ParallelLinearOptions = DEFAULTS,
     axis_name: str,
 ) -> jax.Array:
-    """Return the sum over devices of x @ weight for each one's rows of the weight, plus bias.
+    """Return the sum over devices of x @ weight, plus bias, where each device has some rows of the weight.
 
     Args:
-        x: [..., in / R] with input_is_parallel, else [..., in], the same on all devices, of which each takes its stretch.
+        x: [..., in / R] with input_is_parallel. Otherwise [..., in], the same on all devices; each device takes its slice.
         weight: [in / R, out]. bias: [out], the same on all devices, added once.
         sequence_parallel: each device gets its own tokens of the sum, along options.sequence_dim, by a reduce-scatter.
-        options: sequence_dim; stride, the number of parts of a fused input, of each of which this device takes a stretch.
-            explicit_expert_comm. The rest stays at its defaults.
+        options: sequence_dim, stride and explicit_expert_comm; the rest stays at its defaults. stride is the number of parts
+            of a fused input; this device takes a slice of each part.
         axis_name: of the surrounding `jax.shard_map`. Other axes may split the tokens.
     Returns:
         [..., out] in the dtype of x, the same on all devices, or this device's tokens of it, or with
         options.explicit_expert_comm this device's part of the sum, without bias.
-    Numerics: each device's product is rounded to the dtype of x, in which the sum over devices is taken.
+    Numerics: each device's product is rounded to the dtype of x; the sum over devices is taken in that dtype.
     Memory: keeps this device's x and the weight for backward.
     Raises, Source: as `column_parallel_linear`.
     Example:
@@ -132,7 +132,7 @@ def linear_with_frozen_weight(
     options: ParallelLinearOptions = DEFAULTS,
     axis_name: str,
 ) -> jax.Array:
-    """`column_parallel_linear` whose weight gets no gradient: x is not kept, and backward makes one product, not two.
+    """`column_parallel_linear` whose weight gets no gradient: x is not kept, and backward computes one product instead of two.
 
     Args:
         x, weight, bias, sequence_parallel, options, axis_name: as there. bias gets its gradient.

@@ -89,20 +89,20 @@ class ColumnParallelLinear(_ParallelLinear):
 
     Args:
         in_features, out_features: sizes of the whole layer; the R devices of the axis divide out_features.
-        bias: whether it has one, split as the outputs are.
-        gather_output: every device gets all outputs.
+        bias: whether the layer has a bias, split like the outputs.
+        gather_output: return all outputs on every device.
         sequence_parallel: x is split by tokens over the axis, along options.sequence_dim.
-        skip_bias_add: return (y, bias) without adding it.
-        allocate_weight: own a weight; without one, each call brings it.
+        skip_bias_add: return (y, bias) without adding the bias.
+        allocate_weight: the layer owns a weight. False: each call passes the weight.
         init_method: (key, shape, dtype) -> the whole weight [in, out]; the bias is zero. None: lecun_normal, as nnx.Linear.
-        options: sequence_dim, and stride for a weight that is `stride` fused ones; the rest stays at its defaults.
-        mesh: a `jax.sharding.Mesh` of Auto or Explicit axes. axis_name: its axis that splits the weight. Its other
-            axes hold copies of the weight and split tokens: on Explicit axes as x has them, on Auto axes the first dim.
-        dtype: of the computation; None is what x and the parameters promote to. param_dtype: of the parameters.
-        rngs: its `params` stream draws the parameters, the same ones at every R.
-    Parameters are global arrays: weight [in, out] split by column, bias [out]. With stride s > 1 they are
-    [in, s, out / s] and [s, out / s], split along the last dim, whose meaning no number of devices changes; unless it is
-    gathered the output is [..., s, out / s] then, too.
+        options: sequence_dim, and stride for a weight that consists of `stride` fused weights; the rest stays at its defaults.
+        mesh: a `jax.sharding.Mesh` of Auto or Explicit axes. axis_name: the mesh axis that splits the weight. The other axes
+            hold copies of the weight and split tokens: Explicit axes as x is split, Auto axes along the first dim.
+        dtype: of the computation; None: the dtype to which x and the parameters promote. param_dtype: of the parameters.
+        rngs: its `params` stream draws the parameters; they are the same at every R.
+    Parameters are global arrays: weight [in, out] split by column, bias [out]. With stride s > 1 they are [in, s, out / s] and
+    [s, out / s], split along the last dim, so their meaning does not depend on the number of devices. The output is then [...,
+    s, out / s] too, unless it is gathered.
     Raises:
         SpecError, TypeError: as `column_parallel_linear`; SpecError where R does not divide.
     Source: Megatron-LM, arXiv 1909.08053.
@@ -188,7 +188,7 @@ class RowParallelLinear(_ParallelLinear):
 
     Args:
         in_features, out_features: sizes of the whole layer; the R devices of the axis divide in_features.
-        bias: whether it has one, the same on every device.
+        bias: whether the layer has a bias, the same on every device.
         input_is_parallel: x is split by features over the axis, as a `ColumnParallelLinear` returns it (with
             options.stride too); else it is the same on all devices.
         sequence_parallel: y is split by tokens over the axis, along options.sequence_dim.
@@ -264,8 +264,8 @@ class VocabParallelEmbedding(nnx.Module):
     """An embedding whose vocabulary is split over an axis of a mesh: `vocab_parallel_embedding` with a parameter.
 
     Args:
-        num_embeddings: V. Every one of the R devices holds ceil(V / R) entries; what the last ones hold beyond V is
-            padding, zero and without gradient.
+        num_embeddings: V. Each of the R devices holds ceil(V / R) entries. Entries beyond V on the last devices are padding:
+            zero and without gradient.
         embedding_dim: H.
         reduce_scatter_embeddings, sequence_dim, deterministic: as in `vocab_parallel_embedding`.
         init_method: (key, shape, dtype) -> the whole [V, H]; None: standard normal.

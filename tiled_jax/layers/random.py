@@ -24,21 +24,22 @@ State = tuple[jax.Array, jax.Array]  # a typed key, and how many draws were made
 def seed_parallel(seed: Any, *, data: Any = 0, tensor: Any = 0, expert: Any = 0) -> "RandomStates":
     """Return the named streams of one device, all derived from one seed and the device's place in the mesh.
 
-    "data-parallel" differs from data rank to data rank and agrees over tensor and expert ranks: for activations that
-    tensor ranks hold whole. "tensor-parallel" differs over tensor ranks as well: for activations that are split.
-    "expert-parallel" differs over all (shared_specs.layers.random.RANDOM_STREAMS). Inside `jax.shard_map` the keys' types
-    say the same: a key varies along just these axes.
+    "data-parallel" differs between data ranks and is the same on all tensor and expert ranks. Use it for activations that
+    tensor ranks hold whole. "tensor-parallel" also differs between tensor ranks. Use it for activations that are split.
+    "expert-parallel" differs between all ranks (shared_specs.layers.random.RANDOM_STREAMS). Inside `jax.shard_map` the types
+    of the keys agree with this: a key varies only along these axes.
 
     Args:
         seed: an integer >= 0, or a key, the same on all devices.
-        data, tensor, expert: the device's ranks: integers, or inside `jax.shard_map` `lax.axis_index(...)`, or what
-            `mesh_coordinates` gives. Context and pipeline ranks count as data ranks.
+        data, tensor, expert: the device's index along each axis: integers, or inside `jax.shard_map` `lax.axis_index(...)` or
+            the result of `mesh_coordinates`. Context and pipeline ranks count as data ranks.
     Returns:
         `RandomStates` with the three streams.
     Numerics: the numbers are not those of tiled_torch, which has other generators. Which ranks agree is the same.
     Raises:
         SpecError: a seed or a rank below 0. TypeError: no integer and no key.
-    Source: the roles are Megatron-LM's (arXiv 1909.08053); keys are folded, never added, so that no two seeds meet.
+    Source: the roles are Megatron-LM's (arXiv 1909.08053); keys are folded, never added, so that no two seeds give the same
+        key.
     Example:
         >>> a, b = seed_parallel(7, tensor=0), seed_parallel(7, tensor=1)
         >>> bool(a.key("data-parallel") == b.key("data-parallel")), bool(a.key() == b.key())
@@ -105,19 +106,20 @@ class RandomStates:
         return self._draw("RandomStates.key", name)
 
     def keys(self, name: str = _DEFAULT, *, number: int) -> jax.Array:
-        """Return [number] keys, one draw of the stream in all: for the steps of a `lax.scan`."""
+        """Return [number] keys for the steps of a `lax.scan`; together they are one draw of the stream."""
         return jax.random.split(self._draw("RandomStates.keys", name), number)
 
     @contextmanager
     def fork(self, name: str = _DEFAULT) -> Iterator[nnx.Rngs]:
-        """Return nnx.Rngs that draw from one stream, whatever they are asked for; one draw of the stream in all.
+        """Return nnx.Rngs whose streams all draw from this one stream; together they are one draw of it.
 
-        Forks of one stream may nest: each is a draw of its own, in the order in which they are entered.
+        Forks of one stream may nest. Each is a separate draw, in the order of entry.
         """
         yield nnx.Rngs(self._draw("RandomStates.fork", name))
 
     def rngs(self, **streams: str) -> nnx.Rngs:
-        """Return nnx.Rngs for modules: each of their streams, by name, from one of these; `params="data-parallel"`, say."""
+        """Return nnx.Rngs for modules, with one of these streams for each of theirs by name, such as
+        `params="data-parallel"`."""
         return nnx.Rngs(**{name: self._draw("RandomStates.rngs", stream) for name, stream in streams.items()})
 
     def states(self) -> dict[str, State]:
@@ -125,10 +127,10 @@ class RandomStates:
         return dict(self._streams)
 
     def set_states(self, states: Mapping[str, State]) -> None:
-        """Go on where `states` was taken: the streams are those, and no others.
+        """Continue from `states`: its streams replace all present streams.
 
         Raises:
-            TypeError: no mapping, or a value that is not a key and a count.
+            TypeError: not a mapping, or a value is not a key and a count.
         """
         function = "RandomStates.set_states"
         if not isinstance(states, Mapping):
@@ -142,7 +144,7 @@ class RandomStates:
         }
 
     def reset(self) -> None:
-        """Forget all streams."""
+        """Remove all streams."""
         self._streams = {}
 
     def _draw(self, function: str, name: str) -> jax.Array:

@@ -28,23 +28,23 @@ def checkpointed(layer: Layer, checkpointing: Checkpointing | None, *, index: in
     """Return `layer` with the same results, which keeps for backward what the configuration selects at `index`.
 
     Args:
-        layer: fn(x, *more) -> x, of arrays and pytrees of them (parameters, modules). What it draws from keys among its
-            arguments is the same when it is computed again.
-        checkpointing: mode "full" keeps the arguments alone. "layers" does so where index is every-1, 2 every-1, ... and
-            keeps all elsewhere. "products" keeps the arguments and the results of the first, third, ... matrix product;
-            those inside a loop, a `custom_vjp` such as `tiled_mlp` or another checkpoint are not counted. "op" keeps
-            beside those the output of attention (of `causal_attention`, and of a product with a softmax, such as that in
-            `jax.nn.dot_product_attention`) and what a device gets of a sum that is split (`lax.psum_scatter`, and the
-            reduce-scatters of `tiled_jax.parallel`), so that neither is computed again; probabilities are, and so is
-            attention with a rule of its own. It does not count products of every head by itself. With `offload`, x and
-            what has a name wait for backward in the memory of the host. None returns the layer.
+        layer: fn(x, *more) -> x, of arrays and pytrees of them (parameters, modules). Random numbers from keys among its
+            arguments are the same in recomputation.
+        checkpointing: mode "full" keeps only the arguments. "layers" does so if index is every-1, 2 every-1, ... and keeps
+            everything in the other layers. "products" keeps the arguments and the results of the first, third, ... matrix
+            product. It does not count products inside a loop, a `custom_vjp` such as `tiled_mlp`, or another checkpoint. "op"
+            also keeps the output of attention (of `causal_attention`, and of a product with a softmax, as in
+            `jax.nn.dot_product_attention`) and the results of reduce-scatters (`lax.psum_scatter`, and those of
+            `tiled_jax.parallel`). Neither is recomputed. Probabilities are recomputed, and so is attention with its own
+            derivative rule. "op" does not count products per head. With `offload`, x and all named values stay in host memory
+            until backward. None returns the layer.
         index: of the layer in its stack, for mode "layers".
-    Memory: of a stack of L layers of which each keeps x bytes of input, p of every second product and a of everything,
-        L x, L (x + p), or (L // every) x + (L - L // every) a. "op": L (x + p + o + r), o of the attention's output,
-        B S heads d elements, r of this device's parts of sums.
+    Memory: let each of L layers have x bytes of input, p bytes of every second product and a bytes of everything. "full" keeps
+        L x, "products" L (x + p), and "layers" (L // every) x + (L - L // every) a. "op" keeps L (x + p + o + r): o is the
+        attention's output, B S heads d elements, and r is this device's parts of sums.
     Raises:
-        SpecError: a mode without what belongs to it. TypeError: no Checkpointing.
-        UnsupportedError: offload where the devices have no host memory apart from their own, or with mode "layers".
+        SpecError: a mode without its options. TypeError: not a Checkpointing.
+        UnsupportedError: offload on devices without separate host memory, or with mode "layers".
     Source: `jax.checkpoint` with policies over `checkpoint_name`; every second product, and "op", are torchtitan's
         selective modes.
     Example:
@@ -68,14 +68,14 @@ def checkpointed(layer: Layer, checkpointing: Checkpointing | None, *, index: in
 
 
 def scan_layers(layer: Layer, x: Any, parameters: Any, checkpointing: Checkpointing | None) -> Any:
-    """x = layer(x, parameters of one layer) for all of them, in one rolled loop under a checkpointing policy.
+    """Compute x = layer(x, parameters of one layer) for all layers, in one rolled loop under a checkpointing policy.
 
-    Mode "layers" rolls groups of `every` layers and compiles each of a group; layers beyond the last whole group, which
-    keep all, are a loop of their own and cost a copy of the parameters. With every > 1 it has a rule of its own for backward,
-    and JAX refuses forward-mode derivatives of it (TypeError).
+    Mode "layers" rolls groups of `every` layers and compiles each layer of a group. Layers beyond the last whole group keep
+    everything; they run in a separate loop, which costs a copy of the parameters. With every > 1 the loop has its own backward
+    rule, and JAX refuses forward-mode derivatives of it (TypeError).
 
     Args:
-        layer: as for `checkpointed`. x: array or pytree of arrays, the type of which no layer changes.
+        layer: as for `checkpointed`. x: array or pytree of arrays; no layer changes its type.
         parameters: pytree of arrays with a leading dim of layers.
     Raises:
         As `checkpointed`. SpecError: no parameters, or leading dims that differ.
@@ -110,16 +110,16 @@ def scan_layers(layer: Layer, x: Any, parameters: Any, checkpointing: Checkpoint
 
 
 def checkpoint_without_output(fn: Layer, consumer: Callable[[Any], Any]) -> Layer:
-    """consumer(fn(...)) whose backward keeps what the consumer keeps, except the output of fn: fn is computed again.
+    """Return consumer(fn(...)); backward keeps the consumer's residuals except the output of fn, and recomputes fn.
 
-    For an output that is cheap to compute and large to keep, such as that of a norm or an activation before a product.
-    What fn keeps inside is not kept either, only its arguments.
+    Use it if the output is cheap to compute and large to keep, such as that of a norm or an activation before a product. The
+    residuals of fn are not kept either, only its arguments.
 
     Args:
-        fn: of arrays and pytrees of them. consumer: of the result of fn alone. Both may close over arrays, of integers
-            and keys too, and gradients reach those.
-    Memory: the arguments of fn, and the consumer's residuals but for the arrays that fn returned.
-    Raises: TypeError of JAX for forward-mode derivatives: it has a rule of its own for backward.
+        fn: of arrays and pytrees of them. consumer: takes only the result of fn. Both may close over arrays, also of integers
+            and keys, and gradients reach those arrays.
+    Memory: the arguments of fn, and the consumer's residuals except the arrays that fn returned.
+    Raises: JAX's TypeError for forward-mode derivatives, because the function has its own backward rule.
     Source: the role of Megatron-LM's CheckpointWithoutOutput, which frees storage by a hook where JAX has none.
     Example:
         >>> normed_product = checkpoint_without_output(jax.nn.standardize, lambda y: y @ jax.numpy.ones((4, 3)))

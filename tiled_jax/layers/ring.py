@@ -41,21 +41,23 @@ def ring_attention(
     """Causal attention of this device's tokens to those of all devices. Keys and values travel around the ring.
 
     Args:
-        q: [B, S / R, heads, d], of the tokens that `context_slice(..., order="zigzag")` gives this device: of the 2 R runs of a
-            sequence those numbered r and 2 R - 1 - r. Rotary positions are applied already.
+        q: [B, S / R, heads, d], of the tokens that `context_slice(..., order="zigzag")` gives this device: runs r and 2 R - 1
+            - r of the 2 R runs of a sequence. Rotary positions are already applied.
         k, v: [B, S / R, kv_heads, d or another dim], kv_heads a divisor of heads.
         scale: of the scores; None is d**-0.5.
-        window: keys that a query sees, its own included, >= 1; those outside are multiplied and left out. None: all before it.
-        softcap: c tanh(score / c) replaces a score; None: as it is.
-        documents: [B or 1, S] integers of the tokens of all devices, in their order in the sequence, the same on every device:
-            runs of tokens with one number, each a sequence by itself. None: all of a sequence are one.
+        window: the number of keys that a query sees, its own included, >= 1. Keys outside are multiplied and then left out.
+            None: all earlier keys.
+        softcap: c replaces each score by c tanh(score / c); None: scores are unchanged.
+        documents: [B or 1, S] integers of the tokens of all devices, in sequence order, the same on every device. Each run of
+            tokens with one number is a separate document. None: each sequence is one document.
         axis_name: of the surrounding `jax.shard_map`.
     Returns:
         [B, S / R, heads, dim of v], dtype of q, under the name `attention.ATTENTION`.
-    Numerics: scores, softmax and sums in float32 (float64 for float64), also of dk and dv, which travel as such; probabilities
-        and gradients of scores are rounded to the dtype of q before their products.
-    Memory: keeps q, k, v, y and the log-sum-exp of each query. Keys and values twice, in backward with their float32 sums three
-        times, and the scores of one block of queries and one of keys. Sent: shared_specs.layers.ring.ring_bytes.
+    Numerics: scores, softmax and sums are in float32 (float64 for float64), also the sums dk and dv, which are sent in it.
+        Probabilities and gradients of scores are rounded to the dtype of q before their products.
+    Memory: keeps q, k, v, y and the log-sum-exp of each query. It also holds keys and values twice (in backward three times,
+        with their float32 sums) and the scores of one block of queries and one block of keys. Bytes sent:
+        shared_specs.layers.ring.ring_bytes.
     Raises:
         SpecError: shapes that do not fit each other, tokens that do not make two runs, a window below 1, a cap
             that is not positive, or there is no such axis.

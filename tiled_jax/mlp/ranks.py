@@ -46,7 +46,7 @@ def tensor_parallel_mlp(
     backend: str = "auto",
     axis_name: str,
 ) -> jax.Array:
-    """`tiled_mlp` where every device of a mesh axis has a run of the intermediate columns, and perhaps of the tokens.
+    """`tiled_mlp` with the intermediate columns, and with sequence_parallel the tokens, split over the devices of a mesh axis.
 
     y = Σ over devices of (act(x w_gate) * (x w_up)) w_down. With sequence_parallel no device ever holds x, y or their
     gradients for more tokens than two gathered shards, 2 R t H elements. Shard i of every device's own tokens is gathered
@@ -58,14 +58,14 @@ def tensor_parallel_mlp(
         w_gate, w_up: [H, I / R]; w_gate None for a plain MLP. w_down: [I / R, H_out].
         biases: any of gate, up [I / R], down [H_out]; down is the same on all devices and is added once.
         activation, keep, tiling, backend: as in `tiled_mlp`.
-        sequence_parallel: tokens are split over the axis, x and y alike.
-        split_sizes: tokens of every device where they differ: x has as many rows everywhere (all leading dims
-            flattened), a device's tokens are the first ones, and y is zero in the rows behind them.
-        num_shards: at most this many shards of the device's own tokens; a gathered shard has R times as many.
+        sequence_parallel: the tokens of both x and y are split over the axis.
+        split_sizes: the number of tokens of every device, if they differ. x has the same number of rows on every device (all
+            leading dims flattened). A device's tokens are the first rows, and y is zero in the rows after them.
+        num_shards: the maximum number of shards of the device's own tokens; a gathered shard has R times as many tokens.
         axis_name: the axis of the surrounding `jax.shard_map`. Other axes may split tokens further.
     Returns:
         [same leading dims, H_out], dtype of x; the same on all devices without sequence_parallel.
-    Numerics: as `tiled_mlp`; a device's part of y and of dx is rounded to the dtype of x before it is added to the others'.
+    Numerics: as `tiled_mlp`; a device's part of y and of dx is rounded to the dtype of x before the sum over devices.
     Memory: as `tiled_mlp` of R t tokens and I / R columns, and the gathered shards
         (shared_specs.mlp.sequence_costs.compiled_sequence_peak_bytes).
     Raises:
@@ -101,19 +101,19 @@ class TensorParallelTiledMLP(nnx.Module):
     """`TiledMLP` with its weights split over an axis of a mesh, called with global arrays inside or outside of `jax.jit`.
 
     Args:
-        hidden_size, intermediate_size: H and I, which the devices of the axis divide.
+        hidden_size, intermediate_size: H and I. The number of devices of the axis must divide I.
         activation, gated, bias: as in `TiledMLP`.
         sequence_parallel: x and y are split by tokens over the axis (the last dim of tokens: [B, S, H] by S) instead of
             replicated along it. See `tensor_parallel_mlp`.
         num_shards, keep, tiling, backend: as in `tensor_parallel_mlp`.
-        mesh: a `jax.sharding.Mesh`, of Auto or Explicit axes. axis_name: its axis that splits the weights.
-        dtype, param_dtype, rngs: as in `TiledMLP`; weights are the same whatever the number of devices.
-    The other axes of the mesh hold copies of the weights and split the first dim of x: on Explicit axes as x has it.
+        mesh: a `jax.sharding.Mesh`, of Auto or Explicit axes. axis_name: the mesh axis that splits the weights. dtype,
+        param_dtype, rngs: as in `TiledMLP`; weights are the same whatever the number of devices.
+    The other axes of the mesh hold copies of the weights and split the first dim of x; Explicit axes split it as in x.
     Parameters are global arrays: `w_gate`, `w_up` [H, I] split by column, `w_down` [I, H] by row, and with bias `b_gate`,
     `b_up` [I], `b_down` [H].
     Raises:
-        SpecError, TypeError, UnsupportedError: as `tensor_parallel_mlp` and `TiledMLP`; SpecError where I, or in a call the
-        tokens, cannot be split evenly.
+        SpecError, TypeError, UnsupportedError: as `tensor_parallel_mlp` and `TiledMLP`; SpecError where I, or the tokens of a
+        call, cannot be split evenly.
     Source: derived in shared_specs/README.md.
     Example:
         mesh = jax.make_mesh((2, 4), ("data", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)

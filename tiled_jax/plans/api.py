@@ -52,9 +52,9 @@ class TrainState(NamedTuple):
     """The state that a train step reads and writes.
 
     Args:
-        parameters: `nnx.State` of nnx.Param, trained or not. optimizer: optax's state, of those that are trained, or ()
-            without an optimizer.
-        variables: `nnx.State` of everything else in the model, often of nothing.
+        parameters: `nnx.State` of nnx.Param, trained or not. optimizer: optax's state of the trained parameters, or () without
+            an optimizer.
+        variables: `nnx.State` of everything else in the model, often empty.
     """
 
     parameters: Any
@@ -69,17 +69,17 @@ class Parallelized:
     Args:
         step: step(state, batch) -> (state, loss), one optimizer update, compiled at its first call. It writes over its
             input state with `config.donate`. None without an optimizer.
-        gradients: gradients(parameters, batch) -> (loss, gradients), of the trained parameters, placed as they are; for
-            gradient accumulation and for other optimizers. Donates nothing. Of a model with other variables
+        gradients: gradients(parameters, batch) -> (loss, gradients), of the trained parameters and with their placement. Use
+            it for gradient accumulation and for other optimizers. It donates nothing. A model with other variables has
             gradients(parameters, batch, variables) -> (loss, gradients, variables).
         loss: loss(parameters, batch) -> only the loss, without a gradient. It ignores micro_batches. The number of devices must
             divide the sequences of the batch. A model with other variables has loss(parameters, batch, variables), which does
             not change the variables.
         state: the model's parameters and variables, placed on the devices, and the optimizer's state. None for a model of
             shapes (`nnx.eval_shape`): load its parameters by `shardings` and pass them to `init`.
-        shardings: a `TrainState` of NamedSharding like the state: what Orbax restores by, and what device_put takes.
-        shapes: the same of jax.ShapeDtypeStruct, shardings included.
-        batch_sharding: of every array of a batch.
+        shardings: a `TrainState` of NamedSharding with the structure of the state, for Orbax's restore and for device_put.
+        shapes: the same structure with jax.ShapeDtypeStruct, shardings included.
+        batch_sharding: the sharding of every array of a batch.
         graph: `nnx.merge(graph, state.parameters, state.variables)` is the model.
         init: init(parameters) -> TrainState. It places the parameters, which may be on any device, and creates a new optimizer
             state. Use init(parameters, variables) to replace the model's own variables.

@@ -38,16 +38,16 @@ class ModelRules:
     """How `parallelize` treats a class of models. Extend the table with `register_rules`.
 
     Args:
-        axes: pattern -> logical names of a parameter's dims, None for a dim without one. The first pattern that matches
-            the dotted path ("layers.*.w_up", as fnmatch matches) and names as many dims wins. Sharding metadata of the
-            parameter goes first.
-        logical: logical names beside those of LOGICAL, or other splits for them.
-        loss: loss(model, batch, mapped) -> (sum over this device's share of the batch, what it is divided by), written
-            for `jax.shard_map` over the whole mesh (`tiled_jax.plans.decoder` is an example). The parameters of the
-            model are this device's parts; `plans/data.py` gathers them. None: the model computes by itself, tensor parallelism
-            is left to XLA, and `parallelize` needs a loss_fn.
-        sizes: of a model, the sizes that tensor parallelism divides.
-        check: raises UnsupportedError for a model of the class that `loss` does not compute; None: it computes all.
+        axes: pattern -> logical names of a parameter's dims, None for a dim without a name. The first pattern that matches the
+            dotted path ("layers.*.w_up", by fnmatch) and has the parameter's number of dims wins. Sharding metadata of the
+            parameter takes precedence.
+        logical: logical names in addition to those of LOGICAL, or other splits for those.
+        loss: loss(model, batch, mapped) -> (sum over this device's share of the batch, the divisor), written for
+            `jax.shard_map` over the whole mesh (`tiled_jax.plans.decoder` is an example). The parameters of the model are this
+            device's parts; `plans/data.py` gathers them. None: the model's own code runs, tensor parallelism is left to XLA,
+            and `parallelize` needs a loss_fn.
+        sizes: returns the sizes of a model that tensor parallelism divides.
+        check: raises UnsupportedError for a model of the class that `loss` does not support; None: it supports all.
     """
 
     axes: Mapping[str, Names]
@@ -62,7 +62,7 @@ _NONE = ModelRules(axes={})
 
 
 def register_rules(model: type[nnx.Module], rules: ModelRules) -> None:
-    """Let `parallelize` treat models of this class, and of classes derived from it, by `rules`.
+    """Make `parallelize` use `rules` for models of this class and of classes derived from it.
 
     Example:
         >>> class Block(nnx.Module):

@@ -24,16 +24,16 @@ from tiled_torch.core.tensors import refuse_dtensor
 
 @not_compiled
 def copy_to_tensor_parallel_region(x: Tensor, *, group: Any = None) -> Tensor:
-    """x itself; backward sums its gradient over the ranks.
+    """Return x unchanged; backward sums its gradient over the ranks.
 
-    In front of a column-parallel layer: every rank uses all of x for a part of the outputs.
+    Use it in front of a column-parallel layer, where every rank uses all of x for a part of the outputs.
 
     Args:
         x: any shape, the same on every rank. group: a process group, a DeviceMesh of one dim, or None for all ranks.
     Returns:
         x, as a view.
     Raises:
-        SpecError: a group of several dims, or one that this rank is not in. TypeError: x is no tensor.
+        SpecError: the group has several dims or does not contain this rank. TypeError: x is no tensor.
         UnsupportedError: no process group has been initialised, or x is a DTensor.
     """
     return move(x, _over("copy_to_tensor_parallel_region", x, group), Keep(), Sum())
@@ -41,14 +41,14 @@ def copy_to_tensor_parallel_region(x: Tensor, *, group: Any = None) -> Tensor:
 
 @not_compiled
 def reduce_from_tensor_parallel_region(x: Tensor, *, group: Any = None) -> Tensor:
-    """Return the sum of x over the ranks; backward hands the gradient through.
+    """Return the sum of x over the ranks; backward passes the gradient through.
 
     Args:
         x: any shape, a partial sum on every rank. group: as in `copy_to_tensor_parallel_region`.
     Returns:
         The shape of x, the same on every rank.
-    Numerics: 16-bit x is added in float32 and rounded once, any other in its own dtype, in the order of the backend (as in
-        every sum over ranks here: `tiled_torch.collectives.transport`).
+    Numerics: 16-bit x is summed in float32 and rounded once. Any other x is summed in its own dtype, in the order of the
+        backend. Every sum over ranks here follows these rules: `tiled_torch.collectives.transport`.
     Raises:
         As `copy_to_tensor_parallel_region`.
     """
@@ -57,7 +57,7 @@ def reduce_from_tensor_parallel_region(x: Tensor, *, group: Any = None) -> Tenso
 
 @not_compiled
 def scatter_to_tensor_parallel_region(x: Tensor, *, group: Any = None) -> Tensor:
-    """Return this rank's stretch of the last dim of x; backward gathers the gradients.
+    """Return this rank's slice of the last dim of x; backward gathers the gradients.
 
     Args:
         x: [..., H], the same on every rank, H a multiple of R. group: as in `copy_to_tensor_parallel_region`.
@@ -73,10 +73,10 @@ def scatter_to_tensor_parallel_region(x: Tensor, *, group: Any = None) -> Tensor
 
 @not_compiled
 def gather_from_tensor_parallel_region(x: Tensor, *, group: Any = None) -> Tensor:
-    """Return the stretches of all ranks side by side along the last dim; backward keeps this rank's stretch of the gradient.
+    """Concatenate the slices of all ranks along the last dim; backward keeps this rank's slice of the gradient.
 
-    For what comes after to be the same on every rank; where ranks go on differently, and their gradients have to be added,
-    it is `all_gather_last_dim_from_tensor_parallel_region`.
+    Use it if the following computation is the same on every rank. If ranks compute different things next, their gradients must
+    be added: use `all_gather_last_dim_from_tensor_parallel_region`.
 
     Args:
         x: [..., H / R]. group: as in `copy_to_tensor_parallel_region`.
@@ -98,7 +98,8 @@ def scatter_to_sequence_parallel_region(
 
     Args:
         x: [..., T, ...] with T at `dim`, the same on every rank.
-        split_sizes: tokens of every rank, of sum T; None: T / R each. group: as in `copy_to_tensor_parallel_region`.
+        split_sizes: the number of tokens of every rank, with sum T; None: T / R each. group: as in
+            `copy_to_tensor_parallel_region`.
     Returns:
         [..., T / R or split_sizes[rank], ...].
     Raises:
@@ -118,16 +119,17 @@ def gather_from_sequence_parallel_region(
     tensor_parallel_output_grad: bool = True,
     group: Any = None,
 ) -> Tensor:
-    """Return the tokens of all ranks side by side.
+    """Concatenate the tokens of all ranks.
 
     Args:
         x: [..., T / R or split_sizes[rank], ...] with tokens at `dim`.
-        split_sizes: tokens of every rank; None where all have as many. group: as in `copy_to_tensor_parallel_region`.
-        tensor_parallel_output_grad: the ranks go on differently, so that backward sums and scatters the gradient; False:
-            they all compute the same, and backward keeps this rank's tokens.
+        split_sizes: the number of tokens of every rank; None if all ranks have the same number. group: as in
+            `copy_to_tensor_parallel_region`.
+        tensor_parallel_output_grad: True: the ranks compute different things next, so backward sums and scatters the gradient.
+            False: all ranks compute the same, so backward keeps this rank's tokens of the gradient.
     Returns:
         [..., T, ...], the same on every rank.
-    Memory: uneven parts travel padded to the longest: R x the longest part, beside the result.
+    Memory: uneven parts are padded to the longest one for the exchange: R x the longest part, in addition to the result.
     Raises:
         As `copy_to_tensor_parallel_region`; SpecError where split_sizes do not fit.
     """
@@ -148,12 +150,13 @@ def reduce_scatter_to_sequence_parallel_region(
 
     Args:
         x: [..., T, ...] with T at `dim`, a partial sum on every rank.
-        split_sizes: tokens of every rank, of sum T; None: T / R each. group: as in `copy_to_tensor_parallel_region`.
+        split_sizes: the number of tokens of every rank, with sum T; None: T / R each. group: as in
+            `copy_to_tensor_parallel_region`.
     Returns:
         [..., T / R or split_sizes[rank], ...].
     Numerics: as `reduce_from_tensor_parallel_region`.
-    Memory: a copy of x where dim is not 0 or sizes differ, then padded to R x the longest part; of 16-bit x over more than
-        two ranks, as much again for the parts that arrive.
+    Memory: a copy of x if dim is not 0 or sizes differ; uneven sizes are padded to R x the longest part. For 16-bit x over
+        more than two ranks, the received parts take as much again.
     Raises:
         As `scatter_to_sequence_parallel_region`.
     """
@@ -164,7 +167,7 @@ def reduce_scatter_to_sequence_parallel_region(
 
 @not_compiled
 def all_gather_last_dim_from_tensor_parallel_region(x: Tensor, *, group: Any = None) -> Tensor:
-    """Return the stretches of all ranks side by side along the last dim; backward sums the gradient and scatters it.
+    """Concatenate the slices of all ranks along the last dim; backward sums the gradient and scatters it.
 
     Args:
         x: [..., H / R]. group: as in `copy_to_tensor_parallel_region`.
@@ -180,7 +183,7 @@ def all_gather_last_dim_from_tensor_parallel_region(x: Tensor, *, group: Any = N
 
 @not_compiled
 def reduce_scatter_last_dim_to_tensor_parallel_region(x: Tensor, *, group: Any = None) -> Tensor:
-    """Return this rank's stretch of the last dim of the sum of x over the ranks; backward gathers the gradients.
+    """Return this rank's slice of the last dim of the sum of x over the ranks; backward gathers the gradients.
 
     Args:
         x: [..., H], a partial sum on every rank, H a multiple of R. group: as in `copy_to_tensor_parallel_region`.
@@ -202,17 +205,18 @@ def all_to_all(
     input_split_sizes: Sequence[int] | None = None,
     group: Any = None,
 ) -> Tensor:
-    """Return rows of dim 0 from every rank to every rank; backward sends the gradients the way back.
+    """Send rows of dim 0 from every rank to every rank; backward sends the gradients back.
 
     Args:
         x: [rows, ...]: the rows for rank 0, then those for rank 1, and so on.
-        output_split_sizes: rows that come from every rank, laid down in rank order. input_split_sizes: rows that go to
-            every rank, of sum `rows`. Both or neither; None: rows / R each. What a rank gets from another has to be what
-            that one gives it. group: as in `copy_to_tensor_parallel_region`.
+        output_split_sizes: the number of rows received from every rank, stored in rank order. input_split_sizes: the number of
+            rows sent to every rank, with sum `rows`. Pass both or neither; None: rows / R each. The sizes of the receiving
+            rank must match those of the sending rank. group: as in `copy_to_tensor_parallel_region`.
     Returns:
         [sum of output_split_sizes, ...].
     Raises:
-        As `copy_to_tensor_parallel_region`; SpecError where sizes do not fit x or, for this rank itself, each other.
+        As `copy_to_tensor_parallel_region`; SpecError where sizes do not fit x, or where this rank's two sizes for itself
+        differ.
     """
     over = _over("all_to_all", x, group)
     shape = tuple(x.shape)
@@ -222,12 +226,13 @@ def all_to_all(
 
 @not_compiled
 def all_to_all_sequence_to_hidden(x: Tensor, *, group: Any = None) -> Tensor:
-    """From some tokens with all features to all tokens with some features; backward is the way back.
+    """Exchange some tokens with all features for all tokens with some features; backward is the inverse exchange.
 
     Args:
-        x: [T / R, ..., H], as many tokens on every rank, H a multiple of R. group: as in `copy_to_tensor_parallel_region`.
+        x: [T / R, ..., H], the same number of tokens on every rank, H a multiple of R. group: as in
+            `copy_to_tensor_parallel_region`.
     Returns:
-        [T, ..., H / R]: this rank's stretch of the features.
+        [T, ..., H / R]: this rank's slice of the features.
     Raises:
         As `scatter_to_tensor_parallel_region`; SpecError where x has one dim.
     """
@@ -239,14 +244,14 @@ def all_to_all_sequence_to_hidden(x: Tensor, *, group: Any = None) -> Tensor:
 
 @not_compiled
 def all_to_all_hidden_to_sequence(x: Tensor, *, group: Any = None) -> Tensor:
-    """From all tokens with some features to some tokens with all features; backward is the way back.
+    """Exchange all tokens with some features for some tokens with all features; backward is the inverse exchange.
 
     Args:
         x: [T, ..., H / R], T a multiple of R. group: as in `copy_to_tensor_parallel_region`.
     Returns:
-        [T / R, ..., H]: this rank's stretch of the tokens.
+        [T / R, ..., H]: this rank's slice of the tokens.
     Raises:
-        As `all_to_all_sequence_to_hidden`, of T.
+        As `all_to_all_sequence_to_hidden`, with T in place of H.
     """
     over = _over("all_to_all_hidden_to_sequence", x, group)
     _two_dims(over, x)

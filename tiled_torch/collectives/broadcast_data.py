@@ -31,21 +31,21 @@ def broadcast_data(
     raise the same error, and no rank waits for one that has failed. Then the tensors follow, in one broadcast per dtype.
 
     Args:
-        keys: names of the tensors, the same set on every rank. What rank 0 has beside them stays where it is.
-        data: on rank 0 of the group, a tensor for each key. On the others None, or tensors of the shapes and dtypes that
-            are expected: whatever keys they hold must be like rank 0's.
-        dtype: of every tensor; None: that of each on rank 0.
+        keys: names of the tensors, the same set on every rank. Other entries on rank 0 are not sent.
+        data: on rank 0 of the group, a tensor for each key. On the others None, or tensors with the expected shapes and
+            dtypes; for the keys they hold, these must match rank 0's.
+        dtype: the dtype of every tensor; None: each tensor's dtype on rank 0.
         device: where the results are; None: the current GPU for a group of NCCL, else the CPU.
         group: a process group, a DeviceMesh of one dim, or None for all ranks.
     Returns:
-        The tensors in the order of this rank's keys, without gradients. Rank 0 gets its own, copied only to another
-        device.
-    Memory: each dtype's tensors a second time, in one buffer, while they travel.
+        The tensors in the order of this rank's keys, without gradients. Rank 0 gets its own tensors, copied only if `device`
+        is another device.
+    Memory: during the broadcast, a second copy of each dtype's tensors, in one buffer.
     Raises:
         SpecError, on every rank: ranks ask for other keys or dtypes, a key is missing on rank 0, a tensor is of another
             dtype than `dtype`, a rank expects another shape or dtype, or an argument is of a wrong kind.
-        SpecError, TypeError, UnsupportedError, on this rank: as `rank_group` for the group itself. RuntimeError with the
-            rank and the call, after the group's timeout: another rank made none.
+        SpecError, TypeError, UnsupportedError, on this rank: as `rank_group` for the group itself. RuntimeError with the rank
+            and the call, after the group's timeout: another rank did not make the call.
     Source: the call is Megatron-LM's (core/tensor_parallel/data.py); the exchange is this project's.
     Example:
         broadcast_data(["tokens"], batch if rank == 0 else None, torch.int64, group=mesh["tp"])

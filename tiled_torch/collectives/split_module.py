@@ -82,13 +82,13 @@ _COPIED = (*ATTRIBUTE_DEFAULTS, "allreduce", "sequence_parallel")
 
 
 def set_tensor_model_parallel_attributes(tensor: Tensor, is_parallel: bool, dim: int, stride: int) -> None:
-    """Mark a tensor as this rank's part of a whole (`tensor_model_parallel`, `partition_dim`, `partition_stride`) or as whole.
+    """Set `tensor_model_parallel`, `partition_dim` and `partition_stride` on a tensor: it is this rank's part, or it is whole.
 
     Args:
-        is_parallel: whether each rank holds another part. dim: along which, -1 where it is whole.
-        stride: in how many equal runs, one of each fused part.
+        is_parallel: whether each rank holds a different part. dim: the split dim, -1 for a whole tensor.
+        stride: the number of equal runs that this rank's part consists of, one of each fused part.
     Raises:
-        SpecError: the tensor is marked already. The layers of this package mark their own.
+        SpecError: the tensor already has these attributes. The layers of this package set them on their own parameters.
     """
     name = "set_tensor_model_parallel_attributes"
     _check(name, "tensor", tensor)
@@ -100,7 +100,7 @@ def set_tensor_model_parallel_attributes(tensor: Tensor, is_parallel: bool, dim:
 
 
 def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: Tensor) -> None:
-    """Mark a tensor as whole on every rank where it does not say otherwise."""
+    """Set `tensor_model_parallel`, `partition_dim` and `partition_stride`, if missing, to the values of a whole tensor."""
     _check("set_defaults_if_not_set_tensor_model_parallel_attributes", "tensor", tensor)
     for attribute, value in ATTRIBUTE_DEFAULTS.items():
         if not hasattr(tensor, attribute):
@@ -108,9 +108,10 @@ def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: Tensor) -> 
 
 
 def copy_tensor_model_parallel_attributes(destination_tensor: Tensor, source_tensor: Tensor) -> None:
-    """Mark a copy, such as an optimizer's float32 one, as what it was copied from is marked.
+    """Copy the tensor-parallel attributes of a tensor to its copy, such as an optimizer's float32 copy.
 
-    Also `allreduce` (an expert's) and `sequence_parallel`, so that `get_grad_norm` counts the copies as the parameters.
+    It also copies `allreduce` (of an expert) and `sequence_parallel`, so that `get_grad_norm` counts the copies like the
+    parameters.
     """
     name = "copy_tensor_model_parallel_attributes"
     _check(name, "destination_tensor", destination_tensor)
@@ -121,14 +122,14 @@ def copy_tensor_model_parallel_attributes(destination_tensor: Tensor, source_ten
 
 
 def param_is_not_tensor_parallel_duplicate(param: Tensor, group: Any = None, expert_group: Any = None) -> bool:
-    """Return whether this rank is to count a parameter: it holds a part of its own, or the first of the same copies.
+    """Return whether this rank counts a parameter: it holds its own part, or the first of equal copies.
 
     Args:
-        param: marked as the layers of this package mark theirs; one without marks is whole.
+        param: with the attributes that the layers of this package set; without them it is whole.
         group: the tensor-parallel process group, a DeviceMesh of one dim, or None for all ranks.
-        expert_group: that of experts, whose parameters are marked allreduce=False; None: `group`.
+        expert_group: the group of the experts, whose parameters have allreduce=False; None: `group`.
     Raises:
-        SpecError, TypeError, UnsupportedError: no group that this rank is in.
+        SpecError, TypeError, UnsupportedError: not a group that contains this rank.
     """
     name = "param_is_not_tensor_parallel_duplicate"
     _check(name, "param", param)

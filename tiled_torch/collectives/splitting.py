@@ -20,9 +20,9 @@ def split_tensor_along_last_dim(
 
     Args:
         tensor: [..., n]. num_partitions: a divisor of n, >= 1.
-        contiguous_split_chunks: copies in memory of their own; where False, views.
+        contiguous_split_chunks: True returns contiguous copies, False returns views.
     Raises:
-        SpecError, TypeError: no such parts.
+        SpecError, TypeError: the tensor cannot be split this way.
     Source: Megatron-LM, core/tensor_parallel/utils.py.
     Example:
         >>> import torch
@@ -39,16 +39,16 @@ def split_tensor_along_last_dim(
 
 @not_compiled
 def split_tensor_into_1d_equal_chunks(tensor: Tensor, new_buffer: bool = False, *, group: Any = None) -> Tensor:
-    """Return this rank's stretch of the elements of a tensor that all ranks have.
+    """Return this rank's slice of the flattened elements of a tensor that all ranks have.
 
     Args:
-        tensor: of any shape, of as many elements as the ranks can share evenly.
-        new_buffer: a copy; where False, a view of a contiguous tensor. Where a gradient is wanted it is a copy.
+        tensor: of any shape; R divides its number of elements.
+        new_buffer: True returns a copy, False a view of a contiguous tensor. If a gradient is needed, the result is a copy.
         group: a process group, a DeviceMesh of one dim, or None for all ranks.
     Returns:
-        [elements / R]. Its gradient is gathered: the same whole one on every rank.
+        [elements / R]. Its gradient is gathered, so every rank gets the same whole gradient.
     Raises:
-        SpecError: the number of elements is no multiple of R. TypeError, UnsupportedError: no tensor; no process group.
+        SpecError: the number of elements is no multiple of R. TypeError, UnsupportedError: not a tensor; no process group.
     Source: Megatron-LM, core/tensor_parallel/utils.py (which drops a remainder).
     """
     name = "split_tensor_into_1d_equal_chunks"
@@ -65,12 +65,12 @@ def split_tensor_into_1d_equal_chunks(tensor: Tensor, new_buffer: bool = False, 
 
 @not_compiled
 def gather_split_1d_tensor(tensor: Tensor, *, group: Any = None) -> Tensor:
-    """Return the elements of all ranks side by side: the inverse of `split_tensor_into_1d_equal_chunks`.
+    """Concatenate the elements of all ranks: the inverse of `split_tensor_into_1d_equal_chunks`.
 
     Args:
         tensor: of any shape, the same on every rank. group: as there.
     Returns:
-        [elements R], the same on every rank; each rank's gradient is its own stretch. The caller reshapes it.
+        [elements R], the same on every rank; each rank's gradient is its own slice. The caller reshapes the result.
     Raises:
         TypeError, UnsupportedError: as there.
     """

@@ -36,24 +36,24 @@ def context_slice(
 ) -> dict[str, Any]:
     """Return this rank's tokens of a batch, with the positions and the labels that belong to them.
 
-    For losses and models of one's own. A model that `parallelize` gave a context axis cuts its batch by itself; of its
-    logits, which are those of this rank's tokens, the labels are `shift_labels`.
+    It is for custom losses and models. A model to which `parallelize` gave a context axis splits its batch itself. Its logits
+    are those of this rank's tokens, so their labels are `shift_labels`.
 
     Args:
         batch: name -> [B or 1, S, ...], the same on every rank, S a multiple of R (and as `ring_multiple`); None stays None.
-            "documents", integers, or else "position_ids" that restart say which tokens belong together.
-        ignore_index: what the last token of a document, or of a sequence, is to predict.
+            Integers under "documents", or else "position_ids" that restart, mark which tokens belong together.
+        ignore_index: the label of the last token of a document or of a sequence.
         order: "tokens", one run for each rank in token order, or "zigzag", two runs, one early and one late, for
             `ring_attention`.
-        group: a process group, a DeviceMesh of one dim, or None for all ranks. With "zigzag" also two of them, (ring, inside):
-            the ranks inside share what one of the ring would hold, in token order.
+        group: a process group, a DeviceMesh of one dim, or None for all ranks. With "zigzag" it may also be a pair of groups,
+            (ring, inside): the ranks of the inside group share, in token order, the tokens of one place of the ring.
     Returns:
-        name -> [B or 1, S / R, ...]. Beside what was given "position_ids" [B or 1, S / R], the places in the document or in
-        the whole sequence, and, where there are "labels", "shift_labels" [B, S / R], what every token is to predict: shifted
-        before the cut, so that the last token of a run predicts the first of the next one.
+        name -> [B or 1, S / R, ...]. It adds "position_ids" [B or 1, S / R], the positions in the document or in the whole
+        sequence. If there are "labels", it also adds "shift_labels" [B, S / R], the label of every token. Labels are shifted
+        before the split, so the last token of a run predicts the first of the next run.
     Raises:
-        SpecError: tensors of different numbers of tokens, or of a number that cannot be cut so; an order that there is not.
-        TypeError: no mapping of tensors. As `rank_group` for the group.
+        SpecError: tensors with different numbers of tokens, or with a number that cannot be split this way; an unknown order.
+        TypeError: not a mapping of tensors. For the group, as `rank_group`.
     Example:
         mine = context_slice({"labels": labels}, group=mesh["cp"])["shift_labels"]
         total = F.cross_entropy(model(input_ids=ids).logits.flatten(0, 1), mine.flatten(), reduction="sum")
@@ -136,23 +136,24 @@ def context_attention(
 ) -> Tensor:
     """Attention of this rank's tokens to those of all ranks.
 
-    `attend` sees all tokens, in order, of some heads: anything that computes each group of heads by itself, such as a
-    kernel with a window, needs no change.
+    `attend` gets all tokens, in order, for some of the heads. A function that computes each group of heads independently, such
+    as a kernel with a window, needs no change.
 
     Args:
         q: [B, heads, S / R, d], with its rotary positions in the whole sequence already applied; R divides heads.
-        k, v: [B, kv_heads, S / R, d or another dim], kv_heads a divisor of heads. Where R does not divide kv_heads, they
-            are repeated first, to the least common multiple of both.
+        k, v: [B, kv_heads, S / R, d or another dim], kv_heads a divisor of heads. If R does not divide kv_heads, the heads are
+            repeated first, to the least common multiple of both.
         attend: (q, k, v) of all tokens -> [B, heads / R, S, dim of v]; None is causal softmax attention.
-        documents: [B or 1, S] integers of all tokens; attend is then called with `documents` as well.
+        documents: [B or 1, S] integers of all tokens; `attend` then also gets `documents`.
         group: a process group, a DeviceMesh of one dim, or None for all ranks.
     Returns:
         [B, heads, S / R, dim of v].
-    Numerics: exchanges round nothing; a repeated key head's gradient is the sum of its copies', in its own dtype.
-    Memory: q, k, v and y of S tokens and heads / R: as much as this rank's own of S / R tokens and all heads (k and v, as
-        often as they are repeated), twice while they travel.
+    Numerics: exchanges round nothing. The gradient of a repeated key head is the sum of its copies' gradients, in its own
+        dtype.
+    Memory: q, k, v and y of S tokens and heads / R. They are as large as this rank's own, of S / R tokens and all heads (k and
+        v times their repetitions), and twice as large during the exchange.
     Raises:
-        SpecError: shapes that do not fit each other, or heads that R does not divide. UnsupportedError: a DTensor.
+        SpecError: shapes do not fit each other, or R does not divide the heads. UnsupportedError: a DTensor.
     Example:
         y = context_attention(q, k, v, partial(causal_attention, window=4096), group=mesh["cp"])
     """

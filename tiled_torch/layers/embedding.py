@@ -33,21 +33,22 @@ def vocab_parallel_embedding(
     deterministic: bool = False,
     group: Any = None,
 ) -> Tensor:
-    """weight[ids] of a vocabulary that is split over the ranks of a group.
+    """Return weight[ids] for a vocabulary that is split over the ranks of a group.
 
     Args:
         ids: [*tokens], int32 or int64, the same on every rank, in [0, vocab_size).
         weight: [V / R, H], this rank's entries.
-        vocab_size: V, where ranks do not all hold V / R entries: partitions are those of
+        vocab_size: V, needed if the ranks do not all hold V / R entries. Partitions are those of
             `shared_specs.collectives.partitions.vocab_range`, or equal with padding at the end, which gets no gradient.
-        reduce_scatter_embeddings: return this rank's tokens only (for sequence parallelism).
-        sequence_dim: the dim of ids that is then split; split_sizes: tokens of every rank there, None for equal parts.
-        deterministic: look up by indexing, whose gradient is added in one order on a GPU too (it sorts), instead of by
-            torch's embedding, whose gradient is added by atomics there.
+        reduce_scatter_embeddings: return only this rank's tokens (for sequence parallelism).
+        sequence_dim: the dim of ids that reduce_scatter_embeddings splits. split_sizes: the number of tokens of every rank
+            along it; None: equal parts.
+        deterministic: look up by indexing instead of by torch's embedding. On a GPU, the gradient of indexing is added in a
+            fixed order (it sorts); that of the embedding is added by atomics.
         group: a process group, a DeviceMesh of one dim, or None for all ranks.
     Returns:
-        [*tokens, H] in the dtype of weight, the same on every rank, or this rank's tokens of it. Each row comes from one
-        rank and zeros from the others, so that it is exact.
+        [*tokens, H] in the dtype of weight, the same on every rank, or this rank's tokens of it. Each row comes from one rank
+        and zeros come from the others, so the sum is exact.
     Raises:
         SpecError: shapes or dtypes that do not fit; on a CPU, an id outside [0, V) (on other devices its row is NaN).
         TypeError, UnsupportedError: as `copy_to_tensor_parallel_region`.

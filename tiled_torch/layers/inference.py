@@ -24,7 +24,7 @@ _NORM, _ROW = "norm_column_parallel_linear", "row_parallel_linear_residual_norm"
 class InferencePath(NamedTuple):
     """How `row_parallel_linear_residual_norm` exchanges its rows with path="auto".
 
-    path: "collectives" or "symmetric_memory". reason: why it is not symmetric memory; None where it is.
+    path: "collectives" or "symmetric_memory". reason: why the path is not symmetric memory; None if it is.
     """
 
     path: str
@@ -32,11 +32,11 @@ class InferencePath(NamedTuple):
 
 
 def inference_path(device: torch.device | str, dtype: torch.dtype | None = None, *, group: Any = None) -> InferencePath:
-    """Return which path path="auto" takes for tensors of this device and dtype (None: bfloat16) over this group, and why.
+    """Return the path that path="auto" selects for tensors of this device and dtype (None: bfloat16) over this group, and why.
 
-    It follows from the machine alone, so that it is the same on every rank of like machines. A call whose rows do not
-    fill whole multicast stores (16 bytes), or whose ranks hold unequally many tokens (split_sizes), takes the collectives
-    all the same.
+    The result depends only on the machine, so it is the same on every rank of equal machines. A call still uses the
+    collectives if its rows do not fill whole multicast stores (16 bytes), or if its ranks hold different numbers of tokens
+    (split_sizes).
 
     Raises:
         SpecError, TypeError, UnsupportedError: as `copy_to_tensor_parallel_region` of the group.
@@ -61,16 +61,16 @@ def norm_column_parallel_linear(
     """rms_norm(x) weight^T + bias for this rank's outputs; rms_norm(x) = x / sqrt(mean(x^2) + eps) * norm_weight.
 
     Args:
-        x: [..., H], the same on every rank; with sequence_parallel this rank's tokens, dim 0, which are normalised before
-            they are gathered. norm_weight: [H], the same on every rank.
+        x: [..., H], the same on every rank; with sequence_parallel this rank's tokens along dim 0, normalised before the
+            gather. norm_weight: [H], the same on every rank.
         weight: [out / R, H]. bias: [out / R] or None. All of one dtype.
         eps: >= 0.
-        split_sizes: tokens of every rank along dim 0, with sequence_parallel; None where all have as many.
+        split_sizes: the number of tokens of every rank along dim 0, with sequence_parallel; None if all have the same number.
         group: a process group, a DeviceMesh of one dim, or None for all ranks.
     Returns:
         [..., out / R] of all tokens, in the dtype of x.
     Numerics: the norm is computed in float32 (float64 for float64) and rounded once.
-    Memory: the normalised x beside x; with sequence_parallel its gathered form.
+    Memory: the normalised x in addition to x; with sequence_parallel also its gathered form.
     Raises:
         As `column_parallel_linear`; SpecError for a norm_weight or eps that does not fit; UnsupportedError where a
         gradient would be needed: call it under torch.no_grad().
@@ -99,31 +99,31 @@ def row_parallel_linear_residual_norm(
     path: str = "auto",
     group: Any = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return a row-parallel linear layer, the residual stream it adds to, and the norm of that, in one reduce-scatter and
+    """Apply a row-parallel linear layer, add it to the residual stream, and normalise the sum, in one reduce-scatter and
     gather.
 
-    h = residual + reduce_scatter(x weight^T) + bias; normed = rms_norm(h). No rank normalises another one's tokens.
+    h = residual + reduce_scatter(x weight^T) + bias; normed = rms_norm(h). Each rank normalises only its own tokens.
 
     Args:
-        x: [T, ..., in / R], all tokens, this rank's stretch of the features.
+        x: [T, ..., in / R], all tokens, this rank's slice of the features.
         weight: [H, in / R]. bias: [H], the same on every rank, added once.
         residual: [t, ..., H], this rank's tokens: t = T / R, or split_sizes[rank]. norm_weight: [H], the same on every rank.
         eps: >= 0.
-        gather: normed of all tokens, the same on every rank; else this rank's.
-        split_sizes: tokens of every rank along dim 0, their sum T; None where all have as many, and R divides T. One token
-            that is decoded: (1, 0, ...).
-        path: "collectives": the backend's reduce-scatter and all-gather; "symmetric_memory": reads and multicast stores
-            between the GPUs (unmeasured), of equally many tokens; "auto": symmetric memory where `inference_path` says so.
+        gather: return normed of all tokens, the same on every rank; False: of this rank's tokens.
+        split_sizes: the number of tokens of every rank along dim 0, with sum T; None if all have the same number, so that R
+            divides T. To decode one token: (1, 0, ...).
+        path: "collectives": the backend's reduce-scatter and all-gather. "symmetric_memory": reads and multicast stores
+            between the GPUs (unmeasured), for equal numbers of tokens. "auto": the path that `inference_path` returns.
         group: as in `norm_column_parallel_linear`.
     Returns:
         (normed [T, ..., H] or [t, ..., H], h [t, ..., H]), in the dtype of x.
-    Numerics: parts are rounded to the dtype of x and summed over the ranks in float32, on either path; that sum is rounded,
-        those with bias and residual are taken in float32 (float64 for float64) and rounded once to h, of which the norm is
-        computed in float32.
-    Memory: the partial result [T, ..., H]; symmetric memory keeps it and the gathered one between calls.
+    Numerics: parts are rounded to the dtype of x and summed over the ranks in float32, on either path; that sum is rounded.
+        Bias and residual are added in float32 (float64 for float64) and rounded once to h. The norm of h is computed in
+        float32.
+    Memory: the partial result [T, ..., H]. Symmetric memory keeps this and the gathered result between calls.
     Raises:
-        As `row_parallel_linear`; SpecError for a residual, norm_weight or eps that does not fit; UnsupportedError for
-        path="symmetric_memory" where it cannot run, with the reason, and where a gradient would be needed.
+        As `row_parallel_linear`; SpecError for a residual, norm_weight or eps that does not fit; UnsupportedError where
+        path="symmetric_memory" cannot run, with the reason, and where a gradient would be needed.
     Source: sequence parallelism, arXiv 2205.05198; derived from `row_parallel_linear`.
     """
     layer_checks.check_flags(_ROW, gather=gather)

@@ -35,27 +35,28 @@ def column_parallel_linear(
     options: ParallelLinearOptions = DEFAULTS,
     group: Any = None,
 ) -> Tensor:
-    """y = x weight^T + bias for this rank's stretch of the outputs; the gradient of x is summed over the ranks.
+    """Return y = x weight^T + bias for this rank's slice of the outputs; the gradient of x is summed over the ranks.
 
     Args:
-        x: [..., in], the same on every rank; with sequence_parallel this rank's tokens, which are gathered here and whose
+        x: [..., in], the same on every rank; with sequence_parallel this rank's tokens. They are gathered here, and their
             gradient is reduced and scattered.
-        weight: [out / R, in], this rank's rows; with options.stride, its part of each of that many fused weights, one
-            after the other. bias: [out / R] or None.
+        weight: [out / R, in], this rank's rows. With options.stride = s: the rank's parts of s fused weights, one after the
+            other. bias: [out / R] or None.
         gather_output: return all outputs on every rank, in the order of the whole weight.
-        split_sizes: tokens of every rank along options.sequence_dim, with sequence_parallel; None where all have as many.
+        split_sizes: the number of tokens of every rank along options.sequence_dim, with sequence_parallel; None if all have
+            the same number.
         options: see shared_specs.config.ParallelLinearOptions.
         group: a process group, a DeviceMesh of one dim, or None for all ranks.
     Returns:
-        [..., out / R], or [..., out] gathered; with the tokens of all ranks.
+        [..., out / R], or [..., out] with gather_output; always with the tokens of all ranks.
     Numerics: products in the dtype of x (after autocast); the bias gradient is summed in float32; each rank's part of the
-        input gradient is rounded to its dtype, and they are added over the ranks in float32 and rounded once. With
-        options.gradient_accumulation_fusion the weight gradient is made in float32 (float64 for float64) and added to
-        `weight.main_grad`; one of 16 bits is rounded once in each backward (once for all the calls of a
-        `deferred_weight_grad`), so what it loses grows with the number of micro-batches: keep it float32 where there are many.
-    Memory: keeps x as it was given (this rank's tokens) where the weight needs a gradient, and the weight.
+        input gradient is rounded to its dtype; the parts are summed over the ranks in float32 and rounded once. With
+        options.gradient_accumulation_fusion the weight gradient is computed in float32 (float64 for float64) and added to
+        `weight.main_grad`. A 16-bit main_grad is rounded once in each backward (once for all the calls of a
+        `deferred_weight_grad`), so its error grows with the number of micro-batches. Keep it float32 if there are many.
+    Memory: keeps the weight and, if the weight needs a gradient, x as passed (this rank's tokens).
     Raises:
-        SpecError, TypeError: shapes, dtypes or options that do not fit, before any communication.
+        SpecError, TypeError: shapes, dtypes or options do not fit; raised before any communication.
         UnsupportedError: no process group; a backward with create_graph=True.
     Source: Megatron-LM, arXiv 1909.08053 section 3 and 2205.05198 section 4.2.
     """
@@ -77,21 +78,21 @@ def row_parallel_linear(
     options: ParallelLinearOptions = DEFAULTS,
     group: Any = None,
 ) -> Tensor:
-    """y = sum over ranks of x weight^T, plus bias: this rank has a stretch of the inputs.
+    """Return y = sum over ranks of x weight^T, plus bias, where each rank has a slice of the inputs.
 
     Args:
-        x: [..., in / R] with input_is_parallel, else [..., in], the same on every rank, of which it takes its stretch.
+        x: [..., in / R] with input_is_parallel. Otherwise [..., in], the same on every rank; each rank takes its slice.
         weight: [out, in / R], this rank's columns (options.stride as in `column_parallel_linear`). bias: [out], the same
             on every rank, added once.
-        input_is_parallel: as a column-parallel layer returns it.
-        sequence_parallel: return this rank's tokens of the sum only (reduce-scatter); x has all tokens. The gradient of
-            the bias is then summed over the ranks here.
+        input_is_parallel: x is split as a column-parallel layer returns it.
+        sequence_parallel: return only this rank's tokens of the sum (reduce-scatter); x has all tokens. The gradient of the
+            bias is then summed over the ranks here.
         split_sizes, options, group: as in `column_parallel_linear`; options.disable_grad_reduce is refused.
     Returns:
         [..., out], the same on every rank, or this rank's tokens of it, or with options.explicit_expert_comm this rank's part
         of the sum.
-    Numerics: partial results are rounded to the dtype of x, added over the ranks in float32 and rounded once, then again
-        with the bias: within the limit of one process at any number of ranks.
+    Numerics: partial results are rounded to the dtype of x, summed over the ranks in float32 and rounded once, then rounded
+        again with the bias. The error is within the limit of one process at any number of ranks.
     Memory, Raises, Source: as `column_parallel_linear`.
     """
     call = LinearArguments(
@@ -121,9 +122,9 @@ def linear_with_frozen_weight(
         weight: [out / R, in], with requires_grad off. The rest: as in `column_parallel_linear`.
     Returns:
         [..., out / R].
-    Memory: keeps the weight only.
+    Memory: keeps only the weight.
     Raises:
-        As `column_parallel_linear`; SpecError where the weight needs a gradient, or an option is about that gradient.
+        As `column_parallel_linear`; SpecError where the weight needs a gradient, or an option concerns that gradient.
     """
     name = "linear_with_frozen_weight"
     if isinstance(weight, Tensor) and weight.requires_grad:

@@ -117,19 +117,20 @@ class ParallelProduct(torch.autograd.Function):
 
 
 def deferred_weight_grad(weight: Tensor) -> int:
-    """Compute the gradient that backward left out (`ParallelLinearOptions.defer_weight_grad`); say from how many calls.
+    """Compute the gradient that backward left out (`ParallelLinearOptions.defer_weight_grad`); return the number of calls.
 
     It is added to `weight.grad`, or to `weight.main_grad` with gradient_accumulation_fusion. No autograd hook sees it.
-    Under sequence parallelism x is gathered again, so that every rank of the group has to make this call. (In Megatron-LM the
-    caller owns two lists, `embedding_activation_buffer` and `grad_output_buffer`, and drains them; here the pairs are the
-    weight's own, so that a layer takes no lists.)
+    Under sequence parallelism x is gathered again, so every rank of the group must make this call. (In Megatron-LM the caller
+    owns two lists, `embedding_activation_buffer` and `grad_output_buffer`, and drains them. Here the weight owns the pairs, so
+    a layer takes no lists.)
 
     Args:
         weight: a layer's weight, or the shared one that was passed to it.
-    Numerics: the sum over calls is made in float32 (float64 for float64) and rounded once.
-    Memory: until then each call keeps its x (this rank's tokens) and dy; here they are freed one by one.
+    Numerics: the sum over calls is computed in float32 (float64 for float64) and rounded once.
+    Memory: each call keeps its x (this rank's tokens) and dy until this function frees them, one by one.
     Raises:
-        UnsupportedError: a DTensor. What fully_shard gathers for a call it frees after backward, with what was kept there.
+        UnsupportedError: a DTensor. After backward, fully_shard frees the tensor that it gathered for a call, and the kept
+            pairs with it.
     """
     refuse_dtensor("deferred_weight_grad", "weight", weight, "Leave out options.defer_weight_grad under fully_shard.")
     kept = weight.__dict__.pop(_KEPT, [])  # type: ignore[attr-defined]

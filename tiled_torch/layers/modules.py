@@ -102,22 +102,23 @@ class ColumnParallelLinear(_ParallelLinear):
 
     Args:
         in_features, out_features: sizes of the whole layer; R divides out_features.
-        bias: whether it has one, split as the outputs are.
+        bias: whether the layer has a bias, split like the outputs.
         gather_output: return all outputs on every rank.
         sequence_parallel: x is this rank's tokens.
-        skip_bias_add: return (y, bias) without adding it, for a fused addition elsewhere; where outputs are gathered, so is
-            the bias.
-        allocate_weight: own a weight; without one, each call brings it.
-        init_method: fills the whole weight [out, in] in place, the bias is then zero; None: as nn.Linear.
+        skip_bias_add: return (y, bias) without adding the bias, for a fused addition elsewhere. If outputs are gathered, the
+            bias is too.
+        allocate_weight: the layer owns a weight. False: each call passes the weight.
+        init_method: fills the whole weight [out, in] in place, with a zero bias; None: as nn.Linear.
         options: see shared_specs.config.ParallelLinearOptions; is_expert needs an explicit group, such as
             mesh["expert_tp"] of a mesh with that dim.
         group: a process group, a DeviceMesh of one dim, or None for all ranks.
         device, dtype: of the parameters.
-    Parameters: weight [out / R, in], bias [out / R], marked by `tensor_model_parallel`, `partition_dim`,
-    `partition_stride` and `allreduce` (False on an expert's); `mark_parameters` says when to mark them again. At equal
-    random states they are the slices of the same master at every R; its random numbers are those of
-    nn.Linear(in_features, out_features). So build a model under torch.manual_seed of one seed for all ranks, an expert under
-    one that only the ranks of its group share, and call `seed_parallel`, after which data ranks differ, afterwards.
+    Parameters: weight [out / R, in], bias [out / R], with the attributes `tensor_model_parallel`, `partition_dim`,
+    `partition_stride` and `allreduce` (False on an expert's). `mark_parameters` describes when to set them again. With equal
+    random states, the parameters are slices of the same whole weight at every R; its random numbers are those of
+    nn.Linear(in_features, out_features). So build a model under torch.manual_seed with one seed for all ranks, and an expert
+    under a seed that only the ranks of its group share. Call `seed_parallel` afterwards, because data ranks differ after that
+    call.
     Memory: the whole weight once, while it is initialised. The rest: as `column_parallel_linear`.
     Raises:
         SpecError, TypeError, UnsupportedError: as `column_parallel_linear`; SpecError where R does not divide.
@@ -160,8 +161,8 @@ class ColumnParallelLinear(_ParallelLinear):
         runtime_gather_output: bool | None = None,
         split_sizes: Sequence[int] | None = None,
     ) -> Tensor | tuple[Tensor, Tensor | None]:
-        """y, or (y, bias) with skip_bias_add. weight: in place of the layer's own. runtime_gather_output: None keeps the
-        layer's. split_sizes: tokens of every rank, with sequence_parallel."""
+        """Return y, or (y, bias) with skip_bias_add. weight: used instead of the layer's own. runtime_gather_output: None: the
+        layer's gather_output. split_sizes: the number of tokens of every rank, with sequence_parallel."""
         name = type(self).__name__
         if weight is None:
             weight = self.weight
@@ -192,10 +193,10 @@ class RowParallelLinear(_ParallelLinear):
 
     Args:
         in_features, out_features: sizes of the whole layer; R divides in_features.
-        bias: whether it has one, the same on every rank.
-        input_is_parallel: x is this rank's stretch of the features. sequence_parallel: return this rank's tokens.
+        bias: whether the layer has a bias, the same on every rank.
+        input_is_parallel: x is this rank's slice of the features. sequence_parallel: return this rank's tokens.
         skip_bias_add, init_method, options, group, device, dtype: as `ColumnParallelLinear`.
-    Parameters: weight [out, in / R], bias [out]. The bias is no part: `tensor_model_parallel` is False on it.
+    Parameters: weight [out, in / R], bias [out]. The bias is whole on every rank: its `tensor_model_parallel` is False.
     Memory, Raises, Source: as `ColumnParallelLinear`.
     """
 
@@ -230,7 +231,8 @@ class RowParallelLinear(_ParallelLinear):
             layer_checks.check_explicit(type(self).__name__, input_is_parallel=(input_is_parallel, True))
 
     def forward(self, x: Tensor, split_sizes: Sequence[int] | None = None) -> Tensor | tuple[Tensor, Tensor | None]:
-        """y, or (y, bias) with skip_bias_add. split_sizes: tokens that every rank gets, with sequence_parallel."""
+        """Return y, or (y, bias) with skip_bias_add. split_sizes: the number of tokens of every rank's result, with
+        sequence_parallel."""
         assert self.weight is not None
         y = row_parallel_linear(
             x,
@@ -253,13 +255,13 @@ class VocabParallelEmbedding(ParallelLayer):
     """An embedding whose vocabulary is split over the ranks of a group: `vocab_parallel_embedding` with a parameter.
 
     Args:
-        num_embeddings: V. Every rank holds ceil(V / R) entries; what the last ones hold beyond V is padding, zero and
+        num_embeddings: V. Every rank holds ceil(V / R) entries. Entries beyond V on the last ranks are padding: zero and
             without gradient.
         embedding_dim: H.
         reduce_scatter_embeddings, sequence_dim, deterministic: as `vocab_parallel_embedding`.
         init_method: fills the whole [V, H] in place; None: standard normal, as nn.Embedding.
         group, device, dtype: as `ColumnParallelLinear`.
-    Parameters: weight [ceil(V / R), H], marked as those of `ColumnParallelLinear` are.
+    Parameters: weight [ceil(V / R), H], with the same attributes as those of `ColumnParallelLinear`.
     Memory: the whole embedding once, while it is initialised.
     Raises, Source: as `vocab_parallel_embedding`.
     """
@@ -297,7 +299,7 @@ class VocabParallelEmbedding(ParallelLayer):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw the whole weight anew and keep this rank's entries; zero in the padding."""
+        """Draw the whole weight again and keep this rank's entries; the padding is zero."""
         if self.weight.is_meta:
             return
         like = {"device": self.weight.device, "dtype": self.weight.dtype}
@@ -307,7 +309,8 @@ class VocabParallelEmbedding(ParallelLayer):
         fill(self.weight, F.pad(mine, (0, 0, 0, entries - mine.shape[0])))
 
     def forward(self, ids: Tensor, split_sizes: Sequence[int] | None = None) -> Tensor:
-        """Return [*tokens, H], or this rank's tokens of it with reduce_scatter_embeddings (split_sizes: of every rank)."""
+        """Return [*tokens, H]; with reduce_scatter_embeddings only this rank's tokens (split_sizes: the number of every
+        rank)."""
         return vocab_parallel_embedding(
             ids,
             self.weight,

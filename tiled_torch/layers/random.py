@@ -28,23 +28,23 @@ _replayed: dict[object, Any] = {}  # what packs saved tensors in the checkpoints
 def seed_parallel(seed: int, *, data: int = 0, tensor: int = 0, expert: int = 0) -> "RandomStates":
     """Return the named streams of one rank, all derived from one seed and the rank's place in the mesh.
 
-    "data-parallel" differs from data rank to data rank and agrees over tensor and expert ranks: for activations that
-    tensor ranks hold whole. "tensor-parallel" differs over tensor ranks as well: for activations that are split.
-    "expert-parallel" differs over all (shared_specs.layers.random.RANDOM_STREAMS). The default generators, from which
-    whatever runs outside `fork` draws, are seeded too: they agree where "data-parallel" does, with other numbers. Build the
-    model before, under torch.manual_seed of one seed for all ranks: one that is built afterwards has other weights on every
-    data rank, of which `fully_shard` would make one model's parts (DistributedDataParallel takes those of its first rank).
+    "data-parallel" differs between data ranks and is the same on all tensor and expert ranks. Use it for activations that
+    tensor ranks hold whole. "tensor-parallel" also differs between tensor ranks. Use it for activations that are split.
+    "expert-parallel" differs between all ranks (shared_specs.layers.random.RANDOM_STREAMS). The default generators, used
+    outside `fork`, are seeded too. They agree on the same ranks as "data-parallel", with different numbers. Build the model
+    before this call, under torch.manual_seed with one seed for all ranks. A model that is built afterwards has different
+    weights on every data rank, and `fully_shard` would combine them into one model (DistributedDataParallel takes those of its
+    first rank).
 
     Args:
         seed: an integer >= 0, the same on all ranks.
-        data, tensor, expert: this rank's place. Context and pipeline ranks count as data ranks.
+        data, tensor, expert: this rank's index along each axis. Context and pipeline ranks count as data ranks.
     Returns:
         `RandomStates` with the three streams.
     Numerics: the numbers are not those of tiled_jax, which has other generators. Which ranks agree is the same.
     Raises:
-        SpecError: a seed or a rank below 0. TypeError: no integer.
-    Source: the roles are Megatron-LM's (arXiv 1909.08053); seeds are hashed, never added, so that no two runs meet.
-    Example:
+        SpecError: a seed or a rank below 0. TypeError: not an integer. Source: the roles are Megatron-LM's (arXiv 1909.08053);
+    seeds are hashed, never added, so that no two runs share a seed. Example:
         >>> a, b = (seed_parallel(7, tensor=rank) for rank in (0, 1))
         >>> with a.fork("data-parallel"):
         ...     first = torch.rand(2)
@@ -63,14 +63,14 @@ def seed_parallel(seed: int, *, data: int = 0, tensor: int = 0, expert: int = 0)
 
 
 class RandomStates:
-    """Random streams by name, for the CPU and, where there is one, the current CUDA device.
+    """Random streams by name, for the CPU and, if there is one, the current CUDA device.
 
-    `tiled_torch.layers.recompute`, `parallelize` and `tile` find every RandomStates by themselves and compute again from
-    the numbers that forward drew. On CUDA a stream is a generator state of its own that `fork` swaps in without reading or
-    copying it, which a CUDA graph can capture: `register` the graph before.
+    `tiled_torch.layers.recompute`, `parallelize` and `tile` find every RandomStates themselves, and recompute with the same
+    random numbers as forward. On CUDA each stream has its own generator state. `fork` swaps it in without reading or copying
+    it, so a CUDA graph can capture it; `register` the graph first.
 
     Args:
-        device: the CUDA device; None is the current one where CUDA is available. "cpu": the CPU alone.
+        device: the CUDA device; None: the current one if CUDA is available. "cpu": only the CPU.
     Example:
         >>> states = RandomStates()
         >>> states.add("dropout", 3)
@@ -105,12 +105,12 @@ class RandomStates:
     def fork(self, name: str = _DEFAULT) -> Iterator[None]:
         """Make the default generators draw from the stream inside this context; the next fork continues it.
 
-        A stream is one sequence of numbers, whoever forks it: a fork inside one of the same stream goes on where the outer one
-        stands, which then goes on behind the inner one's numbers (as Megatron-LM's tracker does it).
+        A stream is one sequence of numbers, shared by all its forks. A fork inside a fork of the same stream continues from
+        the outer position, and the outer fork continues after the inner one's numbers (as in Megatron-LM's tracker).
 
         Raises:
             SpecError: there is no such stream, or the call is inside a non-reentrant `torch.utils.checkpoint`, which would
-                compute again from other numbers.
+                recompute with different numbers.
         """
         if name not in self._cpu:
             fail("RandomStates.fork", "name", f"one of {', '.join(self._cpu) or 'no streams'}", repr(name))
@@ -147,10 +147,11 @@ class RandomStates:
         return {} if name not in self._on_cuda else {"cuda": self._on_cuda[name].get_state()}
 
     def set_states(self, states: Mapping[str, GeneratorState]) -> None:
-        """Go on where `states` was taken: the streams are those, and no others.
+        """Continue from `states`: its streams replace all present streams.
 
         Raises:
-            TypeError: no mapping, or a value that is none. SpecError: states of other kinds of devices than those here.
+            TypeError: not a mapping, or a value is not one. SpecError: the states belong to other kinds of devices than those
+                here.
         """
         function = "RandomStates.set_states"
         if not isinstance(states, Mapping):
@@ -171,12 +172,12 @@ class RandomStates:
             self._on_cuda[name] = before.get(name) or self._generator(states[name]["cuda"])
 
     def reset(self) -> None:
-        """Forget all streams."""
+        """Remove all streams."""
         self._refuse_forked("RandomStates.reset")
         self._cpu, self._on_cuda, self._seeds = {}, {}, {}
 
     def register(self, graph: "torch.cuda.CUDAGraph") -> None:
-        """Let a CUDA graph fork the streams while it is captured, and advance them on every replay.
+        """Let a CUDA graph fork the streams during capture, and advance them on every replay.
 
         Raises:
             UnsupportedError: there is no CUDA device.

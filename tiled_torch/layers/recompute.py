@@ -29,30 +29,31 @@ _RECOMPUTING = (__name__, torch_checkpoint.__module__, tile_call.__name__)
 def checkpoint(
     fn: Callable[..., Any], *args: Any, partition_inputs: bool = False, group: Any = None, **kwargs: Any
 ) -> Any:
-    """fn(*args, **kwargs), of which only the inputs are kept; backward computes the rest again, on the same random numbers.
+    """Return fn(*args, **kwargs) and keep only its inputs; backward recomputes the rest with the same random numbers.
 
-    `torch.utils.checkpoint` (non-reentrant) that also puts back the streams of every `RandomStates`, so that dropout
-    inside `fork` is the same in recomputation, and that can keep 1/R of the inputs on each of R tensor-parallel ranks.
-    torch.compile leaves a call as it is, with all that fn does: compile fn itself, or let `parallelize` do both.
+    This is `torch.utils.checkpoint` (non-reentrant) with two additions. It restores the streams of every `RandomStates`, so
+    dropout inside `fork` is the same in recomputation. It can keep 1/R of the inputs on each of R tensor-parallel ranks.
+    torch.compile does not compile the call or fn: compile fn itself, or let `parallelize` do both.
 
     Args:
         fn: a module or a function.
         args, kwargs: of fn.
-        partition_inputs: keep each rank's part of the tensors among args, and gather them in backward. They must be the
-            same on every rank of the group (not those of a sequence-parallel region, which are parts already): shapes and
-            some of their numbers are compared the first time that a group meets these shapes. All ranks must run backward
-            through the same calls in the same order. Parameters, small tensors and keyword arguments are kept as they are.
+        partition_inputs: keep only this rank's part of the tensors among args, and gather them in backward. The tensors must
+            be the same on every rank of the group, so do not use it for a sequence-parallel region, whose tensors are parts
+            already. Shapes and some of the numbers are compared at the first call of a group with these shapes. All ranks must
+            run backward through the same calls in the same order. Parameters, small tensors and keyword arguments are kept
+            whole.
         group: the ranks among which inputs are partitioned: a process group, a DeviceMesh of one dim, or None for the
             default group.
     Returns:
         What fn returns.
-    Numerics: bit for bit those of fn without checkpointing, as long as fn is deterministic.
-    Memory: the tensor arguments; with partition_inputs 1/R of their bytes (rounded up) between forward and backward, where
-        those of two calls in a row are whole at a time.
+    Numerics: bitwise equal to fn without checkpointing, if fn is deterministic.
+    Memory: the tensor arguments. With partition_inputs, 1/R of their bytes (rounded up) between forward and backward; in
+        backward the arguments of two successive calls are whole at a time.
     Raises:
-        TypeError: fn cannot be called. SpecError, UnsupportedError: group is given but not used, or cannot be used;
-            UnsupportedError while a CUDA graph is captured.
-            SpecError on every rank: inputs to be partitioned are not the same on all ranks.
+        TypeError: fn is not callable. SpecError, UnsupportedError: group is given but not used, or cannot be used;
+            UnsupportedError while a CUDA graph is captured. SpecError on every rank: the inputs to partition are not the same
+            on all ranks.
     Source: sublinear memory: Chen et al., arXiv 1604.06174; partitioned inputs: Megatron-LM, arXiv 2104.04473.
     Example:
         >>> layer, x = torch.nn.Linear(8, 8), torch.randn(2, 8)
@@ -160,11 +161,11 @@ class CheckpointWithoutOutput:
 
     @not_compiled
     def checkpoint(self, fn: Callable[..., Any], *args: Any) -> Any:
-        """fn(*args), whose activations are not kept. Results: a tensor, or any nested structure of tensors.
+        """Return fn(*args) without keeping its activations. The result is a tensor or any nested structure of tensors.
 
         Raises:
-            TypeError: fn cannot be called. SpecError: this object has run a call, or the call is inside hooks on saved
-                tensors that are none of recomputation.
+            TypeError: fn is not callable. SpecError: this object has already run a call, or the call is inside hooks on saved
+                tensors that do not belong to recomputation.
         """
         if not callable(fn):
             fail_type(f"{_NAME}.checkpoint", "fn", "a module or a function", type(fn).__name__)
@@ -187,13 +188,13 @@ class CheckpointWithoutOutput:
 
     @not_compiled
     def discard_output_and_register_recompute(self, hook_tensor: Tensor) -> None:
-        """Free the output's storage; it is filled again when the gradient of `hook_tensor` is there.
+        """Free the output's storage; it is refilled when the gradient of `hook_tensor` arrives.
 
         Args:
-            hook_tensor: computed from the output; nothing else may read the output from now on until backward.
+            hook_tensor: computed from the output. From this call until backward, nothing else may read the output.
         Raises:
-            TypeError: hook_tensor is no tensor. SpecError: no call to discard the output of, or hook_tensor needs no
-                gradient while the output does.
+            TypeError: hook_tensor is not a tensor. SpecError: there is no call whose output can be discarded, or hook_tensor
+                needs no gradient while the output does.
         """
         function = f"{_NAME}.discard_output_and_register_recompute"
         if not isinstance(hook_tensor, Tensor):

@@ -59,20 +59,21 @@ def ring_attention(
         q: [B, heads, s, d], of the two runs that `context_slice(order="zigzag")` gives a rank, in token order, with rotary
             positions already applied.
         k, v: [B, kv_heads, s, d or another dim], kv_heads a divisor of heads.
-        scale: None is d^-0.5.
-        window: a query sees this many keys, its own the last; None is all.
-        softcap: scores become softcap * tanh(scores / softcap).
+        scale: of the scores; None: d^-0.5.
+        window: the number of keys that a query sees, its own key last; None: all.
+        softcap: replaces scores by softcap * tanh(scores / softcap).
         documents: [B or 1, S] integers of all tokens, in token order; a query sees the keys of its own document.
         group: a process group, a DeviceMesh of one dim, or None for all ranks.
     Returns:
         [B, heads, s, dim of v].
-    Numerics: partial results are those of torch's kernels, in the dtype of q; they, dq, dk and dv are added up in float32
-        (float64 for float64), in which dk and dv travel. Without a kernel everything is computed in float32.
+    Numerics: partial results come from torch's kernels, in the dtype of q. They and dq, dk and dv are summed in float32
+        (float64 for float64); dk and dv are also sent in it. Without a kernel everything is computed in float32.
     Memory: keys and values of two other ranks, in backward also their gradients; a float32 copy of y, and of dq.
     Communication: `shared_specs.layers.ring.ring_bytes`.
     Raises:
-        SpecError: shapes that do not fit each other or those of other ranks, an odd number of tokens, a window below 1, or
-            a cap that is not positive. TypeError: what are no tensors. UnsupportedError: a DTensor, or a second derivative.
+        SpecError: shapes that do not fit each other or those of other ranks, an odd number of tokens, a window below 1, or a
+            cap that is not positive. TypeError: an argument is not a tensor. UnsupportedError: a DTensor, or a second
+            derivative.
     Example:
         y = ring_attention(q, k, v, window=4096, group=mesh["cp"])
     """

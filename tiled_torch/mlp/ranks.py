@@ -51,7 +51,7 @@ def tensor_parallel_mlp(
     backend: str = "auto",
     group: Any = None,
 ) -> Tensor:
-    """`tiled_mlp` where every rank of a group has a run of the intermediate features, and with sequence_parallel of the tokens.
+    """`tiled_mlp` with the intermediate features, and with sequence_parallel the tokens, split over the ranks of a group.
 
     y = sum over ranks of (act(x w_gate^T + b_gate) * (x w_up^T + b_up)) w_down^T, + b_down. No rank ever holds [T, I / R].
     Without sequence_parallel x is whole on every rank, and y and dx are summed once per call. With it, x, y and their gradients
@@ -60,32 +60,32 @@ def tensor_parallel_mlp(
 
     Args:
         x: [T, H] or any leading dims, the same on every rank; with sequence_parallel this rank's tokens, [T / R, H]. Its
-            gradient is complete for what it is.
+            gradient is complete for these tokens.
         w_gate, w_up: [I / R, H], this rank's rows of the whole weights; w_gate None: a two-matrix MLP. w_down:
-            [H_out, I / R], this rank's columns. Or all of them as DTensors that one mesh dim splits so (Shard(0), Shard(1));
-            the group is then that of their mesh, and their gradients are DTensors.
+            [H_out, I / R], this rank's columns. All of them may instead be DTensors that one mesh dim splits in this way
+            (Shard(0), Shard(1)). The group is then that of their mesh, and their gradients are DTensors.
         biases: any of "gate", "up" [I / R] and "down" [H_out], which is the same on every rank and added once.
         activation, backend: as in `tiled_mlp`.
         sequence_parallel: tokens are split over the ranks as well.
-        split_sizes: the number of local tokens (leading dims flattened) of every rank; None where all hold as many.
-        num_shards, keep, tiling: as in `tiled_mlp`; with sequence_parallel of the local tokens, t = shard_tokens, and the
-            same on every rank.
+        split_sizes: the number of local tokens (leading dims flattened) of every rank; None if all ranks hold the same number.
+        num_shards, keep, tiling: as in `tiled_mlp`. With sequence_parallel they apply to the local tokens, t = shard_tokens,
+            and must be the same on every rank.
         group: a torch.distributed process group, or a DeviceMesh of one dim; None is the default group. A group of one rank
             is `tiled_mlp`.
     Returns:
         [same leading dims, H_out], dtype of x, or the autocast dtype under autocast; complete for the tokens of x.
-    Numerics: as `tiled_mlp` on each rank. Partial sums of y and dx are rounded to the compute dtype; their sums over ranks
-        are float32 ones, rounded once. Weight and bias gradients are summed over shards in float32 and cast once.
-    Memory: as `tiled_mlp` with I / R; 16-bit y and dx of more than two ranks take as much again while they are summed
-        (`transport`). With sequence_parallel peak `sequence_costs.sequence_peak_bytes`: two gathered shards,
-        2 R t H elements, of x (in backward of x and dy together), and the partial sums of one. Ranks with fewer tokens than
-        others cost what the longest does: their part of a gathered shard is padded.
+    Numerics: as `tiled_mlp` on each rank. Partial sums of y and dx are rounded to the compute dtype. They are summed over
+        ranks in float32 and rounded once. Weight and bias gradients are summed over shards in float32 and cast once.
+    Memory: as `tiled_mlp` with I / R; 16-bit y and dx of more than two ranks take twice the memory while they are summed
+        (`transport`). With sequence_parallel peak `sequence_costs.sequence_peak_bytes`: two gathered shards, 2 R t H elements,
+        of x (in backward of x and dy together), and the partial sums of one. Ranks with fewer tokens cost as much as the rank
+        with the most, because their part of a gathered shard is padded.
     Raises:
-        SpecError, TypeError, UnsupportedError: as `tiled_mlp`; SpecError where split_sizes is not of this group or not of x;
-            UnsupportedError without an initialised process group, or for tiling.deterministic. All of them before any
-            communication. SpecError on every rank where ranks say different things of one call (tokens, shards, which
-            gradients they need), found before the first such call of a group sends anything else. RuntimeError that names
-            rank and collective where another rank never makes the call.
+        SpecError, TypeError, UnsupportedError: as `tiled_mlp`; SpecError where split_sizes does not match this group or x;
+            UnsupportedError without an initialised process group, or for tiling.deterministic. All of these are raised before
+            any communication. SpecError on every rank if ranks disagree about a call (tokens, shards, which gradients they
+            need); it is found before the first such call of a group sends anything else. RuntimeError with the rank and the
+            collective if another rank never makes the call.
     Source: derived in shared_specs/README.md; the split is Megatron-LM's, arXiv 1909.08053 and 2205.05198.
     Example:
         >>> import torch

@@ -25,18 +25,18 @@ class TensorParallelTiledMLP(MLPParameters, ParallelLayer):
     """`TiledMLP` with gate and up split by column and down by row over the ranks of a group, computed shard by shard.
 
     Args:
-        hidden_size, intermediate_size: H and I of the whole MLP; the ranks divide I.
+        hidden_size, intermediate_size: H and I of the whole MLP. The number of ranks must divide I.
         activation, gated, bias, fused_gate_up: as in `TiledMLP`.
         sequence_parallel: x and y are each rank's own tokens, gathered and scattered one shard at a time.
         num_shards, keep, tiling, backend, group: as in `tensor_parallel_mlp`.
         device, dtype: of the parameters.
     Parameters are this rank's slices of those of `TiledMLP`: `w_gate`, `w_up` [I / R, H], `w_down` [H, I / R] and, with bias,
-    `b_gate`, `b_up` [I / R], `b_down` [H], the same on every rank; fused, `w_gate_up` [2 I / R, H] and `b_gate_up`, the
-    rank's rows of gate before those of up. Each says so by the attributes `tensor_model_parallel`, `partition_dim` (-1 where
-    it is whole) and `partition_stride` (2 where it is fused). Every rank draws the whole weight, one matrix at a time, and
-    keeps its slice: ranks that start from one seed hold the parameters that `TiledMLP` draws from it, at any number of ranks.
-    `sharded_state_dict` has the keys and the shapes of `TiledMLP`, so that torch.distributed.checkpoint saves and loads
-    between the two and between numbers of ranks.
+    `b_gate`, `b_up` [I / R], `b_down` [H], the same on every rank; fused, `w_gate_up` [2 I / R, H] and `b_gate_up`, the rank's
+    rows of gate before those of up. Each has the attributes `tensor_model_parallel`, `partition_dim` (-1 if it is whole) and
+    `partition_stride` (2 if it is fused). Every rank draws the whole weight, one matrix at a time, and keeps its slice. So
+    ranks with one seed hold the parameters that `TiledMLP` draws from that seed, at any number of ranks. `sharded_state_dict`
+    has the keys and shapes of `TiledMLP`. So torch.distributed.checkpoint can save from one and load into the other, also at a
+    different number of ranks.
     Raises:
         SpecError, TypeError, UnsupportedError: as `tensor_parallel_mlp`, at construction; SpecError where the ranks do not
             divide I.
@@ -84,9 +84,9 @@ class TensorParallelTiledMLP(MLPParameters, ParallelLayer):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw every parameter anew, uniformly within 1/sqrt(inputs of the whole layer), as nn.Linear does.
+        """Draw every parameter again, uniformly within 1/sqrt(inputs of the whole layer), as nn.Linear does.
 
-        Also after `to_empty` of a module made on the meta device, and of parameters that are sharded once more.
+        It also works after `to_empty` of a module made on the meta device, and for parameters that are sharded further.
         """
         over = rank_group(_NAME, self.group)
         for name, parameter in self.named_parameters():

@@ -78,8 +78,8 @@ def check_compile(function: str, config: ParallelConfig, model: nn.Module) -> No
 
 
 def backward_context(config: ParallelConfig) -> AbstractContextManager[object]:
-    """Return the context that `loss.backward()` has to run in: with `compiled_autograd` its compilation as one graph,
-    otherwise nothing.
+    """Return the context for `loss.backward()`: with `compiled_autograd` it compiles backward as one graph, otherwise it does
+    nothing.
 
     Example:
         >>> with backward_context(ParallelConfig()):

@@ -17,21 +17,22 @@ _NAME = "materialize"
 def materialize(
     model: nn.Module, *, device: torch.device | str = "cpu", weights: Mapping[str, Parts] | None = None, seed: int = 0
 ) -> nn.Module:
-    """Return the same model with allocated values: given weights, or drawn ones that do not depend on the sharding.
+    """Allocate the model's parameters and fill them: with given weights, or with random ones that do not depend on the
+    sharding.
 
     Args:
         model: on the meta device, after `parallelize` (engine "fsdp") or without it; changed in place.
         device: of the local parameters and of the buffers.
-        weights: whole tensors by the names of `model.named_parameters()`, a tied one once, or what has a `shape` and gives
-            a tensor for a tuple of slices, such as an array in a file, of which only this rank's part is then asked for.
-            None draws them as the modules do (`reset_parameters`, or `_init_weights` of a Hugging Face model), each from
-            `seed` and its module's name. Buffers are computed as the modules do in either case.
+        weights: whole tensors by the names of `model.named_parameters()`, a tied tensor once. A value may also be an object
+            with a `shape` that returns a tensor for a tuple of slices, such as an array in a file; then only this rank's part
+            is read. None: the modules initialise them (`reset_parameters`, or `_init_weights` of a Hugging Face model), each
+            from `seed` and its module's name. The modules compute the buffers in either case.
     Returns:
         The model itself.
-    Memory: one module's whole parameters at a time beside the local ones, where they are drawn.
+    Memory: for random weights, one module's whole parameters at a time in addition to the local ones.
     Raises:
-        SpecError: a weight is missing, is one too many or has another shape; a module with parameters or buffers that does
-            not say how it initialises them, or leaves one as it is.
+        SpecError: a weight is missing, unexpected or of another shape; a module with parameters or buffers has no method that
+            initialises them, or its method leaves one unchanged.
     Example:
         >>> with torch.device("meta"):
         ...     linear = nn.Linear(4, 4)

@@ -29,21 +29,21 @@ _PLAIN = (Tensor, nn.Parameter, DTensor)
 
 
 def apply_checkpointing(model: nn.Module, checkpointing: Checkpointing, plan: Plan | None = None) -> None:
-    """Make the layers of a model keep less for backward and recompute the rest. Changes the layers' classes in place.
+    """Make the layers of a model keep less for backward and recompute the rest. The layers' classes change in place.
 
     Args:
-        model: of a kind that has a plan. plan: another one.
-        checkpointing: mode "full": every layer keeps its input; with `offload` in host memory, from where backward has it
-            fetched one layer ahead. "layers": every `every`-th does, the others keep all.
-            "products": a layer keeps its input and the results of its first, third, ... matrix product (those of linear
-            layers; what is tiled is not taken apart). "op": those, what attention returns, and what ranks get of a sum that
-            is split between them, so that neither is computed again. Attention is every operator with that in its name,
-            PyTorch's own, FlexAttention's and those of packages; where it is two products around a softmax, the second
-            one's result is kept, and its probabilities are computed again.
-    Numerics: layers are computed again from the same random numbers, those of every `RandomStates` included.
-    Memory: bytes a layer keeps for B x S tokens of hidden size H: "full" B S H of its dtype; "products" the outputs of
-        every second linear layer beside it; "op" also B S heads d of attention, 4 B S heads bytes of its log-sum-exp, and of
-        each reduce-scatter this rank's part of B S H.
+        model: of a kind that has a plan. plan: used instead of that plan.
+        checkpointing: mode "full": every layer keeps its input; with `offload` the input is in host memory, and backward
+            fetches it one layer ahead. "layers": every `every`-th layer keeps its input, the others keep everything.
+            "products": a layer keeps its input and the results of its first, third, ... matrix product (of linear layers;
+            products inside tiled functions are not counted). "op": a layer also keeps the output of attention and the results
+            of reduce-scatters, so neither is recomputed. Every operator with attention in its name counts: PyTorch's own,
+            FlexAttention's and those of packages. If attention is two products around a softmax, the second product's result
+            is kept and the probabilities are recomputed.
+    Numerics: layers are recomputed with the same random numbers, including those of every `RandomStates`.
+    Memory: what a layer keeps for B x S tokens of hidden size H. "full": B S H of its dtype. "products": also the outputs of
+        every second linear layer. "op": also B S heads d of attention, 4 B S heads bytes of its log-sum-exp, and for each
+        reduce-scatter this rank's part of B S H.
     Source: modes "products" and "op" are torchtitan's, arXiv 2410.06511.
     """
     every = checkpointing.every or 1

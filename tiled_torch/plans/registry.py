@@ -28,19 +28,20 @@ class Plan:
             out a module whose forward is not called.
         ends_apart: whether, with data parallelism, the first of the ends is one unit and the others are another. False if two
             of them share a weight, or if a weight is used without calling its module.
-        check: (model, tensor, ranks) -> None; raises where the model cannot be split so. Called before anything is done.
-        styles: (model, tensor) -> {path, where * stands for any one name: torch ParallelStyle}; None where there is no
-            tensor parallelism.
-        finish: (model, mesh, tensor) -> None, after the styles were applied: weights to tie again, a loss to exchange.
+        check: (model, tensor, ranks) -> None; raises if the model cannot be split this way. It is called before any change.
+        styles: (model, tensor) -> {path, where * stands for any one name: torch ParallelStyle}; None: no tensor parallelism.
+        finish: (model, mesh, tensor) -> None; called after the styles are applied, for example to tie weights again or to
+            replace a loss.
         same_batch: whether every rank of the tensor axis is called with the same batch. The first call then compares the
             batches. False if ranks are called with their own tokens.
-        context: (model, mesh of one axis) -> None; lets the model, called with whole sequences, compute with this rank's
-            tokens of them; None where there is no context parallelism. See `context_slice` and `context_attention`.
-        context_kinds: of `DataParallel.context`, those that `context` knows. For others than "ulysses" it is called with the
-            kind as well, for "2d" with a mesh of two axes.
-        check_context: (model, ranks of the axes that divide heads by name, context's last; a ring's as 1) -> None; as `check`.
-        token_mean: (model, meshes of one axis each) -> None; lets the model's loss be the mean over the labels of all ranks of
-            these axes, the same on each; None where the loss is not the model's own. See `DataParallel.loss_mean`.
+        context: (model, mesh of one axis) -> None; changes the model so that it takes whole sequences and computes only this
+            rank's tokens. None: no context parallelism. See `context_slice` and `context_attention`.
+        context_kinds: the kinds of `DataParallel.context` that `context` supports. For kinds other than "ulysses", `context`
+            also gets the kind; for "2d" it gets a mesh of two axes.
+        check_context: (model, ranks) -> None; as `check`. ranks maps the names of the axes that divide heads to their sizes,
+            the context axis last; a ring counts as 1.
+        token_mean: (model, meshes of one axis each) -> None; makes the model's loss the mean over the labels of all ranks of
+            these axes, the same on each rank. None: the model does not compute the loss. See `DataParallel.loss_mean`.
     """
 
     blocks: str
@@ -65,12 +66,12 @@ _BUILDERS: dict[str | type, Builder] = {}
 
 
 def register_plan(kind: str | type[nn.Module], plan: Plan | Builder, *, replace: bool = False) -> None:
-    """Make `parallelize` know a kind of model.
+    """Register a kind of model with `parallelize`.
 
     Args:
         kind: the `config.model_type` of Hugging Face models, or a class, which stands for its subclasses too.
-        plan: of every model of that kind, or a function that makes one for a given model.
-        replace: whether there may be a plan for it already, which this one then replaces.
+        plan: the plan of every model of that kind, or a function that returns the plan of a given model.
+        replace: whether this plan may replace an existing one.
     Raises:
         SpecError: the kind has a plan and replace is False.
     Example:
@@ -89,7 +90,7 @@ def register_plan(kind: str | type[nn.Module], plan: Plan | Builder, *, replace:
 
 
 def plan_of(model: nn.Module, function: str = "parallelize") -> Plan:
-    """Return the plan of a model: that of its class or the nearest base class that has one, else of its `config.model_type`."""
+    """Return the plan of a model: of its class or the nearest base class with a plan, else of its `config.model_type`."""
     _load_own_plans()
     for base in type(model).__mro__:
         if base in _BUILDERS:

@@ -35,16 +35,18 @@ def get_grad_norm(
     module, so that its layers set them again, or see `copy_tensor_model_parallel_attributes`.
 
     Args:
-        parameters: a module, or its parameters; those without a gradient are left out. The gradient is in `main_grad` where a
-            parameter has one, else in `.grad`, and final: averaged over data ranks and, where tokens are split over the
-            tensor group, summed by `reduce_sequence_parallel_grads`. A DTensor's shards are added over its own mesh.
+        parameters: a module, or its parameters. Parameters without a gradient are left out. The gradient is read from
+            `main_grad` if the parameter has one, else from `.grad`. It must be final: averaged over data ranks and, if tokens
+            are split over the tensor group, summed by `reduce_sequence_parallel_grads`. The shards of a DTensor are summed
+            over its own mesh.
         norm_type: p > 0, or inf.
         group: the tensor-parallel process group, a DeviceMesh of one dim, or None for all ranks.
-        expert_group: the group over which experts are split; needed where there are parameters marked allreduce=False.
-        expert_parallel_group: the group whose ranks hold other experts, if there is one.
+        expert_group: the group over which experts are split; needed if there are parameters with allreduce=False.
+        expert_parallel_group: the group whose ranks hold different experts, if there is one.
     Returns:
-        A scalar, float32 (float64 where a gradient is), the same on every rank. Nothing waits for the device.
-    Numerics: of each gradient in float32 (float64 for float64) at any dtype; sums over gradients and ranks in float64.
+        A scalar, float32 (float64 where a gradient is), the same on every rank. The call does not wait for the device.
+    Numerics: the norm of each gradient is computed in float32 (float64 for float64) for any dtype; sums over gradients and
+        ranks are in float64.
     Raises:
         SpecError: norm_type out of range; a gradient both in `main_grad` and in `.grad`; experts without their group.
         TypeError: arguments of the wrong kind. UnsupportedError: no process group.
@@ -79,14 +81,14 @@ def clip_grad_norm_(
     expert_group: Any = None,
     expert_parallel_group: Any = None,
 ) -> Tensor:
-    """Scales all gradients so that `get_grad_norm` is at most `max_norm`, and returns what it was.
+    """Scale all gradients so that `get_grad_norm` is at most `max_norm`, and return the norm before scaling.
 
-    As torch.nn.utils.clip_grad_norm_, for parameters that are split over the ranks of a group.
+    It is torch.nn.utils.clip_grad_norm_ for parameters that are split over the ranks of a group.
 
     Args:
         max_norm: >= 0. The rest: as in `get_grad_norm`.
     Returns:
-        The norm before, a scalar, the same on every rank.
+        The norm before scaling, a scalar, the same on every rank.
     Raises:
         SpecError, TypeError, UnsupportedError: as `get_grad_norm`.
     """
@@ -112,7 +114,7 @@ def reduce_sequence_parallel_grads(parameters: nn.Module | Tensor | Iterable[Ten
 
     Under sequence parallelism, a norm between two split layers sees T / R tokens, so its gradient is one rank's part of a
     sum. Such parameters have the attribute `sequence_parallel`, which the caller sets to True (Megatron's attribute).
-    The layers of this package sum their own. One collective for each dtype.
+    The layers of this package sum the gradients of their own parameters. The function makes one collective per dtype.
 
     Args:
         parameters: a module, or its parameters. group: as in `get_grad_norm`.

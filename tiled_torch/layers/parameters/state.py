@@ -14,21 +14,21 @@ _NAME = "sharded_state_dict"
 
 
 def sharded_state_dict(module: nn.Module, tensors: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return names and tensors for torch.distributed.checkpoint, in which a layer's part stands where it lies in the whole.
+    """Return names and tensors for torch.distributed.checkpoint, where each layer's part has its place in the whole tensor.
 
-    The tensors are the module's own memory, so that `dcp.load(sharded_state_dict(model), ...)` fills the model and
-    `dcp.save(sharded_state_dict(model), ...)` writes it; nothing is gathered or copied. The number of ranks may differ
-    between the two, and so may what shards the parts once more (`fully_shard`). Names and shapes are those of the model
-    with plain layers: a fused weight (options.stride) in its own order, a vocabulary without its padding.
+    The tensors share the module's memory. So `dcp.load(sharded_state_dict(model), ...)` fills the model and
+    `dcp.save(sharded_state_dict(model), ...)` writes it; nothing is gathered or copied. The number of ranks may differ between
+    save and load, and so may further sharding of the parts (`fully_shard`). Names and shapes are those of the model with plain
+    layers: a fused weight (options.stride) is in its own order, and a vocabulary has no padding.
 
     Args:
-        module: a model or a layer; its `state_dict()` remains this rank's parts.
-        tensors: what is presented, by the names of the module's parameters: a state of the optimizer such as exp_avg of
-            every parameter; None is `module.state_dict()`.
+        module: a model or a layer; its `state_dict()` still has this rank's parts.
+        tensors: the tensors to return, by the names of the module's parameters, such as the optimizer's exp_avg of every
+            parameter. None: `module.state_dict()`.
     Returns:
-        The tensors under their names; those of parts replaced by a `WholeTensor`.
+        The tensors under their names; each part is replaced by a `WholeTensor`.
     Raises:
-        TypeError: no module.
+        TypeError: not a module.
     """
     if not isinstance(module, nn.Module):
         fail_type(_NAME, "module", "a torch.nn.Module", type(module).__name__)
