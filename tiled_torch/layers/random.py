@@ -43,8 +43,9 @@ def seed_parallel(seed: int, *, data: int = 0, tensor: int = 0, expert: int = 0)
         `RandomStates` with the three streams.
     Numerics: the numbers are not those of tiled_jax, which has other generators. Which ranks agree is the same.
     Raises:
-        SpecError: a seed or a rank below 0. TypeError: not an integer. Source: the roles are Megatron-LM's (arXiv 1909.08053);
-    seeds are hashed, never added, so that no two runs share a seed. Example:
+        SpecError: a seed or a rank below 0. TypeError: not an integer.
+    Source: the roles are Megatron-LM's (arXiv 1909.08053); seeds are hashed, never added, so that no two runs share a seed.
+    Example:
         >>> a, b = (seed_parallel(7, tensor=rank) for rank in (0, 1))
         >>> with a.fork("data-parallel"):
         ...     first = torch.rand(2)
