@@ -207,6 +207,10 @@ def _answer(message: dict[str, Any], rank: int, world: int, store: Any) -> dict[
         group = dist.PrefixStore(f"call{message['call']}", store)
         timeout = timedelta(seconds=GLOO_SECONDS)
         dist.init_process_group("gloo", store=group, rank=rank, world_size=world, timeout=timeout)
+        # A rank with nothing to do would close its sockets while others still connect to it.
+        if group.add("met", 1) == world:
+            group.set("all have met", "")
+        group.wait(["all have met"], timeout)
         try:
             module, name = message["function"].split(":")
             function = getattr(importlib.import_module(module), name)
