@@ -102,7 +102,7 @@ test-figures: $(ENV) ## of the slow tests those that guard bytes and collectives
 
 # Copies of the tree in which something is broken, one thing at a time: the tests named beside it must notice.
 .PHONY: mutants
-mutants: $(ENV) ## whether the tests notice the known ways to break the library, more than 160 (an hour); ARGS="-k softcap"
+mutants: $(ENV) $(DEEPSPEED_ENV) ## whether the tests notice the known ways to break the library, more than 200 (an hour); ARGS="-k softcap"
 	@python=$$(.ci/find-python 3.12) || { echo "make mutants: no working Python 3.12 on PATH, in pyenv or in uv" >&2; exit 1; }; \
 	$(MAKE) --no-print-directory $(NEW_JAX_ENV) NEW_JAX_PYTHON="$$python"
 	$(BIN)/python -m tests.mutants.run --jobs $(JOBS) $(ARGS)

@@ -1,10 +1,12 @@
 """Known ways to break the library, each with the tests that must notice it. `make mutants` tries them (run.py).
 
 A mutant is one piece of text that stands once in its file, what it becomes, and pytest's arguments for the tests of the
-default suite that fail then. `new_jax`: by Python 3.12 with the newest JAX, as `make test-new-jax` does.
+default suite that fail then. `by`: whose packages they need: "main", "new-jax" (Python 3.12 with the newest JAX, as `make
+test-new-jax`) or "deepspeed" (as `make deepspeed`).
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -14,7 +16,7 @@ class Mutant:
     old: str
     new: str
     tests: str
-    new_jax: bool = False
+    by: Literal["main", "new-jax", "deepspeed"] = "main"
 
 
 MUTANTS = (
@@ -696,6 +698,24 @@ MUTANTS = (
         "tests/compat/test_torch_liger.py -x -k fetching",
     ),
     Mutant(
+        "ZeRO-3 gathers what is held again for every shard",
+        "tiled_torch/core/partitioned.py",
+        """            if is_hook(hook):
+                del table[number]""",
+        """            if is_hook(hook):
+                pass""",
+        "tests/zero/test_compat.py -x",
+        by="deepspeed",
+    ),
+    Mutant(
+        "a leaf of ZeRO-3 is not taken for whole",
+        "tiled_torch/core/partitioned.py",
+        'whole = ((hasattr(p, "ds_z3_leaf_module") and p.numel()) or id(p) in _HELD',
+        "whole = (id(p) in _HELD",
+        "tests/zero/test_zero.py -x -k module_of_ones_own",
+        by="deepspeed",
+    ),
+    Mutant(
         "every tensor rank adds the bias of y",
         "tiled_torch/mlp/ranks.py",
         "y = super().forward(x, w._replace(b_down=None), kept)",
@@ -801,7 +821,7 @@ MUTANTS = (
         "    x, dy, w = barrier((x, dy, w))\n",
         "",
         "tests/mlp/test_jax_bytes.py -x",
-        new_jax=True,
+        by="new-jax",
     ),
     Mutant(
         "JAX: every device adds the bias of y",
@@ -1353,7 +1373,7 @@ MUTANTS = (
         "return vary_like(scale.astype(wide(scale.dtype)), rows)",
         "return scale.astype(wide(scale.dtype))",
         "tests/models/test_jax_transformed.py -k 'checked and block'",
-        new_jax=True,
+        by="new-jax",
     ),
     Mutant(
         "JAX: tangents of a barrier vary along fewer axes than its results",

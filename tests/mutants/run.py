@@ -20,8 +20,17 @@ from typing import NamedTuple
 from tests.mutants.mutants import MUTANTS, Mutant
 
 ROOT = Path(__file__).parents[2]
-NEW_JAX = ROOT / ".venv-new-jax" / "bin" / "python"
 SECONDS = 600.0
+# What a mutant's tests are run by: an interpreter, packages before its own, settings.
+ENVIRONMENTS: dict[str, tuple[Path, Path | None, dict[str, str]]] = {
+    "main": (Path(sys.executable), None, {"TILED_REQUIRE": "torch,jax"}),
+    "new-jax": (
+        ROOT / ".venv-new-jax" / "bin" / "python",
+        None,
+        {"TILED_REQUIRE": "jax", "TILED_OPTIMIZE": "1", "TILED_TESTS": "spec,jax"},
+    ),
+    "deepspeed": (Path(sys.executable), ROOT / ".venv-deepspeed", {"TILED_REQUIRE": "torch", "TILED_ZERO": "1"}),
+}
 
 
 class Tried(NamedTuple):
@@ -42,12 +51,24 @@ def copied(folder: Path) -> Path:
     return folder
 
 
-def pytest(folder: Path, arguments: str, *, new_jax: bool) -> tuple[int, str]:
+def pytest(folder: Path, arguments: str, by: str) -> tuple[int, str]:
     """Exit status and closing lines of pytest in a copy; 124 where it took too long."""
-    python, needs = (str(NEW_JAX), "jax") if new_jax else (sys.executable, "torch,jax")
-    settings = {"PYTHONPATH": str(folder), "TILED_REQUIRE": needs, "OMP_NUM_THREADS": "1"}
-    settings |= {"TILED_OPTIMIZE": "1", "TILED_TESTS": "spec,jax"} if new_jax else {}
-    command = [python, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:rerunfailures"]
+    python, packages, settings = ENVIRONMENTS[by]
+    path = os.pathsep.join(str(each) for each in (folder, packages) if each)
+    settings = settings | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    command = [
+        str(python),
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        "-p",
+        "no:rerunfailures",
+    ]
     command += ["-m", "not slow and not gpu", *shlex.split(arguments)]  # what is named may be deep
     try:
         done = subprocess.run(
@@ -71,7 +92,7 @@ def tried(mutant: Mutant, folder: Path, passing: bool) -> Tried:
     text = file.read_text()
     try:
         file.write_text(broken(mutant, text))
-        status, said = pytest(folder, mutant.tests, new_jax=mutant.new_jax)
+        status, said = pytest(folder, mutant.tests, mutant.by)
     except ValueError as error:
         status, said = 2, str(error)
     finally:
@@ -91,9 +112,11 @@ def main(given: list[str]) -> int:
     if not chosen:
         print(f"mutants: no name or path has {options.words!r}", file=sys.stderr)
         return 2
-    if any(m.new_jax for m in chosen) and not NEW_JAX.exists():
-        print("mutants: some need .venv-new-jax; make test-new-jax creates it", file=sys.stderr)
-        return 2
+    for by in sorted({mutant.by for mutant in chosen}):
+        python, packages, _ = ENVIRONMENTS[by]
+        if not (packages or python).exists():
+            print(f"mutants: some need .venv-{by}; make {by.replace('new', 'test-new')} creates it", file=sys.stderr)
+            return 2
     begin = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mutants-") as scratch:
         found = run_all(chosen, Path(scratch), options.jobs)
@@ -105,9 +128,9 @@ def main(given: list[str]) -> int:
 
 def run_all(chosen: list[Mutant], scratch: Path, jobs: int) -> list[Tried]:
     """Every mutant's verdict, printed as it comes."""
-    suites = list(dict.fromkeys((mutant.tests, mutant.new_jax) for mutant in chosen))
+    suites = list(dict.fromkeys((mutant.tests, mutant.by) for mutant in chosen))
     work: queue.SimpleQueue[object] = queue.SimpleQueue()
-    passing: dict[tuple[str, bool], bool] = {}
+    passing: dict[tuple[str, str], bool] = {}
     found: list[Tried] = []
     lock = threading.Lock()
 
@@ -118,14 +141,14 @@ def run_all(chosen: list[Mutant], scratch: Path, jobs: int) -> list[Tried]:
             except queue.Empty:
                 return
             if isinstance(item, Mutant):
-                result = tried(item, folder, passing[item.tests, item.new_jax])
+                result = tried(item, folder, passing[item.tests, item.by])
                 with lock:
                     found.append(result)
                     print(f"{result.verdict:9} {result.seconds:5.0f} s  {item.name}", flush=True)
             else:
-                tests, new_jax = item  # type: ignore[misc]
-                status, said = pytest(folder, tests, new_jax=new_jax)
-                passing[tests, new_jax] = status == 0
+                tests, by = item  # type: ignore[misc]
+                status, said = pytest(folder, tests, by)
+                passing[tests, by] = status == 0
                 if status:
                     print(f"unbroken, exit status {status}: {tests}\n{said}", flush=True)
 
