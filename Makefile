@@ -215,8 +215,8 @@ TUNE_ARGS ?=
 GPU_RUN := timeout --kill-after=10 $(GPU_SECONDS) $(GPU_PYTHON) -m
 # Eight and a half minutes in all: where a GPU can be had for a quarter of an hour, the start of the machine included.
 GPU_first = $(GPU_RUN) shared_specs.app.gpu.parity --seconds 100 --out $(OUT) $(PYTEST_ARGS); first=$$?; \
-  $(GPU_RUN) tiled_torch bench --device gpu --op all --widths 8b --minutes 2.9 --out $(OUT) $(BENCH_ARGS); second=$$?; \
-  $(GPU_RUN) tiled_jax bench --device gpu --op all --widths 8b --minutes 3.7 --out $(OUT) $(BENCH_ARGS); third=$$?; \
+  $(GPU_RUN) tiled_torch bench --device gpu --op all --widths 8b --minutes 2.5 --out $(OUT) $(BENCH_ARGS); second=$$?; \
+  $(GPU_RUN) tiled_jax bench --device gpu --op all --widths 8b --minutes 4.1 --out $(OUT) $(BENCH_ARGS); third=$$?; \
   exit $$((first ? first : second ? second : third))
 GPU_parity = $(GPU_RUN) shared_specs.app.gpu.parity --out $(OUT) $(PYTEST_ARGS)
 GPU_torch = $(GPU_RUN) tiled_torch bench --device gpu --op all --out $(OUT) $(BENCH_ARGS)

@@ -95,7 +95,7 @@ def test_arguments_go_where_they_belong_and_every_part_is_bounded() -> None:
     assert said.count("--out there") == 9  # PART=first has three of them
     assert said.count("-k graph") == 2
     assert said.count("--op all --out there --widths 8b") == 2
-    seconds = 100 + sum(60 * float(minutes) for minutes in re.findall(r"--minutes (2\.9|3\.7)", said))
+    seconds = 100 + sum(60 * float(minutes) for minutes in re.findall(r"--minutes (2\.5|4\.1)", said))
     assert seconds <= 510
 
 
