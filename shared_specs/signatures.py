@@ -28,6 +28,9 @@ _VOCAB_PARALLEL = (
 # Arguments of nnx.Linear and nn.Dense. The defaults of the first two are initialisers, which this file cannot name.
 _INITIALISERS = (keyword("kernel_init", REQUIRED, ONLY_JAX), keyword("bias_init", REQUIRED, ONLY_JAX))
 _OF_FLAX = (keyword("use_bias", None, ONLY_JAX), keyword("precision", None, ONLY_JAX))
+_PRODUCTS = tuple(
+    keyword(name, None, ONLY_JAX) for name in ("dot_general", "promote_dtype", "kernel_metadata", "bias_metadata")
+)
 
 _TILED_LINEAR = (
     Argument("in_features"),
@@ -102,6 +105,7 @@ SIGNATURES: dict[str, tuple[Argument, ...]] = {
         *_INITIALISERS,
         keyword("sharding", None, ONLY_JAX),
         *_OF_FLAX,
+        *_PRODUCTS,
     ),
     "TiledMLP.from_weights": (
         Argument("w_gate"),
@@ -218,7 +222,11 @@ SIGNATURES: dict[str, tuple[Argument, ...]] = {
 
 # Arguments of the classes above that their twins in tiled_jax.linen have no field for -> why. The others have the same name.
 LINEN_WITHOUT: dict[str, dict[str, str]] = {
-    "TiledMLP": {"rngs": "`init` is given them."},
+    "TiledMLP": {
+        "rngs": "`init` is given them.",
+        "kernel_metadata": "linen's layers have none: its parameters are boxed, see sharding.",
+        "bias_metadata": "As kernel_metadata.",
+    },
     "TiledMoE": {"rngs": "`init` is given them."},
     "TiledLinearCrossEntropy": {"rngs": "`init` is given them."},
     "TiledLinear": {"rngs": "`init` is given them.", "init_linear": "The module holds no values: see `tile_params`."},

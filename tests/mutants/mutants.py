@@ -867,6 +867,13 @@ MUTANTS = (
         "tests/loss/test_both_loss.py -k 'jax and cap'",
     ),
     Mutant(
+        "JAX: a dot_general of one's own is not used",
+        "tiled_jax/mlp/projections.py",
+        "module.dot_general or _product",
+        "_product",
+        "tests/mlp/test_jax_own_products.py -x -k by_them",
+    ),
+    Mutant(
         "JAX: every part of the vocabulary begins at zero",
         "tiled_jax/loss/math.py",
         "_pick(logits, target - jnp.asarray(part.start, target.dtype))",

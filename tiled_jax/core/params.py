@@ -26,6 +26,21 @@ def check_initialisers(function: str, kernel_init: Any, bias_init: Any) -> None:
             fail_type(function, name, "an initialiser, as jax.nn.initializers has them", type(value).__name__)
 
 
+def check_metadata(function: str, name: str, value: Any) -> dict[str, Any]:
+    """Return metadata for the variables of matrices of several forms.
+
+    Raises:
+        TypeError: it is no mapping of names. UnsupportedError: it names mesh axes, which not all of them can have.
+    """
+    if value is not None and not (isinstance(value, Mapping) and all(isinstance(key, str) for key in value)):
+        fail_type(function, name, "a mapping of names, or None", type(value).__name__)
+    found = dict(value or {})
+    if axes := [key for key in ("out_sharding", "sharding", "sharding_names") if key in found]:
+        advice = "Pass sharding=: the metadata is that of matrices of several forms here."
+        raise UnsupportedError(error_text(function, name, "without mesh axes of its own", axes[0], advice=advice))
+    return found
+
+
 def refuse_partitioned(function: str, value: Any) -> Any:
     """Return what an initialiser made; UnsupportedError where it names mesh axes, of other dims than those that are stored."""
     linen = sys.modules.get("flax.linen")

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from flax import nnx
 from jax.nn.initializers import Initializer
 
 from shared_specs.config import Tiling
@@ -19,8 +20,10 @@ from tiled_jax.core.params import (
     init_weight,
     refuse_partitioned,
 )
+from tiled_jax.mlp import module as nnx_module
 from tiled_jax.mlp.api import tiled_mlp
 from tiled_jax.mlp.params import make_config, param_axes, param_shapes
+from tiled_jax.mlp.projections import check_products
 
 
 class TiledMLP(nn.Module):
@@ -51,6 +54,8 @@ class TiledMLP(nn.Module):
     sharding: Sharding | None = None
     use_bias: bool | None = None
     precision: Any = None
+    dot_general: Callable[..., Any] | None = None
+    promote_dtype: Callable[..., Any] | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -74,4 +79,21 @@ class TiledMLP(nn.Module):
 
             init = made if (names := axes(name)) is None else nn.with_partitioning(made, names)
             params[name] = self.param(name, init, shape, self.param_dtype)
+        if own := {name: value for name, value in self._products().items() if value is not None}:
+            return self._with_products(own, x, params)
         return tiled_mlp(**config.arguments(x, params, self.dtype))
+
+    def _products(self) -> dict[str, Any]:
+        return check_products("TiledMLP", {"dot_general": self.dot_general, "promote_dtype": self.promote_dtype})
+
+    def _with_products(self, own: dict[str, Any], x: jax.Array, params: dict[str, jax.Array]) -> jax.Array:
+        """Return what the nnx module computes of these parameters with products of its own."""
+        options: dict[str, Any] = {"activation": self.activation, "tiling": self.tiling, "keep": self.keep}
+        options |= {"num_shards": self.num_shards, "backend": self.backend, "dtype": self.dtype}
+        kind = {"gated": self.gated, "fused_gate_up": self.fused_gate_up, "precision": self.precision}
+        module = nnx_module.TiledMLP(
+            1, 1, rngs=nnx.Rngs(0), use_bias=self.use_bias, bias=self.bias, **options, **kind, **own
+        )
+        for name, value in params.items():
+            setattr(module, name, nnx.Param(value))
+        return module(x)

@@ -19,6 +19,7 @@ from tiled_jax.core.params import (
     as_variable,
     check_dtypes,
     check_initialisers,
+    check_metadata,
     check_precision,
     chosen_bias,
     init_bias,
@@ -52,10 +53,14 @@ class TiledMLP(nnx.Module):
             metadata. Making a module with it needs a mesh (`jax.set_mesh`), without it none.
         use_bias: Flax's name for bias; None leaves it to bias.
         precision: None or lax.Precision.HIGHEST, which products have anyway.
+        dot_general, promote_dtype: as in nnx.Linear, for instance of a library that quantises. With a function of your own
+            every projection is computed by it, and the module runs through `tile` (see `tiling_paths`). None is the
+            module's own product.
+        kernel_metadata, bias_metadata: metadata of the variables of weights and biases, as in nnx.Linear.
     Parameters are `w_gate`, `w_up` [H, I], `w_down` [I, H] (or `w_gate_up`) and, with bias, `b_gate`, `b_up`, `b_down`
     (or `b_gate_up`).
     Raises:
-        SpecError, TypeError, UnsupportedError: as `tiled_mlp`, at construction.
+        SpecError, TypeError, UnsupportedError: as `tiled_mlp`, at construction. UnsupportedError: metadata names mesh axes.
     Source: derived in shared_specs/README.md.
     Example:
         >>> TiledMLP(8, 12, num_shards=4, rngs=nnx.Rngs(0))(jnp.ones((2, 5, 8))).shape
@@ -83,6 +88,10 @@ class TiledMLP(nnx.Module):
         sharding: Sharding | None = None,
         use_bias: bool | None = None,
         precision: Any = None,
+        dot_general: Callable[..., Any] | None = None,
+        promote_dtype: Callable[..., Any] | None = None,
+        kernel_metadata: Mapping[str, Any] | None = None,
+        bias_metadata: Mapping[str, Any] | None = None,
     ) -> None:
         bias = chosen_bias("TiledMLP", bias, use_bias, False)
         shapes = param_shapes(
@@ -92,6 +101,12 @@ class TiledMLP(nnx.Module):
         check_dtypes("TiledMLP", dtype, param_dtype)
         check_initialisers("TiledMLP", kernel_init, bias_init)
         check_precision("TiledMLP", precision)
+        own = projections.check_products("TiledMLP", {"dot_general": dot_general, "promote_dtype": promote_dtype})
+        self.dot_general, self.promote_dtype, self.precision = own["dot_general"], own["promote_dtype"], precision
+        of_kind = {
+            "w": check_metadata("TiledMLP", "kernel_metadata", kernel_metadata),
+            "b": check_metadata("TiledMLP", "bias_metadata", bias_metadata),
+        }
         rngs = check_module_rngs("TiledMLP", rngs)
         self.dtype = dtype
         axes = param_axes(sharding, fused_gate_up=fused_gate_up)
@@ -99,7 +114,7 @@ class TiledMLP(nnx.Module):
             init = kernel_init if name.startswith("w_") else bias_init
             metadata: dict[str, Any] = {} if axes(name) is None else {"out_sharding": axes(name)}
             value = refuse_partitioned("TiledMLP", init(rngs.params(), shape, param_dtype))
-            setattr(self, name, nnx.Param(value, **metadata))
+            setattr(self, name, nnx.Param(value, **of_kind[name[0]], **metadata))
 
     @classmethod
     def from_weights(
@@ -239,11 +254,15 @@ class TiledMLP(nnx.Module):
     def _path(self) -> str:
         """Return how a call runs, for `tiling_paths`."""
         reasons = [projections.reason_not_plain(name, getattr(self, name)) for name in self._layers()]
-        return f"tile: {reasons[0] or 'a projection is a layer'}" if reasons else "tiled_mlp"
+        if reasons:
+            return f"tile: {reasons[0] or 'a projection is a layer'}"
+        reason = projections.reason_of_products(self)
+        return "tiled_mlp" if reason is None else f"tile: {reason}"
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., H] -> [..., H_out]."""
         if layers := self._layers():
             projections.check_once("TiledMLP", self, layers)
+        if layers or projections.reason_of_products(self):
             return tile(MethodType(projections.whole, self), tiling=self.config.tiling)(x)
         return tiled_mlp(**self.config.arguments(x, self._held(), self.dtype))

@@ -22,6 +22,7 @@ from tiled_jax import backends
 from tiled_jax.core.params import as_operands, compute_dtype
 from tiled_jax.core.products import wide
 from tiled_jax.mlp.module import TiledMLP
+from tiled_jax.mlp.projections import reason_of_products
 from tiled_jax.mlp.ranks import on_device
 from tiled_jax.models import Llama
 from tiled_jax.models.block.function import block_layer
@@ -165,6 +166,10 @@ def _mlp(mlp: nnx.Module, x: jax.Array, mapped: Mapped) -> jax.Array:
         y = reduced(plain(entered(x, mapped)), mapped)
         return y if bias is None else y + bias[...].astype(y.dtype)
     assert isinstance(mlp, TiledMLP)
+    if (reason := reason_of_products(mlp)) is not None:
+        advice = "Take axes of data parallelism alone, whose devices call the module."
+        rule = "without products of its own under tensor parallelism"
+        raise UnsupportedError(error_text(HERE, "an MLP", rule, reason, advice=advice))
     params = mlp.config.held("parallelize", mlp)
     dtype = compute_dtype(x, params, mlp.dtype)
     return on_device(mlp.config, mapped.sequence_parallel, axis, x.astype(dtype), as_operands(params, dtype))

@@ -6,7 +6,7 @@ from typing import Any
 from flax import nnx
 
 from tiled_jax.mlp.module import TiledMLP
-from tiled_jax.mlp.projections import reason_not_plain
+from tiled_jax.mlp.projections import reason_not_plain, reason_of_products
 from tiled_jax.models.layer import Attention, DecoderLayer, OffsetRMSNorm
 
 # What an nnx.RMSNorm computes with, beside its scale and epsilon.
@@ -43,6 +43,8 @@ def _reasons(layer: Any) -> Iterator[str | None]:
     yield None if type(mlp) is TiledMLP else f"mlp is {type(mlp).__name__}"
     called = mlp._layers()
     yield f"mlp.{called[0]} is {type(getattr(mlp, called[0])).__name__}" if called else None
+    own = reason_of_products(mlp)
+    yield None if own is None else own.replace("the module", "mlp")
     same = (mlp.config.activation, mlp.config.gated) == (config.activation, True)
     yield None if same else "mlp has options of its own"
     for name in names:  # a block computes all products in one dtype
