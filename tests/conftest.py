@@ -143,12 +143,12 @@ def _jax_files_share_what_was_compiled(request: pytest.FixtureRequest) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # before -m is heard, and behind what shuffles
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
-    """Of a test with `deep_but(n)` all cases but the first n are deep; one marked `last_of_file` comes behind its whole file.
+    """Of a test with `deep_but(n)` the first n cases alone are not deep; one marked `last_of_file` comes behind its whole file.
     PyTorch warns of operations on a GPU that the fixture above makes it watch."""
     cases: Counter[str] = Counter()
     for item in items:
         marker = item.get_closest_marker("deep_but")
-        if marker and not item.get_closest_marker("slow"):
+        if marker and not (item.get_closest_marker("slow") or item.get_closest_marker("deep")):
             test = item.nodeid.partition("[")[0]
             cases[test] += 1
             if cases[test] > marker.args[0]:

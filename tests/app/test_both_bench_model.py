@@ -21,6 +21,7 @@ from tiled_torch.commands.bench import model as of_torch
 from tiled_torch.commands.finetune.trainer import build_model
 
 
+@pytest.mark.deep
 def test_both_truths_are_one(tmp_path: Path) -> None:
     files = read_model(write_tiny_folder(tmp_path / "tiny"))
     ids = tokens_of(ModelWorkload(name="small", tokens=24, reason="quick"), files)

@@ -64,6 +64,7 @@ def test_commands_have_the_same_words_and_options():
     assert commands[0]["finetune"][1] is FinetuneOptions
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("trainer", [TorchTrainer, JaxTrainer])
 def test_least_budget_is_the_one_that_runs(inputs, tmp_path, monkeypatch, trainer, dtype):
@@ -91,6 +92,7 @@ def torch_run(inputs, tmp_path_factory):
     return out
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -115,6 +117,7 @@ def test_same_losses_and_weights(inputs, torch_run, tmp_path, changes):
         assert np.linalg.norm(weights[1][name] - weight) <= DEMO_LOSS_RTOL * np.linalg.norm(weight), name
 
 
+@pytest.mark.deep
 def test_everything_but_attention_a_shard_at_a_time(inputs, torch_run, tmp_path):
     """And inputs in host memory, which on a CPU is the device's own."""
     options = {"num_shards": 3, "scope": "block", "offload": True}
@@ -123,6 +126,7 @@ def test_everything_but_attention_a_shard_at_a_time(inputs, torch_run, tmp_path)
         assert found == pytest.approx(losses(torch_run), rel=DEMO_LOSS_RTOL)
 
 
+@pytest.mark.deep
 def test_each_half_resumes_the_other(inputs, torch_run, tmp_path):
     """Without the moments of the steps before, the first update of whoever continues would be another one."""
     whole, out = losses(torch_run), tmp_path / "run"
@@ -150,6 +154,7 @@ def interrupted(half, inputs, out, number, **words):
     return process.exitcode
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("half", "trainer"), [("tiled_torch", TorchTrainer), ("tiled_jax", JaxTrainer)])
 def test_an_interrupted_run_resumes_with_the_same_losses(half, trainer, number, inputs, tmp_path):

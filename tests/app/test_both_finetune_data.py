@@ -37,6 +37,7 @@ def whole(inputs, tmp_path_factory):
     return found
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize("trainer", HALVES)
 def test_micro_batches_of_conversations(inputs, whole, tmp_path, trainer):
     """The mean over what the assistant says in all of them, which is more in some than in others; also after a resume."""

@@ -28,7 +28,7 @@ def inputs(tmp_path_factory):
     return folder
 
 
-@pytest.mark.deep_but(1)
+@pytest.mark.deep
 @pytest.mark.parametrize("model", KINDS)
 def test_same_losses_and_each_half_resumes_the_other(inputs, tmp_path, model):
     plain = run(TorchTrainer, inputs, tmp_path / "plain", model, plain=True, steps=4)

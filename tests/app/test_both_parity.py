@@ -86,7 +86,7 @@ def test_pytorch_is_right_on_one_case_of_each_kind(monkeypatch):
     assert sum(row.cases for row in rows) == sum(len(chosen(group, True)) for group in GROUPS)
 
 
-@pytest.mark.deep_but(2)
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize("group", GROUPS)
 def test_jax_is_right(group, monkeypatch):
     """The last of each dtype: compiling them all is minutes."""

@@ -64,6 +64,7 @@ def test_both_halves_and_a_resumed_run_have_one_curve(inputs, torch_run, tmp_pat
     assert_same_curves(curves(tmp_path / "jax"), whole)
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize("trainer", [TorchTrainer, JaxTrainer])
 def test_a_resumed_run_goes_on_with_its_schedule(inputs, tmp_path, trainer, capsys):  # noqa: F811
     """A run that is stopped by its fourth step and one that is not; the other half's moments are taken on the way."""
@@ -89,7 +90,7 @@ def test_a_resumed_run_goes_on_with_its_schedule(inputs, tmp_path, trainer, caps
     assert_same_curves(curves(out), curves(whole))
 
 
-@pytest.mark.deep_but(1)
+@pytest.mark.deep
 @pytest.mark.ranks
 @pytest.mark.parametrize("mesh", [{"dp": 2, "fsdp": 2, "tp": 2}, {"fsdp": 2, "cp": 2, "grad_accumulation": 2}], ids=str)
 def test_clipping_and_evaluation_over_a_mesh_in_jax(inputs, tmp_path, mesh):  # noqa: F811

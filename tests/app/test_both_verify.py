@@ -57,6 +57,7 @@ def test_a_module_that_looks_at_other_tokens_is_wrong(half, name, capsys):
     assert "What looks at other tokens, as attention does, cannot be tiled whole" in shown
 
 
+@pytest.mark.deep
 def test_mlps_inside_a_module_are_what_is_tiled(capsys):
     """Of one that looks at all tokens, and by the paths that ran: not all is what its modules would do for x alone."""
     assert run("jax", f"{HERE}:JaxLayer", "--hidden", 8, "--tokens", 30, "--json", "--device", "cpu") == 0
@@ -99,7 +100,7 @@ def test_training_is_compared_too(half, capsys):
     assert "wrong: y in float64, training; " in shown
 
 
-@pytest.mark.deep_but(3)
+@pytest.mark.deep
 @pytest.mark.parametrize("name", ["TorchDropped", "TorchOnce", "JaxDropped", "JaxOnce"])
 def test_dropout_is_compared_where_it_can_be(name, capsys):
     half = "torch" if name.startswith("Torch") else "jax"
@@ -153,6 +154,7 @@ def test_a_gradient_that_is_rounding_may_be_another(dtype):
     assert right(1e-3 * (1 + 2 * max(limit(0.0, dtype), DISTRIBUTED_FLOAT64))) == [True, False]
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize("half", HALVES)
 def test_a_model_says_which_paths_ran(half, inputs, capsys, monkeypatch):  # noqa: F811
     monkeypatch.setenv("COLUMNS", "60")

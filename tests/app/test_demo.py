@@ -119,6 +119,7 @@ def test_picture(tmp_path, monkeypatch):
     assert_shows(path, figures[0], covered=("checkpointed, predicted", "tiled, predicted"))  # in short contexts
 
 
+@pytest.mark.deep
 def test_picture_of_long_runs(tmp_path, monkeypatch):
     figures, path = saved_figures(monkeypatch), tmp_path / "demo.png"
     monkeypatch.setattr(demo_report, "machine_bytes", lambda: 2.75 * GIB)

@@ -131,6 +131,7 @@ def test_rows_know_what_the_model_of_the_time_says(monkeypatch: pytest.MonkeyPat
         assert name == "ceilings" or all(one.model_seconds > 0 for one in question().values()), name
 
 
+@pytest.mark.deep
 def test_a_program_that_fails_compiles_nothing_again() -> None:
     """A variant that is refused is a row; the others are compiled once each, when they run first."""
     traced = []
@@ -267,6 +268,7 @@ def test_candidates_are_compiled_once_each(monkeypatch: pytest.MonkeyPatch) -> N
         assert traced == [*CANDIDATES["pallas"][op]]
 
 
+@pytest.mark.deep
 def test_every_way_to_make_an_mlp_makes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """h, or the gradients, with the blocks that are given, the kernels in the interpreter."""
     chosen = {op: asdict(CANDIDATES["pallas"][op][0]) for op in ("glu_up", "glu_up_aux", "dgated")}

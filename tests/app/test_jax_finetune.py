@@ -124,7 +124,7 @@ def loaded(options: FinetuneOptions, **config: Any) -> JaxTrainer:
     return trainer
 
 
-@pytest.mark.deep_but(1)
+@pytest.mark.deep
 @pytest.mark.parametrize("scope", ["mlp", "block"])
 def test_layers_of_a_long_step_are_told_of(options: Any, monkeypatch: pytest.MonkeyPatch, scope: str) -> None:
     """Each layer's forward, and its backward; of a short step, whose program would stay out of the cache, nothing."""

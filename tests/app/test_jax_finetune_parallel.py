@@ -125,7 +125,7 @@ def test_a_step_of_a_qwen3_by_blocks(tmp_path: Path) -> None:
     assert not any(np.array_equal(before[name], after[name]) for name in trained)
 
 
-@pytest.mark.deep_but(1)
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("kind", "ranks"), [("gemma2", {"fsdp": 2, "cp": 2, "tp": 2}), ("phi3", {"fsdp": 2, "cp": 2, "context": "ring"})]
 )
@@ -153,6 +153,7 @@ def test_packed_conversations_in_micro_batches(tmp_path: Path) -> None:
     assert_same_run(tmp_path / "run", tmp_path / "alone")
 
 
+@pytest.mark.deep
 def test_a_run_continues_on_other_devices(inputs: Path, alone: Path, tmp_path: Path) -> None:
     run(inputs, tmp_path / "run", steps=1, fsdp=4)
     run(inputs, tmp_path / "run", steps=2, resume=True, cp=2, tp=2)

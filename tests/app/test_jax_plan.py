@@ -31,7 +31,7 @@ def assert_predicted(decoder: Decoder, **given: Any) -> tuple[Setting, Simulated
     return setting, found
 
 
-@pytest.mark.deep_but(2)
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize("vocab", [256, 32000], ids=["layers", "head"])
 @pytest.mark.parametrize(("gpus", "context"), [(1, 1), (8, 1), (8, 4)])
 def test_bytes_of_a_step(gpus: int, context: int, vocab: int) -> None:
@@ -74,6 +74,7 @@ SPLIT: list[tuple[dict[str, Any], int]] = [
 ]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("of", [SPLIT[:2], pytest.param(SPLIT[2:], marks=pytest.mark.slow)], ids=["some", "others"])
 def test_bytes_where_layers_are_split(of: list[tuple[dict[str, Any], int]]) -> None:
     """Two gathered shards are there at a time, and of the vocabulary a part. Slow: a compilation each."""
@@ -83,6 +84,7 @@ def test_bytes_where_layers_are_split(of: list[tuple[dict[str, Any], int]]) -> N
         assert ("collective-permute" in found.collectives) == (setting.ring > 1)
 
 
+@pytest.mark.deep
 def test_a_program_for_this_processor_stands_in_for_a_gpus() -> None:
     """In float32, its layers' inputs where they are; the head is not gathered for so few tokens."""
     setting = Setting(tokens=16384, gpus=8, context=8, offload=True, half="jax")

@@ -363,6 +363,7 @@ def start(options, step_seconds=0.1):
     return process
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_interrupted_run_resumes_with_the_same_losses(options, tmp_path, number):
     steps = 12

@@ -64,6 +64,7 @@ def test_a_short_run_leaves_the_large_tests_out_and_says_what_failed(
     assert "assert 1 == 2" in found["parity.log"]
 
 
+@pytest.mark.deep
 def test_what_hangs_is_ended_and_the_rest_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_parity, "side_by_side", list)
     files = parts(tmp_path, "import time\ntime.sleep(600)\n", GREEN)

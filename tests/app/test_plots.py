@@ -44,6 +44,7 @@ def test_curves_are_the_numbers_of_the_records(tmp_path, monkeypatch):
     assert_shows(tmp_path / "picture.png", figure)
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize("steps", [1, 100])
 def test_one_step_and_many(tmp_path, monkeypatch, steps):
     """A single point has no line; many are a line without markers."""
@@ -60,6 +61,7 @@ def noisy(steps, seed=0):
     return records((np.round(losses * 1024) / 1024).tolist(), [GIB * (2 + (n % 50 == 0)) for n in numbers.tolist()])
 
 
+@pytest.mark.deep
 def test_of_a_thousand_steps_the_mean_is_the_curve(tmp_path, monkeypatch):
     figures, rows = saved_figures(monkeypatch), noisy(1000)
     held_out = [{"step": step, "loss": 3.5 - step / 1000} for step in range(50, 1001, 50)]
@@ -74,6 +76,7 @@ def test_of_a_thousand_steps_the_mean_is_the_curve(tmp_path, monkeypatch):
     assert_shows(tmp_path / "picture.png", figures[0])
 
 
+@pytest.mark.deep
 def test_two_runs_of_a_thousand_steps_are_told_apart(tmp_path, monkeypatch):
     """The band of either is behind both means, which are seen."""
     figures, runs = saved_figures(monkeypatch), {"first": noisy(1000), "second": noisy(1000, seed=1)}
@@ -100,6 +103,7 @@ def test_an_older_picture_is_replaced(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == [path]
 
 
+@pytest.mark.deep
 def test_a_run_and_its_continuation_show_their_log(tmp_path, monkeypatch):
     inputs, figures, out = write_inputs(tmp_path / "inputs"), saved_figures(monkeypatch), tmp_path / "run"
     base = {"model": str(inputs / "model"), "text": str(inputs / "text"), "out": str(out)}

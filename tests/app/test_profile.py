@@ -41,6 +41,7 @@ def test_without_ncu_it_is_told(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.deep
 def test_one_that_fails_or_hangs_is_told_and_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -47,6 +47,7 @@ class Narrow(TorchDispatchMode):
 COPIES = {"clone", "detach", "new_empty", "set_", "_to_copy"}
 
 
+@pytest.mark.deep
 def test_the_truth_is_float64_but_for_the_angles_of_positions(case):
     given, ids = case
     with Narrow() as narrow:

@@ -105,6 +105,7 @@ def test_two_ranks_have_the_losses_of_one_and_one_goes_on(inputs, two, tmp_path)
     assert AutoModelForCausalLM.from_pretrained(out / MODEL_NAME).config.hidden_size == 32
 
 
+@pytest.mark.deep
 def test_two_ranks_go_on_from_one_and_from_another_layout(inputs, two, tmp_path):
     """One process, then two that split every layer: the whole weights are cut, the moments too."""
     out = tmp_path / "run"
@@ -192,6 +193,7 @@ def test_packed_conversations_in_micro_batches(inputs, two, tmp_path):
         assert_same_model(out, tmp_path)
 
 
+@pytest.mark.deep
 def test_split_layers_with_biases_of_queries_keys_and_values(inputs, two, tmp_path):
     """Of a Qwen2 model, whose plan is the registry's; then its weights and moments sharded."""
     model = str(write_tiny_folder(tmp_path / "model", **QWEN2))
@@ -206,6 +208,7 @@ def test_split_layers_with_biases_of_queries_keys_and_values(inputs, two, tmp_pa
     assert_same_model(out, tmp_path)
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize(("axis", "gguf"), [("fsdp", False), ("tp", True)])
 def test_no_rank_holds_the_whole_model_while_it_loads(inputs, two, tmp_path, axis, gguf):
     big = str(write_big(tmp_path, gguf))
@@ -214,6 +217,7 @@ def test_no_rank_holds_the_whole_model_while_it_loads(inputs, two, tmp_path, axi
         assert_no_whole_model(**measured)
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize("axis", ["fsdp", "cp"])
 def test_bfloat16(inputs, two, tmp_path, axis):
     """The forward under autocast, of sharded float32 weights: as near to float32 as one process in bfloat16 is."""

@@ -90,6 +90,7 @@ def test_its_description_links_to_nothing_that_an_index_has_not(wheel):
     assert "`tiled_torch/mlp/api.py`" in text, "the name of a file stays where the link was"
 
 
+@pytest.mark.deep
 def test_nothing_but_python_is_needed_to_ask_for_help(site):
     done = run_with("", "probe_spec", root=site)
     assert done.returncode == 0, done.stderr

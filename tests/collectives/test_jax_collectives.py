@@ -136,6 +136,7 @@ def collectives_of_the_module() -> list[str]:
     return [name for name in PARALLEL_SIGNATURES if hasattr(collectives, name)]
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize(
     ("ranks", "kind"),
     [

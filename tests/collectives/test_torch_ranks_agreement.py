@@ -24,6 +24,7 @@ OF_MLP = {
 }
 
 
+@pytest.mark.deep_but(4)
 @pytest.mark.parametrize("what", OF_MLP)
 def test_calls_of_the_mlp(pools, what):
     """One error text everywhere; afterwards the group works as before."""

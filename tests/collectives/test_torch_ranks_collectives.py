@@ -37,6 +37,7 @@ def run(pools: dict[int, Ranks], world: int, function: str, **arguments: Any) ->
     return pools[world].run(f"tests.collectives.ranks_torch_collectives:{function}", **arguments)
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize("layout", ["contiguous", "strided"])
 @pytest.mark.parametrize("world", WORLDS)
 def test_every_case(pools, world, layout):
@@ -120,6 +121,7 @@ def test_integers(pools):
     assert run(pools, 2, "integers") == [[[0, 1], [0, 1, 2, 3], False], [[2, 3], [0, 1, 2, 3], False]]
 
 
+@pytest.mark.deep
 def test_under_compile(pools):
     assert max(run(pools, 2, "compiled")) <= DISTRIBUTED_FLOAT64
 

@@ -47,6 +47,7 @@ def test_a_rank_that_makes_no_call(pools):
         assert sorted(map(tuple, map(json.loads, answer["last"][-3:]))) == [("rank",)] * 3
 
 
+@pytest.mark.deep
 def test_a_wrong_call_on_one_rank_of_groups_that_are_not_the_world(pools):
     """Ranks are numbered as in the group, and as in the world; who waits for them in turn is told so."""
     first, second, third, fourth = run(pools, 4, "subgroups")

@@ -52,6 +52,7 @@ def plain(student: Any, w: Any, teacher: Any, w_teacher: Any, targets: Any, loss
 ARGUMENTS: dict[str, Any] = {"kind": "jsd", "temperature": 2.0, "weight_hard": 1 / 3}
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_derivatives_of_every_order_and_mode(reduction: Any, same: Any) -> None:
     student, w, *rest = operands()
@@ -127,6 +128,7 @@ def test_compiled_bytes_are_within_the_formula() -> None:
     assert found[3] <= found[1]
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_tokens_that_a_mesh_cuts(kind: AxisType, reduction: Any, same: Any) -> None:

@@ -87,6 +87,7 @@ def test_peak_bytes_are_one_pair_of_logits_whatever_the_tokens(kind: Any, dtype:
     assert peaks[1] <= peaks[0] * (1 + COST_BYTES)
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_that_are_taken_out_take_no_more_bytes_than_all_rows(dtype: torch.dtype) -> None:
     """Their hidden states and gradient are copies; shards of them are shorter by as much."""
@@ -182,6 +183,7 @@ def test_a_gradient_goes_to_main_grad_where_there_is_one() -> None:
     near(w.main_grad - 1, expected)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_a_compiled_step_is_the_eager_one(reduction: Any) -> None:
     """One operator of one graph, which looks at the labels when it runs."""

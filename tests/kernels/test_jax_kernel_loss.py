@@ -77,7 +77,7 @@ def assert_true(found: dict[str, Any], exact: dict[str, Array], plain: dict[str,
         assert_within(np.asarray(value), exact[name], allowed, f"{dtype} {name}")
 
 
-@pytest.mark.deep_but(3)
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_statistics_and_gradient(name: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,6 +153,7 @@ def test_equal_and_extreme_logits() -> None:
     assert np.isfinite(np.asarray(dlogits)).all()
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize("weighted", [False, True])
 def test_vmap(weighted: bool) -> None:
     """The rows of all examples in one launch; class weights that differ between examples in one launch each."""
@@ -205,6 +206,7 @@ def way_of(case: LossCase) -> tuple[Any, ...]:
     return case.dtype, case.reduction == "none", case.vocab_shards is None, "entropy" in case.outputs
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize(
     "case", [pytest.param(case, id=case.id, marks=() if is_fast(case) else pytest.mark.slow) for case in CASES]
 )
@@ -215,6 +217,7 @@ def test_case(case: LossCase, interpreting: None) -> None:
     assert backends.last_run(NAME) == "pallas"
 
 
+@pytest.mark.deep
 def test_second_order(interpreting: None) -> None:
     """The derivative of the kernel is that of the formulas: in forward, and with upstream gradients per token."""
     x, weight, targets = loss_operands(5, dtype=jnp.float32)

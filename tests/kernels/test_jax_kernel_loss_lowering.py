@@ -32,6 +32,7 @@ def lowered(fn: Any, *shapes: Any) -> str:
     return jax.jit(fn).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize(
     ("options", "dtype"),
     [(PLAIN, jnp.bfloat16), (EVERYTHING, jnp.float16), (EVERYTHING, jnp.float32)],
@@ -95,6 +96,7 @@ def test_second_order(kernels_without_a_device: None) -> None:
     assert "stablehlo.dot_general" in lowered(jax.grad(slope, argnums=(0, 1)), *operands())
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize(
     ("check_vma", "sequence", "kind", "loss"),
     [

@@ -56,6 +56,7 @@ def test_tiled_mlp(case: MLPCase, interpreting: None, monkeypatch: pytest.Monkey
 
 
 # Other numbers than above, here and below: the adapter computes a case once.
+@pytest.mark.deep
 @pytest.mark.parametrize(
     "case",
     [replace(MLP_CASES[0], seed=2), slow_before_0_11(replace(MLP_CASES[2], seed=2))],
@@ -95,6 +96,7 @@ def mlp_shapes(tokens: int) -> list[jax.ShapeDtypeStruct]:
     return [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize(("keep", "kernels"), [(0.0, 3), (1.0, 2)])
 def test_the_kernels_run_in_forward_and_in_the_recomputation(keep: float, kernels: int) -> None:
     """The forward, gate and up again, and dgated: each is lowered once for the straight-line shard and the loop."""
@@ -110,6 +112,7 @@ def test_where_gate_is_no_kernels_the_recomputation_is_of_products_alone(paths: 
     assert lowered.as_text().count("mosaic_gpu_v2") == kernels
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_tiled_mlp_lowers_inside_shard_map(check_vma: bool) -> None:
     mesh = jax.make_mesh((2, 4), ("sequence", "tensor"), axis_types=(AxisType.Auto,) * 2)
@@ -128,6 +131,7 @@ def test_tiled_mlp_lowers_inside_shard_map(check_vma: bool) -> None:
     assert text.count("mosaic_gpu_v2") >= 3  # jax 0.10 lowers some of them again where types vary
 
 
+@pytest.mark.deep
 def test_second_order_lowers() -> None:
     """Whose derivative of the kernels is that of the XLA formulas."""
     step = forward_and_backward(ShardPlan(256, 128))

@@ -30,6 +30,7 @@ LLAMA_3_8B = {"hidden": 4096, "intermediate": 14336}
 WEIGHTS = ("w_gate", "w_up")
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize(
     ("activation", "dtype", "tokens", "biases"),
     [
@@ -84,6 +85,7 @@ def test_dgated(activation: str, dtype: str, tokens: int) -> None:
     assert_true({"dgate": dgate, "dup": dup, "h_again": h}, arrays, dtype, activation)
 
 
+@pytest.mark.deep
 def test_one_program_makes_many_blocks() -> None:
     """Nine blocks on the interpreter's two multiprocessors, four of them in the second group of the raster."""
     arrays = operands(384, 64, 384, "bfloat16")
@@ -177,6 +179,7 @@ LOWERED += [(op, activation, jnp.bfloat16) for op in ("glu_up_keep", "dgated") f
 LOWERED += [(op, "silu", jnp.float16) for op in ("glu_up_keep", "dgated")]
 
 
+@pytest.mark.deep_but(6)
 @pytest.mark.parametrize(("op", "activation", "dtype"), LOWERED)
 def test_lowers_for_cuda(op: str, activation: str, dtype: Any) -> None:
     """Layouts and shared memory of the table's blocks, at the widths of Llama 3 8B; any tokens are the same kernel."""

@@ -45,6 +45,7 @@ def assert_true(found: jax.Array, formula: Callable[..., Array], arrays: list[ja
     assert_within(np.asarray(found), exact, limit(relative_error(plain, exact), dtype), dtype)
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize(
     ("dtype", "tokens", "with_bias", "blocks"),
     [
@@ -61,6 +62,7 @@ def test_linear(dtype: str, tokens: int, with_bias: bool, blocks: Blocks | None)
     assert_true(y, lambda x, w, b: x @ w + (0 if b is None else b), [x, w, maybe_bias], dtype)
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize(
     ("dtype", "tokens", "gated", "blocks"),
     [
@@ -79,6 +81,7 @@ def test_dx(dtype: str, tokens: int, gated: bool, blocks: Blocks | None) -> None
     assert_true(dx(*arrays, blocks=blocks, interpret=interpreter()), formula, arrays, dtype)
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize(
     ("dtype", "tokens", "blocks"),
     [
@@ -164,6 +167,7 @@ CONFIGURATIONS += [
 ]
 
 
+@pytest.mark.deep_but(6)
 @pytest.mark.parametrize(("name", "dtype", "blocks"), CONFIGURATIONS, ids=str)
 def test_lowers_for_cuda(name: str, dtype: Any, blocks: Blocks | None) -> None:
     """Layouts and shared memory of the table's blocks, and of all that `tune` may put there; any tokens are one kernel."""

@@ -115,6 +115,7 @@ def gradients(num_shards: int, dtype: torch.dtype, activation: str, *, gated: bo
     return [y.detach(), *torch.autograd.grad(y, leaves, dy.to(dtype))]
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize(
     ("dtype", "gated"), [(torch.float32, True), (torch.bfloat16, True), (torch.float32, False)], ids=str
 )

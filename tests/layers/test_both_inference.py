@@ -175,7 +175,7 @@ def wholes(case: Case, results: list[Any], gradients: dict[str, Any]) -> tuple[l
     return found, {name: as_whole(a, case.sizes_along(case.dims[name], name)) for name, a in gradients.items()}
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.deep)])
 def test_ranks_devices_and_oracle(pools: Any, ranks: int) -> None:
     cases = cases_of(ranks)
     answers = pools[ranks].run(

@@ -127,6 +127,7 @@ def used(mode: str | None, layers: int) -> int:
     return temp_bytes(program, *operands(jnp.float32, layers=layers))
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize("mode", ["full", "every-2", "every-4", "products"])
 def test_compiled_temp_bytes_of_the_rolled_loop(mode: str) -> None:
     """Each layer more costs to the byte what the formula says it keeps: so no copy of the parameters is among them.
@@ -185,6 +186,7 @@ ATTENTION = {
 }
 
 
+@pytest.mark.deep_but(2)
 @pytest.mark.parametrize("name", ATTENTION)
 def test_op_keeps_what_attention_returns(name: str, same: Any) -> None:
     """q from one product, k and v from another, the output's and two more: the first, third and fifth are kept, and attention
@@ -287,6 +289,7 @@ def plainly(dtype: Any) -> Any:
     return results(plain_scan, *operands(dtype))
 
 
+@pytest.mark.deep_but(2)
 @pytest.mark.ranks
 @pytest.mark.parametrize(("devices", "check_vma"), [(1, True), (2, True), (4, False), (8, True), (8, False)])
 def test_inside_shard_map(devices: int, check_vma: bool, same: Any) -> None:
@@ -294,7 +297,7 @@ def test_inside_shard_map(devices: int, check_vma: bool, same: Any) -> None:
         same(found, plainly(jnp.float64))
 
 
-@pytest.mark.deep_but(1)
+@pytest.mark.deep
 @pytest.mark.ranks
 @pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 2, 4, 8])
 def test_in_bfloat16(devices: int) -> None:
@@ -354,6 +357,7 @@ def standardised(x: jax.Array) -> jax.Array:
     return x * lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True))
 
 
+@pytest.mark.deep
 def test_an_output_that_nobody_keeps(same: Any) -> None:
     """Of a norm and a gated product: x and what the product keeps, not the norm's output or what the norm keeps."""
     x, w = operands(jnp.float64, layers=1)

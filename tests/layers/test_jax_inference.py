@@ -100,6 +100,7 @@ def test_equal_to_one_device(ranks: int, check_vma: bool, x64: None) -> None:
 PATHS = ((True, "auto"), (True, "collectives"), (False, "auto"))
 
 
+@pytest.mark.deep_but(2)
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("ranks", SIZES)
 def test_devices_with_unequally_many_tokens(ranks: int, check_vma: bool, x64: None) -> None:
@@ -164,6 +165,7 @@ def test_gradients(check_vma: bool, x64: None) -> None:
             assert_within(np.asarray(a), np.asarray(b), DISTRIBUTED_FLOAT64, "gradient")
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("gather", [True, False])
 def test_gradients_of_unequally_many_tokens(gather: bool, check_vma: bool, x64: None) -> None:
@@ -192,6 +194,7 @@ def fused(mesh: jax.sharding.Mesh, sizes: tuple[int, ...] | None, x: list[Array]
     return [columns, normed, tokens_of(h, sizes)]
 
 
+@pytest.mark.deep_but(2)
 @pytest.mark.parametrize(
     ("ranks", "sizes"),
     [pytest.param(1, None, marks=pytest.mark.slow), *((ranks, None) for ranks in SIZES)]

@@ -90,6 +90,7 @@ def ids_of() -> jax.Array:
     return jnp.asarray(np.random.default_rng(0).integers(0, V, (B, S)), jnp.int32)
 
 
+@pytest.mark.deep_but(2)
 @pytest.mark.parametrize(
     ("devices", "kind", "sequence", "fused"),
     [
@@ -119,6 +120,7 @@ def test_equal_to_whole_weights(
     assert_within(norm, exact, DISTRIBUTED_FLOAT64, "global norm")
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize(
     ("kinds", "rows"),
     [
@@ -146,6 +148,7 @@ def test_on_a_mesh_of_both_kinds(kinds: tuple[AxisType, AxisType], rows: int) ->
     np.testing.assert_array_equal(*found)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("ranks", "kind", "sequence"),
     [
@@ -241,6 +244,7 @@ def test_gathered_at_run_time_with_a_weight_from_elsewhere_and_a_bias_apart() ->
         layer(x, weight.reshape(IN, OUT))
 
 
+@pytest.mark.deep
 def test_a_checkpoint_reloads_at_another_number_of_devices(tmp_path: Any) -> None:
     """Every device of 2 and of 8 reads its own part of what 4 wrote, to the bit."""
 

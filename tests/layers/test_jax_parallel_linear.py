@@ -182,7 +182,7 @@ def mesh_of(ranks: int) -> jax.sharding.Mesh:
     return jax.make_mesh((ranks,), ("tp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:ranks])
 
 
-@pytest.mark.deep_but(2)
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize(("ranks", "check_vma"), [(1, True), (2, True), (4, False), (8, True)])
 def test_equal_to_one_device(ranks: int, check_vma: bool, x64: None) -> None:
     cases = list(CASES.values())
@@ -205,7 +205,7 @@ BFLOAT16 = (
 )
 
 
-@pytest.mark.deep_but(1)
+@pytest.mark.deep
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2, 4, 8])
 def test_in_bfloat16(ranks: int) -> None:
     """Against float64, as wrong as the same math on one device in bfloat16 may be."""

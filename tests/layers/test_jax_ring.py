@@ -71,6 +71,7 @@ CASES: list[Any] = [
 ]
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize(("devices", "run", "several", "check_vma", "options"), CASES)
 def test_attention_is_that_of_one_device(
     devices: int, run: int, several: bool, check_vma: bool, options: dict[str, Any], x64: None
@@ -116,6 +117,7 @@ def test_a_ring_whose_places_are_shared(x64: None) -> None:
     np.testing.assert_array_equal(mine["x"], batch["x"][:, places])
 
 
+@pytest.mark.deep
 def test_attention_in_bfloat16(x64: None) -> None:
     """As wrong as that of one device may be, which sums in float32 as well."""
     tokens = 64

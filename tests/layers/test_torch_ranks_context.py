@@ -86,6 +86,7 @@ def test_llama_beside_other_axes(pools):
     check(pools[4].run(_HERE + "models", names=names, num_key_value_heads=2))
 
 
+@pytest.mark.deep_but(2)
 @pytest.mark.parametrize("heads", [4, 1])
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen3"])
 def test_layers_as_one_function(pools, kind, heads):
@@ -103,6 +104,7 @@ def test_layers_as_one_function(pools, kind, heads):
 PARTS = [(8, 2), (8, 1), (12, 3)]
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize(("heads", "kv_heads"), PARTS)
 def test_query_heads_that_attend_in_parts(pools, heads, kv_heads):
     """Of one key head: the gradients of keys and values are sums over the parts."""
@@ -131,6 +133,7 @@ def test_layers_as_one_function_beside_tensor_parallelism(pools, kind, heads):
             assert max(each["loss"], each["gradients"]) <= DISTRIBUTED_FLOAT64
 
 
+@pytest.mark.deep_but(2)
 @pytest.mark.parametrize("kind", ["mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "smollm3"])
 def test_families(pools, kind):
     """Windows, caps of scores, norms of heads, biases, tied embeddings; transformers' own masks are the truth."""
@@ -178,6 +181,7 @@ def check_bytes(answers, kv_heads, kept, ranks):
         assert slope == pytest.approx(predicted, rel=COST_BYTES)
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.deep)])
 def test_bytes_a_token_of_layers_as_one_function(pools, ranks):
     """Of one rank's tokens, whose inputs wait on the host: as many as without a context."""
@@ -212,6 +216,7 @@ def test_rings_write_out_nothing_of_all_tokens(pools):
         assert live < mask
 
 
+@pytest.mark.deep
 def test_compiled_blocks(pools):
     for name in ("cp 2, full", "ring 2, full"):
         check([{name: found} for found in pools[2].run(_HERE + "compiled", name=name)])

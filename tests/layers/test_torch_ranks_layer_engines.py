@@ -37,6 +37,7 @@ def test_state_of_a_wrapped_layer(pools):
     assert [dict(state) for state in run(pools, 2, "wrapped")] == [SHAPES] * 2
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_fully_shard(pools, sequence_parallel, tmp_path):
     """Steps as on one process; then parameters and moments go to other meshes, from sharded parts and back into them."""

@@ -49,6 +49,7 @@ def as_linear(params: Any) -> nnx.Linear:
     return linear
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize("splits", SPLITS, ids=str)
 def test_any_tiles_are_the_same_layer(splits: tuple[int, int], same: Any) -> None:
     """y, dx and every gradient; of nnx and of linen; the gradient of what pads a tile is zero, and there is as much."""

@@ -31,6 +31,7 @@ def mesh_of(kind: AxisType) -> jax.sharding.Mesh:
 TOKENS = P(("replica", "fsdp"), None)
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize(
     ("kind", "sharding"), [(AxisType.Auto, ("fsdp", None)), (AxisType.Explicit, (None, "fsdp"))], ids=str
 )
@@ -80,6 +81,7 @@ def test_tiles_that_the_devices_do_not_divide(sharding: Any, message: str) -> No
         TiledLinear(IN, OUT, in_splits=3, sharding=sharding, rngs=nnx.Rngs(0))
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize(
     ("sharding", "check_vma"), [(("fsdp", None), False), ((None, "fsdp"), True), (("fsdp", "replica"), True)], ids=str
 )
@@ -148,6 +150,7 @@ def test_at_every_number_of_devices(devices: int, kind: AxisType, mapped: bool, 
     same(sharded_results(devices, kind, x, params, mapped=mapped), expected)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(("devices", "mapped"), [(2, False), (4, True), (8, False)])
 def test_split_over_devices_in_bfloat16(devices: int, mapped: bool, x64: None) -> None:
     """Against float64, as wrong as the plain layer on one device in bfloat16 may be."""
@@ -196,6 +199,7 @@ def compiled(form: str, splits: int, *, gradients: bool) -> Any:
         return jax.jit(program).lower(x, weight).compile()
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize("gradients", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("form", ["jit", "shard_map"])
 def test_at_most_two_gathered_tiles_are_alive(form: str, gradients: bool) -> None:

@@ -87,6 +87,7 @@ def test_mixed_precision(pools, world):
             assert tiled <= limit(untiled, "bfloat16")
 
 
+@pytest.mark.deep
 def test_checkpoints_load_at_other_split_counts(ranks):
     """Weights and Adam's moments through torch.distributed.checkpoint, also from and to a plain layer; nothing is gathered."""
     pairs = [([2, 4], [3, 5]), ([3, 5], [2, 1]), (None, [3, 5]), ([3, 5], None)]
@@ -121,6 +122,7 @@ def test_parameters_are_copied_into_sharded_tiles(pools, world):
             assert bool(answer["collectives"]) == bool(gathers)
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize("world", [2, 4])
 def test_an_mlp_of_tiled_linears_is_small_in_tokens_and_in_weights(pools, world):
     """Two slices of weights at a time, gathered once per pass, and no activation larger than x; uneven slices too."""

@@ -306,7 +306,7 @@ def test_a_batch_of_different_counts(same: Any) -> None:
         same(found(x, weight, bias, batch), wanted(x, weight, bias, batch))
 
 
-@pytest.mark.deep_but(1)
+@pytest.mark.deep
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 def test_derivatives_of_every_order_and_mode(reduction: Any, same: Any) -> None:
     """Forward mode, and the gradient of the squared gradient, which runs every shard."""

@@ -31,6 +31,7 @@ def parameters(module: nnx.Module) -> Arrays:
     return {str(path[0]): np.asarray(param[...]) for path, param in nnx.to_flat_state(nnx.state(module, nnx.Param))}
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize("bias", [False, True])
 def test_parameters_and_their_gradients(bias: bool) -> None:
     x, _, targets = loss_operands(3, 5, dtype=jnp.float32)

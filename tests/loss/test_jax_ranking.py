@@ -43,6 +43,7 @@ def mesh_of(data: int, tensor: int, kind: AxisType) -> jax.sharding.Mesh:
     return jax.sharding.Mesh(devices, ("data", "tensor"), axis_types=(kind, kind))
 
 
+@pytest.mark.deep
 def test_a_vmap_and_derivatives_of_derivatives(x64: None) -> None:
     x, weight, targets = loss_operands(B, S)
     call = partial(tiled_linear_cross_entropy, loss=LOSS, tiling=Tiling(num_shards=3, vocab_shards=2))
@@ -81,6 +82,7 @@ def test_tokens_and_columns_that_a_mesh_cuts_under_plain_jit(kind: AxisType, x64
     assert_found(found, x, weight)
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize(("check_vma", "sequence_parallel"), [(True, True), (False, False)])
 def test_a_vocabulary_over_devices(check_vma: bool, sequence_parallel: bool, x64: None) -> None:
     """13 entries where four devices share 16; with sequence_parallel they share the tokens too."""

@@ -126,7 +126,7 @@ def expected(case: str) -> Any:
     return given, targets, loss, cut, whole(loss)(given, targets)
 
 
-@pytest.mark.deep_but(3)
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize(
     ("case", "devices"),
     [
@@ -149,6 +149,7 @@ def test_one_device_and_many_agree(case: str, devices: tuple[int, int, bool, Axi
     assert not np.asarray(actual[1]["weight"])[:, V:].any(), "padding of the vocabulary has a gradient"
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize("reduction", ["sum", "none"])
 def test_weights_of_tokens(reduction: Any, x64: None) -> None:
     """Of each device's own tokens, as the targets are; in the second pass they travel with what else is of every token."""
@@ -171,6 +172,7 @@ def test_weights_of_tokens(reduction: Any, x64: None) -> None:
     assert_equal(found, with_gradients(whole)(given, targets))
 
 
+@pytest.mark.deep
 def test_gradients_taken_inside_and_a_checkpoint(x64: None) -> None:
     mesh, (given, targets, _) = mesh_of(4), make()
 
@@ -188,6 +190,7 @@ def test_gradients_taken_inside_and_a_checkpoint(x64: None) -> None:
     assert_equal(mapped(given, targets), (3 * loss, gradients))
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_devices_with_other_numbers_of_tokens(reduction: Any, x64: None) -> None:
     """Rows behind a device's tokens are padding, whatever they hold: their numbers and gradients are zero."""
@@ -222,6 +225,7 @@ def in_bfloat16(reduction: Any) -> tuple[Any, ...]:
     return loss, given, targets, baseline, truth
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("ranks", "reduction"),
     [
@@ -262,6 +266,7 @@ def test_no_device_holds_the_full_sequence(kind: AxisType, reduction: Any) -> No
     assert found["any"] == 1024 * 64  # x and dx of a device's own tokens
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_temp_bytes_grow_by_the_numbers_per_token_alone(reduction: Any) -> None:
     found = []
@@ -311,6 +316,7 @@ def test_refused() -> None:
         vocab_parallel_linear_cross_entropy(given["x"], given["weight"], targets, axis_name="tp")
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize("tp", [1, 2])
 def test_the_error_of_a_float16_head_does_not_depend_on_the_scale_of_class_weights(tp: int) -> None:
     """A mean over all tokens of both devices, whose largest coefficients differ: the same bits at any power of two."""

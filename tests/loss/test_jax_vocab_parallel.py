@@ -130,7 +130,7 @@ def expected(case: str) -> Any:
     return operands, targets, loss, whole(loss, **options)(operands, targets)
 
 
-@pytest.mark.deep_but(3)
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize(("case", "devices"), [(case, devices) for case in CASES for devices in MESHES[case]], ids=str)
 def test_one_device_and_many_agree(case: str, devices: tuple[int, int, bool], x64: None) -> None:
     operands, targets, loss, wanted = expected(case)
@@ -242,6 +242,7 @@ def plain(logits: jax.Array, target: jax.Array, smoothing: float) -> jax.Array:
     return (1 - smoothing) * nll - smoothing * jnp.mean(log_p, axis=-1)
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize(
     ("devices", "smoothing"), [((1, 1, True), 0.0), ((2, 4, True), 0.1), ((1, 8, True), 0.0), ((2, 2, False), 0.1)]
 )
@@ -283,7 +284,7 @@ def in_bfloat16() -> tuple[Any, ...]:
     return loss, given, targets, baseline, truth
 
 
-@pytest.mark.deep_but(1)
+@pytest.mark.deep
 @pytest.mark.parametrize("devices", [pytest.param((1, 1), marks=pytest.mark.slow), (1, 2), (2, 4), (1, 8)], ids=str)
 def test_in_bfloat16(devices: tuple[int, int]) -> None:
     """22 tokens; of two devices of `data` each has 11."""

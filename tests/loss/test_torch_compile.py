@@ -34,6 +34,7 @@ def operands() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 WAYS = ((1, False), (3, True), (1, True), (3, False))  # parts of the vocabulary, autocast
 
 
+@pytest.mark.deep_but(2)
 @pytest.mark.parametrize(
     ("name", "vocab_shards", "autocast"),
     [(name, *WAYS[at % 4]) for at, name in enumerate([*OPTIONS, *list(OPTIONS)[:1]])],
@@ -83,6 +84,7 @@ def test_bad_targets_are_refused_under_compile() -> None:
         compiled(x, weight, torch.full_like(targets, 41))
 
 
+@pytest.mark.deep
 def test_main_grad_still_receives_the_gradient() -> None:
     """A compiled graph cannot write into it, so the call runs between two graphs."""
     x, _, _, targets = operands()

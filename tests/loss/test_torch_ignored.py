@@ -105,6 +105,7 @@ def test_flop_are_those_of_the_rows_that_count(share: float, reduction: Any) -> 
     assert not x.grad[targets < 0].any()
 
 
+@pytest.mark.deep_but(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab_shards", [1, 4])
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 1.0])

@@ -33,6 +33,7 @@ def test_fails_always():
 """
 
 
+@pytest.mark.deep
 def test_only_what_starts_processes_is_tried_again_and_named(tmp_path):
     mark = f"@pytest.mark.{MARKER}"
     for name, first, marked in (("plain", "", ""), ("process", "import subprocess", ""), ("devices", "", mark)):

@@ -151,6 +151,7 @@ def test_what_cannot_be_deterministic_is_refused(what: str) -> None:
     assert str(caught.value) == text
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
 def test_every_product_is_a_kernel(gated: bool) -> None:
     """Compiled for CUDA, neither pass has a product of XLA's."""

@@ -28,6 +28,7 @@ def moved(arrays: Any) -> Any:
     return jax.tree.map(lambda a: jnp.cos(3 * a), arrays)
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize("activation", ["silu", "gelu", pytest.param("relu_squared", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("gated", [True, False])
 def test_tangents_of_the_mlp(activation: str, gated: bool, same: Any) -> None:
@@ -177,6 +178,7 @@ def test_tangents_of_the_tiled_linear_layer(bias: bool, same: Any) -> None:
     same(*run(x, state))
 
 
+@pytest.mark.deep
 @pytest.mark.ranks
 @pytest.mark.parametrize("fused", [True, False])
 def test_tangents_of_losses_whose_vocabulary_is_split(fused: bool, same: Any) -> None:

@@ -59,6 +59,7 @@ def mlp(form: str) -> Any:
     return randomised(TiledMLP(H, I, bias=True, num_shards=2, **FORMS[form], rngs=nnx.Rngs(0)))
 
 
+@pytest.mark.deep_but(7)
 @pytest.mark.parametrize(("form", "name"), NAMES)
 def test_a_frozen_parameter_of_an_mlp_takes_part(form: str, name: str) -> None:
     module = mlp(form)
@@ -120,7 +121,7 @@ CONFIG = LlamaConfig.from_hf(
 )
 
 
-@pytest.mark.deep_but(2)
+@pytest.mark.deep
 @pytest.mark.parametrize("scope", ["mlp", "block"])
 @pytest.mark.parametrize("name", ["w_gate", "w_down"])
 def test_a_frozen_parameter_of_a_model(scope: str, name: str) -> None:

@@ -65,6 +65,7 @@ def in_order(found: Any) -> Any:
     return [*found[:2], *sorted(found[2:], key=lambda a: (a.shape, float(jnp.sum(jnp.abs(a)))))]
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize(("on", "kind"), [("gate", "LoRA"), ("down", "LoRA"), ("up", "LoRALinear")])
 def test_a_projection_with_an_adapter_runs_through_tile(on: str, kind: str, same: Any) -> None:
     layers, x = layers_with_lora(on, bias=True, dtype=jnp.float64, kind=kind), operands(3, 5)[0]

@@ -84,6 +84,7 @@ SPLITS = [
 ]
 
 
+@pytest.mark.deep_but(2)
 @pytest.mark.parametrize(("ranks", "data", "sequence_parallel", "check_vma", "ring", "keep", "kind"), SPLITS, ids=str)
 def test_one_device_and_many_agree(
     sequence_parallel: bool,
@@ -176,6 +177,7 @@ def in_bfloat16() -> tuple[Operands, Operands, Operands]:
     return given, with_gradients(untiled)(given), truth
 
 
+@pytest.mark.deep_but(2)
 @pytest.mark.parametrize(
     ("ranks", "sequence_parallel", "ring"),
     [

@@ -73,6 +73,7 @@ def test_two_gathered_shards_are_alive(ring: bool, monkeypatch: pytest.MonkeyPat
     assert abs(temp_bytes(run, *arguments) - expected) <= COST_BYTES * expected
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize(("keep", "ring"), [(0.0, True), (0.5, False)])
 def test_temp_bytes_do_not_grow_with_tokens(keep: float, ring: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     use_rings(monkeypatch, ring)

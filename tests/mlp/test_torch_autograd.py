@@ -167,6 +167,7 @@ def test_autocast_does_not_mend_float64_beside_float32() -> None:
 tracing = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
+@pytest.mark.deep_but(1)
 @tracing
 @pytest.mark.parametrize(("backend", "keep"), [("aot_eager", 0.0), ("aot_eager", 0.5), ("inductor", 0.5)])
 def test_compile_fullgraph(backend: str, keep: float) -> None:

@@ -23,7 +23,7 @@ def assert_same_gradients(ours: Tensor, theirs: Tensor, leaves: list[Tensor]) ->
         assert relative_error(a.detach().numpy(), b.detach().numpy()) <= DISTRIBUTED_FLOAT64
 
 
-@pytest.mark.deep_but(2)
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize("num_shards", [None, 4], ids=["automatic", "4 shards"])
 @pytest.mark.parametrize("keep", [0.0, 0.5])
 def test_every_length_with_dynamic_shapes(keep: float, num_shards: int | None) -> None:
@@ -53,6 +53,7 @@ def test_one_graph_serves_every_length() -> None:
     assert len(graphs) == 1
 
 
+@pytest.mark.deep
 def test_a_fraction_that_changes_from_call_to_call() -> None:
     torch.manual_seed(0)
     x, up, down = (torch.randn(shape, dtype=D, requires_grad=True) for shape in ((9, 8), (12, 8), (8, 12)))
@@ -74,6 +75,7 @@ ROLES: dict[str, Any] = {
 }
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize("roles", ROLES)
 def test_one_tensor_in_two_roles(roles: str) -> None:
     """Refused by the compiler as "duplicate tensor input"."""

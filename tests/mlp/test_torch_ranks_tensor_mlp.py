@@ -65,6 +65,7 @@ CASES: dict[str, dict[str, Any]] = {
 FOUR = ("sequence", "tensor", "keep, ragged", "tensor, plain", "checkpointed, keep", "DTensor", "automatic")
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize("world", WORLDS)
 def test_against_one_process(pools, world):
     """y, dx and every weight's and bias's gradient, of this rank's tokens and features."""

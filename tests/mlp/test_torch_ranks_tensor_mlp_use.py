@@ -92,6 +92,7 @@ def test_beside_fsdp2_on_another_mesh_dim(pools):
             assert max(errors.values()) <= DISTRIBUTED_FLOAT64, (case, errors)
 
 
+@pytest.mark.deep
 def test_inside_torch_compile(pools):
     assert run(pools, 2, "compiled", {}) == [[{"same": True}] * 2]
 

@@ -56,7 +56,7 @@ def pair(request: pytest.FixtureRequest, float64: None, monkeypatch: pytest.Monk
     return Pair(theirs, graph, from_hf(parameters, files.tensors))
 
 
-@pytest.mark.deep_but(2)
+@pytest.mark.deep_but(1)
 def test_logits_loss_gradients_and_greedy_tokens_are_those_of_transformers(pair: Pair, tmp_path: Path) -> None:
     ids, mask, labels = inputs()
     given = {name: torch.from_numpy(a).long() for name, a in (("input_ids", ids), ("attention_mask", mask))}

@@ -82,7 +82,7 @@ def transformers_results(config: dict[str, Any], weights: dict[str, np.ndarray])
 IN_SLOW_RUNS = ("relu", "relu-squared", "gelu")
 
 
-@pytest.mark.deep_but(6)
+@pytest.mark.deep_but(2)
 @pytest.mark.parametrize(
     ("name", "plain"),
     [
@@ -139,7 +139,7 @@ def trainers(**changes: Any) -> list[Trainer]:
     return both
 
 
-@pytest.mark.deep_but(2)
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize(
     "changes",
     [{"plain": True}, {"shard_tokens": 32, "keep": 0.5}, {"num_shards": 3, "checkpointing": True}],

@@ -324,7 +324,7 @@ def over_columns(sequence_parallel: bool, config: LlamaConfig = CONFIG) -> list[
     return [*(partial(y_and_gradients, fn) for fn in (*both(graph, sequences, tokens), split)), operands]
 
 
-@pytest.mark.deep_but(2)
+@pytest.mark.deep_but(1)
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("sequence_parallel", "config"),

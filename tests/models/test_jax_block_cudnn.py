@@ -110,6 +110,7 @@ def test_a_mesh_cuts_sequences_apart_and_nothing_else() -> None:
     assert len(kept) == 12
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.usefixtures("by_jax")
 @pytest.mark.parametrize(("tokens", "group_rows"), [(21, 2**17), (21, 1), (64, 2 * 64 * 2)])
 def test_gradients_through_its_attention(
@@ -125,6 +126,7 @@ def test_gradients_through_its_attention(
     assert_same(found, jax.jit(plain)(p, x, dy))
 
 
+@pytest.mark.deep
 @pytest.mark.usefixtures("by_jax")
 def test_forward_mode_takes_the_blocks(float64: None) -> None:
     """Kernels have no tangents."""

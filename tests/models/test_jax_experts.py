@@ -46,6 +46,7 @@ def rows(tokens: int, dtype: Any = np.float64) -> list[jax.Array]:
     return [jnp.asarray(random.standard_normal((tokens, HIDDEN)), dtype) for _ in range(2)]
 
 
+@pytest.mark.deep_but(2)
 @pytest.mark.parametrize(
     ("tokens", "count", "chosen", "shard"),
     [(23, 5, 2, 4), (7, 5, 2, 1), (3, 8, 2, 64), (1, 4, 4, 2), (0, 4, 2, 3)],
@@ -86,6 +87,7 @@ def test_forward_mode_and_its_mix_with_reverse_mode(same: Any) -> None:
     same(hessian_product(mlp(tiling=Tiling(shard_tokens=3))), hessian_product(mlp(plain=True)))
 
 
+@pytest.mark.deep
 def test_bfloat16_gradients_of_many_shards_err_no_more_than_of_one(x64: None) -> None:
     """Of an expert that many shards have added to; sums in bfloat16 would drift."""
     x, dy = rows(256, jnp.bfloat16)

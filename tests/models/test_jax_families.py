@@ -61,7 +61,7 @@ def test_16_bit_products_leave_gradients_in_float32(family: str) -> None:
     assert (tokens.shape, tokens.dtype) == ((2, 15), jnp.int32)
 
 
-@pytest.mark.deep_but(2)
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize("family", BLOCKS)
 def test_blocks_are_the_layers_with_padding_and_windows(family: str, float64: None) -> None:
     mask = np.ones_like(IDS)
@@ -87,6 +87,7 @@ def test_experts_are_refused_over_a_mesh() -> None:
         parallelize(model, mesh, ParallelConfig(tensor=TensorParallel(axis="tp")))
 
 
+@pytest.mark.deep
 def test_a_mesh_shares_the_sequences_of_any_family() -> None:
     """With a loss_fn: parameters are sharded, and the loss is that of one device."""
     graph, parameters = built("mixtral")

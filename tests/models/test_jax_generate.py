@@ -65,6 +65,7 @@ def test_draws_follow_the_key_and_narrow_to_the_likeliest(gemma: Llama, greedy: 
     np.testing.assert_array_equal(drawn(2, temperature=3.0, top_p=1e-6), greedy)
 
 
+@pytest.mark.deep
 def test_draws_have_the_probabilities_asked_for() -> None:
     probabilities = np.asarray([0.5, 0.25, 0.15, 0.1])
     logits = jnp.broadcast_to(jnp.log(jnp.asarray(probabilities, jnp.float32)), (20000, 4))

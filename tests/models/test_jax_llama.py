@@ -194,6 +194,7 @@ def plain(request: pytest.FixtureRequest) -> Any:
     return config, *loss_and_gradients(config, plain=True)
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize(
     "options",
     [

@@ -66,7 +66,7 @@ def expected_of(how: str) -> Any:
     return jax.jit(transformations(fn)[how])(jnp.asarray(IDS), jax.tree.map(jnp.asarray, parameters))
 
 
-@pytest.mark.deep_but(3)
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize(("how", "scope", "kind"), TURNS)
 def test_a_mesh_changes_nothing(how: str, scope: str, kind: str) -> None:
     fn, parameters = decoder(scope)
@@ -86,7 +86,7 @@ def test_explicit_axes_are_refused(scope: str, kind: str) -> None:
         jax.jit(jax.grad(lambda w: jnp.sum(fn(ids, w) ** 2)))(w)
 
 
-@pytest.mark.deep_but(2)
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize("scope", ["block", "mlp"])
 @pytest.mark.parametrize("how", ["over some, checked", "shard_map", "over some", "shard_map, checked"])
 def test_a_shard_map_changes_nothing(scope: str, how: str) -> None:

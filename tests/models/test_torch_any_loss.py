@@ -256,6 +256,7 @@ def test_a_factor_that_is_changed_later_is_computed() -> None:
     assert difference(found, step(untile_model(model), "falcon_h1")) <= MODEL_FLOAT32
 
 
+@pytest.mark.deep
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised inside torch's own tracer
 def test_a_compiled_model_of_an_unknown_class_says_that_it_makes_logits() -> None:
     model = build("stablelm")

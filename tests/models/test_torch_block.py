@@ -374,6 +374,7 @@ def peak(tokens: int, layers: int, dtype: torch.dtype, offload: bool) -> int:
     return live.peak - host_memory(torch.device("cpu")).bytes
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize(
     "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=[pytest.mark.slow, pytest.mark.figures])]
@@ -433,6 +434,7 @@ def assert_exact(answers: list[dict[str, Any]]) -> None:
             assert errors["paths"] == ["tiled_block", "vocab_parallel_linear_cross_entropy"], name
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.ranks
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3"])
 def test_layers_whose_weights_are_split(pools: dict[int, Ranks], kind: str) -> None:

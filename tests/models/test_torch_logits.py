@@ -293,6 +293,7 @@ def test_logits_of_a_compiled_model() -> None:
 
 
 # What the compiler does with tensors that it takes up after a break in the graph.
+@pytest.mark.deep
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised inside torch's own tracer
 def test_outputs_that_come_from_one_graph_into_another() -> None:

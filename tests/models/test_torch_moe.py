@@ -434,6 +434,7 @@ def test_llama4_computes_the_chosen_experts_alone() -> None:
 
 
 # What the compiler does with tensors that it takes up after a break in the graph.
+@pytest.mark.deep
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_compiled_callers() -> None:
     """Experts and routers stay as they are, between two compiled graphs."""
@@ -471,7 +472,7 @@ def test_loss_is_the_models_own() -> None:
 # What the compiler does with tensors that it takes up after a break in the graph.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised inside torch's own tracer
-@pytest.mark.deep_but(1)
+@pytest.mark.deep
 @pytest.mark.parametrize("kind", ["mixtral", "deepseek_v3", "gpt_oss", "qwen3_moe"])
 def test_a_compiled_model(kind: str) -> None:
     """Whose experts run between two graphs, and whose outputs come from one graph into another."""

@@ -66,6 +66,7 @@ def y_and_gradients(fn: Any) -> Any:
     return run
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize("case", [c for c in MOE_CASES if c.logits and c.dims == (3, 7)][::3], ids=lambda case: case.id)
 def test_ragged_products(case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Right on a CPU too, where XLA makes them E times as large, so that no call takes them there."""
@@ -89,6 +90,7 @@ def test_flop(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "ragged_dot" not in str(y)
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize(("rows", "experts"), [(1, 5), (3, 5), (4, 2), (40, 5)])
 def test_routes_name_every_pair_once_and_no_more_blocks_than_experts_need(rows: int, experts: int) -> None:
     index = np.argsort(np.random.default_rng(rows).random((20, experts)))[:, :K].astype(np.int32)
@@ -156,6 +158,7 @@ def test_in_shard_map(num_shards: int, same: Any) -> None:
     same(jax.jit(y_and_gradients(mapped))(*arguments), y_and_gradients(untiled)(*arguments))
 
 
+@pytest.mark.deep
 def test_checkpoint_scan_and_vmap(same: Any) -> None:
     arguments = operands(3, 7)
     in_axes = (0, *[None] * 4)

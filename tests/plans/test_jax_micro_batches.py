@@ -55,6 +55,7 @@ CASES: dict[str, tuple[dict[str, int], Any, Any, int]] = {
 SLOW = ("one device", "replicas x fsdp")
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize("case", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CASES])
 def test_micro_batches_are_one_batch(case: str, float64: None) -> None:
     """The mean over all of their labels, of which no two have as many."""
@@ -110,6 +111,7 @@ def test_variables_go_from_part_to_part(x64: None) -> None:
     assert_same(without_keys(variables), without_keys(second[2]))
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize("data", [FSDP, DDP], ids=["fsdp", "ddp"])
 def test_variables_on_several_devices(data: DataParallel, x64: None) -> None:
     """Statistics that differ between devices are averaged after the last part; each has drawn twice."""

@@ -289,7 +289,7 @@ def some_slow(cases: Any) -> list[Any]:
     return [pytest.param(name, marks=() if name in IN_EVERY_RUN else pytest.mark.slow) for name in cases]
 
 
-@pytest.mark.deep_but(5)
+@pytest.mark.deep_but(2)
 @pytest.mark.parametrize("case", some_slow(LLAMAS))
 def test_one_step_of_llama(case: str, float64: None) -> None:
     axes, data, tensor, checkpointing, changes, kind = LLAMAS[case]
@@ -335,6 +335,7 @@ register_rules(
 )
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize("case", some_slow(BLOCKS))
 def test_any_model_with_rules(case: str, x64: None) -> None:
     """Its loss is the user's, written for one device; the last two cases leave tensor parallelism to XLA."""
@@ -377,6 +378,7 @@ def blocks_in_bfloat16() -> tuple[Blocks, jax.Array, Any]:
     return model, x, on_one_device(model, wide_loss, x)
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize("case", some_slow(MIXED))
 def test_any_model_in_bfloat16(case: str, blocks_in_bfloat16: Any) -> None:
     """Against float64, as wrong as the model in bfloat16 on one device may be."""
@@ -400,6 +402,7 @@ def test_a_loss_in_bfloat16_is_averaged_in_float32() -> None:
     assert float(loss) == np.float32(16 / (4 * 257))
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("scope", ["mlp", pytest.param("block", marks=pytest.mark.slow)])
 def test_llama_in_bfloat16(scope: str, x64: None) -> None:
     """Sums of activations over four devices in bfloat16, or of rounded parts in float32, of gradients over two in float32."""

@@ -120,7 +120,7 @@ def test_loss_and_gradients_are_the_plain_model_s(case: str, float64: None) -> N
     assert_same(found, reference(family, "packed" if "packed" in case else "padded"))
 
 
-@pytest.mark.deep_but(1)
+@pytest.mark.deep
 @pytest.mark.parametrize("scope", ["mlp", "block"])
 def test_of_fused_projections_no_more_is_kept_than_of_others(scope: str) -> None:
     """Nor gathered more: a layer's parameters are let go with their parts."""

@@ -70,6 +70,7 @@ def test_fsdp_gathers_one_layer_in_forward_and_again_in_backward(checkpointing: 
     assert not any(TOKENS in shape or 4 * TOKENS in shape for shape in scattered)
 
 
+@pytest.mark.deep
 def test_few_tokens_are_gathered_instead_of_table_and_head() -> None:
     """Neither the whole weights of the two ends nor their gradients are there: half of one would be too much."""
     vocab, tokens = 8192, 64
@@ -96,6 +97,7 @@ def test_gathered_weights_are_freed_unless_asked_otherwise() -> None:
     assert kept - freed == pytest.approx(LAYERS * LAYER_BYTES, rel=COST_BYTES)
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize("scope", ["mlp", "block"])
 def test_sequence_parallel_devices_never_hold_all_tokens(scope: str) -> None:
     """A device has 130 shards' worth of rows of each sequence: gathered shards are a quarter of all tokens, [520, 128]."""
@@ -116,6 +118,7 @@ def test_replicas_meet_once_a_step_for_each_parameter() -> None:
     assert collectives(plan.gradients.compiled, parameters, batch) == {False: count + 2, True: 0}
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize(
     ("param_dtype", "reduce_dtype", "gathered", "summed"),
     [(None, "float32", "f32", "f32"), ("bfloat16", "float32", "bf16", "f32"), ("bfloat16", None, "bf16", "bf16")],
@@ -148,6 +151,7 @@ def test_mode_op_neither_attends_nor_scatters_again() -> None:
     assert found["full"][1] > found[None][1]
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize(
     ("checkpointing", "scope", "forwards"),
     [(None, "mlp", 1), (RECOMPUTED, "mlp", 2), (Checkpointing(mode="op"), "mlp", 1), (None, "block", 2)],

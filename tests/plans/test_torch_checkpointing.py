@@ -382,6 +382,7 @@ attends: dict[str, int] = {}
 """How often the graphs compiled last attend, by direction."""
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
 @pytest.mark.parametrize(
     ("mode", "tiled"),
@@ -406,6 +407,7 @@ def test_compiled_blocks_are_one_graph(graphs: dict[str, list[int]], mode: str, 
     assert error_between(found, expected) <= DISTRIBUTED_FLOAT64
 
 
+@pytest.mark.deep
 @pytest.mark.filterwarnings("ignore")
 def test_blocks_that_tile_breaks_are_compiled_inside_their_checkpoints(graphs: dict[str, list[int]]) -> None:
     """Attention and norms; PyTorch would leave a checkpoint around a broken graph as it is, all of the block in it."""

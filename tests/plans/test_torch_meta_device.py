@@ -101,6 +101,7 @@ def eight_ranks() -> Iterator[DeviceMesh]:
     dist.destroy_process_group()
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # of fully_shard on fake tensors
 @pytest.mark.parametrize("scope", ["mlp", "block"])
 def test_a_model_of_any_size_over_simulated_ranks(scope: str, eight_ranks: DeviceMesh) -> None:

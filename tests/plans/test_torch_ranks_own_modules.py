@@ -13,6 +13,7 @@ TWO_AXES = ["hsdp", "fsdp x tp", "fsdp x sp"]
 WITHOUT_TILED_LINEAR = {"tp", "sp", "sp, full", "fsdp x tp", "fsdp x sp"}  # its plan has no tensor parallelism
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize(("world", "names"), [(2, ONE_AXIS), (4, TWO_AXES)], ids=["two", "four"])
 def test_gradients(pools, world, names):
     expected = {f"{kind} {name}" for kind in ("mlp", "head") for name in names}

@@ -62,6 +62,7 @@ def test_llama_on_one_axis(two, tiled):
     assert paths == (["tensor_parallel_mlp", "vocab_parallel_linear_cross_entropy"] if tiled else [])
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize("tiled", [False, True])
 def test_op_repeats_no_reduce_scatter(two, tiled):
     """Neither DTensor's nor those of our own layers."""
@@ -94,6 +95,7 @@ def test_llama_on_two_axes_and_uneven_tokens(four, tiled):
     check(four.run(_HERE + "models", names=names, tiled=tiled))
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize("tiled", [False, True])
 def test_llama_on_two_ranks_of_four(four, tiled):
     """Neither the first rank nor the default group has a part in it."""
@@ -102,7 +104,7 @@ def test_llama_on_two_ranks_of_four(four, tiled):
     check(found for found in answers if found is not None)
 
 
-@pytest.mark.deep_but(2)
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize("kind", ["mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "smollm3"])
 def test_families(two, kind):
     """Norms of heads, biases, tied embeddings, caps of logits, windows of attention, layers without rotary positions."""
@@ -121,12 +123,14 @@ def test_head_norms_are_split_over_two_axes(four):
     check(four.run(_HERE + "models", names=["fsdp x sp", "fsdp x tp"], kind="gemma3"))
 
 
+@pytest.mark.deep
 def test_grouped_queries_and_biases(two):
     changes = {"num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True}
     for tiled in (False, True):
         check(two.run(_HERE + "models", names=["tp", "sp"], tiled=tiled, **changes))
 
 
+@pytest.mark.deep
 def test_linear_attention_with_a_plan_of_its_own(two, four):
     names, length = ["tp", "sp", "sp, full", "sp, products", "fsdp", "ddp"], 9 if OLD else 10
     check(two.run(_HERE + "linear_attention", names=names, length=length))
@@ -282,6 +286,7 @@ def test_bfloat16(two, tiled):
         assert [found[name]["gradients"] for name in names] == [["torch.bfloat16"]] * 2 + [["torch.float32"]]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("tiled", [True, pytest.param("block", marks=pytest.mark.slow)])
 def test_bfloat16_on_two_axes(four, tiled):
     for found in four.run(_TILED + "bfloat16", names=["fsdp x sp"], tiled=tiled):

@@ -46,6 +46,7 @@ def with_gradients(fn: Any) -> Any:
     return jax.jit(run)
 
 
+@pytest.mark.deep_but(2)
 @pytest.mark.parametrize(("lead", "num_shards"), LEADS, ids=str)
 def test_sums_and_values_per_token(lead: tuple[int, ...], num_shards: int | None, same: Any) -> None:
     """Beside x [T, H] the arrays with T rows are cut too."""

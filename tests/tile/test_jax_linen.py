@@ -78,6 +78,7 @@ def test_backward_draws_the_mask_of_forward() -> None:
     np.testing.assert_array_equal(jax.grad(total)(jnp.ones_like(X)), y)
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize("how", ["method", "submodule"])
 def test_parameters_are_real_and_gradients_those_of_the_whole(how: str, same: Any) -> None:
     def gradients(how: str, variables: Any, x: jax.Array) -> Any:

@@ -91,6 +91,7 @@ WAYS = ((SEQUENCE, WHOLE), (BATCH, FSDP))
 AUTO = [(name, *way) for at, name in enumerate(NAMES) for way in ((BOTH, FSDP), WAYS[at % 2])]
 
 
+@pytest.mark.deep_but(4)
 @pytest.mark.parametrize(("name", "tokens", "of_weights"), AUTO, ids=str)
 def test_a_device_computes_its_own_tokens_under_plain_jit(name: str, tokens: P, of_weights: P, same: Any) -> None:
     tiled, plain, arrays, per_token = case(name)
@@ -138,6 +139,7 @@ def test_named_token_axes(token_axes: Any, same: Any) -> None:
     same(actual, y_and_gradients(mlp)(*arrays))
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize("checked", [True, False])
 def test_axes_that_a_shard_map_leaves_out(checked: bool, same: Any) -> None:
     """Tokens cut by an Auto axis that the `shard_map` around the call leaves out: named, a device computes its own alone."""

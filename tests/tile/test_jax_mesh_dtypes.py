@@ -43,6 +43,7 @@ def as_right(found: Any, alone: Any, truth: Any, dtype: Any) -> None:
         assert_within(a.astype(np.float64), true.astype(np.float64), allowed, "result")
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize(
     ("kind", "dtype", "master"),
     [
@@ -102,6 +103,7 @@ def test_kernels_on_a_device_s_own_tokens(kind: AxisType, monkeypatch: pytest.Mo
         assert "all_gather" not in text
 
 
+@pytest.mark.deep
 def test_kernels_in_the_interpreter(interpreting: None) -> None:
     x, *weights = operands(2, 128, hidden=64, intermediate=128, dtype=jnp.bfloat16)
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])

@@ -102,7 +102,7 @@ def check(found: Any, expected: Any, how: str) -> None:
         assert_within(np.asarray(a), np.asarray(b), between("float32"), how)
 
 
-@pytest.mark.deep_but(6)
+@pytest.mark.deep_but(2)
 @pytest.mark.parametrize(("name", "how", "kind"), CASES)
 def test_a_mesh_changes_nothing(name: str, how: str, kind: str) -> None:
     """Each transformation, on each mesh, of each function: eager but for those with jit in their name."""

@@ -94,6 +94,7 @@ def test_tensor_parallel_weights_without_shard_map(same: Any) -> None:
     same(actual, y_and_gradients(mlp)(*arguments))
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize(
     ("kind", "reduction"), [(AxisType.Auto, "mean"), (AxisType.Explicit, "mean"), (AxisType.Explicit, "none")], ids=str
 )

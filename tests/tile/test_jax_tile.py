@@ -180,6 +180,7 @@ def test_backward_sees_the_masks_of_forward(lead: tuple[int, ...], x64: None) ->
     assert abs(float(along - difference)) <= (step**2 + FLOOR["float64"] / step) * abs(float(along)) * 10
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize(
     "rngs", [lambda: jax.random.key(0), lambda: nnx.Rngs(0), lambda: nnx.Rngs(0).params], ids=["key", "Rngs", "stream"]
 )

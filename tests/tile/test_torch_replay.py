@@ -288,6 +288,7 @@ def test_torch_func_is_refused():
 
 
 # The compiler asks every tensor for .grad and hides the warning about that, which fails where warnings are errors.
+@pytest.mark.deep
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_code_around_may_be_compiled():
     """torch.compile leaves a tiled call as it is: a break in the graph, the same numbers."""

@@ -132,6 +132,7 @@ def linen_run(tiled: bool, steps: int) -> tuple[list[float], Any]:
     return curve, state.params
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize(("run", "steps"), [(nnx_run, 2), (linen_run, 1)], ids=["nnx-multi-steps", "linen-each-step"])
 def test_the_curve_of_an_optax_loop(run: Callable[[bool, int], tuple[list[float], Any]], steps: int) -> None:
     (found, weights), (expected, others) = run(True, steps), run(False, steps)
