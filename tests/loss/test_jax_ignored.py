@@ -371,6 +371,36 @@ def test_tokens_cut_by_an_auto_mesh(same: Any, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.ranks
+@pytest.mark.deep_but(2)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_tokens_and_vocabulary_that_a_mesh_cuts_over_two_axes(
+    kind: AxisType, reduction: Any, same: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Devices with parts of one vocabulary have the same tokens and stop together, each such group where its labels end."""
+    mesh, (x, weight, _) = mesh_of(4, 2, kind=kind), operands(4 * T)
+    weight, targets = weight[:, : V - 1], jnp.minimum(of_devices(4), V - 2)
+    loss, place = LossOptions(reduction=reduction), lambda a, *axes: jax.device_put(a, NamedSharding(mesh, P(*axes)))
+
+    def total(fn: Any, *given: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.sin(fn(*given, loss=loss)))
+
+    wanted = jax.jit(jax.value_and_grad(partial(total, cross_entropy), argnums=(0, 1)))(x, weight, targets)
+    turns = []
+    with jax.set_mesh(mesh):
+        arguments = place(x, "data"), place(weight, None, "tensor"), place(targets, "data")
+        for early in (True, False):
+            if not early:
+                monkeypatch.setattr(api, "may_stop_early", lambda *_: False)
+            program = jax.jit(jax.value_and_grad(partial(total, tiled), argnums=(0, 1))).lower(*arguments).compile()
+            same(program(*arguments), wanted)
+            text = str(program.as_text())
+            assert f"f64[{weight.shape[0]},{weight.shape[1] // 2}]" in text, "the vocabulary is not split"
+            turns.append('"known_trip_count":{"n":"5"}' in text)
+    assert turns == [False, True]
+
+
+@pytest.mark.ranks
 def test_tokens_cut_by_an_explicit_mesh(counted: Any, same: Any) -> None:
     """Every device stops where its own labels end."""
     mesh, targets, (x, weight, _) = mesh_of(4, kind=AxisType.Explicit), of_devices(4), operands(4 * T)

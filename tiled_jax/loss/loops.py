@@ -76,9 +76,8 @@ class LossCall:
             return self
         plan = self.plan if tokens == self.plan.tokens else self.replan(tokens, entries)
         parts = ShardPlan(entries, -(-entries // len(self.parts)))
-        # Devices that have parts of one vocabulary meet in every shard: as often only where they all have the same tokens.
-        valid_first = self.valid_first and not (axes and tokens < self.plan.tokens)
-        return replace(self, plan=plan, parts=parts, axis=axes or None, valid_first=valid_first)
+        # Devices that have parts of one vocabulary meet in every shard, and as often: no axis cuts the tokens too (`_cut`).
+        return replace(self, plan=plan, parts=parts, axis=axes or None)
 
 
 def forward(
