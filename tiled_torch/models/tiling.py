@@ -238,11 +238,14 @@ def _tile_blocks(model: nn.Module, options: Tiling) -> None:
         block._block_tiling = options
     for module in list(model.modules()):
         layers: Any = getattr(module, "layers", ())
-        norm: Any = getattr(module, "norm", None)
+        norm: Any = next((found for name in _LAST_NORMS if (found := getattr(module, name, None)) is not None), None)
         if norm is not None and any(isinstance(layer, TiledBlock) for layer in layers):
             if not isinstance(norm, TiledNorm):
                 norm.__class__ = norm_class(type(norm))
             norm._block_tiling = options
+
+
+_LAST_NORMS = ("norm", "final_layernorm", "final_layer_norm")  # names of the one behind the last layer
 
 
 def _untile_blocks(model: nn.Module) -> None:
