@@ -8,6 +8,7 @@ import torch
 import transformers
 from torch import Tensor
 from transformers.models.cohere import modeling_cohere
+from transformers.models.cohere2 import modeling_cohere2
 
 from shared_specs import SpecError, Tiling, UnsupportedError
 from shared_specs.config import Checkpointing, ParallelConfig
@@ -24,7 +25,7 @@ from tiled_torch.parallel import parallelize
 
 KINDS = ["llama", "mistral", "qwen2", "qwen3"]
 OTHERS = [
-    *"arcee cohere exaone4 gpt_neox hunyuan_v1_dense phi deepseek_v3".split(),
+    *"arcee cohere exaone4 gpt_neox hunyuan_v1_dense phi deepseek_v3 cohere2 minicpm3".split(),
     *"cwm ernie4_5 gemma gemma2 gemma3_text glm glm4 granite helium hyperclovax jais2".split(),
     *"ministral nemotron olmo olmo2 olmo3 phi3 seed_oss smollm3 starcoder2 vaultgemma".split(),
     *["phi3, dropout", "gpt_neox, dropout", "phi, dropout", "gpt_neox, in turn", "exaone4, no window"],
@@ -83,6 +84,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "gpt_neox, in turn": {"use_parallel_residual": False, "attention_bias": False},
     "phi": {"head_dim": 4, "rope_parameters": TURNED, "qk_layernorm": True},
     "phi, dropout": {"resid_pdrop": 0.5},
+    "cohere2": {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
+    "minicpm3": LATENT,
     "deepseek_v3": LATENT,
     "deepseek_v3, one query": LATENT | {"q_lora_rank": None, "rope_interleave": False, "attention_bias": True},
     "gemma2": {"sliding_window": 4, "attn_logit_softcapping": 2.0},
@@ -102,7 +105,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.deep_but(22)
+@pytest.mark.deep_but(24)
 @pytest.mark.parametrize("kind", OTHERS)
 def test_families_that_differ(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Norms behind attention and MLP, branches side by side, fused projections, multipliers, caps, windows, dropout.
@@ -111,8 +114,9 @@ def test_families_that_differ(kind: str, monkeypatch: pytest.MonkeyPatch) -> Non
     """
     changes = CHANGES.get(kind, {})
     model = exact(build(kind.split(",")[0], num_attention_heads=4, attn_implementation="eager", **changes).train())
-    if kind == "cohere":
-        monkeypatch.setattr(modeling_cohere, "apply_rotary_pos_emb", _turned)
+    if kind.startswith("cohere"):
+        home = {"cohere": modeling_cohere, "cohere2": modeling_cohere2}[kind]
+        monkeypatch.setattr(home, "apply_rotary_pos_emb", _turned)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.1 * torch.randn_like(parameter)  # scales of norms are alike otherwise

@@ -32,15 +32,20 @@ LATENT = {
 }
 LATENT |= {"num_key_value_heads": 4}
 CHANGES = {"olmoe": {"head_dim": 4}, "flex_olmo": {"head_dim": 4}, "deepseek_v2": LATENT, "deepseek_v3": LATENT}
+CHANGES["glm4_moe_lite"] = LATENT
 CHANGES["gpt_oss"] = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
 KINDS = "mixtral qwen2_moe flex_olmo gpt_oss deepseek_v3 deepseek_v2 ernie4_5_moe dots1".split()
-KINDS += "glm4_moe mellum olmoe qwen3_moe solar_open".split()
+KINDS += "exaone_moe glm4_moe glm4_moe_lite hunyuan_v1_moe hy_v3 mellum minimax_m2 olmoe qwen3_moe solar_open".split()
 FLOAT32 = {
     "deepseek_v2",
     "deepseek_v3",
     "dots1",
     "ernie4_5_moe",
+    "exaone_moe",
     "glm4_moe",
+    "glm4_moe_lite",
+    "hy_v3",
+    "minimax_m2",
     "solar_open",
 }  # whose routers are, whatever the model is
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any
 
 # An attribute of the attention, or of its configuration, or a function of the attention.
@@ -92,15 +91,19 @@ _OLMO2 = {"before": None, **_NORMS, "between": None, "of_columns": True}
 _TWO_MATRICES = BlockFamily(up=("mlp.up_proj",), gated=False)
 _LATENT = ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")  # one of q's, or two
 _MLA = {"latent": True, "qkv": tuple(f"self_attn.{name}" for name in _LATENT)}
+_DEEPSEEK = BlockFamily(**_MLA, rotary=_rotary_of_latent)  # type: ignore[arg-type]
+_EXAONE = {"turned": _turned_in_exaone, "options": (("sliding_window", _window_of_exaone),)}
+_HUNYUAN = BlockFamily(head_norms=("query_layernorm", "key_layernorm"), normed_last=True)
 _GLM4 = {"behind_attention": "post_self_attn_layernorm", "behind_mlp": "post_mlp_layernorm"}
 
 # Each is built small and compared with its untiled self in tests/models/test_torch_block.py.
 BLOCK_FAMILIES: dict[str, BlockFamily] = {
     "ArceeDecoderLayer": _TWO_MATRICES,
+    "Cohere2DecoderLayer": BlockFamily(between=None, parallel=True, turned="sliding_window", options=_WINDOW),
     "CohereDecoderLayer": BlockFamily(between=None, parallel=True),
     "CwmDecoderLayer": _WINDOWED,
     "DeepseekV2DecoderLayer": BlockFamily(**_MLA, rotary="apply_rotary_emb"),  # type: ignore[arg-type]
-    "DeepseekV3DecoderLayer": BlockFamily(**_MLA, rotary=_rotary_of_latent),  # type: ignore[arg-type]
+    "DeepseekV3DecoderLayer": _DEEPSEEK,
     "Dots1DecoderLayer": _WINDOWED,
     "Ernie4_5DecoderLayer": _LLAMA,
     "Ernie4_5_MoeDecoderLayer": _LLAMA,
@@ -109,9 +112,9 @@ BLOCK_FAMILIES: dict[str, BlockFamily] = {
         between=None,
         behind_attention="post_attention_layernorm",
         behind_mlp="post_feedforward_layernorm",
-        turned=_turned_in_exaone,
-        options=(("sliding_window", _window_of_exaone),),
+        **_EXAONE,  # type: ignore[arg-type]
     ),
+    "ExaoneMoeDecoderLayer": BlockFamily(**_EXAONE),  # type: ignore[arg-type]
     "FlexOlmoDecoderLayer": BlockFamily(**_OLMO2),  # type: ignore[arg-type]
     "Gemma2DecoderLayer": BlockFamily(**_NORMS, options=(*_WINDOW, ("softcap", "attn_logit_softcapping"))),  # type: ignore[arg-type]
     "Gemma3DecoderLayer": BlockFamily(**_NORMS, options=_WINDOW),  # type: ignore[arg-type]
@@ -133,17 +136,22 @@ BLOCK_FAMILIES: dict[str, BlockFamily] = {
     "GemmaDecoderLayer": _LLAMA,
     "Glm4DecoderLayer": BlockFamily(**_GLM4, up=_FUSED_UP, activation="activation_fn"),  # type: ignore[arg-type]
     "Glm4MoeDecoderLayer": _LLAMA,
+    "Glm4MoeLiteDecoderLayer": _DEEPSEEK,
     "GlmDecoderLayer": BlockFamily(up=_FUSED_UP, activation="activation_fn"),
     "GptOssDecoderLayer": BlockFamily(sinks=("sinks",), options=(*_WINDOW, ("s_aux", "sinks"))),
     "GraniteDecoderLayer": BlockFamily(multiplier="residual_multiplier"),
     "HeliumDecoderLayer": _LLAMA,
-    "HunYuanDenseV1DecoderLayer": BlockFamily(head_norms=("query_layernorm", "key_layernorm"), normed_last=True),
+    "HYV3DecoderLayer": _LLAMA,
+    "HunYuanDenseV1DecoderLayer": _HUNYUAN,
+    "HunYuanMoEV1DecoderLayer": _HUNYUAN,
     "HyperCLOVAXDecoderLayer": BlockFamily(
         behind_attention="post_norm1", behind_mlp="post_norm2", multiplier="residual_multiplier"
     ),
     "Jais2DecoderLayer": _TWO_MATRICES,
     "LlamaDecoderLayer": _LLAMA,
     "MellumDecoderLayer": _WINDOWED,
+    "MiniCPM3DecoderLayer": BlockFamily(**_MLA, multiplier="residual_scale"),  # type: ignore[arg-type]
+    "MiniMaxM2DecoderLayer": BlockFamily(of_columns=True, without=("jitter_noise",)),
     "MinistralDecoderLayer": _WINDOWED,
     "MistralDecoderLayer": _WINDOWED,
     "MixtralDecoderLayer": BlockFamily(options=_WINDOW, without=("jitter_noise",)),
@@ -203,7 +211,12 @@ def linears_of(layer: Any) -> tuple[str, ...]:
     """Return all projections of a layer, but for those of a mixture of experts."""
     family = family_of_block(layer)
     named = (*family.qkv, family.out, *(() if has_experts(layer) else (*family.up, family.down)))
-    return tuple(name for name in named if not family.latent or attrgetter(name)(layer) is not None)
+    return tuple(name for name in named if not family.latent or _is_there(layer, name))
+
+
+def _is_there(layer: Any, name: str) -> bool:
+    owner, _, own = name.rpartition(".")
+    return getattr(layer.get_submodule(owner), own, None) is not None
 
 
 def attention_of(layer: Any) -> Any:
