@@ -451,6 +451,27 @@ MUTANTS = (
         "tests/models/test_torch_block.py -x -k 'test_gradients and qwen2'",
     ),
     Mutant(
+        "gradients of sinks are those of other heads",
+        "tiled_torch/models/block/attention.py",
+        "turns.together(pieces[::-1], 0)",
+        "turns.together(pieces, 0)",
+        "tests/models/test_torch_block_forms.py -x -k sinks",
+    ),
+    Mutant(
+        "an MLP beside attention reads what attention reads, though it has a norm of its own",
+        "tiled_torch/models/block/parts.py",
+        "self.called(family.between or family.before, x)",
+        "self.called(family.before or family.between, x)",
+        "tests/models/test_torch_block.py -x -k 'families_that_differ and gpt_neox'",
+    ),
+    Mutant(
+        "norms behind positions come before them",
+        "tiled_torch/models/block/heads.py",
+        "    if not family.normed_last:",
+        "    if True:",
+        "tests/models/test_torch_block.py -x -k 'families_that_differ and hunyuan'",
+    ),
+    Mutant(
         "rows that are ignored are multiplied",
         "tiled_torch/loss/call.py",
         "return chosen if runs_alone(targets.numel(), chosen.numel()) else None",

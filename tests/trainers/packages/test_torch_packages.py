@@ -162,7 +162,7 @@ def test_the_lines_of_the_page_for_lightning(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("kind", "adapted"),
     [
-        ("deepseek_v3", ["q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "up_proj"]),
+        ("deepseek_v3", ["q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]),
         ("gpt_neox", ["query_key_value", "dense", "dense_h_to_4h"]),
         ("gpt_oss", ["q_proj", "v_proj", "o_proj"]),
         ("phi", ["k_proj", "dense", "fc1", "fc2"]),
