@@ -25,7 +25,7 @@ from tiled_torch.parallel import parallelize
 
 KINDS = ["llama", "mistral", "qwen2", "qwen3"]
 OTHERS = [
-    *"arcee cohere exaone4 gpt_neox hunyuan_v1_dense phi deepseek_v3 cohere2 minicpm3".split(),
+    *"arcee cohere exaone4 gpt_neox hunyuan_v1_dense phi deepseek_v3 apertus youtu cohere2 minicpm3".split(),
     *"cwm ernie4_5 gemma gemma2 gemma3_text glm glm4 granite helium hyperclovax jais2".split(),
     *"ministral nemotron olmo olmo2 olmo3 phi3 seed_oss smollm3 starcoder2 vaultgemma".split(),
     *["phi3, dropout", "gpt_neox, dropout", "phi, dropout", "gpt_neox, in turn", "exaone4, no window"],
@@ -86,6 +86,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "phi, dropout": {"resid_pdrop": 0.5},
     "cohere2": {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
     "minicpm3": LATENT,
+    "youtu": LATENT,
     "deepseek_v3": LATENT,
     "deepseek_v3, one query": LATENT | {"q_lora_rank": None, "rope_interleave": False, "attention_bias": True},
     "gemma2": {"sliding_window": 4, "attn_logit_softcapping": 2.0},
@@ -210,7 +211,7 @@ def test_refusals() -> None:
     with pytest.raises(
         UnsupportedError, match=r"^tile_model: model must be a decoder of a family whose blocks are known"
     ):
-        tile_model(build("apertus"), scope="block")
+        tile_model(build("ministral3"), scope="block")
     for options, text in (
         ({"keep": 0.5}, r"keep must be 0\.0 with scope='block', got 0\.5\."),
         ({"backend": "eager"}, r"backend must be auto with scope='block', got eager\."),

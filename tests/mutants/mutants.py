@@ -465,6 +465,13 @@ MUTANTS = (
         "tests/models/test_torch_block.py -x -k 'families_that_differ and gpt_neox'",
     ),
     Mutant(
+        "a layer is taken for a known one whatever its attention does",
+        "tiled_torch/models/block/known.py",
+        "(written.layer, written.attention) == (of_layer, of_attention)",
+        "written.layer == of_layer",
+        "tests/models/test_torch_block_known.py -x",
+    ),
+    Mutant(
         "norms behind positions come before them",
         "tiled_torch/models/block/heads.py",
         "    if not family.normed_last:",

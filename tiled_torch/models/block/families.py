@@ -98,6 +98,9 @@ _GLM4 = {"behind_attention": "post_self_attn_layernorm", "behind_mlp": "post_mlp
 
 # Each is built small and compared with its untiled self in tests/models/test_torch_block.py.
 BLOCK_FAMILIES: dict[str, BlockFamily] = {
+    "ApertusDecoderLayer": BlockFamily(
+        before="attention_layernorm", between="feedforward_layernorm", up=("mlp.up_proj",), gated=False
+    ),
     "ArceeDecoderLayer": _TWO_MATRICES,
     "Cohere2DecoderLayer": BlockFamily(between=None, parallel=True, turned="sliding_window", options=_WINDOW),
     "CohereDecoderLayer": BlockFamily(between=None, parallel=True),
@@ -136,7 +139,6 @@ BLOCK_FAMILIES: dict[str, BlockFamily] = {
     "GemmaDecoderLayer": _LLAMA,
     "Glm4DecoderLayer": BlockFamily(**_GLM4, up=_FUSED_UP, activation="activation_fn"),  # type: ignore[arg-type]
     "Glm4MoeDecoderLayer": _LLAMA,
-    "Glm4MoeLiteDecoderLayer": _DEEPSEEK,
     "GlmDecoderLayer": BlockFamily(up=_FUSED_UP, activation="activation_fn"),
     "GptOssDecoderLayer": BlockFamily(sinks=("sinks",), options=(*_WINDOW, ("s_aux", "sinks"))),
     "GraniteDecoderLayer": BlockFamily(multiplier="residual_multiplier"),
@@ -200,30 +202,3 @@ BLOCK_FAMILIES: dict[str, BlockFamily] = {
         between="pre_feedforward_layernorm", options=(*_WINDOW, ("softcap", "attn_logit_softcapping"))
     ),
 }
-
-
-def has_experts(layer: Any) -> bool:
-    """Return whether the MLP of a decoder layer is a mixture of experts."""
-    return hasattr(layer.mlp, "experts")
-
-
-def linears_of(layer: Any) -> tuple[str, ...]:
-    """Return all projections of a layer, but for those of a mixture of experts."""
-    family = family_of_block(layer)
-    named = (*family.qkv, family.out, *(() if has_experts(layer) else (*family.up, family.down)))
-    return tuple(name for name in named if not family.latent or _is_there(layer, name))
-
-
-def _is_there(layer: Any, name: str) -> bool:
-    owner, _, own = name.rpartition(".")
-    return getattr(layer.get_submodule(owner), own, None) is not None
-
-
-def attention_of(layer: Any) -> Any:
-    """Return the attention of a layer."""
-    return getattr(layer, family_of_block(layer).attention)
-
-
-def family_of_block(layer: Any) -> BlockFamily:
-    """Return the description of a decoder layer, by the name of its class or of the class it had before tiling or sharding."""
-    return next(BLOCK_FAMILIES[base.__name__] for base in type(layer).__mro__ if base.__name__ in BLOCK_FAMILIES)

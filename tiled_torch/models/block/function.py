@@ -22,7 +22,8 @@ from tiled_torch.core.gradients import GradientSum
 from tiled_torch.core.tensors import refuse_second_order
 from tiled_torch.models.block.attention import Turns, attended, attention_gradients
 from tiled_torch.models.block.experts import experts_backward, experts_forward
-from tiled_torch.models.block.families import BlockFamily, attention_of, family_of_block, has_experts, said_of
+from tiled_torch.models.block.families import BlockFamily, said_of
+from tiled_torch.models.block.known import attention_of, family_of_block, has_experts
 from tiled_torch.models.block.parts import BlockParts, entry, part_gradients
 from tiled_torch.models.block.shards import Shards
 

@@ -23,18 +23,12 @@ from tiled_torch.core.gradients import main_grad_of
 from tiled_torch.core.operands import PLAIN_TENSORS
 from tiled_torch.core.tensors import device_kind, is_dtensor
 from tiled_torch.models.block.attention import Turns, turns_of
-from tiled_torch.models.block.families import (
-    BLOCK_FAMILIES,
-    attention_of,
-    family_of_block,
-    has_experts,
-    linears_of,
-)
 from tiled_torch.models.block.function import Block, BlockCall
+from tiled_torch.models.block.known import attention_of, family_of_block, has_experts, linears_of
 from tiled_torch.models.block.offload import input_on_host
 from tiled_torch.models.block.parts import Unhooked
 from tiled_torch.models.block.shards import BlockRanks, ColumnShards, Shards, TokenShards, dealt, is_split
-from tiled_torch.models.family import forward_in_place_of, home_of, reason_called
+from tiled_torch.models.family import home_of, reason_called
 from tiled_torch.models.pickling import Remade
 from tiled_torch.models.reports import note_layers, tell_of_part
 from tiled_torch.tile.api import tile
@@ -42,11 +36,6 @@ from tiled_torch.tile.state import is_fake
 
 _NAME = "tile_model"
 BETWEEN = ", between two compiled graphs"  # what `tiling_paths` adds of a layer that a compiler left as it is
-
-
-def is_block(module: nn.Module) -> bool:
-    """Return whether a module is a decoder layer of a known family that runs its class's own forward."""
-    return type(module).__name__ in BLOCK_FAMILIES and forward_in_place_of(module, BLOCK_FAMILIES) is None
 
 
 def reason_not_block(layer: Any) -> str | None:

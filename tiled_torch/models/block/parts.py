@@ -120,7 +120,7 @@ class BlockParts:
             z = self.called(family.between or family.before, x)
         else:
             z = self.called(family.between, middle)
-        z, act = self._entered(z, shard), getattr(self.call.layer.mlp, family.activation)
+        z, act = self._entered(z, shard), self._activation()
         if len(family.up) == 2:
             gate, up = (self.product(name, z) for name in family.up)
             h = act(gate) * up
@@ -131,6 +131,12 @@ class BlockParts:
             h = act(self.product(family.up[0], z))
         y = self.summed(family.down, h, shard, needed or self.is_read(family.behind_mlp))
         return self.added(middle, self.called(family.behind_mlp, y))
+
+    def _activation(self) -> Callable[[Tensor], Tensor]:
+        act = getattr(self.call.layer.mlp, self.family.activation)
+        if isinstance(act, nn.Module) and next(act.parameters(), None) is not None:  # xIELU's
+            return lambda x: self.called(f"mlp.{self.family.activation}", x)
+        return act  # type: ignore[no-any-return]
 
     @property
     def _side_by_side(self) -> bool:
