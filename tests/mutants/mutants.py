@@ -544,8 +544,8 @@ MUTANTS = (
     Mutant(
         "a block holds q, k and v of its tokens while it has those of its heads",
         "tiled_torch/models/block/function.py",
-        "a, turns = attended(call, groups, mask)",
-        "a, turns = attended(call, [*groups], mask)",
+        "a, turns = attended(call, groups, mask, parts.sinks())",
+        "a, turns = attended(call, [*groups], mask, parts.sinks())",
         "tests/layers/test_torch_ranks_context.py -x -k 'bytes_a_token_of_layers and 2'",
     ),
     Mutant(
@@ -1484,7 +1484,7 @@ MUTANTS = (
     Mutant(
         "a layer whose projections are clipped runs as a block",
         "tiled_torch/models/block/layer.py",
-        "    for name in family_of_block(layer).without:\n",
+        "    for name in family.without:\n",
         "    for name in ():\n",
         "tests/models/test_torch_block_experts.py -k adds_that_is_not_computed",
     ),

@@ -94,7 +94,7 @@ def _mlp_of(name: str) -> tuple[Any, ...]:
 
 
 @dataclass(frozen=True)
-class _Written:
+class _LayerTexts:
     """What a class of layers is written as. mlps: what those of the MLPs are that it may make; mixtures: those with experts."""
 
     layer: Texts
@@ -104,7 +104,7 @@ class _Written:
 
 
 @cache
-def _all_written() -> dict[str, _Written]:
+def _all_written() -> dict[str, _LayerTexts]:
     """Return how the known classes are written that this transformers has."""
     names: Any = configuration_auto
     kinds = {name.removesuffix("Config"): kind for kind, name in names.CONFIG_MAPPING_NAMES.items()}
@@ -119,7 +119,7 @@ def _all_written() -> dict[str, _Written]:
         if len(attention) == 1:
             mixtures = {mlp for mlp in mlps if _made(mlp, "experts")}
             texts = (frozenset(_texts(mlp) for mlp in mlps if (mlp in mixtures) == mixed) for mixed in (False, True))
-            found[name] = _Written(_texts(layer), _texts(attention[0]), *texts)
+            found[name] = _LayerTexts(_texts(layer), _texts(attention[0]), *texts)
     return found
 
 
