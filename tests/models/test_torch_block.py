@@ -8,6 +8,7 @@ import torch
 import transformers
 from torch import Tensor
 from transformers.models.cohere import modeling_cohere
+from transformers.models.cohere2 import modeling_cohere2
 
 from shared_specs import SpecError, Tiling, UnsupportedError
 from shared_specs.config import Checkpointing, ParallelConfig
@@ -24,9 +25,11 @@ from tiled_torch.parallel import parallelize
 
 KINDS = ["llama", "mistral", "qwen2", "qwen3"]
 OTHERS = [
-    *"arcee cohere cwm ernie4_5 gemma gemma2 gemma3_text glm glm4 granite helium hyperclovax jais2".split(),
+    *"arcee cohere exaone4 gpt_neox hunyuan_v1_dense phi deepseek_v3 apertus youtu cohere2 minicpm3".split(),
+    *"cwm ernie4_5 gemma gemma2 gemma3_text glm glm4 granite helium hyperclovax jais2".split(),
     *"ministral nemotron olmo olmo2 olmo3 phi3 seed_oss smollm3 starcoder2 vaultgemma".split(),
-    "phi3, dropout",
+    *["phi3, dropout", "gpt_neox, dropout", "phi, dropout", "gpt_neox, in turn", "exaone4, no window"],
+    "deepseek_v3, one query",
 ]
 
 
@@ -36,7 +39,7 @@ def gradients(model: Any, **inputs: Any) -> dict[str, Tensor]:
     torch.manual_seed(1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of a loss past the model's own forward, which this is
-        y = model.model(input_ids=IDS, use_cache=False, **inputs).last_hidden_state
+        y = model.base_model(input_ids=IDS, use_cache=False, **inputs).last_hidden_state
     (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view(y.shape)).sum().backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
@@ -62,8 +65,30 @@ def test_gradients(kind: str, implementation: str) -> None:
 
 
 # What a family's attention and norms differ in besides: of sequences of nine tokens, with gradients of all parameters.
+TURNED = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
+LATENT = {
+    "q_lora_rank": 6,
+    "kv_lora_rank": 5,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 3,
+    "v_head_dim": 7,
+    "head_dim": 4,
+}
+LATENT |= {"num_key_value_heads": 4, "first_k_dense_replace": 2}
 CHANGES: dict[str, dict[str, Any]] = {
     "cohere": {"use_qk_norm": True},
+    "exaone4": {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
+    "exaone4, no window": {"sliding_window": None, "layer_types": ["full_attention"] * 2},
+    "gpt_neox": {"rope_parameters": TURNED},
+    "gpt_neox, dropout": {"hidden_dropout": 0.5},
+    "gpt_neox, in turn": {"use_parallel_residual": False, "attention_bias": False},
+    "phi": {"head_dim": 4, "rope_parameters": TURNED, "qk_layernorm": True},
+    "phi, dropout": {"resid_pdrop": 0.5},
+    "cohere2": {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
+    "minicpm3": LATENT,
+    "youtu": LATENT,
+    "deepseek_v3": LATENT,
+    "deepseek_v3, one query": LATENT | {"q_lora_rank": None, "rope_interleave": False, "attention_bias": True},
     "gemma2": {"sliding_window": 4, "attn_logit_softcapping": 2.0},
     "gemma3_text": {"sliding_window": 4},
     "glm": {"attention_bias": True},
@@ -81,7 +106,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.deep_but(17)
+@pytest.mark.deep_but(24)
 @pytest.mark.parametrize("kind", OTHERS)
 def test_families_that_differ(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Norms behind attention and MLP, branches side by side, fused projections, multipliers, caps, windows, dropout.
@@ -90,8 +115,9 @@ def test_families_that_differ(kind: str, monkeypatch: pytest.MonkeyPatch) -> Non
     """
     changes = CHANGES.get(kind, {})
     model = exact(build(kind.split(",")[0], num_attention_heads=4, attn_implementation="eager", **changes).train())
-    if kind == "cohere":
-        monkeypatch.setattr(modeling_cohere, "apply_rotary_pos_emb", _turned)
+    if kind.startswith("cohere"):
+        home = {"cohere": modeling_cohere, "cohere2": modeling_cohere2}[kind]
+        monkeypatch.setattr(home, "apply_rotary_pos_emb", _turned)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.1 * torch.randn_like(parameter)  # scales of norms are alike otherwise
@@ -185,7 +211,7 @@ def test_refusals() -> None:
     with pytest.raises(
         UnsupportedError, match=r"^tile_model: model must be a decoder of a family whose blocks are known"
     ):
-        tile_model(build("exaone4"), scope="block")
+        tile_model(build("ministral3"), scope="block")
     for options, text in (
         ({"keep": 0.5}, r"keep must be 0\.0 with scope='block', got 0\.5\."),
         ({"backend": "eager"}, r"backend must be auto with scope='block', got eager\."),

@@ -22,9 +22,32 @@ SIZES: dict[str, Any] = {"num_experts": 4, "num_local_experts": 4, "n_routed_exp
 SIZES |= {"num_experts_per_tok": 2, "moe_k": 2, "moe_intermediate_size": 12, "shared_expert_intermediate_size": 12}
 SIZES |= {"n_group": 1, "topk_group": 1, "n_shared_experts": 1, "moe_num_shared_experts": 1, "decoder_sparse_step": 1}
 SIZES |= {"first_k_dense_replace": 1, "moe_layer_start_index": 1, "moe_layer_end_index": 5}
-CHANGES = {"olmoe": {"head_dim": 4}, "flex_olmo": {"head_dim": 4}}
-KINDS = "mixtral qwen2_moe flex_olmo ernie4_5_moe dots1 glm4_moe mellum olmoe qwen3_moe solar_open".split()
-FLOAT32 = {"dots1", "ernie4_5_moe", "glm4_moe", "solar_open"}  # whose routers are, whatever the model is
+LATENT = {
+    "q_lora_rank": 6,
+    "kv_lora_rank": 5,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 3,
+    "v_head_dim": 7,
+    "head_dim": 4,
+}
+LATENT |= {"num_key_value_heads": 4}
+CHANGES = {"olmoe": {"head_dim": 4}, "flex_olmo": {"head_dim": 4}, "deepseek_v2": LATENT, "deepseek_v3": LATENT}
+CHANGES["glm4_moe_lite"] = LATENT
+CHANGES["gpt_oss"] = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+KINDS = "mixtral qwen2_moe flex_olmo gpt_oss deepseek_v3 deepseek_v2 ernie4_5_moe dots1".split()
+KINDS += "exaone_moe glm4_moe glm4_moe_lite hunyuan_v1_moe hy_v3 mellum minimax_m2 olmoe qwen3_moe solar_open".split()
+FLOAT32 = {
+    "deepseek_v2",
+    "deepseek_v3",
+    "dots1",
+    "ernie4_5_moe",
+    "exaone_moe",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "hy_v3",
+    "minimax_m2",
+    "solar_open",
+}  # whose routers are, whatever the model is
 
 
 def build(kind: str, **changes: Any) -> Any:
@@ -45,7 +68,7 @@ def assert_gradients(model: Any, expected: dict[str, torch.Tensor], allowed: flo
         assert relative_error(found[name].numpy(), gradient.numpy()) <= allowed, name
 
 
-@pytest.mark.deep_but(4)
+@pytest.mark.deep_but(6)
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients(kind: str) -> None:
     """Of routers, experts and shared experts; dense layers beside them, norms behind them."""

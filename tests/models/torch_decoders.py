@@ -53,7 +53,7 @@ def decoder(kind: str = "llama", **changes: Any) -> Any:
 def exact(model: Any) -> Any:
     """The same model without the float32 in its norms, which would hide what a sum in another order costs."""
     for module in model.modules():
-        if type(module).__name__.endswith(("RMSNorm", "CohereLayerNorm")):
+        if type(module).__name__.endswith(("RMSNorm", "CohereLayerNorm", "Cohere2LayerNorm")):
             module.__class__ = _exact_norm(type(module))
     return model
 

@@ -453,6 +453,34 @@ MUTANTS = (
         "tests/models/test_torch_block.py -x -k 'test_gradients and qwen2'",
     ),
     Mutant(
+        "gradients of sinks are those of other heads",
+        "tiled_torch/models/block/attention.py",
+        "turns.together(pieces[::-1], 0)",
+        "turns.together(pieces, 0)",
+        "tests/models/test_torch_block_forms.py -x -k sinks",
+    ),
+    Mutant(
+        "an MLP beside attention reads what attention reads, though it has a norm of its own",
+        "tiled_torch/models/block/parts.py",
+        "self.called(family.between or family.before, x)",
+        "self.called(family.before or family.between, x)",
+        "tests/models/test_torch_block.py -x -k 'families_that_differ and gpt_neox'",
+    ),
+    Mutant(
+        "a layer is taken for a known one whatever its attention does",
+        "tiled_torch/models/block/known.py",
+        "(written.layer, written.attention) == (of_layer, of_attention)",
+        "written.layer == of_layer",
+        "tests/models/test_torch_block_known.py -x",
+    ),
+    Mutant(
+        "norms behind positions come before them",
+        "tiled_torch/models/block/heads.py",
+        "    if not family.normed_last:",
+        "    if True:",
+        "tests/models/test_torch_block.py -x -k 'families_that_differ and hunyuan'",
+    ),
+    Mutant(
         "rows that are ignored are multiplied",
         "tiled_torch/loss/call.py",
         "return chosen if runs_alone(targets.numel(), chosen.numel()) else None",
@@ -518,8 +546,8 @@ MUTANTS = (
     Mutant(
         "a block holds q, k and v of its tokens while it has those of its heads",
         "tiled_torch/models/block/function.py",
-        "a, turns = attended(call, groups, mask)",
-        "a, turns = attended(call, [*groups], mask)",
+        "a, turns = attended(call, groups, mask, parts.sinks())",
+        "a, turns = attended(call, [*groups], mask, parts.sinks())",
         "tests/layers/test_torch_ranks_context.py -x -k 'bytes_a_token_of_layers and 2'",
     ),
     Mutant(
@@ -1483,7 +1511,7 @@ MUTANTS = (
     Mutant(
         "a layer whose projections are clipped runs as a block",
         "tiled_torch/models/block/layer.py",
-        "    for name in family_of_block(layer).without:\n",
+        "    for name in family.without:\n",
         "    for name in ():\n",
         "tests/models/test_torch_block_experts.py -k adds_that_is_not_computed",
     ),

@@ -17,7 +17,8 @@ from shared_specs.layers.scope import check_block_tiling, check_scope
 from tiled_torch import backends
 from tiled_torch.core import partitioned
 from tiled_torch.models.block.families import BLOCK_FAMILIES as BLOCKS
-from tiled_torch.models.block.layer import TiledBlock, TiledNorm, block_class, is_block, norm_class, reason_not_block
+from tiled_torch.models.block.known import is_block
+from tiled_torch.models.block.layer import TiledBlock, TiledNorm, block_class, norm_class, reason_not_block
 from tiled_torch.models.causal_lm import TiledCausalLM, loss_path
 from tiled_torch.models.experts.marker import OfExperts
 from tiled_torch.models.experts.module import TiledExperts, TiledRouter, path_of_experts, tile_experts
@@ -88,10 +89,10 @@ def tile_model(
     Args:
         model: a Hugging Face model, or a part of one; changed in place.
         scope: "mlp" tiles the MLPs and the loss. "block" also tiles the rest of every decoder layer except attention, for the
-            families in `models/block/families.py`. Their MLPs may be gated or plain MLPs or mixtures of experts. Such a layer
-            keeps only its input, in host memory if checkpointing offloads, and fills no cache in training. Compilers do not
-            compile it. `tiling_paths` says why a layer tiles only its MLP. "block" excludes keep, a memory budget and a
-            backend.
+            families in `models/block/families.py` and for layers that are written as one of these. Their MLPs may be gated or
+            plain MLPs or mixtures of experts. Such a layer keeps only its input, in host memory if checkpointing offloads, and
+            fills no cache in training. Compilers do not compile it. `tiling_paths` says why a layer tiles only its MLP. "block"
+            excludes keep, a memory budget and a backend.
         strict: True refuses a model in which anything would stay untiled, or whose loss path is not known beforehand. This
             includes the head of a classifier or a reward model, which has a few outputs per token. Pass its base model instead.
         num_shards, keep, tiling, backend: as in `tiled_mlp`, for every MLP. They apply to the loss too, except keep.
@@ -99,8 +100,8 @@ def tile_model(
         The model itself.
     Raises:
         SpecError, TypeError: a number out of its range.
-        UnsupportedError: nothing can be tiled, or, with strict, something cannot; with scope="block", no layer belongs to those
-            families, or an excluded option is set; MLPs with adapters are in a ZeRO-3 engine. The model is then unchanged. In
+        UnsupportedError: nothing can be tiled, or, with strict, something cannot; with scope="block", no layer is like those
+            families', or an excluded option is set; MLPs with adapters are in a ZeRO-3 engine. The model is then unchanged. In
             calls under ZeRO-3: the head is no plain linear layer, or x of an MLP with adapters does not require grad.
     Memory: with scope="block" see shared_specs.layers.block_costs.eager_block_row_bytes.
     Source: derived in shared_specs/README.md.
@@ -238,11 +239,14 @@ def _tile_blocks(model: nn.Module, options: Tiling) -> None:
         block._block_tiling = options
     for module in list(model.modules()):
         layers: Any = getattr(module, "layers", ())
-        norm: Any = getattr(module, "norm", None)
+        norm: Any = next((found for name in _LAST_NORMS if (found := getattr(module, name, None)) is not None), None)
         if norm is not None and any(isinstance(layer, TiledBlock) for layer in layers):
             if not isinstance(norm, TiledNorm):
                 norm.__class__ = norm_class(type(norm))
             norm._block_tiling = options
+
+
+_LAST_NORMS = ("norm", "final_layernorm", "final_layer_norm")  # names of the one behind the last layer
 
 
 def _untile_blocks(model: nn.Module) -> None:

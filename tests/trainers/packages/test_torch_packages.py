@@ -14,6 +14,8 @@ from shared_specs.tolerances import DISTRIBUTED_FLOAT64, MODEL_FLOAT32
 from tests.documents import ROOT, unrun
 from tests.models.supported import build as build_supported
 from tests.models.supported import difference, step
+from tests.models.test_torch_block import assert_equal, gradients, layer_paths
+from tests.models.test_torch_block_forms import form
 from tests.models.test_torch_models import build
 from tests.models.test_torch_trainer import padded, rows, trainer
 from tiled_torch import tile_model, tiling_paths
@@ -155,3 +157,26 @@ def test_the_lines_of_the_page_for_lightning(tmp_path: Path, monkeypatch: pytest
         optimizer.step()
         optimizer.zero_grad()
     same_weights(model, untiled)
+
+
+@pytest.mark.parametrize(
+    ("kind", "adapted"),
+    [
+        ("deepseek_v3", ["q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]),
+        ("gpt_neox", ["query_key_value", "dense", "dense_h_to_4h"]),
+        ("gpt_oss", ["q_proj", "v_proj", "o_proj"]),
+        ("phi", ["k_proj", "dense", "fc1", "fc2"]),
+    ],
+)
+def test_peft_in_layers_that_run_as_one(kind: str, adapted: list[str]) -> None:
+    """The gradients of every adapter, and of nothing else, are those of the untiled model."""
+    model = form(kind)
+    peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=adapted, init_lora_weights="gaussian"))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter += 0.1 * torch.randn_like(parameter)
+    expected = gradients(model)
+    assert len(expected) == 2 * len(adapted) * model.config.num_hidden_layers
+    assert_equal(gradients(tile_model(model, scope="block", num_shards=3)), expected)
+    assert layer_paths(model) == {"tiled_block"}

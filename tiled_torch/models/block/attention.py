@@ -83,19 +83,27 @@ class AttendedRows:
 
 @dataclass(frozen=True)
 class Turn:
-    """Heads that attended at once. operands: their q, k and v of all tokens. edge: of the result, where gradients begin."""
+    """Heads that attended at once. operands: their q, k and v of all tokens. edge: of the result, where gradients begin.
+
+    sinks: what the attention has of these heads beside, where a gradient is asked for.
+    """
 
     operands: HeadGroup
     edge: Any
+    sinks: dict[str, Tensor]
 
 
-def attended(call: Any, groups: list[HeadGroup], mask: Tensor | None) -> tuple[AttendedRows, list[Turn]]:
+def attended(
+    call: Any, groups: list[HeadGroup], mask: Tensor | None, sinks: dict[str, Tensor]
+) -> tuple[AttendedRows, list[Turn]]:
     """Return attention's result, in memory of its own, and every turn, for its backward, where gradients are asked for.
 
-    The list is emptied group by group, so that one that nobody else holds is let go.
+    The list is emptied group by group, so that one that nobody else holds is let go. sinks: parameters of the attention, of one
+    number a head.
     """
     turns: Turns = call.turns
     a, done = AttendedRows(turns, call.shards), []
+    of_turns = {name: iter(turns.apart(whole.detach(), 0)) for name, whole in sinks.items()}
     while groups:
         group, operands = [*groups.pop(0)], None
         for number in range(turns.order.parts):
@@ -103,12 +111,18 @@ def attended(call: Any, groups: list[HeadGroup], mask: Tensor | None) -> tuple[A
             if torch.is_grad_enabled():
                 for operand in operands:
                     operand.requires_grad_()
-            out = call.attend(*operands, mask)
+            own = {name: next(parts) for name, parts in of_turns.items()}
+            asked = {name: x.requires_grad_() for name, x in own.items() if _asked(sinks[name])}
+            out = call.attend(*operands, mask, own)
             if out.requires_grad:
-                done.append(Turn(operands, torch.autograd.graph.get_gradient_edge(out)))
+                done.append(Turn(operands, torch.autograd.graph.get_gradient_edge(out), asked))
             a.pieces.append(_own_tokens(turns, out.detach()))
             del out  # a copy in another layout on some devices, which backward has no use for
     return a, done
+
+
+def _asked(parameter: Tensor) -> bool:
+    return torch.is_grad_enabled() and parameter.requires_grad
 
 
 @torch.no_grad()
@@ -141,18 +155,26 @@ def _own_tokens(turns: Turns, out: Tensor) -> Tensor:
 
 def attention_gradients(
     turns: Turns, done: list[Turn], a: AttendedRows
-) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Return the gradients of q, of every turn, and of k and v, of every group, from that of the result, which is let go.
+) -> tuple[tuple[list[Tensor], list[Tensor], list[Tensor]], dict[str, Tensor]]:
+    """Return the gradients of q, of every turn, and of k and v, of every group, from that of the result, which is let go; and
+    those of the attention's parameters of heads.
 
     So are the operands of a turn as soon as it has its gradients. The last turn comes first: k and v came with a group's first.
     """
     found: tuple[list[Tensor], list[Tensor], list[Tensor]] = ([], [], [])
+    of_sinks: dict[str, list[Tensor]] = {}
     sums = _KeySums(turns.order.parts)
     while done:
         turn, da = done.pop(), [a.pieces.pop().transpose(1, 2)]
         if turns.over is not None:
             da = exchange_tokens(turns.over, da)
-        dq, *of_keys = torch.autograd.grad(turn.edge, turn.operands, da.pop().transpose(1, 2))
+        # Not every attention function reads sinks.
+        options: dict[str, Any] = {"materialize_grads": True} if turn.sinks else {}
+        operands = (*turn.operands, *turn.sinks.values())
+        dq, *of_keys = torch.autograd.grad(turn.edge, operands, da.pop().transpose(1, 2), **options)
+        for name, gradient in zip(turn.sinks, of_keys[2:], strict=True):
+            of_sinks.setdefault(name, []).append(gradient)
+        del of_keys[2:], operands
         del turn
         given = [dq, *sums.added(of_keys)]
         del dq, of_keys
@@ -163,7 +185,7 @@ def attention_gradients(
         del given
     for gradients in found:
         gradients.reverse()
-    return found
+    return found, {name: turns.together(pieces[::-1], 0) for name, pieces in of_sinks.items()}
 
 
 def _sent_back(over: RankGroup, copies: int, gradients: list[Tensor]) -> list[Tensor]:

@@ -27,7 +27,7 @@ def experts_forward(parts: BlockParts, x: Tensor, a: AttendedRows, y: Tensor) ->
         y[:, start:stop] = parts.middle(x[:, start:stop], a.rows(part), part)
         z[:, start:stop] = parts.called(family.between, y[:, start:stop])
     call.recorded()
-    branch = parts.called("mlp", z)
+    branch = _mixed(parts, z)
     del z
     for start, stop in call.shards.spans:
         rows = y[:, start:stop]
@@ -58,7 +58,7 @@ def experts_backward(
     read = parts.is_read(family.behind_mlp) or not isinstance(experts, OfExperts)
     with torch.enable_grad(), call.again(last), nullcontext() if read else results_unread():
         z_whole = entry(dx)
-        branch = parts.called("mlp", z_whole)
+        branch = _mixed(parts, z_whole)
     of_branch = _of_branch(parts, branch.detach(), dy, others)
     dz, *found = torch.autograd.grad(branch, (z_whole, *own.values()), of_branch, allow_unused=True)
     del branch, z_whole, of_branch
@@ -72,6 +72,12 @@ def experts_backward(
         a.put(of_a, part)  # nobody reads these rows any more
         del x_shard, a_shard, middle, results, of_a
     return dict(zip(own, found, strict=True))
+
+
+def _mixed(parts: BlockParts, z: Tensor) -> Tensor:
+    """Return what the MLP makes of all tokens; some hand on the router's scores beside it, which no layer reads."""
+    found: Any = parts.called("mlp", z)
+    return found[0] if isinstance(found, tuple) else found
 
 
 def _of_branch(parts: BlockParts, branch: Tensor, dy: Tensor, others: dict[str, Tensor]) -> Tensor:

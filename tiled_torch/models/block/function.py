@@ -10,6 +10,7 @@ Letters: B batch, S sequence, H hidden, D of one head. Shards are runs of the se
 
 import sys
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,8 @@ from tiled_torch.core.gradients import GradientSum
 from tiled_torch.core.tensors import refuse_second_order
 from tiled_torch.models.block.attention import Turns, attended, attention_gradients
 from tiled_torch.models.block.experts import experts_backward, experts_forward
-from tiled_torch.models.block.families import OUT, BlockFamily, family_of_block, has_experts
+from tiled_torch.models.block.families import BlockFamily, said_of
+from tiled_torch.models.block.known import attention_of, family_of_block, has_experts
 from tiled_torch.models.block.parts import BlockParts, entry, part_gradients
 from tiled_torch.models.block.shards import Shards
 
@@ -32,7 +34,7 @@ class BlockCall:
 
     plain: linear layers of which only weight and bias are used; the others are called. cast: the dtype of autocast, where it is
     on. random: the generators' states before every part of every shard, where numbers may be drawn. offloaded: its input waits
-    on the host, and is fetched twice in backward.
+    on the host, and is fetched twice in backward. complex_positions: the model has cos and sin as one table of complex numbers.
     """
 
     layer: Any
@@ -46,6 +48,7 @@ class BlockCall:
     autocast: replay.Autocast
     random: replay.GeneratorStates | None
     offloaded: bool = False
+    complex_positions: bool = False
 
     @property
     def family(self) -> BlockFamily:
@@ -53,17 +56,21 @@ class BlockCall:
 
     @property
     def dropout(self) -> float:
-        return self.layer.self_attn.attention_dropout if self.layer.training else 0.0
+        return self.attention.attention_dropout if self.layer.training else 0.0
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """Return the result of the model's own attention, [B, S, heads, D]."""
-        attn = self.layer.self_attn
+    @property
+    def attention(self) -> Any:
+        return attention_of(self.layer)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: dict[str, Tensor]) -> Tensor:
+        """Return the result of the model's own attention, [B, S, heads, D]. sinks: parameters of these heads, by attribute."""
+        attn = _holding(self.attention, sinks)
         home = sys.modules[type(attn).__module__]
         run = home.ALL_ATTENTION_FUNCTIONS.get_interface(  # type: ignore[attr-defined]
             attn.config._attn_implementation,
             home.eager_attention_forward,  # type: ignore[attr-defined]
         )
-        own = {option: _attribute(attn, name) for option, name in self.family.options}
+        own = {option: said_of(attn, what) for option, what in self.family.options}
         own |= {} if self.turns.over is None else {"exchanged": True}
         mask = self.mask if mask is None else mask
         out, _ = run(attn, q, k, v, mask, dropout=self.dropout, scaling=attn.scaling, **own, **self.options)
@@ -81,7 +88,9 @@ class BlockCall:
     def by_autograd(self, name: str) -> bool:
         """Return whether a parameter takes part as a leaf: of what is called, and a bias that is added to a sum over ranks."""
         owner, _, kind = name.rpartition(".")
-        return owner not in self.plain or (self.shards.split and kind == "bias" and owner in (OUT, self.family.down))
+        return owner not in self.plain or (
+            self.shards.split and kind == "bias" and owner in (self.family.out, self.family.down)
+        )
 
     @property
     def experts(self) -> bool:
@@ -93,8 +102,13 @@ class BlockCall:
         return self.experts and name.startswith("mlp.")
 
 
-def _attribute(attn: Any, name: str) -> Any:
-    return getattr(attn, name) if hasattr(attn, name) else getattr(attn.config, name, None)
+def _holding(attention: Any, parameters: dict[str, Tensor]) -> Any:
+    """Return the attention with other tensors for some of its own parameters; it itself stays as it is."""
+    if not parameters:
+        return attention
+    held = copy(attention)
+    held._parameters = {**attention._parameters, **parameters}
+    return held
 
 
 class Block(torch.autograd.Function):
@@ -113,7 +127,7 @@ class Block(torch.autograd.Function):
             parts = BlockParts(call, (cos, sin), params, {})
             groups = parts.projections(x)
             call.recorded()
-            a, _ = attended(call, groups, mask)
+            a, _ = attended(call, groups, mask, parts.sinks())
             y = torch.empty_like(x, memory_format=torch.contiguous_format)
             if call.experts:
                 return experts_forward(parts, x, a, y)
@@ -128,7 +142,7 @@ class Block(torch.autograd.Function):
         call: BlockCall = ctx.call
         x, cos, sin, mask, *params = ctx.saved_tensors
         needs = dict(zip(call.names, ctx.needs_input_grad[5:], strict=True))
-        cut = call.shards
+        cut, family = call.shards, call.family
         sums = {
             name: GradientSum(p, None, single=len(cut) <= 1 and not (cut.split and call.by_autograd(name)))
             if needs[name] and not call.alone(name)
@@ -148,7 +162,7 @@ class Block(torch.autograd.Function):
             groups = parts.projections(x.detach(), again=True)
             parts.params |= leaves
             with torch.enable_grad(), call.again(len(shards)):
-                a, turns = attended(call, groups, mask)
+                a, turns = attended(call, groups, mask, parts.sinks())
             dx = torch.empty_like(x, memory_format=torch.contiguous_format)
             if call.experts:
                 alone = experts_backward(parts, x, a, dx, dy, leaves)
@@ -161,7 +175,10 @@ class Block(torch.autograd.Function):
                 del y, x_shard, a_shard, of_a
             if call.offloaded:
                 del x  # attention's backward has its room
-            dq, dk, dv = attention_gradients(call.turns, turns, a)
+            (dq, dk, dv), of_sinks = attention_gradients(call.turns, turns, a)
+            for name, gradient in of_sinks.items():
+                total: Any = sums[f"{family.attention}.{name}"]
+                total.add_rows(gradient[None])
             if call.offloaded:  # a checkpoint around gives what it makes again once
                 x = ctx.saved_tensors[0]
             for part, (start, stop) in shards:

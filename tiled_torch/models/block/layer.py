@@ -23,12 +23,12 @@ from tiled_torch.core.gradients import main_grad_of
 from tiled_torch.core.operands import PLAIN_TENSORS
 from tiled_torch.core.tensors import device_kind, is_dtensor
 from tiled_torch.models.block.attention import Turns, turns_of
-from tiled_torch.models.block.families import BLOCK_FAMILIES, family_of_block, has_experts, linears_of
 from tiled_torch.models.block.function import Block, BlockCall
+from tiled_torch.models.block.known import attention_of, family_of_block, has_experts, linears_of
 from tiled_torch.models.block.offload import input_on_host
 from tiled_torch.models.block.parts import Unhooked
 from tiled_torch.models.block.shards import BlockRanks, ColumnShards, Shards, TokenShards, dealt, is_split
-from tiled_torch.models.family import forward_in_place_of, home_of, reason_called
+from tiled_torch.models.family import home_of, reason_called
 from tiled_torch.models.pickling import Remade
 from tiled_torch.models.reports import note_layers, tell_of_part
 from tiled_torch.tile.api import tile
@@ -38,15 +38,10 @@ _NAME = "tile_model"
 BETWEEN = ", between two compiled graphs"  # what `tiling_paths` adds of a layer that a compiler left as it is
 
 
-def is_block(module: nn.Module) -> bool:
-    """Return whether a module is a decoder layer of a known family that runs its class's own forward."""
-    return type(module).__name__ in BLOCK_FAMILIES and forward_in_place_of(module, BLOCK_FAMILIES) is None
-
-
 def reason_not_block(layer: Any) -> str | None:
     """Return why a layer cannot run as one `Block` now; None where it can."""
-    home = home_of(layer).__module__
-    for name in ("self_attn", "mlp"):  # whose formulas it computes
+    home, family, attention = home_of(layer).__module__, family_of_block(layer), attention_of(layer)
+    for name in (family.attention, "mlp"):  # whose formulas it computes
         part = home_of(layer.get_submodule(name))
         forward = inspect.unwrap(vars(part)["forward"])
         if not part.__module__ == forward.__module__ == home:
@@ -57,8 +52,8 @@ def reason_not_block(layer: Any) -> str | None:
     linears, known = linears_of(layer), frozenset() if ranks is None else ranks.hooks
     if ranks is not None and has_experts(layer):
         return "its weights are split, and its MLP is a mixture of experts"
-    for name in family_of_block(layer).without:
-        if any(getattr(part, name, None) for part in (layer.self_attn, layer.self_attn.config, layer.mlp)):
+    for name in family.without:
+        if any(getattr(part, name, None) for part in (attention, attention.config, layer.mlp)):
             return f"{name} is not 0"
     for name, module in layer.named_modules():
         reason = reason_called(name, module, known=known) if name else None
@@ -71,7 +66,7 @@ def reason_not_block(layer: Any) -> str | None:
         if main_grad_of(parameter) is not None:
             return f"{name} has a main_grad"
         if ranks is not None:
-            if not is_split(name, parameter, ranks, linears):
+            if not is_split(name, parameter, ranks, linears, (family.out, family.down)):
                 return f"{name} is split otherwise"
         elif type(parameter) not in PLAIN_TENSORS:
             return f"{name} is {type(parameter).__name__}"
@@ -136,10 +131,11 @@ class TiledBlock(Remade):
 
 def _forward(layer: Any, hidden_states: Any, *args: Any, between: bool = False, **kwargs: Any) -> Any:
     """between: compiled code calls it, between two of its graphs."""
-    kwargs = kwargs | _own_cache(layer, kwargs.get("past_key_values"))
+    of_cache = family_of_block(layer).cache
+    kwargs = kwargs | _own_cache(layer, of_cache, kwargs.get(of_cache))
     options = dict(kwargs)
     mask, embeddings = options.pop("attention_mask", None), options.pop("position_embeddings", None)
-    cached = options.pop("past_key_values", None) is not None
+    cached = options.pop(of_cache, None) is not None
     options.pop("use_cache", None)
     reason = "it was called with more than x by position" if args else None
     reason = reason or _reason_of_call(layer, hidden_states, embeddings, cached, options) or reason_not_block(layer)
@@ -153,6 +149,8 @@ def _forward(layer: Any, hidden_states: Any, *args: Any, between: bool = False, 
     for mlp in () if between else layer.children():
         if getattr(mlp, "_model_name", ""):
             note_layers(mlp)
+    whole = isinstance(embeddings, Tensor)  # of complex numbers
+    embeddings = torch.view_as_real(embeddings).unbind(-1) if whole else embeddings
     tensors, named, ranks = isinstance(mask, Tensor), dict(layer.named_parameters()), layer._block_ranks
     plain, x = plain_linears(layer), hidden_states
     if ranks is None:
@@ -174,6 +172,7 @@ def _forward(layer: Any, hidden_states: Any, *args: Any, between: bool = False, 
         autocast=replay.Autocast(x.device),
         random=replay.GeneratorStates(x.device, apart=is_fake(x)) if draws else None,
         offloaded=offloaded,
+        complex_positions=whole,
     )
     # Its input is asked for twice in backward: attention's has its room between.
     with input_on_host(x, takes=2) if offloaded else nullcontext():
@@ -181,16 +180,16 @@ def _forward(layer: Any, hidden_states: Any, *args: Any, between: bool = False, 
     return y if ranks is None else _like(hidden_states, y)
 
 
-def _own_cache(layer: Any, cache: Any) -> dict[str, Any]:
+def _own_cache(layer: Any, name: str, cache: Any) -> dict[str, Any]:
     """Return no cache instead of the empty one with which models are called in training unless told otherwise: as where
     transformers checkpoints a layer, nobody fills it."""
     if cache is None or not (layer.training and torch.is_grad_enabled()):
         return {}
-    return {} if cache.get_seq_length(layer.self_attn.layer_idx) else {"past_key_values": None}
+    return {} if cache.get_seq_length(attention_of(layer).layer_idx) else {name: None}
 
 
 def _drops(layer: Any) -> bool:
-    return bool(layer.self_attn.attention_dropout) or any(type(m) is nn.Dropout and m.p for m in layer.modules())
+    return bool(attention_of(layer).attention_dropout) or any(type(m) is nn.Dropout and m.p for m in layer.modules())
 
 
 def _like(x: Any, y: Tensor) -> Tensor:
@@ -228,9 +227,10 @@ def _agreed(layer: Any, x: Any, ranks: BlockRanks) -> Shards:
 
 def _turns(layer: Any, shards: Shards) -> Turns:
     """Return the turns of attention with this rank's heads."""
-    attn, ranks = layer.self_attn, shards.ranks
-    heads, kv_heads = attn.config.num_attention_heads // ranks, attn.config.num_key_value_heads // ranks
-    return turns_of(attn, heads, kv_heads, dropout=bool(layer.training and attn.attention_dropout))
+    attn, ranks, family = attention_of(layer), shards.ranks, family_of_block(layer)
+    heads = attn.config.num_attention_heads
+    kv_heads = heads if family.latent or family.of_heads else attn.config.num_key_value_heads
+    return turns_of(attn, heads // ranks, kv_heads // ranks, dropout=bool(layer.training and attn.attention_dropout))
 
 
 def _plan(x: Tensor, tiling: Tiling) -> ShardPlan:

@@ -3,7 +3,6 @@
 Letters as in `function.py`.
 """
 
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -14,9 +13,7 @@ from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 
 from tiled_torch.core.gradients import GradientSum
-from tiled_torch.models.block.families import OUT
-
-HeadGroup = tuple[Tensor, Tensor, Tensor]  # q [B, heads of a group, S, D], k and v [B, 1, S, D]
+from tiled_torch.models.block.heads import HeadGroup, heads_of
 
 
 class _Product(torch.autograd.Function):
@@ -105,35 +102,25 @@ class BlockParts:
         return self.shards.enter(self.cast(x), shard) if self.shards.split else x
 
     def before(self, x: Tensor, shard: int, needed: bool = True) -> HeadGroup:
-        """Return q, k, v of a shard, [B, heads, t, D] each. Where q and k are normed, the norm's gradient needs them anyway."""
-        attn, family, shards = self.call.layer.self_attn, self.family, self.shards
-        x = self._entered(self.called(family.before, x), shard)
-        normed = hasattr(attn, "q_norm")
-        if len(family.qkv) == 1:
-            keys = attn.config.num_key_value_heads * attn.head_dim
-            whole = self.product(family.qkv[0], x, needed)
-            q, k, v = whole.split((whole.shape[-1] - 2 * keys, keys, keys), -1)
-        else:
-            q, k = (self.product(name, x, needed or normed) for name in family.qkv[:2])
-            v = self.product(family.qkv[2], x, needed)
-        if normed and family.of_columns:
-            q, k = self.called("self_attn.q_norm", q), self.called("self_attn.k_norm", k)
-        q, k, v = (a.unflatten(-1, (-1, attn.head_dim)) for a in (q, k, v))
-        if normed and not family.of_columns:
-            q, k = self.called("self_attn.q_norm", q), self.called("self_attn.k_norm", k)
-        q, k, v = (a.transpose(1, 2) for a in (q, k, v))
-        if family.turned is None or getattr(attn, family.turned):
-            rotate = sys.modules[type(attn).__module__].apply_rotary_pos_emb  # type: ignore[attr-defined]
-            q, k = rotate(q, k, *(shards.rows(table, shard, 1) for table in self.tables))
+        """Return q, k, v of a shard, [B, heads, t, D] each. needed False: without values that no gradient wants."""
+        x = self._entered(self.called(self.family.before, x), shard)
+        q, k, v = heads_of(self, x, [self.shards.rows(table, shard, 1) for table in self.tables], needed)
         # Rotary positions are float32 under autocast; attention casts to this.
         return self.cast(q), self.cast(k), v
+
+    def sinks(self) -> dict[str, Tensor]:
+        """Return the parameters of the attention that have a number for each head, by its attributes."""
+        return {name: self.params[f"{self.family.attention}.{name}"] for name in self.family.sinks}
 
     def behind(self, x: Tensor, a: Tensor, shard: int, needed: bool = True) -> Tensor:
         """y of a shard. a: [B, t, heads * D]. needed False: without the down-projection's value, unless a norm wants it."""
         family = self.family
         middle = self.middle(x, a, shard)
-        z = self.called(family.before, x) if family.parallel else self.called(family.between, middle)
-        z, act = self._entered(z, shard), getattr(self.call.layer.mlp, family.activation)
+        if self._side_by_side:
+            z = self.called(family.between or family.before, x)
+        else:
+            z = self.called(family.between, middle)
+        z, act = self._entered(z, shard), self._activation()
         if len(family.up) == 2:
             gate, up = (self.product(name, z) for name in family.up)
             h = act(gate) * up
@@ -145,10 +132,23 @@ class BlockParts:
         y = self.summed(family.down, h, shard, needed or self.is_read(family.behind_mlp))
         return self.added(middle, self.called(family.behind_mlp, y))
 
+    def _activation(self) -> Callable[[Tensor], Tensor]:
+        act = getattr(self.call.layer.mlp, self.family.activation)
+        if isinstance(act, nn.Module) and next(act.parameters(), None) is not None:  # xIELU's
+            return lambda x: self.called(f"mlp.{self.family.activation}", x)
+        return act  # type: ignore[no-any-return]
+
+    @property
+    def _side_by_side(self) -> bool:
+        parallel = self.family.parallel
+        return getattr(self.call.layer, parallel) if isinstance(parallel, str) else parallel
+
     def middle(self, x: Tensor, a: Tensor, shard: int, needed: bool = True) -> Tensor:
         """Return x and attention's branch of a shard. needed False: without the branch's value, unless a norm wants it."""
         behind = self.family.behind_attention
-        return self.added(x, self.called(behind, self.summed(OUT, a, shard, needed or self.is_read(behind))))
+        return self.added(
+            x, self.called(behind, self.summed(self.family.out, a, shard, needed or self.is_read(behind)))
+        )
 
     def is_read(self, behind: str | None) -> bool:
         """Return whether a module behind a branch wants its value for its own gradient."""

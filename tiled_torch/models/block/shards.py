@@ -21,7 +21,6 @@ from tiled_torch.collectives.conjugates import Join, Keep, Sum, SumSplit, move
 from tiled_torch.collectives.groups import RankGroup
 from tiled_torch.core.gradients import GradientSum
 from tiled_torch.core.tensors import is_dtensor
-from tiled_torch.models.block.families import DOWN, OUT
 
 
 @dataclass(frozen=True)
@@ -33,17 +32,17 @@ class BlockRanks:
     hooks: frozenset[int]
 
 
-def is_split(name: str, parameter: Any, ranks: BlockRanks, linears: Sequence[str]) -> bool:
+def is_split(name: str, parameter: Any, ranks: BlockRanks, linears: Sequence[str], last: Sequence[str]) -> bool:
     """Return whether a parameter is a DTensor as a layer wants it: rows of q, k, v, gate and up, columns of what follows them
     and everything else whole.
 
-    linears: the layer's projections.
+    linears: the layer's projections. last: those behind attention and in the MLP behind gate and up.
     """
     from torch.distributed.tensor import Replicate, Shard
 
     owner, _, kind = name.rpartition(".")
     wanted = Replicate() if owner not in linears else Shard(0)
-    if owner in (OUT, DOWN):
+    if owner in last:
         wanted = Shard(1) if kind == "weight" else Replicate()
     return is_dtensor(parameter) and parameter.device_mesh == ranks.mesh and parameter.placements == (wanted,)
 
