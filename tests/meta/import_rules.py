@@ -87,7 +87,7 @@ IN_ROOM = {
 # Loaded only when a function runs (or by a type checker), so that the package imports where they are missing.
 INSIDE_FUNCTIONS = {("tiled_torch", "bridge"): {"jax", "flax"}}
 
-# The base install of a half has none of what `shared_specs.app` needs.
+# The base install of a half has none of what `shared_specs.app` needs; `plan` takes of it what numpy is enough for.
 ROOMS_WITH_APP = {"models", "plan", "commands", "__main__"}
 
 

@@ -72,4 +72,4 @@ def _rows(rows: dict[str, str]) -> list[str]:
 
 
 def _gib(size: float) -> str:
-    return f"{size / 2**30:.1f} GiB"
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
