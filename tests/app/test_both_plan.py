@@ -153,6 +153,8 @@ def test_a_frozen_base_costs_its_weights(half: Half) -> None:
         assert mine.optimizer == MOMENTS["adamw"] * 4 * trained // 2
         assert mine.gradients <= 4 * trained // 2
         assert mine.total < all_of.total
+    split = Setting(tokens=4096, gpus=2, tensor=2, half=half)
+    assert parts_of(sizes, split).total < parts_of(whole, split).total
     seconds = functions(half)["plan"](model_of(half), TOKENS, devices=2, device_memory="h100").seconds
     assert found.seconds < seconds
 

@@ -49,7 +49,7 @@ def plan(
         ...     model = LlamaForCausalLM(LlamaConfig(vocab_size=32000, num_hidden_layers=4))
         >>> found = plan(model, 2**20, devices=8, device_memory="h100")
         >>> found.fits, found.what_to_set["tile_model"]
-        (True, 'scope="mlp"')
+        (True, 'scope="block"')
     """
     return planned(
         "plan",

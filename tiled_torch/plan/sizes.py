@@ -22,7 +22,7 @@ def decoder_of_model(function: str, model: Any) -> Decoder:
     Raises:
         TypeError: it is no model with a config. InputError: it is of a family without formulas.
     """
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     if not isinstance(model, nn.Module) or not hasattr(config, "to_dict"):
         fail_without_config(function, model)
     decoder = decoder_from(config.to_dict(), f"{function}: model")

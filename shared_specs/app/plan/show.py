@@ -77,8 +77,11 @@ def plan_of(options: PlanOptions, half: Half) -> Plan:
 
 def as_json(found: Plan) -> dict[str, Any]:
     """Return the plan as plain values; bytes and seconds are numbers."""
+    sizes = asdict(found.decoder)
+    if found.decoder.held is None:
+        del sizes["held"]
     return {
-        "model": asdict(found.decoder) | {"parameters": found.decoder.parameters},
+        "model": sizes | {"parameters": found.decoder.parameters},
         "tokens": found.tokens,
         "gpus": found.gpus,
         "memory_bytes": found.memory,

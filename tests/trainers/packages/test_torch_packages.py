@@ -46,6 +46,7 @@ def test_the_plan_of_a_model_with_adapters() -> None:
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         for each in (model, tile_model(model, num_shards=3)):
             held = plan(each, 4096).plan.decoder.held
+            assert held is not None
             assert (held.trained, held.trains_head) == (trained, head)
             assert 0 < held.mlp_trained < held.layer_trained
 

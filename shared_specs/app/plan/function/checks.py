@@ -37,7 +37,7 @@ def planned(
     for name, value in (("tokens", tokens), ("devices", devices), ("sequences", sequences)):
         _check_count(function, name, value)
     for name, value, known in (("dtype", dtype, ITEMSIZE), ("optimizer", optimizer, MOMENTS)):
-        if value not in known:
+        if not isinstance(value, str) or value not in known:
             fail(function, name, f"one of {', '.join(known)}", value)
     try:
         memory, gpu = _device(function, device_memory)
