@@ -166,6 +166,16 @@ def test_a_parameter_counts_in_its_own_dtype() -> None:
     assert (found.decoder.weight_bytes, found.decoder.trained_bytes) == (2 * found.decoder.parameters,) * 2
 
 
+def test_a_parameter_that_zero_3_keeps_in_parts_counts_whole() -> None:
+    """Between its uses DeepSpeed leaves it without elements, with its shape beside it."""
+    model = model_of("torch")
+    head = model.lm_head.weight
+    head.ds_id, head.ds_shape = 0, head.shape
+    head.data = torch.empty(0, device="meta")
+    found = functions("torch")["plan"](model, 4096).plan.decoder
+    assert found.held.count == found.parameters
+
+
 class Adapter(torch.nn.Module):
     """As peft's: the layer that it is around, and two small ones beside it."""
 

@@ -48,7 +48,7 @@ def plan(
         SpecError, TypeError: an argument is wrong, or there are no formulas of the model's family.
         UnsupportedError: the model's layers have adapters, with which they do not run as blocks. All before anything of the
             model is read but its config.
-    Source: shared_specs/app/plan; derived in shared_specs/README.md.
+    Source: the formulas of each capability (`costs.py` in shared_specs), put together in shared_specs/app/plan/step.py.
     Example:
         >>> from tiled_jax.models import Llama, LlamaConfig
         >>> sizes = {"hidden_size": 512, "intermediate_size": 1792, "num_hidden_layers": 4, "num_attention_heads": 8}

@@ -41,7 +41,7 @@ def plan(
     Raises:
         SpecError, TypeError: an argument is wrong, or there are no formulas of the model's family. Both before anything of the
             model is read but its config.
-    Source: shared_specs/app/plan; derived in shared_specs/README.md.
+    Source: the formulas of each capability (`costs.py` in shared_specs), put together in shared_specs/app/plan/step.py.
     Example:
         >>> import torch
         >>> from transformers import LlamaConfig, LlamaForCausalLM

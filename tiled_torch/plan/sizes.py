@@ -1,5 +1,6 @@
 """The sizes of a transformers model, and its parameters as they are: dtypes, adapters, what is frozen."""
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,6 +11,7 @@ from torch import nn
 from shared_specs.app.plan.decoder import Decoder, decoder_from
 from shared_specs.app.plan.function.checks import fail_without_config
 from shared_specs.app.plan.held import Parameter, Place, held_of
+from tiled_torch.core.partitioned import whole_shape
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
@@ -33,7 +35,7 @@ def _parameters(model: nn.Module, decoder: Decoder) -> Iterator[Parameter]:
     for name, parameter in model.named_parameters():
         found = _LAYER.search(name)
         layer = None if found is None else int(found[1])
-        count = parameter.numel()
+        count = math.prod(whole_shape(parameter))
         place = _in_layer(name) if found else _at_ends(name, count == decoder.hidden * decoder.vocab)
         yield Parameter(place, layer, count, parameter.element_size(), parameter.requires_grad)
 
