@@ -52,6 +52,18 @@ _TILED_LINEAR = (
     *_OF_FLAX,
 )
 
+_PLAN = (
+    Argument("model"),
+    Argument("tokens"),
+    keyword("devices", 1),
+    keyword("device_memory", "80GB"),
+    keyword("host_memory", None),
+    keyword("sequences", 1),
+    keyword("dtype", "bfloat16"),
+    keyword("optimizer", "adamw"),
+    keyword("wrt", None, ONLY_JAX),
+)
+
 # path inside the package -> arguments in order. "Class" stands for the arguments of its constructor.
 SIGNATURES: dict[str, tuple[Argument, ...]] = {
     "tiled_mlp": (
@@ -90,6 +102,8 @@ SIGNATURES: dict[str, tuple[Argument, ...]] = {
         keyword("seed", 0),
         keyword("wrt", REQUIRED, ONLY_JAX),  # flax.nnx.Param
     ),
+    "plan": _PLAN,
+    "fits": _PLAN,
     "TiledMLP": (
         Argument("hidden_size"),
         Argument("intermediate_size"),
@@ -252,7 +266,9 @@ PUBLIC = (
     "Tiling",
     "UnsupportedError",
     "check",
+    "fits",
     "parallelize",
+    "plan",
     "tile",
     "tile_model",
     "tiled_distillation_loss",

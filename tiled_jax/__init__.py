@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from tiled_jax.models.tiling import tile_model, tiling_paths, untile_model
     from tiled_jax.modules import TiledLinear, TiledLinearCrossEntropy, TiledLinearReturnBias, TiledMLP, TiledMoE, linen
     from tiled_jax.parallel import parallelize, vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
+    from tiled_jax.plan.api import fits, plan
 
 __all__ = [
     "Checkpointing",
@@ -59,8 +60,10 @@ __all__ = [
     "Tiling",
     "UnsupportedError",
     "check",
+    "fits",
     "linen",
     "parallelize",
+    "plan",
     "tile",
     "tile_model",
     "tiled_distillation_loss",
@@ -88,6 +91,7 @@ _MODULES = {
     ),
     "models.tiling": ("tile_model", "tiling_paths", "untile_model"),
     "modules": ("TiledLinear", "TiledLinearCrossEntropy", "TiledLinearReturnBias", "TiledMLP", "TiledMoE", "linen"),
+    "plan.api": ("fits", "plan"),
     "parallel": ("parallelize", "vocab_parallel_cross_entropy", "vocab_parallel_linear_cross_entropy"),
 }
 import_lazily(__name__, {name: module for module, names in _MODULES.items() for name in names})

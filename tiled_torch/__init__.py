@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from tiled_torch.parallel import parallelize as parallelize
     from tiled_torch.parallel import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
     from tiled_torch.parallel import vocab_parallel_linear_cross_entropy as vocab_parallel_linear_cross_entropy
+    from tiled_torch.plan.api import fits as fits
+    from tiled_torch.plan.api import plan as plan
 
 __all__ = [
     "AutoTiledModelForCausalLM",
@@ -65,7 +67,9 @@ __all__ = [
     "Tiling",
     "UnsupportedError",
     "check",
+    "fits",
     "parallelize",
+    "plan",
     "tile",
     "tile_model",
     "tiled_distillation_loss",
@@ -93,6 +97,7 @@ _MODULES = {
     ),
     "models": ("AutoTiledModelForCausalLM", "tile_model", "tiling_paths", "untile_model"),
     "modules": ("TiledLinear", "TiledLinearCrossEntropy", "TiledLinearReturnBias", "TiledMLP", "TiledMoE"),
+    "plan.api": ("fits", "plan"),
     "parallel": ("parallelize", "vocab_parallel_cross_entropy", "vocab_parallel_linear_cross_entropy"),
 }
 import_lazily(__name__, {name: module for module, names in _MODULES.items() for name in names})

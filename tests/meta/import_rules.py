@@ -49,6 +49,7 @@ LEVELS = {
     "plans": 7,  # above models: a plan is applied to a finished model
     "compat": 7,
     "check": 8,  # of whatever is trained
+    "plan": 8,  # how long a context fits, of a model
     "functional": 8,  # from here on nothing but public names, collected
     "modules": 8,
     "parallel": 8,
@@ -86,8 +87,8 @@ IN_ROOM = {
 # Loaded only when a function runs (or by a type checker), so that the package imports where they are missing.
 INSIDE_FUNCTIONS = {("tiled_torch", "bridge"): {"jax", "flax"}}
 
-# The base install of a half has none of what `shared_specs.app` needs.
-ROOMS_WITH_APP = {"models", "commands", "__main__"}
+# The base install of a half has none of what `shared_specs.app` needs; `plan` takes of it what numpy is enough for.
+ROOMS_WITH_APP = {"models", "plan", "commands", "__main__"}
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,7 @@ def fault_of_app(package: str, room: str, rest: list[str]) -> str | None:
         return None
     if package == "shared_specs":
         return "nothing in shared_specs outside app imports app"
-    return None if room in ROOMS_WITH_APP else "only models and commands of a half import shared_specs.app"
+    return None if room in ROOMS_WITH_APP else "only models, plan and commands of a half import shared_specs.app"
 
 
 def fault_of_spec(room: str, rest: list[str]) -> str | None:

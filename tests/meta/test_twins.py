@@ -16,6 +16,7 @@ ROOMS = (
     "distillation",
     "plans",
     "check",
+    "plan",
     "commands",
 )
 

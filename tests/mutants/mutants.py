@@ -148,6 +148,20 @@ MUTANTS = (
         "tests/app/test_plan.py -x -k gradient_of_the_head",
     ),
     Mutant(
+        "a plan keeps moments of what is frozen",
+        "shared_specs/app/plan/step.py",
+        "decoder.weight_bytes // ranks, decoder.trained_bytes // ranks",
+        "decoder.weight_bytes // ranks, decoder.weight_bytes // ranks",
+        "tests/app/test_both_plan.py -x -k frozen_base",
+    ),
+    Mutant(
+        "a plan of a model takes frozen parameters for trained ones",
+        "tiled_torch/plan/sizes.py",
+        "parameter.element_size(), parameter.requires_grad)",
+        "parameter.element_size(), True)",
+        "tests/app/test_both_plan.py -x -k 'frozen_base or adapters_in_pytorch'",
+    ),
+    Mutant(
         "a plan's time counts attention's forward once",
         "shared_specs/app/plan/search.py",
         "int((4.5 if recomputed else 3.5) * forward)",

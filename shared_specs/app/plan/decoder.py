@@ -9,7 +9,10 @@ from typing import Any
 
 from shared_specs.app.models.decoders import DECODERS, biases, layer_windows
 from shared_specs.app.options import InputError
+from shared_specs.app.plan.held import Held
 from shared_specs.config import Half
+
+MASTER = 4  # bytes of a parameter, of its gradient and of each moment, but of those of a model object
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +23,7 @@ class Decoder:
         tied: whether the head is the embedding. kind: the model_type, one of `DECODERS`, with what it has beside Llama.
         attention_bias, mlp_bias: of all projections of attention, and of the MLP.
         window: tokens that a query sees in `windowed` of the layers; None where it sees all before in every one.
+        held: the parameters that a model object has; None: all are trained and in float32.
     """
 
     hidden: int
@@ -35,6 +39,7 @@ class Decoder:
     mlp_bias: bool = False
     window: int | None = None
     windowed: int = 0
+    held: Held | None = None
 
     @property
     def queries(self) -> int:
@@ -69,11 +74,58 @@ class Decoder:
     def parameters(self) -> int:
         return self.layers * self.layer_parameters + self.end_parameters
 
+    @property
+    def weight_bytes(self) -> int:
+        """Return bytes of all parameters, whole."""
+        return MASTER * self.parameters if self.held is None else self.held.bytes
+
+    @property
+    def trained_bytes(self) -> int:
+        """Return bytes of all gradients, and of one moment of each."""
+        return MASTER * self.parameters if self.held is None else self.held.trained_bytes
+
+    @property
+    def layer_gathered(self) -> int:
+        """Return parameters of one layer that are gathered, with those of adapters."""
+        return self.layer_parameters if self.held is None else max(self.layer_parameters, self.held.layer)
+
+    @property
+    def layer_trained(self) -> int:
+        """Return parameters of one layer of which there are sums of gradients."""
+        return self.layer_parameters if self.held is None else self.held.layer_trained
+
+    @property
+    def layers_trained(self) -> int:
+        """Return parameters of all layers that have a gradient."""
+        return self.layers * self.layer_parameters if self.held is None else self.held.layers_trained
+
+    @property
+    def mlp_trained(self) -> int:
+        """Return parameters of one MLP of which there are sums of gradients."""
+        return 3 * self.hidden * self.intermediate if self.held is None else self.held.mlp_trained
+
+    @property
+    def mlp_adapted(self) -> bool:
+        """Return whether an MLP has more than its own parameters, such as adapters."""
+        own = 3 * self.hidden * self.intermediate + self.mlp_bias * (2 * self.intermediate + self.hidden)
+        return self.held is not None and self.held.mlp > own
+
+    @property
+    def adapted(self) -> bool:
+        """Return whether a layer has more than its own parameters, such as adapters."""
+        return self.layer_gathered > self.layer_parameters
+
+    @property
+    def head_trained(self) -> int:
+        """Return parameters of the head, where it is trained."""
+        return self.hidden * self.vocab if self.held is None or self.held.trains_head else 0
+
     def split(self, ranks: int) -> "Decoder":
         """Return what a rank has of it under tensor parallelism: of heads, of the MLP's features and, at most, of the
         vocabulary its part; what every rank has whole is as large as before."""
         parts = {name: getattr(self, name) // ranks for name in ("heads", "kv_heads", "intermediate")}
-        return self if ranks == 1 else replace(self, **parts, vocab=-(-self.vocab // ranks))
+        held = None if self.held is None else self.held.split(ranks)
+        return self if ranks == 1 else replace(self, **parts, vocab=-(-self.vocab // ranks), held=held)
 
     def pairs(self, tokens: int) -> int:
         """Return the pairs of a query and a key that the layers of one sequence have together, of each layer half of all or,
@@ -172,26 +224,32 @@ def decoder_of(config: object, source: str, command: str = "plan") -> Decoder:
     Raises:
         InputError: it is of another kind of model, or a size is missing or none.
     """
-    if not isinstance(config, dict) or config.get("model_type") not in FAMILIES:
-        kind = config.get("model_type") if isinstance(config, dict) else type(config).__name__
-        raise InputError(f"{command}: --model {source} must have a model_type of {', '.join(FAMILIES)}, got {kind}.")
+    return decoder_from(config, f"{command}: --model {source}")
+
+
+def decoder_from(config: object, what: str) -> Decoder:
+    """Return the sizes that a dictionary of transformers says. what: the function and the argument that it is of, for messages.
+
+    Raises:
+        InputError: it is of another kind of model, or a size is missing or none.
+    """
+    check_formulas(config.get("model_type") if isinstance(config, dict) else type(config).__name__, what)
+    assert isinstance(config, dict)
     kind = config["model_type"]
     given = {term: value for term, value in config.items() if value is not None or term in _NULLABLE}
     config = {**DECODERS[kind].defaults, **given}
     for cap in _CAPS:
         if config.get(cap):
-            raise InputError(
-                f"{command}: --model {source} must have no {cap}, got {config[cap]}. Of it there is no formula."
-            )
+            raise InputError(f"{what} must have no {cap}, got {config[cap]}. Of it there is no formula.")
     sizes: dict[str, Any] = {name: config.get(term) for name, term in _TERMS.items()}
     sizes["kv_heads"] = config.get("num_key_value_heads") or sizes["heads"]
     bad = [_TERMS.get(name, name) for name, size in sizes.items() if type(size) is not int or size < 1]
     if bad:
-        raise InputError(f"{command}: --model {source} must have whole numbers >= 1 for {', '.join(bad)}.")
+        raise InputError(f"{what} must have whole numbers >= 1 for {', '.join(bad)}.")
     try:
         windows = [int(window) for window in layer_windows(config) if window is not None]
     except (IndexError, TypeError, ValueError) as error:
-        raise InputError(f"{command}: --model {source}: its windows cannot be read: {error}.") from error
+        raise InputError(f"{what}: its windows cannot be read: {error}.") from error
     return Decoder(
         **sizes,
         head_dim=config.get("head_dim") or sizes["hidden"] // sizes["heads"],
@@ -202,6 +260,16 @@ def decoder_of(config: object, source: str, command: str = "plan") -> Decoder:
         window=windows[0] if windows else None,
         windowed=len(windows),
     )
+
+
+def check_formulas(kind: object, what: str) -> None:
+    """Refuse a model_type of which there are no formulas. what: the function and the argument that it is of, for messages.
+
+    Raises:
+        InputError: with those of which there are.
+    """
+    if kind not in FAMILIES:
+        raise InputError(f"{what} must have a model_type of {', '.join(FAMILIES)}, got {kind}.")
 
 
 def tensor_ranks(decoder: Decoder, gpus: int, half: Half) -> list[int]:
@@ -240,17 +308,21 @@ def check_tensor(decoder: Decoder, tp: int, gpus: int, half: Half, command: str 
     raise InputError(f"{command}: --tp must {rule}, got {tp}.{hint}")
 
 
-def check_planned(decoder: Decoder, half: Half, gpus: int, command: str = "plan") -> None:
-    """Refuse a decoder of which a half has no formulas, or that it does not shard over so many GPUs. command: for messages.
+def check_planned(
+    decoder: Decoder, half: Half, gpus: int, command: str = "plan", *, names: tuple[str, str] | None = None
+) -> None:
+    """Refuse a decoder of which a half has no formulas, or that it does not shard over so many GPUs.
+
+    command, names: for messages, the second what it calls the model and the number of GPUs; None: by its flags.
 
     Raises:
         InputError: with what it can.
     """
+    model, many = names or ("--model", "--gpus" if command == "plan" else "the devices")
     if half == "jax" and decoder.kind not in WHOLE:
         hint = "Of the others the formulas are PyTorch's."
-        raise InputError(f"{command}: --model must be of {', '.join(WHOLE)} in JAX, got {decoder.kind}. {hint}")
+        raise InputError(f"{command}: {model} must be of {', '.join(WHOLE)} in JAX, got {decoder.kind}. {hint}")
     if not tensor_ranks(decoder, gpus, half):
-        what = "--gpus" if command == "plan" else "the devices"
         raise InputError(
-            f"{command}: {what} must divide the model's {decoder.hidden} hidden features in JAX, got {gpus}.{_CUT}"
+            f"{command}: {many} must divide the model's {decoder.hidden} hidden features in JAX, got {gpus}.{_CUT}"
         )

@@ -231,13 +231,16 @@ def step_flop(decoder: Decoder, setting: Setting, *, recomputed: bool = True) ->
     """Return FLOP of one step of all GPUs: of products with weights, and of attention (causal: `Decoder.pairs`).
 
     All products of a checkpointed layer but the down-projection, and its attention, are computed twice; attention's backward
-    is two and a half of its forwards; the loss has three products. recomputed: False counts nothing twice.
+    is two and a half of its forwards; the loss has three products. Frozen weights have no product for a gradient.
+    recomputed: False counts nothing twice.
     """
     sequences = setting.sequences * setting.data
     tokens = sequences * setting.tokens
-    again = decoder.layer_products - decoder.hidden * decoder.intermediate if recomputed else 0
-    products = decoder.layers * (6 * decoder.layer_products + 2 * again) * tokens
-    loss = 6 * decoder.hidden * decoder.vocab * tokens
+    adapters = decoder.layer_gathered - decoder.layer_parameters
+    again = adapters + decoder.layer_products - decoder.hidden * decoder.intermediate if recomputed else 0
+    products = decoder.layers * (4 * (decoder.layer_products + adapters) + 2 * again) * tokens
+    products += 2 * min(decoder.layers_trained, decoder.layers * (decoder.layer_products + adapters)) * tokens
+    loss = (4 * decoder.hidden * decoder.vocab + 2 * decoder.head_trained) * tokens
     forward = 4 * decoder.pairs(setting.tokens) * decoder.queries * sequences
     return products + loss, int((4.5 if recomputed else 3.5) * forward)
 

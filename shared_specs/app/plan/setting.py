@@ -128,3 +128,28 @@ class Setting:
         """Return how the tokens are cut that the ranks of a layer split among them."""
         tokens = (self.own_rows,) * self.tensor
         return plan_sequence("plan", tokens, shard_tokens=self.shard_tokens, device=self.device)
+
+
+def what_to_set(setting: Setting) -> list[tuple[str, str]]:
+    """Return the calls that make this setting, and what each is set to."""
+    scope = {"none": "not tiled", "mlp": 'scope="mlp"', "block": 'scope="block"'}[setting.scope]
+    model = "tile_model" if setting.half == "torch" else "models.Llama"
+    shard = "" if setting.shard_tokens is None else f", shard_tokens={setting.shard_tokens}"
+    shard += "" if setting.attention == "auto" else f', attention="{setting.attention}"'
+    offload = "offload=True" if setting.offload else "offload=False"
+    context, axes = f"{setting.context}", "context"
+    if setting.context_kind == "2d":
+        context, axes = f"{setting.ring} x {setting.inside}", "ring x context inside"
+    mesh = f"{setting.data} x {context} x {setting.tensor}: data and fully sharded x {axes} x tensor"
+    lines = [
+        ("mesh", mesh),
+        (model, scope + shard),
+        ("Checkpointing", f'mode="full", {offload}'),
+    ]
+    data_options = [f'context="{setting.context_kind}"'] * (setting.context > 1)
+    data_options += ["cpu_offload=True"] * setting.host_state
+    if data_options:
+        lines.append(("DataParallel", ", ".join(data_options)))
+    if setting.tensor > 1:
+        lines.append(("TensorParallel", "sequence_parallel=True, loss_parallel=True"))
+    return lines

@@ -13,8 +13,9 @@ from rich.table import Table
 from shared_specs.app.options import InputError, PlanOptions
 from shared_specs.app.plan.decoder import check_planned, check_tensor, decoder_named
 from shared_specs.app.plan.search import Plan, memory_of, plan
+from shared_specs.app.plan.setting import what_to_set as what_to_set
 from shared_specs.app.plan.simulated import Simulator, beside_simulation
-from shared_specs.app.plan.step import Parts, Setting
+from shared_specs.app.plan.step import Parts
 from shared_specs.app.progress import GIB, show_bytes
 from shared_specs.config import Half
 
@@ -76,8 +77,11 @@ def plan_of(options: PlanOptions, half: Half) -> Plan:
 
 def as_json(found: Plan) -> dict[str, Any]:
     """Return the plan as plain values; bytes and seconds are numbers."""
+    sizes = asdict(found.decoder)
+    if found.decoder.held is None:
+        del sizes["held"]
     return {
-        "model": asdict(found.decoder) | {"parameters": found.decoder.parameters},
+        "model": sizes | {"parameters": found.decoder.parameters},
         "tokens": found.tokens,
         "gpus": found.gpus,
         "memory_bytes": found.memory,
@@ -93,31 +97,6 @@ def as_json(found: Plan) -> dict[str, Any]:
 
 def _bytes(parts: Parts) -> dict[str, int]:
     return parts.by_name | {"total": parts.total, "host": parts.host}
-
-
-def what_to_set(setting: Setting) -> list[tuple[str, str]]:
-    """Return the calls that make this setting, and what each is set to."""
-    scope = {"none": "not tiled", "mlp": 'scope="mlp"', "block": 'scope="block"'}[setting.scope]
-    model = "tile_model" if setting.half == "torch" else "models.Llama"
-    shard = "" if setting.shard_tokens is None else f", shard_tokens={setting.shard_tokens}"
-    shard += "" if setting.attention == "auto" else f', attention="{setting.attention}"'
-    offload = "offload=True" if setting.offload else "offload=False"
-    context, axes = f"{setting.context}", "context"
-    if setting.context_kind == "2d":
-        context, axes = f"{setting.ring} x {setting.inside}", "ring x context inside"
-    mesh = f"{setting.data} x {context} x {setting.tensor}: data and fully sharded x {axes} x tensor"
-    lines = [
-        ("mesh", mesh),
-        (model, scope + shard),
-        ("Checkpointing", f'mode="full", {offload}'),
-    ]
-    data_options = [f'context="{setting.context_kind}"'] * (setting.context > 1)
-    data_options += ["cpu_offload=True"] * setting.host_state
-    if data_options:
-        lines.append(("DataParallel", ", ".join(data_options)))
-    if setting.tensor > 1:
-        lines.append(("TensorParallel", "sequence_parallel=True, loss_parallel=True"))
-    return lines
 
 
 def _print(found: Plan, options: PlanOptions, console: Console) -> None:

@@ -9,6 +9,7 @@ from math import lcm
 from typing import Any
 
 from shared_specs.app.models.decoders import DECODERS
+from shared_specs.app.plan.decoder import MASTER as MASTER
 from shared_specs.app.plan.decoder import Decoder
 from shared_specs.app.plan.setting import Scope as Scope
 from shared_specs.app.plan.setting import Setting as Setting
@@ -23,12 +24,11 @@ from shared_specs.layers.block_costs import (
     eager_block_moments,
 )
 from shared_specs.layers.heads import attention_turns
-from shared_specs.loss.costs import LossShape, compiled_loss_peak_bytes, loss_peak_bytes
+from shared_specs.loss.costs import LossShape, compiled_loss_peak_bytes, loss_accumulator_bytes, loss_peak_bytes
 from shared_specs.loss.sequence_costs import sequence_loss_peak_bytes
-from shared_specs.mlp.costs import MLPShape, block_rows, compiled_peak_bytes, peak_bytes
+from shared_specs.mlp.costs import MLPShape, accumulator_bytes, block_rows, compiled_peak_bytes, peak_bytes
 
 MOMENTS = {"adamw": 2, "sgd": 0}
-MASTER = 4  # bytes of a parameter, of its gradient and of each moment
 # What no tensor shows: CUDA's context, the communication library's buffers, what the allocator cannot use.
 RESERVE = 3 * 2**30
 
@@ -70,8 +70,9 @@ def parts_of(decoder: Decoder, setting: Setting) -> Parts:
     and the embedding's where it is split."""
     decoder = decoder.split(setting.tensor)
     host = decoder.layers * setting.own_rows * decoder.hidden * setting.stream if setting.offload else 0
-    master = MASTER * decoder.parameters // (setting.gpus // setting.tensor)
-    state = {"weights": master, "gradients": master, "optimizer": MOMENTS[setting.optimizer] * master}
+    ranks = setting.gpus // setting.tensor
+    weights, trained = decoder.weight_bytes // ranks, decoder.trained_bytes // ranks
+    state = {"weights": weights, "gradients": trained, "optimizer": MOMENTS[setting.optimizer] * trained}
     if setting.host_state:
         host += sum(state.values())
         state = dict.fromkeys(state, 0)
@@ -79,11 +80,12 @@ def parts_of(decoder: Decoder, setting: Setting) -> Parts:
     # beginning to end.
     early = {} if setting.half == "jax" else {"gradients": 0}
     kept = 0 if setting.offload else decoder.layers
+    embeds = decoder.held is None or decoder.held.trains_embedding
     moments = [
         early | _at_layer(decoder, setting, kept),  # the last layer's backward
         {} if setting.half == "jax" else _at_layer(decoder, setting, min(kept, 1)),  # the first one's
         early | _at_loss(decoder, setting),
-        _at_embedding(decoder, setting) if setting.half == "torch" and setting.tensor > 1 else {},
+        _at_embedding(decoder, setting) if setting.half == "torch" and setting.tensor > 1 and embeds else {},
     ]
     found = (Parts(**state | moment, reserve=RESERVE, host=host) for moment in moments if moment)
     return max(found, key=lambda parts: parts.total)
@@ -94,19 +96,17 @@ def _at_layer(decoder: Decoder, setting: Setting, kept: int) -> dict[str, int]:
 
     kept: inputs of layers that are on the device.
     """
-    b, layer = setting.itemsize, decoder.layer_parameters
+    b, layer = setting.itemsize, decoder.layer_gathered
     if setting.half == "torch":
         # The layer's weights, those of the next one on their way, the gradients of the one before, in float32, being cut.
         # What comes from host memory is there once more on its way.
         units = 3 if setting.host_state else 2
-        gathered = (units * b + MASTER) * layer + b * decoder.end_parameters
+        gathered = units * b * layer + MASTER * decoder.layer_trained + b * decoder.end_parameters
     else:  # and the sums that `compiled_peak_bytes` does not count
-        gathered = _gathered_by_xla(decoder, setting) + MASTER * (layer - 3 * decoder.hidden * decoder.intermediate)
+        gathered = _gathered_by_xla(decoder, setting) + MASTER * (decoder.layer_trained - decoder.mlp_trained)
     inputs = kept * setting.own_rows * decoder.hidden * setting.stream
     rows, shard = _layer_bytes(decoder, setting, kept)
-    of_head = (
-        (b if setting.half == "torch" else MASTER) * decoder.hidden * decoder.vocab // vocab_ranks(decoder, setting)
-    )
+    of_head = (b if setting.half == "torch" else MASTER) * decoder.head_trained // vocab_ranks(decoder, setting)
     return {"gathered": gathered, "inputs": inputs, "attention": rows, "shard": shard, "loss": of_head}
 
 
@@ -114,7 +114,7 @@ def _gathered_by_xla(decoder: Decoder, setting: Setting, layers: int = 1) -> int
     """So many layers and the head, of the table no more than the rows that are asked for; on one GPU only what is cast."""
     alone = setting.gpus == 1 and setting.itemsize == MASTER
     head = decoder.hidden * decoder.vocab // vocab_ranks(decoder, setting)
-    return 0 if alone else setting.itemsize * (layers * decoder.layer_parameters + head)
+    return 0 if alone else setting.itemsize * (layers * decoder.layer_gathered + head)
 
 
 def vocab_ranks(decoder: Decoder, setting: Setting) -> int:
@@ -144,8 +144,12 @@ def _at_loss(decoder: Decoder, setting: Setting) -> dict[str, int]:
         loss = loss_peak_bytes(shape, setting.shards, device=setting.device, kernels=setting.fused)
     else:
         loss = _compiled_loss_bytes(shape, setting, ranks)
+    trained = decoder.head_trained > 0
+    if not trained and not (setting.scope == "none" and not setting.chunked_loss):
+        loss -= loss_accumulator_bytes(shape)  # nor, where it is compiled, a shard's part of that sum
+        loss -= max(MASTER, b) * decoder.hidden * entries if setting.half == "jax" else 0
     inputs = (0 if setting.offload else decoder.layers) * rows
-    if setting.half == "torch" or b == MASTER:  # in 16 bits JAX has but the sum that makes it
+    if trained and (setting.half == "torch" or b == MASTER):  # in 16 bits JAX has but the sum that makes it
         loss += b * decoder.hidden * entries  # the head's gradient
     if setting.half == "jax" and setting.tensor > 1 and setting.device == "cpu":
         loss += MASTER * decoder.hidden * entries  # zeros, to which the embedding's gradient is added later
@@ -157,7 +161,7 @@ def _at_loss(decoder: Decoder, setting: Setting) -> dict[str, int]:
             "shard": 0,
             "loss": loss,
         }
-    gathered = b * (decoder.layer_parameters + decoder.end_parameters)
+    gathered = b * (decoder.layer_gathered + decoder.end_parameters)
     return {"gathered": gathered, "inputs": inputs, "attention": 3 * rows, "shard": 0, "loss": loss}
 
 
@@ -185,7 +189,7 @@ def _at_embedding(decoder: Decoder, setting: Setting) -> dict[str, int]:
     """In the backward of an embedding that is split by vocabulary: the gradient of a rank's own tokens, and of a shard of all
     ranks' tokens as it came and without the rows of others' entries; beside it those of all layers, and of the ends, whole.
     """
-    kept = MASTER * decoder.layers * decoder.layer_parameters // (setting.gpus // setting.tensor)
+    kept = MASTER * decoder.layers_trained // (setting.gpus // setting.tensor)
     return {
         "gradients": 0 if setting.host_state else kept,
         "gathered": (setting.itemsize + MASTER) * decoder.end_parameters,
@@ -216,7 +220,9 @@ def _layer_bytes(decoder: Decoder, setting: Setting, kept: int) -> tuple[int, in
         row = block_row_bytes(**sizes) if groups is None else cudnn_block_row_bytes(**sizes, groups=groups)
         row += compiled_context_row_bytes(decoder, setting)
         moved = 0 if setting.tensor == 1 else in_flight_bytes(mlp, setting.split_shards, upstream=decoder.hidden)
-        return row * rows, compiled_peak_bytes(mlp, setting.shards, device=setting.device) + moved
+        own = compiled_peak_bytes(mlp, setting.shards, device=setting.device)
+        own -= MASTER * (mlp.weight_elements - decoder.mlp_trained)
+        return row * rows, own + moved
     exchanged = exchanged_row_bytes(decoder, setting)
     if setting.scope == "block":
         context: dict[str, Any] = {"exchanging": setting.exchanging, "ring": setting.ring > 1}
@@ -226,7 +232,7 @@ def _layer_bytes(decoder: Decoder, setting: Setting, kept: int) -> tuple[int, in
                 eager_block_moments(**sizes, **context, head_dim=decoder.head_dim, kept_layers=kept)
             )
         )
-        of_shard = BLOCK_ARRAYS * t * decoder.intermediate * b
+        of_shard = (ADAPTED_BLOCK_ARRAYS if decoder.adapted else BLOCK_ARRAYS) * t * decoder.intermediate * b
         if setting.device == "gpu" and not setting.fused:
             of_shard += 5 * WIDE * block_rows(t, decoder.intermediate, "gpu") * decoder.intermediate
         if setting.tensor > 1:  # what the MLP is given, and the gradient of what it returns, of every rank's tokens
@@ -234,15 +240,19 @@ def _layer_bytes(decoder: Decoder, setting: Setting, kept: int) -> tuple[int, in
         masks = _window_mask_bytes(decoder, setting)
         found = max(((attention + exchanged) * rows, masks), (behind * rows, of_shard), key=sum)
         # The sums of the weight gradients; that of gate and up is rounded as one where they are.
-        fused = 2 * decoder.hidden * decoder.intermediate * b if len(DECODERS[decoder.kind].gate_up) == 1 else 0
-        return found[0], found[1] + MASTER * decoder.layer_parameters + fused
+        rounded = decoder.held is None and len(DECODERS[decoder.kind].gate_up) == 1
+        fused = 2 * decoder.hidden * decoder.intermediate * b if rounded else 0
+        return found[0], found[1] + MASTER * decoder.layer_trained + fused
     attention, around_mlp = checkpointed_row_bytes(decoder, b)
     if setting.ring > 1:
         attention = max(attention, beside_ring_row_bytes(decoder, b) + exchanged)
     else:
         attention += exchanged
-    if setting.scope == "mlp":
+    if setting.scope == "mlp" and decoder.mlp_adapted:
+        own = ADAPTED_MLP_ARRAYS * t * decoder.intermediate * b
+    elif setting.scope == "mlp":
         own = peak_bytes(mlp, setting.shards, device=setting.device, kernels=setting.fused)
+        own -= max(0, accumulator_bytes(mlp, setting.shards) - MASTER * decoder.mlp_trained)
     else:
         own = PLAIN_ARRAYS * rows * decoder.intermediate * b
     return max((attention * rows, 0), (around_mlp * rows, own), key=sum)
@@ -322,6 +332,8 @@ def compiled_context_row_bytes(decoder: Decoder, setting: Setting) -> int:
 
 # Arrays [t, I] and [T, I] at once in the backward of the MLP of a shard of scope="block", and of a whole untiled one.
 BLOCK_ARRAYS, PLAIN_ARRAYS = 6, 6
+# The same where projections have adapters, which are called: what these return is scaled and added to what the layer does.
+ADAPTED_BLOCK_ARRAYS, ADAPTED_MLP_ARRAYS = 8, 11
 
 
 def checkpointed_row_bytes(decoder: Decoder, itemsize: int) -> tuple[int, int]:

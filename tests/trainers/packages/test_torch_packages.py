@@ -18,7 +18,7 @@ from tests.models.test_torch_block import assert_equal, gradients, layer_paths
 from tests.models.test_torch_block_forms import form
 from tests.models.test_torch_models import build
 from tests.models.test_torch_trainer import padded, rows, trainer
-from tiled_torch import tile_model, tiling_paths
+from tiled_torch import plan, tile_model, tiling_paths
 
 peft = pytest.importorskip("peft")
 lightning = pytest.importorskip("pytorch_lightning")
@@ -39,6 +39,18 @@ def curve(found: Any) -> list[float]:
 
 TRAINERS = ROOT / "docs/recipes/trainers.md"
 ADAPTED = ["q_proj", "gate_proj", "down_proj"]
+
+
+def test_the_plan_of_a_model_with_adapters() -> None:
+    """Adapters are what is trained, with what is saved beside them; and `plan` takes a tiled model as well."""
+    for more, head in (({}, False), ({"modules_to_save": ["lm_head"]}, True)):
+        model = peft.get_peft_model(build("llama"), peft.LoraConfig(r=2, target_modules=ADAPTED, **more))
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        for each in (model, tile_model(model, num_shards=3)):
+            held = plan(each, 4096).plan.decoder.held
+            assert held is not None
+            assert (held.trained, held.trains_head) == (trained, head)
+            assert 0 < held.mlp_trained < held.layer_trained
 
 
 @pytest.mark.parametrize("order", ["tiled-then-peft", "peft-then-tiled"])

@@ -1,0 +1,1 @@
+"""`plan` and `fits` as functions of a model object: what both halves check, and what they return."""

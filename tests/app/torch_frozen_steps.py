@@ -1,0 +1,91 @@
+"""Steps of frozen models over simulated ranks: reads decoders, settings and what is trained, prints a line of JSON for each.
+
+A process of its own: what simulates brings a kind of device that stays.
+"""
+
+import json
+import sys
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import nn
+
+from shared_specs.app.plan.decoder import Decoder
+from shared_specs.app.plan.simulated import simulated_step
+from shared_specs.app.plan.step import Setting
+from tiled_torch.commands.plan import simulate
+from tiled_torch.models import tile_model
+from tiled_torch.plan.sizes import decoder_of_model
+
+RANK, MODEL = 16, simulate._model
+
+
+class LoRA(nn.Module):
+    """As peft's."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base
+        self.lora_A = nn.Linear(base.in_features, RANK, bias=False, device=base.weight.device)
+        self.lora_B = nn.Linear(RANK, base.out_features, bias=False, device=base.weight.device)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base_layer(x) + self.lora_B(self.lora_A(x)) * 2.0
+
+
+class Handle:
+    """Of a hook that is none."""
+
+    def remove(self) -> None: ...
+
+
+def of_trained(register: Any) -> Any:
+    """PyTorch's memory tracker wants hooks of parameters without a gradient as well."""
+    return lambda self, hook: register(self, hook) if self.requires_grad else Handle()
+
+
+def freeze(model: Any, places: list[str]) -> None:
+    """Leave adapters on the projections of these parts of a layer trained, or the norms."""
+    model.requires_grad_(False)
+    for name, module in list(model.named_modules()):
+        if places == ["norms"]:
+            module.requires_grad_("norm" in name)
+        elif name.rpartition(".")[2] in places:
+            for projection, linear in list(module.named_children()):
+                if isinstance(linear, nn.Linear):
+                    setattr(module, projection, LoRA(linear))
+
+
+def step(decoder: Decoder, setting: Setting, places: list[str]) -> dict[str, Any]:
+    """Return the bytes that are held, and the sizes that `plan` reads from the model."""
+    sizes = []
+
+    def frozen(model: Any) -> Any:
+        freeze(model, places)
+        sizes.append(decoder_of_model("plan", model))
+        return model
+
+    changed: Any = simulate
+    if setting.scope == "none":
+        changed._model = lambda *given: frozen(MODEL(*given))
+    else:
+        changed._model = MODEL
+        changed.tile_model = lambda model, **options: tile_model(frozen(model), **options)
+    found = simulated_step(decoder, setting, simulate.SIMULATOR)
+    return {"device": found.device, "decoder": asdict(sizes[-1])}
+
+
+def main() -> None:
+    """Print what is held in every case."""
+    changed: Any = torch.Tensor
+    for name in ("register_hook", "register_post_accumulate_grad_hook"):
+        setattr(changed, name, of_trained(getattr(changed, name)))
+    accelerator: Any = torch.accelerator  # FSDP waits for the streams of units of which nothing is trained
+    accelerator.current_stream = torch.get_device_module("cpu").current_stream
+    for decoder, setting, places in json.load(sys.stdin):
+        print(json.dumps(step(Decoder(**decoder), Setting(**setting), places)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""The sizes of a decoder in nnx, and its parameters as they are: dtypes, adapters, what is frozen."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import jax
+from flax import nnx
+
+from shared_specs.app.plan.decoder import Decoder, check_formulas
+from shared_specs.app.plan.function.checks import fail_without_config
+from shared_specs.app.plan.held import Parameter, Place, held_of
+from shared_specs.errors import UnsupportedError, error_text, fail_type
+from tiled_jax.models.block.plain import reason_not_block
+from tiled_jax.models.config import LlamaConfig
+
+_BLOCKS = "There are formulas of layers that run as blocks alone. Adapters have them in PyTorch."
+
+
+def decoder_of_model(function: str, model: Any, wrt: Any) -> Decoder:
+    """Return the sizes that the model's config says, with the parameters that the model has.
+
+    Args:
+        model: a `tiled_jax.models.Llama` of arrays or of shapes.
+        wrt: a filter of the parameters that are trained; None: the adapters where there are any, else all.
+    Raises:
+        TypeError: it is no model with a config, or wrt is no filter. InputError: it is of a family without formulas.
+        UnsupportedError: its layers have adapters, with which no layer runs as one block.
+    """
+    config = getattr(model, "config", None)
+    if not isinstance(model, nnx.Module) or not isinstance(config, LlamaConfig):
+        fail_without_config(function, model)
+    decoder = _decoder(config)
+    check_formulas(decoder.kind, f"{function}: model")
+    held = replace(decoder, held=held_of(_parameters(function, model, decoder, wrt), tied=decoder.tied))
+    if held.adapted:
+        reason = reason_not_block(getattr(model, "layers", None)) or "more parameters"
+        raise UnsupportedError(error_text(function, "a layer's parts", "plain in JAX", reason, advice=_BLOCKS))
+    return held
+
+
+def _decoder(config: LlamaConfig) -> Decoder:
+    windows = [config.kinds[kind].window for kind in config.kind_of_layer]
+    windowed = [window for window in windows if window is not None]
+    return Decoder(
+        hidden=config.hidden_size,
+        intermediate=config.intermediate_size,
+        layers=config.num_hidden_layers,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        vocab=config.vocab_size,
+        tied=config.tie_word_embeddings,
+        kind=_kind(config),
+        attention_bias=config.attention_out_bias,
+        mlp_bias=config.mlp_bias,
+        window=windowed[0] if windowed else None,
+        windowed=len(windowed),
+    )
+
+
+def _kind(config: LlamaConfig) -> str:
+    """Return the model_type whose decoder has all this; one of those without formulas in JAX where it has more."""
+    if config.experts is not None:
+        return "mixtral"
+    if config.attention_softcap is not None or config.logit_softcap is not None:
+        return "gemma2"
+    if config.branch_norms:
+        return "gemma3_text"
+    if config.fused:
+        return "phi3"
+    if any(kind.rope is None for kind in config.kinds):
+        return "smollm3"
+    if config.head_norms:
+        return "qwen3"
+    return "qwen2" if config.attention_bias and not config.attention_out_bias else "llama"
+
+
+def _parameters(function: str, model: nnx.Module, decoder: Decoder, wrt: Any) -> Iterator[Parameter]:
+    """Layers are one stack: every parameter of theirs has all layers' part."""
+    held = nnx.to_flat_state(nnx.state(model, nnx.Param))
+    adapters = any(isinstance(leaf, nnx.LoRAParam) for _, leaf in held)
+    try:
+        takes = nnx.filterlib.to_predicate(wrt if wrt is not None else nnx.LoRAParam if adapters else nnx.Param)
+    except (TypeError, ValueError):  # as in `parallelize`
+        fail_type(function, "wrt", "a filter of nnx or None", type(wrt).__name__)
+    for path, leaf in held:
+        value: jax.Array = leaf.get_value()
+        trained = bool(takes(path, leaf))
+        if path[0] == "layers":
+            place: Place = "mlp" if path[1] == "mlp" else "attention"
+            for layer in range(decoder.layers):
+                yield Parameter(place, layer, value.size // decoder.layers, value.dtype.itemsize, trained)
+        else:
+            yield Parameter(_at_ends(path), None, value.size, value.dtype.itemsize, trained)
+
+
+def _at_ends(path: tuple[Any, ...]) -> Place:
+    """Adapters of the head are none of its weight: it has no gradient for them."""
+    if path[-1] not in ("kernel", "embedding"):
+        return "ends"
+    return "head" if path[0] == "head" else "embedding"

@@ -1,0 +1,1 @@
+"""`plan` and `fits`: how long a context fits, of a model object."""

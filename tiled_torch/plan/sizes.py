@@ -1,0 +1,51 @@
+"""The sizes of a transformers model, and its parameters as they are: dtypes, adapters, what is frozen."""
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from shared_specs.app.plan.decoder import Decoder, decoder_from
+from shared_specs.app.plan.function.checks import fail_without_config
+from shared_specs.app.plan.held import Parameter, Place, held_of
+from tiled_torch.core.partitioned import whole_shape
+
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+def decoder_of_model(function: str, model: Any) -> Decoder:
+    """Return the sizes that the model's config says, with the parameters that the model has.
+
+    Args:
+        model: of transformers, also on the meta device, or of peft around one.
+    Raises:
+        TypeError: it is no model with a config. InputError: it is of a family without formulas.
+    """
+    config: Any = getattr(model, "config", None)
+    if not isinstance(model, nn.Module) or not hasattr(config, "to_dict"):
+        fail_without_config(function, model)
+    decoder = decoder_from(config.to_dict(), f"{function}: model")
+    return replace(decoder, held=held_of(_parameters(model, decoder), tied=decoder.tied))
+
+
+def _parameters(model: nn.Module, decoder: Decoder) -> Iterator[Parameter]:
+    for name, parameter in model.named_parameters():
+        found = _LAYER.search(name)
+        layer = None if found is None else int(found[1])
+        count = math.prod(whole_shape(parameter))
+        place = _in_layer(name) if found else _at_ends(name, count == decoder.hidden * decoder.vocab)
+        yield Parameter(place, layer, count, parameter.element_size(), parameter.requires_grad)
+
+
+def _in_layer(name: str) -> Place:
+    return "mlp" if ".mlp." in name else "attention"
+
+
+def _at_ends(name: str, of_vocabulary: bool) -> Place:
+    """Adapters of the head are none of its weight: it has no gradient for them."""
+    if not of_vocabulary:
+        return "ends"
+    return "head" if "lm_head" in name else "embedding"
