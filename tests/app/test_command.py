@@ -183,7 +183,15 @@ def test_missing_package_is_named(capsys):
 
 
 def test_sizes():
-    sizes = {"512MiB": 512 * 2**20, "2GB": 2 * 10**9, "1.5 KiB": 1536, "77": 77, "4gib": 2**32}
+    sizes = {
+        "512MiB": 512 * 2**20,
+        "2GB": 2 * 10**9,
+        "1.5 KiB": 1536,
+        "77": 77,
+        "4gib": 2**32,
+        "1 TiB": 2**40,
+        "2TB": 2 * 10**12,
+    }
     assert {text: parse_size(text) for text in sizes} == sizes
     for text in ("", "MiB", "-1MiB", "1 MiB 2", "1TiBB"):
         with pytest.raises(InputError, match=r"must be a size"):
