@@ -64,10 +64,10 @@ HALVES = ("tiled_torch/", "tiled_jax/", "shared_specs/")
 SUITES = (
     Suite("lint", (), 110, 1200, always=True),
     Suite("types", (), 50, 900, always=True),
-    Suite("test", (), 750, 2700, always=True),
+    Suite("test", (), 560, 2700, always=True),
     Suite("docs", ("docs/", "mkdocs.yml", "README.md", "requirements/docs.txt", *HALVES), 40, 600),
     Suite("test-figures", (*HALVES, "tests/"), 100, 900),
-    Suite("test-deep", (*HALVES, "tests/"), 600, 2700),
+    Suite("test-deep", (*HALVES, "tests/"), 850, 2700),
     Suite("float8", ("tiled_torch/plans/", "tiled_torch/layers/", "tests/float8/", "requirements/float8.txt"), 25, 600),
     Suite("deepspeed", ("tiled_torch/", "tests/zero/", "requirements/deepspeed.txt"), 70, 900),
     Suite(
@@ -100,7 +100,7 @@ SUITES = (
     Suite(
         "test-new-jax",
         ("tiled_jax/", "shared_specs/", "requirements/new-jax.txt", "tests/*/*jax*"),
-        510,
+        430,
         3600,
         part=Suite("test-new-jax-part", (), 200, 1800),
     ),
