@@ -258,7 +258,7 @@ def swaps_their_projections(model: Any) -> Any:
     return of_step(model)
 
 
-@pytest.mark.deep_but(16)
+@pytest.mark.deep_but(8)
 @every_habit(__name__)
 def test_habit(do: Habit, form: str) -> None:
     check_habit(do, form)

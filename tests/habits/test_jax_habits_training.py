@@ -268,7 +268,7 @@ def test_the_models_are_tiled() -> None:
         assert tiling_paths(MODELS[form]("plain")) == {}
 
 
-@pytest.mark.deep_but(16)
+@pytest.mark.deep_but(7)
 @every_habit(__name__)
 def test_habit(do: Habit, form: str) -> None:
     check_habit(do, form)

@@ -247,7 +247,7 @@ def goes_on_after_an_error(model: Any) -> Any:
     return of_step(model)
 
 
-@pytest.mark.deep_but(16)
+@pytest.mark.deep_but(1)
 @every_habit(__name__)
 def test_habit(do: Habit, form: str) -> None:
     check_habit(do, form)

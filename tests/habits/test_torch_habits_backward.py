@@ -288,7 +288,7 @@ def runs_in_threads(model: Any) -> Any:
     return {"losses": losses, "gradients": gradients_of(model)}
 
 
-@pytest.mark.deep_but(30)
+@pytest.mark.deep_but(10)
 @every_habit(__name__)
 def test_habit(do: Habit, form: str, refused: str, raises: bool) -> None:
     check_habit(do, form, refused, raises)

@@ -342,7 +342,7 @@ def draws_the_same_after_a_step(model: Any) -> Any:
     return {"step": step, "drawn": torch.rand(4)}
 
 
-@pytest.mark.deep_but(30)
+@pytest.mark.deep_but(8)
 @every_habit(__name__)
 def test_habit(do: Habit, form: str, refused: str, raises: bool) -> None:
     check_habit(do, form, refused, raises)

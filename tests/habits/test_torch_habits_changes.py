@@ -285,7 +285,7 @@ def differentiates_with_torch_func(model: Any) -> Any:
     return {"gradients": torch.func.grad(loss)(params)}
 
 
-@pytest.mark.deep_but(30)
+@pytest.mark.deep_but(8)
 @every_habit(__name__)
 def test_habit(do: Habit, form: str, refused: str, raises: bool) -> None:
     check_habit(do, form, refused, raises)

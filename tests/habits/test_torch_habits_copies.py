@@ -141,7 +141,7 @@ def is_shared_between_processes(model: Any) -> Any:
     return of_step(model)
 
 
-@pytest.mark.deep_but(30)
+@pytest.mark.deep_but(8)
 @every_habit(__name__)
 def test_habit(do: Habit, form: str, refused: str, raises: bool) -> None:
     check_habit(do, form, refused, raises)

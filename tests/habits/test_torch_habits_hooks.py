@@ -153,7 +153,7 @@ def keeps_gradients_of_hidden_states(model: Any) -> Any:
     return {"step": step, "gradients of states": [a.grad for a in kept]}
 
 
-@pytest.mark.deep_but(30)
+@pytest.mark.deep_but(12)
 @every_habit(__name__)
 def test_habit(do: Habit, form: str, refused: str, raises: bool) -> None:
     check_habit(do, form, refused, raises)

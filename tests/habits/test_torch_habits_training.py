@@ -331,7 +331,7 @@ def test_the_models_are_tiled() -> None:
     assert tiling_paths(llama("plain")) == {}
 
 
-@pytest.mark.deep_but(30)
+@pytest.mark.deep_but(5)
 @every_habit(__name__)
 def test_habit(do: Habit, form: str, refused: str, raises: bool) -> None:
     check_habit(do, form, refused, raises)
