@@ -23,7 +23,7 @@ DOCS_ENV := .venv-docs/.installed
 # The project goes in with the setuptools of the lock, and pip resolves nothing for it.
 INSTALL_PROJECT := -m pip install --quiet --no-deps --no-build-isolation --editable .
 FAST := tests --ignore=tests/gpu
-BY_CAPABILITY := $(addprefix tests/,app bridge check collectives compat core habits kernels layers linear loss mlp models plans tile trainers)
+BY_CAPABILITY := $(addprefix tests/,app bridge check collectives compat core distillation habits kernels layers linear loss mlp models moe plans tile trainers)
 OLD_TORCH := $(BY_CAPABILITY)
 # triton 3.6's interpreter does what NumPy no longer likes.
 OLD_TRITON := -W "ignore:Conversion of an array with ndim:DeprecationWarning"
@@ -35,6 +35,8 @@ NEW_JAX_PART := tests/meta/test_lock.py tests/collectives tests/core tests/kerne
   loss/test_jax_loss.py loss/test_jax_sequence_loss.py mlp/test_jax_bytes.py mlp/test_jax_deterministic.py \
   mlp/test_jax_transformations.py models/test_jax_block.py tile/test_jax_owning.py \
   tile/test_jax_sharding.py tile/test_jax_sums.py)
+# The JAX half's other tests.
+JAX_ALIKE = $(sort $(filter-out $(NEW_JAX_PART) $(addsuffix /%,$(NEW_JAX_PART)),$(wildcard tests/*/test_jax_*.py tests/*/*/test_jax_*.py)))
 
 # What JAX compiled for the tests is kept here between runs: half of their time. Nothing is kept where it is empty.
 export TILED_JAX_CACHE ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/tiled-mlp/jax
@@ -42,7 +44,7 @@ export TILED_JAX_CACHE ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/tiled-mlp/jax
 # A worker that dies ends the run: pytest-xdist 3.8 waits for ever for the rest of its file where it starts another one.
 # What failed at the first try and not at the second (tests/second_tries.py) is shown with its traceback.
 SIDE_BY_SIDE = -n $(JOBS) --dist loadfile --max-worker-restart=0 --rerun-show-tracebacks
-test test-deep test-figures float8 deepspeed trainers aot-triton test-new-jax test-new-jax-part test-old-torch: export OMP_NUM_THREADS := 1
+test test-part test-deep test-figures float8 deepspeed trainers aot-triton test-new-jax test-new-jax-part test-old-torch: export OMP_NUM_THREADS := 1
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # What `make gpu` runs under: output as it comes, Triton on the device, JAX's memory piece by piece, no host name looked up.
@@ -83,6 +85,10 @@ docs: $(DOCS_ENV) ## the documents as web pages, in out/docs; a warning is an er
 .PHONY: test
 test: $(ENV) ## every claim at its smallest size: all tests but the deep and slow ones and those that need a GPU
 	TILED_REQUIRE=torch,jax $(BIN)/python -m pytest $(SIDE_BY_SIDE) $(ARGS)
+
+.PHONY: test-part
+test-part: $(ENV) ## make test, of the JAX half only what is known to differ between versions
+	TILED_REQUIRE=torch,jax $(BIN)/python -m pytest $(SIDE_BY_SIDE) $(addprefix --ignore=,$(JAX_ALIKE)) $(ARGS)
 
 .PHONY: test-deep
 test-deep: $(ENV) ## what takes seconds each: more cases, whole models, compilers, several processes

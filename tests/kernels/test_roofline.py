@@ -136,3 +136,13 @@ def test_what_a_variant_does_not_have_is_refused() -> None:
         roofline.mlp_work(ODD, ShardPlan(1000, 100), variant="plain", keep=0.5)
     with pytest.raises(SpecError, match=r"variant must be among plain, .*, got fast"):
         roofline.mlp_work(ODD, ShardPlan(1000, 100), variant="fast")  # type: ignore[arg-type]
+
+
+def test_the_last_norm_of_all_rows_costs_little_beside_the_loss_of_a_tenth_of_them():
+    """What docs/how_it_works.md says, of Qwen3-8B at 65536 tokens."""
+    tokens, hidden, vocab, inner, layers, heads = 65536, 4096, 151936, 12288, 36, (4096 + 2 * 1024 + 4096)
+    norm = roofline.passing(2 * (2 + 3) * tokens * hidden).seconds(GPUS["h200"], 2).total  # x, y; x, dy, dx
+    logits = roofline.product(tokens // 10, vocab, hidden).seconds(GPUS["h200"], 2).products
+    forward = roofline.product(tokens, layers * (3 * inner + heads), hidden).seconds(GPUS["h200"], 2).products
+    assert round(norm / (3 * logits), 2) == 0.02
+    assert 5000 * norm < 3 * forward + 3 * logits

@@ -252,6 +252,39 @@ def test_a_part_has_nothing_that_the_whole_has_not():
     assert len(set(part)) > 20
 
 
+def of_make(*variables: str) -> list[list[str]]:
+    """What variables of the Makefile hold."""
+    line = "ask: ; @:\n" + "".join(f"$(info $({name}))\n" for name in variables)
+    command = ["make", "--no-print-directory", "-s", "-f", "Makefile", "-f", "-", "ask"]
+    said = subprocess.run(command, cwd=ROOT, input=line, capture_output=True, text=True, check=True).stdout
+    return [found.split() for found in said.splitlines()]
+
+
+def test_the_jax_half_in_full_and_in_part_are_the_same_with_both_sets_of_versions():
+    full, part, rest = of_make("NEW_JAX", "NEW_JAX_PART", "JAX_ALIKE")
+    files = {str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_jax_*.py")}
+
+    def among(names: list[str]) -> set[str]:
+        return {file for file in files if any(file == name or file.startswith(f"{name}/") for name in names)}
+
+    assert files - among(full) == set()
+    assert among(part) | set(rest) == files
+    assert among(part) & set(rest) == set()
+    assert len(rest) > 40
+    assert len(among(part)) > 20
+
+
+@pytest.mark.parametrize(
+    ("commit", "order"),
+    [("0", "new-part test"), ("1", "new-part test"), ("2", "new test-part"), ("3", "new test-part")],
+)
+def test_the_commit_chooses_which_versions_run_the_jax_half_in_full(commit, order):
+    old = ci.Suite("test", (), 100, 900, part=suite("test-part"), versions=0)
+    new = ci.Suite("new", (), 100, 900, part=suite("new-part"), versions=1)
+    assert " ".join(sorted(names(ci.parts_in_turn([new, old], commit)))) == order
+    assert names(ci.parts_in_turn([TEST, new], commit))[0] == "test"
+
+
 def test_every_guard_names_something():
     guards = {guard for one in ci.SUITES for guard in one.guards}
     assert [guard for guard in guards if not any(ROOT.glob(guard))] == []
