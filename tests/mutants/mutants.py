@@ -574,8 +574,8 @@ MUTANTS = (
     Mutant(
         "a block's backward computes without the autocast of forward",
         "tiled_torch/models/block/function.py",
-        "random.kept(), call.autocast.again():",
-        "random.kept():",
+        "with numbers, call.autocast.again(), replay",
+        "with numbers, replay",
         "tests/models/test_torch_block.py -x -k autocast_gave",
     ),
     Mutant(
@@ -1577,5 +1577,40 @@ MUTANTS = (
         "if name in of_rows else a + d[name] for name, a in sums.items()}",
         "if name in of_rows else d[name] for name, a in sums.items()}",
         "tests/loss/test_jax_called_heads.py -k as_many",
+    ),
+    Mutant(
+        "a block takes parametrized weights that were cached in its forward",
+        "tiled_torch/models/block/function.py",
+        "with numbers, call.autocast.again(), replay.parametrized_anew():",
+        "with numbers, call.autocast.again():",
+        "tests/models/test_torch_block_adapters.py -k parametrized_weights",
+    ),
+    Mutant(
+        "somebody's module that is no projection of a block draws other numbers in backward",
+        "tiled_torch/models/block/layer.py",
+        "    homes = map(home_of, layer.modules())\n",
+        "    homes = ()\n",
+        "tests/models/test_torch_block_adapters.py -k draws",
+    ),
+    Mutant(
+        "a router is computed again without its adapter",
+        "tiled_torch/models/experts/module.py",
+        "        reason = reason_weights_are_lent(self)\n",
+        "        reason = None\n",
+        "tests/models/test_torch_block_adapters.py -k router",
+    ),
+    Mutant(
+        "experts that are called are computed again without their adapters",
+        "tiled_torch/models/experts/module.py",
+        "        lent = reason_weights_are_lent(experts)\n",
+        "        lent = None\n",
+        "tests/models/test_torch_block_adapters.py -k have_to_be_called",
+    ),
+    Mutant(
+        "a router with an adapter around it is not found",
+        "tiled_torch/models/experts/forms.py",
+        "    while not is_router(module) and isinstance(inside",
+        "    while False and isinstance(inside",
+        "tests/models/test_torch_block_adapters.py -k router",
     ),
 )

@@ -123,7 +123,7 @@ class Block(torch.autograd.Function):
         ctx.save_for_backward(x, cos, sin, mask, *params)
         # Its slices would ask for gradients that nobody makes here, and hooks of all modules look for what makes them.
         x = x.detach()
-        with call.autocast.again():
+        with call.autocast.again(), replay.parametrized_anew():
             parts = BlockParts(call, (cos, sin), params, {})
             groups = parts.projections(x)
             call.recorded()
@@ -158,7 +158,8 @@ class Block(torch.autograd.Function):
             if call.by_autograd(name) and needs[name]
         }
         shards, random = list(enumerate(cut.spans)), call.random
-        with nullcontext() if random is None else random.kept(), call.autocast.again():
+        numbers = nullcontext() if random is None else random.kept()
+        with numbers, call.autocast.again(), replay.parametrized_anew():
             groups = parts.projections(x.detach(), again=True)
             parts.params |= leaves
             with torch.enable_grad(), call.again(len(shards)):

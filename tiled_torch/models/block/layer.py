@@ -28,7 +28,7 @@ from tiled_torch.models.block.known import attention_of, family_of_block, has_ex
 from tiled_torch.models.block.offload import input_on_host
 from tiled_torch.models.block.parts import Unhooked
 from tiled_torch.models.block.shards import BlockRanks, ColumnShards, Shards, TokenShards, dealt, is_split
-from tiled_torch.models.family import home_of, reason_called
+from tiled_torch.models.family import home_of, is_of, reason_called
 from tiled_torch.models.pickling import Remade
 from tiled_torch.models.reports import note_layers, tell_of_part
 from tiled_torch.tile.api import tile
@@ -159,7 +159,6 @@ def _forward(layer: Any, hidden_states: Any, *args: Any, between: bool = False, 
         shards = _agreed(layer, x, ranks)
         x, named = x.to_local(), {name: p.to_local() if is_dtensor(p) else p for name, p in named.items()}
         embeddings = [table.expand(x.shape[0], -1, -1) for table in embeddings]
-    draws = len(plain) < len(linears_of(layer)) or (layer.training and _drops(layer))
     call = BlockCall(
         layer=layer,
         names=tuple(named),
@@ -170,7 +169,7 @@ def _forward(layer: Any, hidden_states: Any, *args: Any, between: bool = False, 
         options=options,
         cast=autocast_dtype(x),
         autocast=replay.Autocast(x.device),
-        random=replay.GeneratorStates(x.device, apart=is_fake(x)) if draws else None,
+        random=replay.GeneratorStates(x.device, apart=is_fake(x)) if _may_draw(layer) else None,
         offloaded=offloaded,
         complex_positions=whole,
     )
@@ -188,8 +187,13 @@ def _own_cache(layer: Any, name: str, cache: Any) -> dict[str, Any]:
     return {} if cache.get_seq_length(attention_of(layer).layer_idx) else {name: None}
 
 
-def _drops(layer: Any) -> bool:
-    return bool(attention_of(layer).attention_dropout) or any(type(m) is nn.Dropout and m.p for m in layer.modules())
+def _may_draw(layer: Any) -> bool:
+    """Return whether something in a layer may draw random numbers: somebody's own module, or dropout in training."""
+    homes = map(home_of, layer.modules())
+    if any(not (is_of("torch", home) or is_of("transformers", home)) for home in homes):
+        return True
+    drops = (m.p for m in layer.modules() if isinstance(m, nn.modules.dropout._DropoutNd))
+    return bool(layer.training and (attention_of(layer).attention_dropout or any(drops)))
 
 
 def _like(x: Any, y: Tensor) -> Tensor:
