@@ -1613,4 +1613,11 @@ MUTANTS = (
         "    while False and isinstance(inside",
         "tests/models/test_torch_block_adapters.py -k router",
     ),
+    Mutant(
+        "a block leaves out the positions of Qwen2-VL",
+        "tiled_torch/models/block/families.py",
+        '"Qwen2VLDecoderLayer": _WINDOWED,',
+        '"Qwen2VLDecoderLayer": BlockFamily(turned="no_rope", options=_WINDOW),',
+        "tests/models/test_torch_block_vision.py -k 'rows_of_positions and Qwen2VL'",
+    ),
 )

@@ -96,7 +96,7 @@ _EXAONE = {"turned": _turned_in_exaone, "options": (("sliding_window", _window_o
 _HUNYUAN = BlockFamily(head_norms=("query_layernorm", "key_layernorm"), normed_last=True)
 _GLM4 = {"behind_attention": "post_self_attn_layernorm", "behind_mlp": "post_mlp_layernorm"}
 
-# Each is built small and compared with its untiled self in tests/models/test_torch_block.py.
+# Each is built small and compared with its untiled self in tests/models/test_torch_block*.py.
 BLOCK_FAMILIES: dict[str, BlockFamily] = {
     "ApertusDecoderLayer": BlockFamily(
         before="attention_layernorm", between="feedforward_layernorm", up=("mlp.up_proj",), gated=False
@@ -185,8 +185,13 @@ BLOCK_FAMILIES: dict[str, BlockFamily] = {
     ),
     "Qwen2DecoderLayer": _WINDOWED,
     "Qwen2MoeDecoderLayer": _LLAMA,
+    "Qwen2VLDecoderLayer": _WINDOWED,
+    "Qwen2_5OmniDecoderLayer": _WINDOWED,
+    "Qwen2_5_VLDecoderLayer": _WINDOWED,
     "Qwen3DecoderLayer": _WINDOWED,
     "Qwen3MoeDecoderLayer": _WINDOWED,
+    "Qwen3VLMoeTextDecoderLayer": _LLAMA,
+    "Qwen3VLTextDecoderLayer": _LLAMA,
     "SeedOssDecoderLayer": BlockFamily(without=("residual_dropout",)),
     "SmolLM3DecoderLayer": BlockFamily(turned="use_rope", options=_WINDOW),
     "SolarOpenDecoderLayer": _LLAMA,
