@@ -1620,4 +1620,18 @@ MUTANTS = (
         '"Qwen2VLDecoderLayer": BlockFamily(turned="no_rope", options=_WINDOW),',
         "tests/models/test_torch_block_vision.py -k 'rows_of_positions and Qwen2VL'",
     ),
+    Mutant(
+        "every shard of a block has the first shard's scales of queries",
+        "tiled_torch/models/block/parts.py",
+        "self.shards.rows(self.call.scales, shard, 1)[",
+        "self.call.scales[:, : q.shape[2]][",
+        "tests/models/test_torch_block_scaled.py -k loss_and_gradients",
+    ),
+    Mutant(
+        "a layer that scales queries runs as a block without positions",
+        "tiled_torch/models/block/layer.py",
+        'not isinstance(options.get("position_ids"), Tensor)',
+        "options is None",
+        "tests/models/test_torch_block_scaled.py -k without_positions",
+    ),
 )

@@ -35,6 +35,7 @@ class BlockCall:
     plain: linear layers of which only weight and bias are used; the others are called. cast: the dtype of autocast, where it is
     on. random: the generators' states before every part of every shard, where numbers may be drawn. offloaded: its input waits
     on the host, and is fetched twice in backward. complex_positions: the model has cos and sin as one table of complex numbers.
+    scales: of queries, [B or 1, S], where the model has them.
     """
 
     layer: Any
@@ -49,6 +50,7 @@ class BlockCall:
     random: replay.GeneratorStates | None
     offloaded: bool = False
     complex_positions: bool = False
+    scales: Tensor | None = None
 
     @property
     def family(self) -> BlockFamily:

@@ -24,6 +24,7 @@ from tiled_torch.core.operands import PLAIN_TENSORS
 from tiled_torch.core.tensors import device_kind, is_dtensor
 from tiled_torch.models.block.attention import Turns, turns_of
 from tiled_torch.models.block.function import Block, BlockCall
+from tiled_torch.models.block.heads import scales_of
 from tiled_torch.models.block.known import attention_of, family_of_block, has_experts, linears_of
 from tiled_torch.models.block.offload import input_on_host
 from tiled_torch.models.block.parts import Unhooked
@@ -104,6 +105,8 @@ def _reason_of_call(layer: Any, x: Any, embeddings: Any, cache_given: bool, opti
         return "it was called with a cache"
     if not isinstance(x, Tensor) or x.dim() != 3 or not x.numel() or embeddings is None:
         return "it was called without x [B, S, H] or its rotary positions"
+    if family_of_block(layer).scaled is not None and not isinstance(options.get("position_ids"), Tensor):
+        return "it was called without its positions"
     if is_dtensor(x) != (layer._block_ranks is not None):
         return f"x is {type(x).__name__}"
     return "attention weights are asked for" if options.get("output_attentions") else None
@@ -153,12 +156,14 @@ def _forward(layer: Any, hidden_states: Any, *args: Any, between: bool = False, 
     embeddings = torch.view_as_real(embeddings).unbind(-1) if whole else embeddings
     tensors, named, ranks = isinstance(mask, Tensor), dict(layer.named_parameters()), layer._block_ranks
     plain, x = plain_linears(layer), hidden_states
+    scales = scales_of(attention_of(layer), family_of_block(layer).scaled, options.get("position_ids"))
     if ranks is None:
         shards = Shards(_plan(x, layer._block_tiling))
     else:
         shards = _agreed(layer, x, ranks)
         x, named = x.to_local(), {name: p.to_local() if is_dtensor(p) else p for name, p in named.items()}
         embeddings = [table.expand(x.shape[0], -1, -1) for table in embeddings]
+        scales = None if scales is None else scales.expand(x.shape[0], -1)
     call = BlockCall(
         layer=layer,
         names=tuple(named),
@@ -172,6 +177,7 @@ def _forward(layer: Any, hidden_states: Any, *args: Any, between: bool = False, 
         random=replay.GeneratorStates(x.device, apart=is_fake(x)) if _may_draw(layer) else None,
         offloaded=offloaded,
         complex_positions=whole,
+        scales=scales,
     )
     # Its input is asked for twice in backward: attention's has its room between.
     with input_on_host(x, takes=2) if offloaded else nullcontext():
