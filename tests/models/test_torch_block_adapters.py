@@ -143,6 +143,24 @@ def test_parametrized_weights(around: Any, name: str) -> None:
     assert layer_paths(model) == {"tiled_block"}
 
 
+@pytest.mark.filterwarnings("ignore:tile_model. .* in spite of scope=.block.")
+def test_cached_weights_of_a_layer_that_runs_its_mlp_alone() -> None:
+    """It is a checkpoint, which has to compute again what it computed."""
+
+    def parametrized() -> Any:
+        model = built("llama").train()
+        projection = model.model.layers[0].self_attn.q_proj
+        torch.manual_seed(2)
+        parametrize.register_parametrization(projection, "weight", Delta(projection.weight))
+        projection.register_forward_hook(lambda *_: None)
+        return model
+
+    expected, model = gradients(parametrized()), tile_model(parametrized(), scope="block", num_shards=3)
+    with parametrize.cached():
+        assert_equal(gradients(model), expected)
+    assert layer_paths(model) == {"mlp: self_attn.q_proj has hooks", "tiled_block"}
+
+
 class Drawing(Adapter):
     """With a dropout that is no module."""
 

@@ -1634,4 +1634,11 @@ MUTANTS = (
         "options is None",
         "tests/models/test_torch_block_scaled.py -k without_positions",
     ),
+    Mutant(
+        "a layer that runs its MLP alone finds weights cached in its replay",
+        "tiled_torch/models/block/layer.py",
+        "        with replay.parametrized_anew():  # a",
+        "        with nullcontext():  # a",
+        "tests/models/test_torch_block_adapters.py -k runs_its_mlp_alone",
+    ),
 )

@@ -264,8 +264,13 @@ def _whole(layer: Any, x: Any, *args: Any, recomputed: bool, offloaded: bool, **
     run = partial(layer._untiled.forward, layer, **kwargs)
     if not recomputed:
         return run(x, *args)
+
+    def anew(*given: Any) -> Any:
+        with replay.parametrized_anew():  # a replay that finds them cached saves fewer tensors
+            return run(*given)
+
     with input_on_host(x) if offloaded else nullcontext():
-        return checkpoint(run, x, *args, use_reentrant=False)
+        return checkpoint(anew, x, *args, use_reentrant=False)
 
 
 class TiledNorm(Remade):
