@@ -4,6 +4,7 @@ import warnings
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -16,10 +17,19 @@ from shared_specs.core.rounding import relative_error
 from tests.core.torch_counting import GemmFlop, LiveBytes
 from tests.mlp.ranks_torch_engines import Collectives
 from tests.models.torch_decoders import VOCAB, batch, decoder
-from tests.plans.ranks_torch_plans import CONFIGS, compare, error_between, full, mesh_of
+from tests.plans.ranks_torch_plans import CONFIGS, compare, error_between, full, mesh_of, models
 from tiled_torch import tile_model, tiling_paths
 from tiled_torch.models.block.offload import host_memory
 from tiled_torch.parallel import parallelize
+from tiled_torch.plans import registry
+from tiled_torch.plans.decoder import HEAD_NORMS, decoder_plan
+
+
+def scaled(rank: int, world: int, **changes: Any) -> dict[str, Any]:
+    """Layers whose weights are split, as by a plan of one's own, and whose queries are scaled."""
+    builders: Any = registry._BUILDERS
+    with patch.dict(HEAD_NORMS, ministral3=None), patch.dict(builders, ministral3=decoder_plan):  # type: ignore[arg-type]
+        return models(rank, world, ["tp", "sp"], tiled="block", kind="ministral3", length=9, **changes)
 
 
 def sharded(rank: int, world: int, engine: str, checkpointing: bool) -> dict[str, Any]:

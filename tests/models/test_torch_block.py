@@ -29,7 +29,7 @@ OTHERS = [
     *"cwm ernie4_5 gemma gemma2 gemma3_text glm glm4 granite helium hyperclovax jais2".split(),
     *"ministral nemotron olmo olmo2 olmo3 phi3 seed_oss smollm3 starcoder2 vaultgemma".split(),
     *["phi3, dropout", "gpt_neox, dropout", "phi, dropout", "gpt_neox, in turn", "exaone4, no window"],
-    "deepseek_v3, one query",
+    *["deepseek_v3, one query", "ministral3"],
 ]
 
 
@@ -75,6 +75,8 @@ LATENT = {
     "head_dim": 4,
 }
 LATENT |= {"num_key_value_heads": 4, "first_k_dense_replace": 2}
+SCALING = {"rope_type": "default", "rope_theta": 100.0, "llama_4_scaling_beta": 0.5}
+SCALING |= {"original_max_position_embeddings": 4, "max_position_embeddings": 64}
 CHANGES: dict[str, dict[str, Any]] = {
     "cohere": {"use_qk_norm": True},
     "exaone4": {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
@@ -96,6 +98,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "helium": {"head_dim": 4},
     "hyperclovax": {"residual_multiplier": 0.3, "use_post_norm": True},
     "ministral": {"sliding_window": 4},
+    "ministral3": {"sliding_window": 4, "rope_parameters": SCALING},
     "olmo3": {"sliding_window": 4},
     "phi3": {"sliding_window": 4},
     "phi3, dropout": {"resid_pdrop": 0.5},
@@ -211,7 +214,7 @@ def test_refusals() -> None:
     with pytest.raises(
         UnsupportedError, match=r"^tile_model: model must be a decoder of a family whose blocks are known"
     ):
-        tile_model(build("ministral3"), scope="block")
+        tile_model(build("stablelm"), scope="block")
     for options, text in (
         ({"keep": 0.5}, r"keep must be 0\.0 with scope='block', got 0\.5\."),
         ({"backend": "eager"}, r"backend must be auto with scope='block', got eager\."),

@@ -36,7 +36,7 @@ def test_the_text_of_every_known_class_is_found() -> None:
         ("glm4_moe_lite", "DeepseekV3DecoderLayer"),
         ("youtu", "DeepseekV3DecoderLayer"),
         ("axk1", None),  # of whose experts' result a norm in its MLP wants the value
-        ("ministral3", None),  # which multiplies queries
+        ("diffllama", None),  # whose attention is a difference
     ],
 )
 def test_layers_that_are_written_as_a_known_one(kind: str, known: str | None) -> None:

@@ -11,6 +11,7 @@ from transformers import (
     Gemma3TextConfig,
     GemmaConfig,
     LlamaConfig,
+    Ministral3Config,
     MistralConfig,
     Phi3Config,
     PretrainedConfig,
@@ -23,6 +24,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 BATCH, LENGTH, VOCAB = 4, 10, 37
 CONFIGS: dict[str, type[PretrainedConfig]] = {
     "llama": LlamaConfig,
+    "ministral3": Ministral3Config,
     "mistral": MistralConfig,
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,

@@ -165,6 +165,20 @@ class Autocast:
             yield
 
 
+@contextmanager
+def parametrized_anew() -> Iterator[None]:
+    """Compute parametrized weights at every look, inside this context.
+
+    What `parametrize.cached` keeps of a run without gradients would cut the graph of a later one.
+    """
+    before = parametrize._cache, parametrize._cache_enabled
+    parametrize._cache, parametrize._cache_enabled = {}, 0
+    try:
+        yield
+    finally:
+        parametrize._cache, parametrize._cache_enabled = before
+
+
 class ParametrizedCache:
     """The content of `torch.nn.utils.parametrize.cached` at a moment: weights computed outside fn."""
 

@@ -15,6 +15,7 @@ from tests.documents import ROOT, unrun
 from tests.models.supported import build as build_supported
 from tests.models.supported import difference, step
 from tests.models.test_torch_block import assert_equal, gradients, layer_paths
+from tests.models.test_torch_block_experts import build as build_experts
 from tests.models.test_torch_block_forms import form
 from tests.models.test_torch_models import build
 from tests.models.test_torch_trainer import padded, rows, trainer
@@ -192,3 +193,34 @@ def test_peft_in_layers_that_run_as_one(kind: str, adapted: list[str]) -> None:
     assert len(expected) == 2 * len(adapted) * model.config.num_hidden_layers
     assert_equal(gradients(tile_model(model, scope="block", num_shards=3)), expected)
     assert layer_paths(model) == {"tiled_block"}
+
+
+@pytest.mark.parametrize("order", ["tiled-then-peft", "peft-then-tiled"])
+@pytest.mark.parametrize("router", [False, True])
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+def test_peft_on_the_parameters_of_experts(kind: str, router: bool, order: str) -> None:
+    """In layers that run as one: every adapter's gradient. An adapted router sees all tokens at once."""
+    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj", *(["mlp.gate.weight"] if router else [])]
+
+    def adapted(tiled: bool) -> Any:
+        model = build_experts(kind)
+        if tiled and order == "tiled-then-peft":
+            tile_model(model, scope="block", num_shards=3)
+        torch.manual_seed(1)
+        settings = {"target_modules": ["q_proj"], "target_parameters": names, "init_lora_weights": "gaussian"}
+        peft.get_peft_model(model, peft.LoraConfig(r=2, **settings))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter += 0.1 * torch.randn_like(parameter)
+        return tile_model(model, scope="block", num_shards=3) if tiled and order == "peft-then-tiled" else model
+
+    untiled, model = adapted(False), adapted(True)
+    expected = gradients(untiled)
+    assert len(expected) == 2 * (1 + len(names)) * model.config.num_hidden_layers
+    assert_equal(gradients(model), expected)
+    paths = tiling_paths(model)
+    assert layer_paths(model) == {"tiled_block"}
+    assert {path for name, path in paths.items() if ".experts." in name} == {"tiled_experts"}
+    routers = {path for name, path in paths.items() if ".gate" in name}
+    assert routers == {"untiled: its weights are parametrized for this call" if router else "tile"}

@@ -27,6 +27,7 @@ class BlockFamily:
             all heads together instead of each head. normed_last: whether they come behind the positions.
         turned: whether positions are rotary ones. rotary: the name of the model's function for them. turned_dims: how many of
             a head's dims it is given.
+        scaled: the name of the model's function of positions that queries are multiplied by, Llama 4's.
         sinks: parameters of the attention, of one number a head, that the model's attention function reads.
         multiplier: an attribute of the layer that a branch is multiplied by.
         options: arguments of attention functions.
@@ -57,6 +58,7 @@ class BlockFamily:
     turned: Said | None = None
     rotary: str | Callable[[Any], str] = "apply_rotary_pos_emb"
     turned_dims: str | None = None
+    scaled: str | None = None
     sinks: tuple[str, ...] = ()
     multiplier: str | None = None
     options: tuple[tuple[str, Said], ...] = ()
@@ -84,6 +86,7 @@ def _rotary_of_latent(attention: Any) -> str:
 
 _WINDOW = (("sliding_window", "sliding_window"),)
 _FUSED_UP = ("mlp.gate_up_proj",)
+_SCALED = "get_llama_4_attn_scale"
 _LLAMA, _WINDOWED = BlockFamily(), BlockFamily(options=_WINDOW)
 _NORMS = {"between": "pre_feedforward_layernorm", "behind_attention": "post_attention_layernorm"}
 _NORMS |= {"behind_mlp": "post_feedforward_layernorm"}
@@ -96,7 +99,7 @@ _EXAONE = {"turned": _turned_in_exaone, "options": (("sliding_window", _window_o
 _HUNYUAN = BlockFamily(head_norms=("query_layernorm", "key_layernorm"), normed_last=True)
 _GLM4 = {"behind_attention": "post_self_attn_layernorm", "behind_mlp": "post_mlp_layernorm"}
 
-# Each is built small and compared with its untiled self in tests/models/test_torch_block.py.
+# Each is built small and compared with its untiled self in tests/models/test_torch_block*.py.
 BLOCK_FAMILIES: dict[str, BlockFamily] = {
     "ApertusDecoderLayer": BlockFamily(
         before="attention_layernorm", between="feedforward_layernorm", up=("mlp.up_proj",), gated=False
@@ -154,7 +157,9 @@ BLOCK_FAMILIES: dict[str, BlockFamily] = {
     "MellumDecoderLayer": _WINDOWED,
     "MiniCPM3DecoderLayer": BlockFamily(**_MLA, multiplier="residual_scale"),  # type: ignore[arg-type]
     "MiniMaxM2DecoderLayer": BlockFamily(of_columns=True, without=("jitter_noise",)),
+    "Ministral3DecoderLayer": BlockFamily(scaled=_SCALED, options=_WINDOW),
     "MinistralDecoderLayer": _WINDOWED,
+    "Mistral4DecoderLayer": BlockFamily(**_MLA, rotary=_rotary_of_latent, scaled=_SCALED),  # type: ignore[arg-type]
     "MistralDecoderLayer": _WINDOWED,
     "MixtralDecoderLayer": BlockFamily(options=_WINDOW, without=("jitter_noise",)),
     "NemotronDecoderLayer": _TWO_MATRICES,
@@ -185,8 +190,13 @@ BLOCK_FAMILIES: dict[str, BlockFamily] = {
     ),
     "Qwen2DecoderLayer": _WINDOWED,
     "Qwen2MoeDecoderLayer": _LLAMA,
+    "Qwen2VLDecoderLayer": _WINDOWED,
+    "Qwen2_5OmniDecoderLayer": _WINDOWED,
+    "Qwen2_5_VLDecoderLayer": _WINDOWED,
     "Qwen3DecoderLayer": _WINDOWED,
     "Qwen3MoeDecoderLayer": _WINDOWED,
+    "Qwen3VLMoeTextDecoderLayer": _LLAMA,
+    "Qwen3VLTextDecoderLayer": _LLAMA,
     "SeedOssDecoderLayer": BlockFamily(without=("residual_dropout",)),
     "SmolLM3DecoderLayer": BlockFamily(turned="use_rope", options=_WINDOW),
     "SolarOpenDecoderLayer": _LLAMA,

@@ -35,6 +35,7 @@ class BlockCall:
     plain: linear layers of which only weight and bias are used; the others are called. cast: the dtype of autocast, where it is
     on. random: the generators' states before every part of every shard, where numbers may be drawn. offloaded: its input waits
     on the host, and is fetched twice in backward. complex_positions: the model has cos and sin as one table of complex numbers.
+    scales: of queries, [B or 1, S], where the model has them.
     """
 
     layer: Any
@@ -49,6 +50,7 @@ class BlockCall:
     random: replay.GeneratorStates | None
     offloaded: bool = False
     complex_positions: bool = False
+    scales: Tensor | None = None
 
     @property
     def family(self) -> BlockFamily:
@@ -123,7 +125,7 @@ class Block(torch.autograd.Function):
         ctx.save_for_backward(x, cos, sin, mask, *params)
         # Its slices would ask for gradients that nobody makes here, and hooks of all modules look for what makes them.
         x = x.detach()
-        with call.autocast.again():
+        with call.autocast.again(), replay.parametrized_anew():
             parts = BlockParts(call, (cos, sin), params, {})
             groups = parts.projections(x)
             call.recorded()
@@ -158,7 +160,8 @@ class Block(torch.autograd.Function):
             if call.by_autograd(name) and needs[name]
         }
         shards, random = list(enumerate(cut.spans)), call.random
-        with nullcontext() if random is None else random.kept(), call.autocast.again():
+        numbers = nullcontext() if random is None else random.kept()
+        with numbers, call.autocast.again(), replay.parametrized_anew():
             groups = parts.projections(x.detach(), again=True)
             parts.params |= leaves
             with torch.enable_grad(), call.again(len(shards)):

@@ -72,6 +72,15 @@ def _turned(call: Any, q: Tensor, k: Tensor, tables: Sequence[Tensor]) -> tuple[
     return tuple(torch.cat((a, b[..., count:]), -1) for a, b in zip(turned, (q, k), strict=True))  # type: ignore[return-value]
 
 
+def scales_of(attention: Any, function: str | None, positions: Any) -> Tensor | None:
+    """Return what queries are multiplied by, [B or 1, S], by the model's own function; None where it has none."""
+    if function is None:
+        return None
+    rope = attention.config.rope_parameters
+    given = (rope.get(name) for name in ("llama_4_scaling_beta", "original_max_position_embeddings"))
+    return getattr(sys.modules[type(attention).__module__], function)(positions, *given)[:, 0, :, 0]  # type: ignore[no-any-return]
+
+
 def _from_latents(parts: Any, x: Tensor, tables: Sequence[Tensor], needed: bool) -> HeadGroup:
     """As DeepSeek's: q, k and v come of short rows with norms of their own, and a part of every head has positions.
 

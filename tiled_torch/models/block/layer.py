@@ -24,11 +24,12 @@ from tiled_torch.core.operands import PLAIN_TENSORS
 from tiled_torch.core.tensors import device_kind, is_dtensor
 from tiled_torch.models.block.attention import Turns, turns_of
 from tiled_torch.models.block.function import Block, BlockCall
+from tiled_torch.models.block.heads import scales_of
 from tiled_torch.models.block.known import attention_of, family_of_block, has_experts, linears_of
 from tiled_torch.models.block.offload import input_on_host
 from tiled_torch.models.block.parts import Unhooked
 from tiled_torch.models.block.shards import BlockRanks, ColumnShards, Shards, TokenShards, dealt, is_split
-from tiled_torch.models.family import home_of, reason_called
+from tiled_torch.models.family import home_of, is_of, reason_called
 from tiled_torch.models.pickling import Remade
 from tiled_torch.models.reports import note_layers, tell_of_part
 from tiled_torch.tile.api import tile
@@ -104,6 +105,8 @@ def _reason_of_call(layer: Any, x: Any, embeddings: Any, cache_given: bool, opti
         return "it was called with a cache"
     if not isinstance(x, Tensor) or x.dim() != 3 or not x.numel() or embeddings is None:
         return "it was called without x [B, S, H] or its rotary positions"
+    if family_of_block(layer).scaled is not None and not isinstance(options.get("position_ids"), Tensor):
+        return "it was called without its positions"
     if is_dtensor(x) != (layer._block_ranks is not None):
         return f"x is {type(x).__name__}"
     return "attention weights are asked for" if options.get("output_attentions") else None
@@ -153,13 +156,14 @@ def _forward(layer: Any, hidden_states: Any, *args: Any, between: bool = False, 
     embeddings = torch.view_as_real(embeddings).unbind(-1) if whole else embeddings
     tensors, named, ranks = isinstance(mask, Tensor), dict(layer.named_parameters()), layer._block_ranks
     plain, x = plain_linears(layer), hidden_states
+    scales = scales_of(attention_of(layer), family_of_block(layer).scaled, options.get("position_ids"))
     if ranks is None:
         shards = Shards(_plan(x, layer._block_tiling))
     else:
         shards = _agreed(layer, x, ranks)
         x, named = x.to_local(), {name: p.to_local() if is_dtensor(p) else p for name, p in named.items()}
         embeddings = [table.expand(x.shape[0], -1, -1) for table in embeddings]
-    draws = len(plain) < len(linears_of(layer)) or (layer.training and _drops(layer))
+        scales = None if scales is None else scales.expand(x.shape[0], -1)
     call = BlockCall(
         layer=layer,
         names=tuple(named),
@@ -170,9 +174,10 @@ def _forward(layer: Any, hidden_states: Any, *args: Any, between: bool = False, 
         options=options,
         cast=autocast_dtype(x),
         autocast=replay.Autocast(x.device),
-        random=replay.GeneratorStates(x.device, apart=is_fake(x)) if draws else None,
+        random=replay.GeneratorStates(x.device, apart=is_fake(x)) if _may_draw(layer) else None,
         offloaded=offloaded,
         complex_positions=whole,
+        scales=scales,
     )
     # Its input is asked for twice in backward: attention's has its room between.
     with input_on_host(x, takes=2) if offloaded else nullcontext():
@@ -188,8 +193,13 @@ def _own_cache(layer: Any, name: str, cache: Any) -> dict[str, Any]:
     return {} if cache.get_seq_length(attention_of(layer).layer_idx) else {name: None}
 
 
-def _drops(layer: Any) -> bool:
-    return bool(attention_of(layer).attention_dropout) or any(type(m) is nn.Dropout and m.p for m in layer.modules())
+def _may_draw(layer: Any) -> bool:
+    """Return whether something in a layer may draw random numbers: somebody's own module, or dropout in training."""
+    homes = map(home_of, layer.modules())
+    if any(not (is_of("torch", home) or is_of("transformers", home)) for home in homes):
+        return True
+    drops = (m.p for m in layer.modules() if isinstance(m, nn.modules.dropout._DropoutNd))
+    return bool(layer.training and (attention_of(layer).attention_dropout or any(drops)))
 
 
 def _like(x: Any, y: Tensor) -> Tensor:
@@ -254,8 +264,13 @@ def _whole(layer: Any, x: Any, *args: Any, recomputed: bool, offloaded: bool, **
     run = partial(layer._untiled.forward, layer, **kwargs)
     if not recomputed:
         return run(x, *args)
+
+    def anew(*given: Any) -> Any:
+        with replay.parametrized_anew():  # a replay that finds them cached saves fewer tensors
+            return run(*given)
+
     with input_on_host(x) if offloaded else nullcontext():
-        return checkpoint(run, x, *args, use_reentrant=False)
+        return checkpoint(anew, x, *args, use_reentrant=False)
 
 
 class TiledNorm(Remade):

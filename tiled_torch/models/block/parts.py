@@ -105,6 +105,8 @@ class BlockParts:
         """Return q, k, v of a shard, [B, heads, t, D] each. needed False: without values that no gradient wants."""
         x = self._entered(self.called(self.family.before, x), shard)
         q, k, v = heads_of(self, x, [self.shards.rows(table, shard, 1) for table in self.tables], needed)
+        if self.call.scales is not None:
+            q = q * self.shards.rows(self.call.scales, shard, 1)[:, None, :, None].to(q.dtype)
         # Rotary positions are float32 under autocast; attention casts to this.
         return self.cast(q), self.cast(k), v
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.utils import parametrize
 from transformers.integrations.moe import use_experts_implementation
 
 from tiled_torch.core.operands import PLAIN_TENSORS
@@ -109,18 +110,35 @@ def reason_operands_are_not_plain(form: ExpertsForm, operands: ExpertWeights) ->
     return None
 
 
+def reason_weights_are_lent(module: nn.Module) -> str | None:
+    """Return why a module's weights may be others in backward; None where they are its own.
+
+    LoRA of a parameter, peft's, parametrizes it for one call, in the context `parametrize.cached`.
+    """
+    lent = parametrize._cache_enabled and parametrize.is_parametrized(module)
+    return "its weights are parametrized for this call" if lent else None
+
+
 def routers_in(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the router beside every module of experts: a child `gate` or `router` of the nearest module that has one."""
+    """Yield the router beside every module of experts: in a child `gate` or `router` of the nearest module that has one."""
     modules = dict(model.named_modules())
     for name, module in modules.items():
         if not is_experts(module):
             continue
         while name:
             name = name.rpartition(".")[0]
-            found = [n for n in ("gate", "router") if is_router(getattr(modules[name], n, None))]
-            if found:
-                yield f"{name}.{found[0]}".removeprefix("."), getattr(modules[name], found[0])
+            children = (_unwrapped(n, getattr(modules[name], n, None)) for n in ("gate", "router"))
+            found = next((each for each in children if is_router(each[1])), None)
+            if found is not None:
+                yield f"{name}.{found[0]}".removeprefix("."), found[1]
                 break
+
+
+def _unwrapped(name: str, module: Any) -> tuple[str, Any]:
+    """Return a module and its name without what adapters, such as those of peft, have put around it."""
+    while not is_router(module) and isinstance(inside := getattr(module, "base_layer", None), nn.Module):
+        name, module = f"{name}.base_layer", inside
+    return name, module
 
 
 def is_router(module: Any) -> bool:

@@ -25,6 +25,7 @@ from tiled_torch.models.experts.forms import (
     operands_of,
     reason_not_formula,
     reason_operands_are_not_plain,
+    reason_weights_are_lent,
     routers_in,
 )
 from tiled_torch.models.experts.function import run
@@ -46,7 +47,8 @@ class TiledRouter(OfExperts):
     def path_now(self: Any) -> str:
         if any(map(gathers, self.modules())):
             return "untiled: ZeRO-3 gathers its weights"
-        return "tile"
+        reason = reason_weights_are_lent(self)
+        return "tile" if reason is None else f"untiled: {reason}"
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         path = self.path_now()
@@ -114,12 +116,13 @@ def _forward(experts: Any, *args: Any, **kwargs: Any) -> Any:
 def _path_of_call(experts: Any, form: ExpertsForm | None, given: Any) -> tuple[str, ExpertWeights | None]:
     """Return how a call runs and, where that is by the formula, its operands."""
     path = experts.path_now()
+    if path == FORMULA and given is None:
+        path = "tile: it was called with more than x, experts and weights"
+    elif path == FORMULA and tangents.carry_tangents(given):
+        path = "tile: in forward mode"
     if path != FORMULA or form is None:
-        return path, None
-    if given is None:
-        return "tile: it was called with more than x, experts and weights", None
-    if tangents.carry_tangents(given):
-        return "tile: in forward mode", None
+        lent = reason_weights_are_lent(experts)
+        return path if lent is None else f"untiled: {lent}, and {path.removeprefix('tile: ')}", None
     operands = operands_of(experts, form)
     reason = reason_operands_are_not_plain(form, operands)
     return (path, operands) if reason is None else (f"untiled: {reason}", None)
