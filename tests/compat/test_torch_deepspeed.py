@@ -257,7 +257,7 @@ def test_steps_that_a_subclass_overrides() -> None:
 
     layer = Own(5, 7, in_splits=2, out_splits=2)
     plain, x = layer.to_linear(), torch.ones(3, 5)
-    assert torch.allclose(layer(x), 2 * plain(x), rtol=0, atol=torch.finfo(x.dtype).eps * 8)
+    assert torch.allclose(layer(input_=x), 2 * plain(x), rtol=0, atol=torch.finfo(x.dtype).eps * 8)
     assert calls == [(3, 2), (0, 0, True), (1, 0, False), (0, 1, True), (1, 1, False)]
 
 

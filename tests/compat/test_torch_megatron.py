@@ -1,6 +1,8 @@
 """Megatron-core's names that need no ranks: the tracker of random streams, checkpointing, marks, names that are there."""
 
 import inspect
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 from shared_specs import SpecError
 from tiled_torch.compat import megatron
 from tiled_torch.compat.megatron import attributes, random, utils
+from tiled_torch.compat.megatron.config import check_settings
 from tiled_torch.compat.megatron.random import CheckpointWithoutOutput, CheckpointWithoutOutputManager
 
 # The arguments of Megatron-core's functions, in its order: what a caller without names of them relies on.
@@ -35,6 +38,10 @@ SIGNATURES = {
     "split_tensor_along_last_dim": "tensor num_partitions contiguous_split_chunks",
     "split_tensor_into_1d_equal_chunks": "tensor new_buffer tp_group",
     "gather_split_1d_tensor": "tensor tp_group",
+    "model_parallel_cuda_manual_seed": (
+        "seed te_rng_tracker inference_rng_tracker use_cudagraphable_rng tp_rank ep_rank etp_rank gtp_remat_rank "
+        "egtp_remat_rank force_reset_rng gtp_remat_world_size egtp_remat_world_size"
+    ),
     "get_cuda_rng_tracker": "use_te_rng_tracker inference_rng_tracker use_cudagraphable_rng",
     "ColumnParallelLinear": (
         "input_size output_size config init_method bias gather_output stride keep_master_weight_for_test skip_bias_add "
@@ -126,6 +133,29 @@ def test_the_tracker_of_the_process() -> None:
     with quiet.fork("whatever"):
         assert quiet.get_states() == {}
     random.initialize_rng_tracker(force_reset=True)
+
+
+def test_seeds_of_experts_beside_megatron_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = SimpleNamespace(is_initialized=lambda: True, get_expert_model_parallel_rank=lambda: 3)
+    monkeypatch.setitem(sys.modules, "megatron.core.parallel_state", theirs)  # type: ignore[arg-type]
+    seeds = {}
+    for there in (True, False):
+        theirs.is_initialized = lambda there=there: there
+        random.model_parallel_cuda_manual_seed(5, tp_rank=0, etp_rank=1, force_reset_rng=True)
+        seeds[there] = random.get_all_rng_states()["expert-parallel-rng"]
+    for there, seed in ((True, 5 + 1024 + 300 + 1), (False, 5 + 1024 + 1)):
+        assert torch.equal(seeds[there], torch.Generator().manual_seed(seed).get_state())
+    theirs.get_expert_gtp_weight_remat_world_size, theirs.is_initialized = lambda: 2, lambda: True
+    for given, name in (({}, "egtp_remat_world_size"), ({"gtp_remat_world_size": 4}, "gtp_remat_world_size")):
+        with pytest.raises(SpecError, match=f"manual_seed: {name} must be at most 1"):
+            random.model_parallel_cuda_manual_seed(5, tp_rank=0, etp_rank=1, **given)  # type: ignore[arg-type]
+    random.initialize_rng_tracker(force_reset=True)
+
+
+@pytest.mark.parametrize("name", ["gtp_weight_remat_size", "expert_gtp_weight_remat_size"])
+def test_weights_that_megatron_would_shard_once_more_are_refused(name: str) -> None:
+    with pytest.raises(SpecError, match=f"config.{name} must be left at 1, got 2"):
+        check_settings("ColumnParallelLinear", SimpleNamespace(**{name: 2}))
 
 
 def test_checkpoint_draws_the_same_numbers_again() -> None:

@@ -684,6 +684,13 @@ MUTANTS = (
         "tests/compat/test_torch_megatron.py tests/compat/test_torch_ranks_megatron.py -x -k 'cross_entropy or smooth'",
     ),
     Mutant(
+        "experts of every expert-parallel rank of Megatron-core's draw the same weights",
+        "tiled_torch/compat/megatron/random.py",
+        'number_of_megatron("get_expert_model_parallel_rank", 0) if ep_rank is None else ep_rank',
+        "ep_rank or 0",
+        "tests/compat/test_torch_megatron.py -x -k seeds_of_experts",
+    ),
+    Mutant(
         "DeepSpeed's mean over shards is their sum",
         "tiled_torch/compat/deepspeed_tiles.py",
         'values.mean() if reduction == "mean" else values.sum()',

@@ -85,6 +85,10 @@ class TiledLinear(tiles.TiledLinear):
             raise AssertionError(error_text(name, "other", rule, "weight {} and bias {}".format(*found)))
         super().copy_params_from(other)
 
+    def forward(self, input_: Tensor | Sequence[Tensor]) -> Any:  # type: ignore[override]
+        """Return the layer of input_: [..., in] -> [..., out], or lists of splits, as the options say."""
+        return super().forward(input_)
+
     def split_input(self, x: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
         """Return the input splits: by `_split_global_input`, unless x comes split."""
         if self.in_splits == 1:

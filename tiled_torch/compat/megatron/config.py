@@ -32,6 +32,7 @@ DEFAULTS: dict[str, Any] = {
 FIXED: dict[str, tuple[Any, str]] = {
     "cpu_offloading": (False, "Checkpointing(offload=True) keeps inputs in host memory."),
     "gtp_weight_remat_size": (1, "fully_shard is what shards weights here."),
+    "expert_gtp_weight_remat_size": (1, "fully_shard is what shards weights here."),
 }
 
 

@@ -98,9 +98,21 @@ def group_or_default(group: Any, *, expert: bool = False) -> Any:
     return _known("expert" if expert else "tensor", False) if group is None else group
 
 
-def _known(kind: str, required: bool) -> Any:
+def number_of_megatron(function: str, default: int) -> int:
+    """Return what a function of Megatron-core's own `parallel_state` says; default where that has no groups or no such name."""
+    asked = getattr(_theirs(), function, None)
+    return default if asked is None else asked()
+
+
+def _theirs() -> Any:
+    """Return Megatron-core's own `parallel_state` where it is loaded and has groups, else None."""
     theirs: Any = sys.modules.get(_MEGATRON)
-    if kind not in _GROUPS and theirs is not None and theirs.is_initialized():
+    return theirs if theirs is not None and theirs.is_initialized() else None
+
+
+def _known(kind: str, required: bool) -> Any:
+    theirs = _theirs()
+    if kind not in _GROUPS and theirs is not None:
         return (
             theirs.get_tensor_model_parallel_group() if kind == "tensor" else theirs.get_expert_tensor_parallel_group()
         )

@@ -14,7 +14,7 @@ from torch import Tensor
 from shared_specs.core import checks
 from shared_specs.errors import fail, fail_type
 from tiled_torch.collectives.groups import rank_group
-from tiled_torch.compat.megatron.parallel_state import group_or_default
+from tiled_torch.compat.megatron.parallel_state import group_or_default, number_of_megatron
 from tiled_torch.compat.megatron.recompute import CheckpointWithoutOutput as CheckpointWithoutOutput
 from tiled_torch.compat.megatron.recompute import CheckpointWithoutOutputManager as CheckpointWithoutOutputManager
 from tiled_torch.layers import recompute
@@ -27,6 +27,11 @@ _OFFSETS = {
     _EXPERT: 1024,
 }  # Megatron-core's, so that streams draw the numbers that they draw there
 _PER_EXPERT_RANK = 100
+# argument -> the function of Megatron-core's parallel_state that None stands for
+_GTP_SIZES = {
+    "gtp_remat_world_size": "get_gtp_weight_remat_world_size",
+    "egtp_remat_world_size": "get_expert_gtp_weight_remat_world_size",
+}
 
 
 def get_expert_parallel_rng_tracker_name() -> str:
@@ -178,7 +183,11 @@ def model_parallel_cuda_manual_seed(
     tp_rank: int | None = None,
     ep_rank: int | None = None,
     etp_rank: int | None = None,
+    gtp_remat_rank: int | None = None,
+    egtp_remat_rank: int | None = None,
     force_reset_rng: bool = False,
+    gtp_remat_world_size: int | None = None,
+    egtp_remat_world_size: int | None = None,
 ) -> None:
     """Seed the three streams of this rank, and CUDA's default generator, with Megatron-core's seeds.
 
@@ -187,14 +196,25 @@ def model_parallel_cuda_manual_seed(
     share a stream.)
 
     Args:
-        tp_rank, etp_rank: None: this rank's places in `parallel_state`'s groups. ep_rank: None: 0.
+        tp_rank, etp_rank: None: this rank's places in `parallel_state`'s groups. ep_rank: None: that of Megatron-core's own
+            `parallel_state` where it is loaded, else 0.
+        gtp_remat_world_size, egtp_remat_world_size: at most 1, also as Megatron-core's own `parallel_state` has them.
+        gtp_remat_rank, egtp_remat_rank: not used, as there with these sizes.
         force_reset_rng: make a new tracker. The rest: as `get_cuda_rng_tracker`.
     Raises:
-        SpecError: a seed below 0. UnsupportedError: no process group to take a rank from.
+        SpecError: a seed below 0, weights over more than one rank of a gtp group. UnsupportedError: no process group to take a
+            rank from.
     """
     name = "model_parallel_cuda_manual_seed"
+    del gtp_remat_rank, egtp_remat_rank
+    sizes = {"gtp_remat_world_size": gtp_remat_world_size, "egtp_remat_world_size": egtp_remat_world_size}
+    for argument, given in sizes.items():
+        size = number_of_megatron(_GTP_SIZES[argument], 1) if given is None else given
+        if size > 1:
+            fail(name, argument, "at most 1", size, advice="fully_shard is what shards weights here.")
+    ep_rank = number_of_megatron("get_expert_model_parallel_rank", 0) if ep_rank is None else ep_rank
     ranks = {_DATA: 0, _TENSOR: _rank(name, tp_rank, expert=False)}
-    ranks[_EXPERT] = _PER_EXPERT_RANK * (ep_rank or 0) + _rank(name, etp_rank, expert=True)
+    ranks[_EXPERT] = _PER_EXPERT_RANK * ep_rank + _rank(name, etp_rank, expert=True)
     initialize_rng_tracker(te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng, force_reset_rng)
     _trackers[0].reset()
     if torch.cuda.is_available():
