@@ -1,7 +1,7 @@
 """Triton's interpreter, made faithful for bfloat16; imported before any kernel is.
 
 As it comes it multiplies the bits of bfloat16 operands as integers and cuts float32 off where it should round, both in
-silence (Triton 3.6 and 3.9). This patches private names of these versions and of no other.
+silence (Triton 3.6, 3.8 and 3.9). This patches private names of these versions and of no other.
 """
 
 import os
@@ -16,8 +16,8 @@ from triton.runtime import interpreter
 
 from tiled_torch.core import launch
 
-if not triton.__version__.startswith(("3.6.", "3.9.")):
-    raise ImportError(f"tests/triton_interpreter.py: written for Triton 3.6 and 3.9, found {triton.__version__}")
+if not triton.__version__.startswith(("3.6.", "3.8.", "3.9.")):
+    raise ImportError(f"tests/triton_interpreter.py: written for Triton 3.6, 3.8 and 3.9, found {triton.__version__}")
 
 _builder = interpreter.InterpreterBuilder
 _dot, _cast, _between_floats = _builder.create_dot, _builder.cast_impl, _builder.create_fp_to_fp

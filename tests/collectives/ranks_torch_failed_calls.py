@@ -25,7 +25,9 @@ def impatient(ranks: list[int]) -> Any:
     """A group that was connected at leisure, and whose calls fail after SECONDS."""
     group = dist.new_group(ranks)
     if dist.get_rank() in ranks:
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=SECONDS), group)
+        # torch 2.14 has it under a public name.
+        set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+        set_timeout(timedelta(seconds=SECONDS), group)
     return group
 
 

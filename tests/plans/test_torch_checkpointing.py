@@ -65,6 +65,9 @@ def one_more(mode: str, tiled: str) -> tuple[int, ...]:
     return tuple((many - few) // 2 for few, many in zip(*found, strict=True))
 
 
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+)  # the compiler's own look
 @pytest.mark.parametrize("tiled", ["", "tiled_mlp"])
 def test_offloaded_inputs_are_in_host_memory(graphs: dict[str, list[int]], tiled: str) -> None:
     """What each layer keeps is there, for compiled blocks too, and the gradients are the same."""

@@ -225,6 +225,7 @@ ad.primitive_jvps[_linear] = _jvp
 ad.primitive_transposes[_linear] = _transpose
 batching.primitive_batchers[_linear] = _batch
 mlir.register_lowering(_linear, mlir.lower_fun(_evaluate, multiple_results=True))
+_linear.to_lojax = _evaluate  # jax 0.12, which lowers what has not only arrays before it compiles
 
 
 _opaque = core.Primitive("tiled_forward")
@@ -235,13 +236,18 @@ def _flat(callee: Any) -> Callable[[list[jax.Array]], list[jax.Array]]:
     return lambda arrays: core.jaxpr_as_fun(callee)(*arrays)
 
 
+def _evaluate_opaque(*arrays: Any, callee: Any) -> list[jax.Array]:
+    return core.jaxpr_as_fun(callee)(*arrays)  # type: ignore[no-any-return]
+
+
 def _opaque_batch(arrays: Any, dims: Any, *, callee: Any) -> tuple[Any, Any]:
     dims = [dim if isinstance(dim, int) else None for dim in dims]
     results = opaque_call(jax.vmap(_flat(callee), (dims,)), list(arrays))
     return results, [0] * len(results)
 
 
-def _opaque_dce(used: list[bool], equation: Any) -> tuple[list[bool], Any]:
+def _opaque_dce(used: list[bool], *more: Any) -> tuple[list[bool], Any]:
+    equation = more[-1]  # jax 0.12 says before it which references are read later
     if not any(used) and not equation.effects:
         return [False] * len(equation.invars), None
     callee = equation.params["callee"]
@@ -267,14 +273,13 @@ def _opaque_jvp(primals: Any, tangents: Any, *, callee: Any) -> tuple[Any, Any]:
     return jax.jvp(of_changed, [primals[i] for i in changed], [tangents[i] for i in changed])
 
 
-_opaque.def_impl(lambda *arrays, callee: core.jaxpr_as_fun(callee)(*arrays))
+_opaque.def_impl(_evaluate_opaque)
 _opaque.def_effectful_abstract_eval(lambda *_, callee: (callee.out_avals, callee.effects))
 ad.primitive_jvps[_opaque] = _opaque_jvp
 batching.primitive_batchers[_opaque] = _opaque_batch
 pe.dce_rules[_opaque] = _opaque_dce
-mlir.register_lowering(
-    _opaque, mlir.lower_fun(lambda *arrays, callee: core.jaxpr_as_fun(callee)(*arrays), multiple_results=True)
-)
+mlir.register_lowering(_opaque, mlir.lower_fun(_evaluate_opaque, multiple_results=True))
+_opaque.to_lojax = _evaluate_opaque
 
 
 @jax.custom_jvp

@@ -97,8 +97,9 @@ def _batch(arrays: Any, dims: Any, *, callee: Any, most: int, given: int) -> tup
     return turns(lambda i, carry: fn(*shared, i, *carry), count, most, carry), [0] * len(carry)
 
 
-def _dce(used: list[bool], equation: Any) -> tuple[list[bool], Any]:
+def _dce(used: list[bool], *more: Any) -> tuple[list[bool], Any]:
     """Leave out what nobody reads of the carry, of this turn or of the next."""
+    equation = more[-1]  # jax 0.12 says before it which references are read later
     callee, given = equation.params["callee"], equation.params["given"]
     if not any(used) and not equation.effects:
         return [False] * len(equation.invars), None
@@ -123,3 +124,4 @@ ad.primitive_jvps[_primitive] = _jvp
 batching.primitive_batchers[_primitive] = _batch
 pe.dce_rules[_primitive] = _dce
 mlir.register_lowering(_primitive, mlir.lower_fun(_evaluate, multiple_results=True))
+_primitive.to_lojax = _evaluate  # see linear_call

@@ -1,5 +1,6 @@
 """Activation checkpointing of a finished model: every layer, every k-th layer, or all but what costs most to compute again."""
 
+import inspect
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import cache, partial
@@ -26,6 +27,9 @@ _REDUCE_SCATTERS = frozenset(
 )
 _SOFTMAXES = frozenset({torch.ops.aten._softmax.default, torch.ops.aten._safe_softmax.default})
 _PLAIN = (Tensor, nn.Parameter, DTensor)
+# Hooks of saved tensors, as `tile` has them, do not see what a selective checkpoint keeps. torch 2.14 wants to be told so.
+_HOOKS = "respect_saved_tensors_hooks"
+_HOOKS_UNASKED: dict[str, Any] = {_HOOKS: False} if _HOOKS in inspect.signature(checkpoint).parameters else {}
 
 
 def apply_checkpointing(model: nn.Module, checkpointing: Checkpointing, plan: Plan | None = None) -> None:
@@ -99,7 +103,7 @@ class Checkpointed:
         contexts = self._checkpoint_contexts
         if not torch.compiler.is_compiling() and living():
             contexts = partial(replay_contexts, contexts)
-        options = {} if contexts is None else {"context_fn": contexts}
+        options = {} if contexts is None else {"context_fn": contexts, **_HOOKS_UNASKED}
         x = args[0] if args else next(iter(kwargs.values()), None)
         with input_on_host(x) if self._offload else nullcontext():
             return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
