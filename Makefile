@@ -94,6 +94,10 @@ test-part: $(ENV) ## make test, of the JAX half only what is known to differ bet
 test-deep: $(ENV) ## what takes seconds each: more cases, whole models, compilers, several processes
 	TILED_REQUIRE=torch,jax $(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "deep and not slow and not gpu" $(ARGS)
 
+.PHONY: test-deep-0 test-deep-1
+test-deep-0 test-deep-1: $(ENV) ## every other test of test-deep
+	TILED_DEEP_HALF=$(@:test-deep-%=%) $(MAKE) --no-print-directory test-deep
+
 .PHONY: test-all
 test-all: ## every suite of .ci/suites.py, without a budget
 	.ci/run --all

@@ -4,8 +4,8 @@ The suites marked `always` come first, then those whose files changed in the las
 others. Among the long ones and among the others the commit chooses whose turn it is. Of what would not end within the budget a
 part runs, where it has one, or it is left out, and either is named; nothing that was started is cut off.
 
-Two sets of versions run the JAX half, `test` with the older one and `test-new-jax` with the newest. With one of them it runs in
-full, with the other the part that is known to differ between versions; the commit chooses which.
+The commit also chooses which set of versions runs the JAX half in full, that of `test` or that of `test-new-jax`. The other
+runs the part that is known to differ between versions. And the commit chooses which half of the deep tests runs.
 """
 
 import argparse
@@ -51,7 +51,7 @@ class Suite:
     seconds: what it took last on a machine with two cores, its environment included.
     limit: seconds after which it is ended and counts as failed.
     part: the suite of what matters most in it, which runs in its place where there is no time for all of it.
-    versions: which of the two sets of versions of JAX it has, 0 or 1; its part runs in its place where the other has its turn.
+    turns: what runs in its place at one half of all commits and at the other half; where there is nothing, it does.
     """
 
     name: str
@@ -60,19 +60,27 @@ class Suite:
     limit: float
     always: bool = False
     part: "Suite | None" = None
-    versions: int | None = None
+    turns: "tuple[Suite | None, Suite | None]" = (None, None)
 
 
 HALVES = ("tiled_torch/", "tiled_jax/", "shared_specs/")
+
+NEW_JAX_PART = Suite("test-new-jax-part", (), 200, 1800)
 
 # The most important first.
 SUITES = (
     Suite("lint", (), 80, 1200, always=True),
     Suite("types", (), 55, 900, always=True),
-    Suite("test", (), 570, 2700, always=True, part=Suite("test-part", (), 400, 2700, always=True), versions=0),
+    Suite("test", (), 570, 2700, always=True, turns=(None, Suite("test-part", (), 400, 2700, always=True))),
     Suite("docs", ("docs/", "mkdocs.yml", "README.md", "requirements/docs.txt", *HALVES), 20, 600),
     Suite("test-figures", (*HALVES, "tests/"), 100, 900),
-    Suite("test-deep", (*HALVES, "tests/"), 760, 2700),
+    Suite(
+        "test-deep",
+        (*HALVES, "tests/"),
+        760,
+        2700,
+        turns=(Suite("test-deep-0", (), 400, 1800), Suite("test-deep-1", (), 400, 1800)),
+    ),
     Suite("float8", ("tiled_torch/plans/", "tiled_torch/layers/", "tests/float8/", "requirements/float8.txt"), 25, 600),
     Suite("deepspeed", ("tiled_torch/", "tests/zero/", "requirements/deepspeed.txt"), 80, 900),
     Suite(
@@ -106,8 +114,8 @@ SUITES = (
         ("tiled_jax/", "shared_specs/", "requirements/new-jax.txt", "tests/*/*jax*"),
         360,
         3600,
-        part=Suite("test-new-jax-part", (), 200, 1800),
-        versions=1,
+        part=NEW_JAX_PART,
+        turns=(NEW_JAX_PART, None),
     ),
     Suite("lock", ("requirements/", "pyproject.toml"), 25, 600),
 )
@@ -147,10 +155,10 @@ def order_of(suites: Sequence[Suite], changed: Collection[str], commit: str) -> 
     return always + short + turned(long, commit) + turned(rest, commit)
 
 
-def parts_in_turn(suites: Sequence[Suite], commit: str) -> list[Suite]:
-    """Return the suites, of those with a set of versions of JAX only the part where the other set has its turn."""
+def of_turn(suites: Sequence[Suite], commit: str) -> list[Suite]:
+    """Return what runs in the place of each suite at this commit."""
     turn = int(commit or "0", 16) // 2 % 2
-    return [suite if suite.versions in (None, turn) else suite.part or suite for suite in suites]
+    return [suite.turns[turn] or suite for suite in suites]
 
 
 def turned(suites: Sequence[Suite], commit: str) -> list[Suite]:
@@ -357,7 +365,7 @@ def main(
     start = time.monotonic()
     commit, changed = changed_since(DAYS)
     order = order_of(suites, changed, commit)
-    outcomes = one_pass(order if math.isinf(minutes) else parts_in_turn(order, commit), minutes, run)
+    outcomes = one_pass(order if math.isinf(minutes) else of_turn(order, commit), minutes, run)
     print("\n".join(["", *closing_lines(outcomes, time.monotonic() - start)]), flush=True)
     return int(any(outcome.state == "RED" for outcome in outcomes))
 

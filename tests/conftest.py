@@ -7,6 +7,7 @@ import gc
 import importlib.metadata
 import importlib.util
 import os
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -74,6 +75,16 @@ if unknown := set(KINDS) - set(NEEDS):
     raise pytest.UsageError(f"TILED_TESTS must name {', '.join(NEEDS)}, got {', '.join(sorted(unknown))}")
 COLLECTED = {kind for kind in KINDS if all(has(framework) for framework in NEEDS[kind])}
 pytest_plugins = ["tests.core.jax_fixtures"] if COLLECTED & {"jax", "both"} else []
+
+
+DEEP_HALF = os.environ.get("TILED_DEEP_HALF", "")
+if DEEP_HALF not in ("", "0", "1"):
+    raise pytest.UsageError(f"TILED_DEEP_HALF must be 0 or 1, got {DEEP_HALF}")
+
+
+def half_of(nodeid: str) -> str:
+    """In which half of the deep tests one is, the same in every process."""
+    return str(zlib.crc32(nodeid.encode()) % 2)
 
 
 def kind_of(path: Path) -> str:
@@ -144,7 +155,8 @@ def _jax_files_share_what_was_compiled(request: pytest.FixtureRequest) -> None:
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # before -m is heard, and behind what shuffles
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     """Of a test with `deep_but(n)` the first n cases alone are not deep; one marked `last_of_file` comes behind its whole file.
-    PyTorch warns of operations on a GPU that the fixture above makes it watch."""
+    PyTorch warns of operations on a GPU that the fixture above makes it watch. TILED_DEEP_HALF takes a half of the deep tests.
+    """
     cases: Counter[str] = Counter()
     for item in items:
         marker = item.get_closest_marker("deep_but")
@@ -155,6 +167,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.deep)
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.filterwarnings("ignore:.*deterministic:UserWarning"))
+    if DEEP_HALF:
+        left = [item for item in items if item.get_closest_marker("deep") and half_of(item.nodeid) != DEEP_HALF]
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if item not in {*left}]
     add_second_tries(config, items)
     yield
     for last in [item for item in items if item.get_closest_marker("last_of_file")]:

@@ -236,7 +236,7 @@ def test_a_budget_that_is_no_number_is_refused(minutes, monkeypatch, capsys):
 def test_every_suite_is_a_target_and_its_limit_is_generous():
     phony = re.findall(r"^\.PHONY: (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     targets = {target for line in phony for target in line.split()}
-    suites = [*ci.SUITES, *(one.part for one in ci.SUITES if one.part)]
+    suites = {one: None for suite in ci.SUITES for one in (suite, suite.part, *suite.turns) if one}
     assert set(names(suites)) - targets == set()
     assert len(set(names(suites))) == len(suites)
     assert [one.name for one in suites if one.limit < 3 * one.seconds] == []
@@ -276,13 +276,47 @@ def test_the_jax_half_in_full_and_in_part_are_the_same_with_both_sets_of_version
 
 @pytest.mark.parametrize(
     ("commit", "order"),
-    [("0", "new-part test"), ("1", "new-part test"), ("2", "new test-part"), ("3", "new test-part")],
+    [("", "test new-part deep-0"), ("1", "test new-part deep-0"), ("2", "part new deep-1"), ("b", "part new deep-1")],
 )
-def test_the_commit_chooses_which_versions_run_the_jax_half_in_full(commit, order):
-    old = ci.Suite("test", (), 100, 900, part=suite("test-part"), versions=0)
-    new = ci.Suite("new", (), 100, 900, part=suite("new-part"), versions=1)
-    assert " ".join(sorted(names(ci.parts_in_turn([new, old], commit)))) == order
-    assert names(ci.parts_in_turn([TEST, new], commit))[0] == "test"
+def test_the_commit_chooses_the_versions_with_the_whole_jax_half_and_the_deep_tests(commit, order):
+    test = ci.Suite("test", (), 100, 900, turns=(None, suite("part")))
+    new = ci.Suite("new", (), 100, 900, turns=(suite("new-part"), None))
+    deep = ci.Suite("deep", (), 100, 900, turns=(suite("deep-0"), suite("deep-1")))
+    assert " ".join(names(ci.of_turn([test, new, deep], commit))) == order
+
+
+@pytest.mark.parametrize("commit", ["0", "2"])
+def test_at_every_commit_one_set_of_versions_runs_the_whole_jax_half(commit):
+    found = {*names(ci.of_turn(ci.SUITES, commit))}
+    assert len({"test", "test-new-jax"} & found) == 1
+    assert len({"test-part", "test-new-jax-part"} & found) == 1
+
+
+@pytest.mark.deep
+def test_the_halves_of_the_deep_tests_are_all_of_them():
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "--collect-only",
+        "-q",
+        "-p",
+        "no:xdist",
+        "-m",
+        "deep and not slow",
+        "tests/app",
+    ]
+
+    def tests(half: str) -> set[str]:
+        settings = os.environ | {"TILED_DEEP_HALF": half, "TILED_TESTS": "spec"}
+        said = subprocess.run(command, cwd=ROOT, env=settings, capture_output=True, text=True, check=True).stdout
+        return {line for line in said.splitlines() if "::" in line}
+
+    first, second = tests("0"), tests("1")
+    assert first | second == tests("")
+    assert not first & second
+    assert first
+    assert second
 
 
 def test_every_guard_names_something():
