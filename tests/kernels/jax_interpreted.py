@@ -3,6 +3,7 @@
 And what a lowered one says of where its results go.
 """
 
+import inspect
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,11 +21,18 @@ from shared_specs.core.rounding import DTYPES, compute_dtype, relative_error, ro
 from shared_specs.mlp.oracle import activate
 from shared_specs.tolerances import limit
 from tests.asserting import assert_within
+from tiled_jax.core.mosaic import interpreter
 
 Array = np.ndarray[Any, Any]
 
 # In jax 0.10 the interpreter is private, slow, and misses most planted races.
 FINDS_RACES = hasattr(plgpu, "InterpretGPUParams")
+
+
+def race_finder() -> Any:
+    """The interpreter that notes races, and goes on: from jax 0.12 on it would raise."""
+    warns = "on_race" in inspect.signature(type(interpreter())).parameters
+    return interpreter(detect_races=True, **({"on_race": "warn"} if warns else {}))
 
 
 class CompiledOnce:

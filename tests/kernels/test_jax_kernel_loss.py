@@ -20,7 +20,7 @@ from shared_specs.shards import ShardPlan
 from shared_specs.tolerances import MODEL_FLOAT32, limit
 from tests.adapters import ADAPTERS
 from tests.asserting import assert_case, assert_within
-from tests.kernels.jax_interpreted import FINDS_RACES
+from tests.kernels.jax_interpreted import FINDS_RACES, race_finder
 from tests.mlp.jax_untiled import loss_operands
 from tiled_jax import TiledLinearCrossEntropy, backends, tiled_linear_cross_entropy
 from tiled_jax.core.mosaic import interpreter
@@ -181,7 +181,7 @@ def test_races(raced: bool, resident: int, monkeypatch: pytest.MonkeyPatch) -> N
     if raced:
         monkeypatch.setattr(kernel.lax, "axis_index", lambda _: jnp.int32(0))
     options: dict[str, Any] = {"options": LossOptions(), "blocks": Blocks(rows=1, columns=128, resident=resident)}
-    launch = partial(kernel.statistics_and_gradient, **options, interpret=interpreter(detect_races=True))
+    launch = partial(kernel.statistics_and_gradient, **options, interpret=race_finder())
     jax.block_until_ready(launch(jnp.ones((3, 128), jnp.bfloat16), *row_operands(3)))
     assert interpreted_kernels.get_races().races_found is raced
 

@@ -13,8 +13,7 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from shared_specs.kernels.blocks import Blocks
-from tests.kernels.jax_interpreted import FINDS_RACES, assert_true, clean_interpreter, operands
-from tiled_jax.core.mosaic import interpreter
+from tests.kernels.jax_interpreted import FINDS_RACES, assert_true, clean_interpreter, operands, race_finder
 from tiled_jax.mlp.kernels.dgated import dgated
 from tiled_jax.mlp.kernels.glu_elementwise import glu, glu_backward
 from tiled_jax.mlp.kernels.glu_up import glu_up
@@ -47,7 +46,7 @@ def run_glu_up(arrays: dict[str, Any], blocks: Blocks = STAGES) -> dict[str, Any
     names = ("h", "gate", "up")
     operands = (arrays[name] for name in ("x", "w_gate", "w_up"))
     biases = {name: arrays[name] for name in ("b_gate", "b_up")}
-    options = {"activation": "silu", "keep": True, "blocks": blocks, "interpret": interpreter(detect_races=True)}
+    options = {"activation": "silu", "keep": True, "blocks": blocks, "interpret": race_finder()}
     return dict(zip(names, glu_up(*operands, **biases, **options), strict=True))
 
 
@@ -63,7 +62,7 @@ def run_glu_up_in_turns(arrays: dict[str, Any]) -> dict[str, Any]:
 def run_dgated(arrays: dict[str, Any], blocks: Blocks = STAGES) -> dict[str, Any]:
     names = ("dgate", "dup", "h_again")
     operands = (arrays[name] for name in ("dy", "w_down", "gate", "up"))
-    options = {"activation": "silu", "blocks": blocks, "interpret": interpreter(detect_races=True)}
+    options = {"activation": "silu", "blocks": blocks, "interpret": race_finder()}
     return dict(zip(names, dgated(*operands, **options), strict=True))
 
 
@@ -83,11 +82,11 @@ def run_dgated_in_turns(arrays: dict[str, Any]) -> dict[str, Any]:
 def run_glu_up_auxiliary(arrays: dict[str, Any]) -> dict[str, Any]:
     """Of a gate that is there already."""
     gate = XLA.linear(arrays["x"], arrays["w_gate"], arrays["b_gate"])
-    options = {"activation": "silu", "blocks": STAGES, "interpret": interpreter(detect_races=True)}
+    options = {"activation": "silu", "blocks": STAGES, "interpret": race_finder()}
     return {"h": glu_up_auxiliary(arrays["x"], arrays["w_up"], gate, b_up=arrays["b_up"], **options)}
 
 
-PRODUCT: dict[str, Any] = {"blocks": STAGES, "interpret": interpreter(detect_races=True)}
+PRODUCT: dict[str, Any] = {"blocks": STAGES, "interpret": race_finder()}
 
 
 def run_linear(arrays: dict[str, Any]) -> dict[str, Any]:
@@ -107,7 +106,7 @@ def run_weight_gradient(arrays: dict[str, Any]) -> jax.Array:
 ELEMENTWISE: dict[str, Any] = {
     "activation": "silu",
     "blocks": Blocks(rows=1, columns=256),
-    "interpret": interpreter(detect_races=True),
+    "interpret": race_finder(),
 }
 
 

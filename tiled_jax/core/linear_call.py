@@ -225,7 +225,7 @@ ad.primitive_jvps[_linear] = _jvp
 ad.primitive_transposes[_linear] = _transpose
 batching.primitive_batchers[_linear] = _batch
 mlir.register_lowering(_linear, mlir.lower_fun(_evaluate, multiple_results=True))
-_linear.to_lojax = _evaluate  # jax 0.12, which lowers what has not only arrays before it compiles
+_linear.to_lojax = _evaluate  # jax 0.12 asks for it where a callee has operations of more than arrays, as frexp is
 
 
 _opaque = core.Primitive("tiled_forward")

@@ -202,7 +202,5 @@ def _for_each_shard(call: DistillationCall, given: Arrays, run: Callable[[Any, A
 def _power_of_two(call: DistillationCall, sizes: jax.Array) -> jax.Array:
     """Return []: a power of two near the largest gradient in the logits, for upstream ones of these sizes."""
     largest = jnp.max(jnp.where(jnp.isfinite(sizes), sizes, 0), initial=0) * call.rules.objective.largest_slope
-    scale, limits = abs(call.rules.options.logit_scale) or 1, jnp.finfo(sizes.dtype)
-    largest = jnp.where(largest == 0, 1, largest * scale)
-    _, exponent = jnp.frexp(jnp.clip(jax.lax.stop_gradient(largest), limits.tiny, limits.max))
-    return jnp.ldexp(jnp.ones_like(largest), exponent - 1)
+    scale = abs(call.rules.options.logit_scale) or 1
+    return loss_math.power_of_two(jax.lax.stop_gradient(jnp.where(largest == 0, 1, largest * scale)))

@@ -275,10 +275,16 @@ def size_of_gradients(rules: Rules, k: Coefficients, class_weight: jax.Array | N
     c = k.c if k.c is None or class_weight is None else k.c * jnp.max(jnp.abs(class_weight))
     parts = [jnp.abs(a) for a in (k.a, k.b, c, k.d) if a is not None]
     sizes = lax.stop_gradient([jnp.max(jnp.where(jnp.isfinite(a), a, 0), initial=0) for a in parts])
-    size, limits = jnp.max(jnp.stack(sizes)), jnp.finfo(sizes[0].dtype)
-    size = jnp.where(size == 0, 1, size * (abs(rules.options.logit_scale) or 1))
-    _, exponent = jnp.frexp(jnp.clip(size, limits.tiny, limits.max))
-    return jnp.ldexp(jnp.ones_like(size), exponent - 1)
+    size = jnp.max(jnp.stack(sizes))
+    return power_of_two(jnp.where(size == 0, 1, size * (abs(rules.options.logit_scale) or 1)))
+
+
+def power_of_two(size: jax.Array) -> jax.Array:
+    """Return the largest power of two that is not above a size, both [], or the smallest normal number: its exponent alone."""
+    limits = jnp.finfo(size.dtype)
+    # Not by jnp.frexp, whose exponents jax 0.12 types as the same on all devices.
+    bits = lax.bitcast_convert_type(jnp.clip(size, limits.tiny, limits.max), jnp.dtype(f"uint{limits.bits}"))
+    return lax.bitcast_convert_type(bits >> limits.nmant << limits.nmant, size.dtype)
 
 
 def gradient(
