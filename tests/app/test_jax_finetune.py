@@ -27,6 +27,7 @@ from shared_specs.app.models.weights import read_model
 from shared_specs.app.options import FinetuneOptions
 from shared_specs.config import Tiling
 from shared_specs.errors import UnsupportedError
+from shared_specs.layers.host_memory import POOL_VARIABLE
 from shared_specs.tolerances import DEMO_LOSS_RTOL, MODEL_FLOAT32
 from tests.asserting import assert_within
 from tests.core.jax_compiling import compiled_plainly
@@ -37,6 +38,7 @@ from tests.tiny_model import tiny_config, tiny_weights, write_text, write_tiny_f
 from tiled_jax import backends
 from tiled_jax.__main__ import COMMANDS
 from tiled_jax.commands.finetune import trainer as finetune_trainer
+from tiled_jax.commands.finetune.processes import make_room
 from tiled_jax.commands.finetune.trainer import JaxTrainer
 from tiled_jax.models import next_token_loss, to_hf
 
@@ -288,6 +290,23 @@ def test_experts_train_the_same_in_shards_and_micro_batches(options: Any, tmp_pa
     assert found.keys() == expected.keys()
     for name, weight in expected.items():
         assert_within(found[name], weight, DEMO_LOSS_RTOL, name)
+
+
+@pytest.mark.parametrize(("given", "processes", "expected"), [(None, 1, "89"), (None, 2, "64"), ("7", 1, "7")])
+def test_offloaded_inputs_have_room_in_the_pool(
+    options: Any, monkeypatch: pytest.MonkeyPatch, given: str | None, processes: int, expected: str
+) -> None:
+    """Layers' inputs in float32 and a tenth, of this process, unless the environment says how large the pool is."""
+    monkeypatch.setenv(POOL_VARIABLE, given or "")
+    if given is None:
+        monkeypatch.delenv(POOL_VARIABLE)
+    if processes > 1:
+        monkeypatch.setenv("SLURM_STEP_NUM_TASKS", str(processes))
+    chosen = options(tokens=2**20, batch=320)
+    config = read_model(chosen.model).config
+    assert (config["num_hidden_layers"], config["hidden_size"]) == (2, 32)
+    make_room(chosen)
+    assert os.environ[POOL_VARIABLE] == expected
 
 
 def test_device_that_is_not_here_is_refused(options: Any, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import transformers
 from shared_specs.config import Checkpointing, ParallelConfig, Tiling
 from shared_specs.tolerances import between
 from tiled_torch import tile_model
-from tiled_torch.models.block.offload import host_memory
+from tiled_torch.models.block.host_memory import host_memory
 from tiled_torch.parallel import parallelize
 
 pytestmark = pytest.mark.gpu

@@ -17,7 +17,7 @@ from tests.models.torch_decoders import BATCH, VOCAB, decoder, loss_of, small_co
 from tests.plans.ranks_torch_plans import error_between, full, snapshot
 from tiled_torch.layers.attention import causal_attention
 from tiled_torch.models import tile_model, tiling_paths
-from tiled_torch.models.block.offload import host_memory
+from tiled_torch.models.block.host_memory import host_memory
 from tiled_torch.parallel import context_attention, context_slice, parallelize, ring_attention
 
 FULL, EXACT = Checkpointing(), {"reduce_dtype": None}

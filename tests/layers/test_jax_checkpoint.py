@@ -463,6 +463,34 @@ def test_devices_without_host_memory_refuse(monkeypatch: pytest.MonkeyPatch) -> 
         checkpointed(layer, Checkpointing(offload=True))
 
 
+@pytest.mark.parametrize("how", ["whole", "shard_map"])
+@pytest.mark.parametrize("mode", ["full", "products"])
+def test_too_small_a_pool_is_told_where_a_gradient_is_traced(
+    mode: Any, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the bytes of all layers' inputs, on all devices of this process; a forward pass keeps none."""
+    x, w = operands(jnp.float32)
+    run: Any = partial(scan_layers, checkpointing=Checkpointing(mode=mode, offload=True))
+    call = lambda x, w: run(layer, x, w)  # noqa: E731
+    if how == "shard_map":
+        mesh = jax.make_mesh((2,), ("rows",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+        call = jax.shard_map(call, mesh=mesh, in_specs=(P("rows"), P()), out_specs=P("rows"))
+    pool = [LAYERS * T * H * 4]
+    monkeypatch.setattr(recompute, "_pool", lambda: pool[0])
+    gradient = lambda x, w: jax.jit(jax.grad(lambda x, w: call(x, w).sum()))(x, w)  # noqa: E731
+    gradient(x, w)
+    pool[0] -= 1
+    with pytest.raises(
+        UnsupportedError, match=r"^Checkpointing\(offload=True\): the inputs of 6 layers take at least 0\.0 GiB"
+    ):
+        gradient(x, w)
+    jax.jit(call)(x, w)
+
+
+def test_only_gpus_have_a_pool() -> None:
+    assert recompute._pool() is None
+
+
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="has no names; take full or products"):
         scan_layers(layer, *operands(jnp.float32), Checkpointing(mode="layers", every=2, offload=True))

@@ -19,7 +19,7 @@ from tests.mlp.ranks_torch_engines import Collectives
 from tests.models.torch_decoders import VOCAB, batch, decoder
 from tests.plans.ranks_torch_plans import CONFIGS, compare, error_between, full, mesh_of, models
 from tiled_torch import tile_model, tiling_paths
-from tiled_torch.models.block.offload import host_memory
+from tiled_torch.models.block.host_memory import host_memory
 from tiled_torch.parallel import parallelize
 from tiled_torch.plans import registry
 from tiled_torch.plans.decoder import HEAD_NORMS, decoder_plan

@@ -20,7 +20,7 @@ from tests.models.test_torch_models import IDS, Adapter, assert_same, build, los
 from tests.models.torch_decoders import exact
 from tests.ranks import Ranks
 from tiled_torch import tile_model, tiling_paths, untile_model
-from tiled_torch.models.block.offload import HostMemory, host_memory
+from tiled_torch.models.block.host_memory import host_memory
 from tiled_torch.parallel import parallelize
 
 KINDS = ["llama", "mistral", "qwen2", "qwen3"]
@@ -376,15 +376,6 @@ def test_inputs_that_wait_in_host_memory(kind: str, how: str) -> None:
         assert_equal(gradients(model), expected)
         row = 8 * model.config.hidden_size
         assert host_memory(torch.device("cpu")).bytes == len(model.model.layers) * IDS.numel() * row
-
-
-def test_an_input_that_came_ahead_is_not_copied_again() -> None:
-    waiting = HostMemory(torch.device("cpu")).put(torch.ones(3))
-    waiting.fetch()
-    assert waiting.coming is not None
-    ahead, _ = waiting.coming
-    assert waiting.take() is ahead
-    assert waiting.coming is None
 
 
 def peak(tokens: int, layers: int, dtype: torch.dtype, offload: bool) -> int:

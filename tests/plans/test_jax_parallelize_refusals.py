@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType
 
-from shared_specs.config import Compile, DataParallel, ParallelConfig, TensorParallel
+from shared_specs.config import Checkpointing, Compile, DataParallel, ParallelConfig, TensorParallel
 from shared_specs.errors import SpecError, UnsupportedError
 from tests.plans.jax_parallel_models import Blocks, blocks_loss, llama_config, mesh_of
 from tiled_jax.models import Llama
@@ -47,6 +47,12 @@ CONFIGS: dict[str, tuple[dict[str, int], dict[str, Any], type[Exception], str]] 
         {"data": DataParallel(pipeline=True)},
         SpecError,
         r"config\.data\.pipeline must be left at False in tiled_jax",
+    ),
+    "offload of layers that keep everything": (
+        {"dp_shard": 2},
+        {"data": FSDP, "checkpointing": Checkpointing(mode="layers", every=2, offload=True)},
+        UnsupportedError,
+        r"config\.checkpointing\.offload must be False here, got True\. What a layer without recomputation keeps has no names",
     ),
     "cpu_offload": (
         {"dp_shard": 2},

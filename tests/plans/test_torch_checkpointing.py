@@ -20,7 +20,7 @@ from tests.models.torch_decoders import BATCH, LENGTH, batch, decoder, loss_of
 from tests.plans.ranks_torch_plans import error_between
 from tiled_torch import TiledMLP
 from tiled_torch.models import tile_model
-from tiled_torch.models.block.offload import host_memory
+from tiled_torch.models.block.host_memory import host_memory
 from tiled_torch.parallel import Plan, parallelize, register_plan, seed_parallel
 
 TOKENS, HIDDEN, FEATURES = BATCH * LENGTH, 16, 24

@@ -5,6 +5,7 @@ One layer at a time: `checkpointed`. Stacked layers in one rolled loop: `scan_la
 """
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from jax.extend import core
 
 from shared_specs.config import SELECTIVE_MODES, Checkpointing, ParallelConfig
 from shared_specs.errors import UnsupportedError, error_text, fail, fail_type
+from shared_specs.layers.host_memory import check_pool, pool_bytes
 from shared_specs.plans.checks import check_parallel_config
 from tiled_jax.collectives.conjugates import PART_OF_SUM
 from tiled_jax.layers.attention import ATTENTION
@@ -44,7 +46,8 @@ def checkpointed(layer: Layer, checkpointing: Checkpointing | None, *, index: in
         attention's output, B S heads d elements, and r is this device's parts of sums.
     Raises:
         SpecError: a mode without its options. TypeError: not a Checkpointing.
-        UnsupportedError: offload on devices without separate host memory, or with mode "layers".
+        UnsupportedError: offload on devices without separate host memory, or with mode "layers". Or, where a gradient is
+            traced, the inputs need more than JAX's pool of pinned memory.
     Source: `jax.checkpoint` with policies over `checkpoint_name`; every second product, and "op", are torchtitan's
         selective modes.
     Example:
@@ -53,13 +56,20 @@ def checkpointed(layer: Layer, checkpointing: Checkpointing | None, *, index: in
         (2, 4)
     """
     _check("checkpointed", checkpointing)
+    return one_of_layers(layer, checkpointing, index=index, count=1)
+
+
+def one_of_layers(layer: Layer, checkpointing: Checkpointing | None, *, index: int, count: int) -> Layer:
+    """Return `checkpointed(layer)`, of checked options; count: of the layers whose inputs wait at the same time."""
     if checkpointing is None or not _replays(checkpointing, index):
         return layer
     named = _with_names(layer, checkpointing.mode == "op") if checkpointing.mode in SELECTIVE_MODES else layer
     given = _with_named_input(named) if checkpointing.offload else named
-    policy = _policy(checkpointing)
 
     def replayed(*args: Any) -> Any:
+        policy = _policy(checkpointing)
+        if checkpointing.offload:
+            policy = _with_room(policy, args[0], count)
         # A function of its own for every call: JAX remembers what it traced by the function, and with that the arrays that
         # the function closed over then, such as a module's parameters before the last step.
         return jax.checkpoint(lambda *args: given(*args), policy=policy)(*args)
@@ -83,7 +93,7 @@ def scan_layers(layer: Layer, x: Any, parameters: Any, checkpointing: Checkpoint
     _check("scan_layers", checkpointing)
     count = _layers(parameters)
     if checkpointing is None or checkpointing.mode != "layers" or checkpointing.every == 1:
-        one = checkpointed(layer, checkpointing)
+        one = one_of_layers(layer, checkpointing, index=0, count=count)
         return lax.scan(lambda x, p: (one(x, p), None), x, parameters)[0]
     every = checkpointing.every or 1
     groups, rest = divmod(count, every)
@@ -135,11 +145,13 @@ def checkpoint_without_output(fn: Layer, consumer: Callable[[Any], Any]) -> Laye
     return call
 
 
-def offload_refused() -> str | None:
-    """Return why nothing can wait in host memory here; None where it can.
+def offload_refused(checkpointing: Checkpointing | None = None) -> str | None:
+    """Return why nothing can wait in host memory here, or not in a mode; None where it can.
 
     On a CPU it is the memory of the device, by another name: the program runs as on a GPU, and saves nothing.
     """
+    if checkpointing is not None and checkpointing.mode == "layers":
+        return "What a layer without recomputation keeps has no names; take full or products."
     device = jax.devices()[0]
     kinds = {memory.kind for memory in device.addressable_memories()}
     if _HOST not in kinds:
@@ -153,11 +165,7 @@ def _check(function: str, checkpointing: Checkpointing | None) -> None:
     if not isinstance(checkpointing, Checkpointing):
         fail_type(function, "checkpointing", "a Checkpointing or None", type(checkpointing).__name__)
     check_parallel_config(function, ParallelConfig(checkpointing=checkpointing), {}, "jax")
-    if not checkpointing.offload:
-        return
-    reason = offload_refused()
-    if checkpointing.mode == "layers":
-        reason = "What a layer without recomputation keeps has no names; take full or products."
+    reason = offload_refused(checkpointing) if checkpointing.offload else None
     if reason is not None:
         raise UnsupportedError(error_text(function, "offload", "False here", True, advice=reason))
 
@@ -178,6 +186,29 @@ def _policy(checkpointing: Checkpointing) -> Any:
         offload_src="device",
         offload_dst=_HOST,
     )
+
+
+def _with_room(policy: Any, x: Any, count: int) -> Any:
+    """Return a policy that checks, where it is asked about a layer's input, that those of all layers fit in pinned memory.
+
+    It is asked where a gradient is traced. How x is split is known inside `shard_map` alone; elsewhere it is whole.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    devices = math.prod(mesh.shape[axis] for axis in mesh.manual_axes)
+    size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(x))
+
+    def checked(primitive: Any, *of: Any, **parameters: Any) -> Any:
+        pool = _pool()
+        if pool is not None and parameters.get("name") == INPUT:
+            check_pool(count, count * size * devices // jax.process_count(), pool)
+        return policy(primitive, *of, **parameters)
+
+    return checked
+
+
+def _pool() -> int | None:
+    """Return the bytes of pinned memory that this process may have; None where its devices are no GPUs."""
+    return pool_bytes() if jax.devices()[0].platform == "gpu" else None
 
 
 def _layers(parameters: Any) -> int:

@@ -29,7 +29,7 @@ _NO_HOST_MEMORY = "A compiled step reads its parameters from the memory of the d
 def checked_axes(config: ParallelConfig, mesh: jax.sharding.Mesh) -> MeshAxes:
     """Return the axes by what they do, once the configuration can work on them."""
     size = dict(mesh.shape)
-    unsupported = {"data.cpu_offload": _NO_HOST_MEMORY, "checkpointing.offload": offload_refused()}
+    unsupported = {"data.cpu_offload": _NO_HOST_MEMORY, "checkpointing.offload": offload_refused(config.checkpointing)}
     check_parallel_config(HERE, config, size, "jax", unsupported)
     data, tensor = config.data, config.tensor
     if data is None:

@@ -12,7 +12,7 @@ from jax import lax
 
 from shared_specs.config import ParallelConfig
 from tiled_jax.core.loops import Like, gradient_of, vary_over
-from tiled_jax.layers.recompute import checkpointed
+from tiled_jax.layers.recompute import one_of_layers
 from tiled_jax.plans.registry import MeshAxes, Path, Placement
 
 _Tree = TypeVar("_Tree")
@@ -127,7 +127,8 @@ class Mapped:
     ) -> jax.Array:
         """Groups of `every` layers."""
         if every == 1:
-            one = self.layer(fn, prefix, index=0, opened=opened)
+            count = jax.tree.leaves(stacked)[0].shape[0]
+            one = self.layer(fn, prefix, index=0, count=count, opened=opened)
             return lax.scan(lambda x, of: (one(of[0], x, *of[1]), None), x, stacked)[0]
         layers = [self.layer(fn, prefix, index=index, place=index, opened=opened) for index in range(every)]
 
@@ -144,15 +145,17 @@ class Mapped:
         prefix: Path,
         *,
         index: int = 0,
+        count: int = 1,
         place: int | None = None,
         opened: Opened | None = None,
     ) -> Callable[..., Any]:
         """fn(parameters, *arrays) of a layer's whole parameters, as a function of this device's parts of them.
 
-        index: of the layer in its stack. place: its parameters' among those of several, which the function is given. opened: as
-        `scan` takes it.
+        index: of the layer in its stack, which has `count` of them. place: its parameters' among those of several, which the
+        function is given. opened: as `scan` takes it.
         """
-        again = checkpointed(lambda *given: fn(given[-1], *given[:-1]), self.config.checkpointing, index=index)
+        last = lambda *given: fn(given[-1], *given[:-1])  # noqa: E731 -- the parameters
+        again = one_of_layers(last, self.config.checkpointing, index=index, count=count)
 
         def whole(parameters: nnx.State) -> nnx.State:
             found = self.gather(parameters if place is None else _map(lambda a: a[place], parameters), prefix)

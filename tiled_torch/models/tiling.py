@@ -236,7 +236,7 @@ def _tile_blocks(model: nn.Module, options: Tiling) -> None:
     for block in blocks:
         if not isinstance(block, TiledBlock):
             block.__class__ = block_class(type(block))
-        block._block_tiling = options
+        block._block_tiling, block._block_count = options, len(blocks)
     for module in list(model.modules()):
         layers: Any = getattr(module, "layers", ())
         norm: Any = next((found for name in _LAST_NORMS if (found := getattr(module, name, None)) is not None), None)

@@ -15,7 +15,7 @@ from shared_specs.config import Checkpointing
 from shared_specs.errors import UnsupportedError, error_text
 from tiled_torch.collectives.conjugates import KeptParts
 from tiled_torch.layers.random import RandomStates, Together, living, replay_contexts
-from tiled_torch.models.block.offload import input_on_host
+from tiled_torch.models.block.offload import asked_to_offload, input_on_host
 from tiled_torch.plans.registry import Plan, plan_of
 
 _PRODUCTS = frozenset({torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._scaled_mm.default})
@@ -44,6 +44,7 @@ def apply_checkpointing(model: nn.Module, checkpointing: Checkpointing, plan: Pl
             of reduce-scatters, so neither is recomputed. Every operator with attention in its name counts: PyTorch's own,
             FlexAttention's and those of packages. If attention is two products around a softmax, the second product's result
             is kept and the probabilities are recomputed.
+            A transformers model's own checkpointing of such layers is replaced; its `offload=True` is kept with "full".
     Numerics: layers are recomputed with the same random numbers, including those of every `RandomStates`.
     Memory: what a layer keeps for B x S tokens of hidden size H. "full": B S H of its dtype. "products": also the outputs of
         every second linear layer. "op": also B S heads d of attention, 4 B S heads bytes of its log-sum-exp, and for each
@@ -60,7 +61,7 @@ def apply_checkpointing(model: nn.Module, checkpointing: Checkpointing, plan: Pl
     for block in blocks[every - 1 :: every]:
         block.__class__ = _checkpointed_class(type(block))
         block._checkpoint_contexts = context  # type: ignore[assignment]
-        block._offload = checkpointing.offload  # type: ignore[assignment]
+        block._offload, block._layer_count = checkpointing.offload, len(blocks)  # type: ignore[assignment]
 
 
 def is_tiled_block(block: nn.Module) -> bool:
@@ -94,6 +95,10 @@ class Checkpointed:
     _checkpoint_contexts: Callable[[], Any] | None
     _compiled_inside: Callable[..., Any] | None = None  # see `plans/compile.py`
     _offload: bool = False
+    _layer_count: int = 1  # of the model
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Nothing: transformers' own checkpointing around this one would keep the input once more, on the host too."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         forward = self._compiled_inside or super().forward  # type: ignore[misc]
@@ -105,7 +110,8 @@ class Checkpointed:
             contexts = partial(replay_contexts, contexts)
         options = {} if contexts is None else {"context_fn": contexts, **_HOOKS_UNASKED}
         x = args[0] if args else next(iter(kwargs.values()), None)
-        with input_on_host(x) if self._offload else nullcontext():
+        offload = self._offload or (self._checkpoint_contexts is None and asked_to_offload(self))
+        with input_on_host(x, inputs=self._layer_count) if offload else nullcontext():
             return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:

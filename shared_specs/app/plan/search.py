@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from shared_specs.app.options import InputError, parse_size
 from shared_specs.app.plan.decoder import UNCUT, WHOLE, Decoder, tensor_ranks
+from shared_specs.app.plan.setting import NODE
 from shared_specs.app.plan.step import Parts, Setting, cudnn_groups, parts_of
 from shared_specs.config import Half
 from shared_specs.kernels.roofline import GPU, GPUS, gpu_of_users
@@ -15,7 +16,6 @@ from shared_specs.layers.ring import ring_multiple
 # Of a GPU's products in 16 bits, what attention reaches on long sequences, forward and backward together: between the
 # causal forward and backward of FlashAttention-3 on an H100 (arXiv 2407.08608).
 ATTENTION_REACHED = 0.55
-NODE = 8  # GPUs of a node, between which the fastest links are
 LONGEST = 2**30  # tokens at which the search ends
 STEP = 1024  # tokens to which the longest context is rounded down
 LEAST_MEMORY = 2**30  # of a GPU: a smaller number was meant in another unit

@@ -7,11 +7,13 @@ from shared_specs.collectives.costs import gathered_plan
 from shared_specs.collectives.sequence_plan import SequencePlan, plan_sequence
 from shared_specs.config import Checkpointing, ContextKind, DataParallel, Half, ParallelConfig, TensorParallel
 from shared_specs.layers.block_costs import WIDE
+from shared_specs.layers.host_memory import POOL_VARIABLE, pool_gib
 from shared_specs.shards import ShardPlan, plan_tokens
 
 Scope = Literal["none", "mlp", "block"]
 Optimizer = Literal["adamw", "sgd"]
 ITEMSIZE = {"bfloat16": 2, "float32": 4}
+NODE = 8  # GPUs of a node, between which the fastest links are
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,8 +132,10 @@ class Setting:
         return plan_sequence("plan", tokens, shard_tokens=self.shard_tokens, device=self.device)
 
 
-def what_to_set(setting: Setting) -> list[tuple[str, str]]:
-    """Return the calls that make this setting, and what each is set to."""
+def what_to_set(setting: Setting, host: int = 0) -> list[tuple[str, str]]:
+    """Return the calls that make this setting, and what each is set to; in JAX also the variable without which its pool of
+    pinned memory is too small. host: bytes in host memory for each GPU.
+    """
     scope = {"none": "not tiled", "mlp": 'scope="mlp"', "block": 'scope="block"'}[setting.scope]
     model = "tile_model" if setting.half == "torch" else "models.Llama"
     shard = "" if setting.shard_tokens is None else f", shard_tokens={setting.shard_tokens}"
@@ -152,4 +156,7 @@ def what_to_set(setting: Setting) -> list[tuple[str, str]]:
         lines.append(("DataParallel", ", ".join(data_options)))
     if setting.tensor > 1:
         lines.append(("TensorParallel", "sequence_parallel=True, loss_parallel=True"))
+    if setting.half == "jax" and setting.offload:
+        gpus = min(setting.gpus, NODE)
+        lines.append((POOL_VARIABLE, f"{pool_gib(gpus * host)}, of a process with {gpus} of the GPUs"))
     return lines

@@ -108,7 +108,7 @@ def _print(found: Plan, options: PlanOptions, console: Console) -> None:
             console.print(f"GPUs share a sequence only in equal parts: a multiple of {found.gpus} tokens may fit.")
     else:
         table = Table(box=SIMPLE, title="What to set", title_justify="left", show_header=False)
-        for row in what_to_set(found.setting):
+        for row in what_to_set(found.setting, found.parts.host):
             table.add_row(*row)
         console.print(table)
         console.print(_bars(found.parts, found.memory))

@@ -10,9 +10,11 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from shared_specs.app.finetune.processes import ALONE, Team, check_layout, end_alone, layout
+from shared_specs.app.models.weights import read_model
 from shared_specs.app.options import FinetuneOptions, InputError
 from shared_specs.config import ParallelConfig
 from shared_specs.errors import UnsupportedError
+from shared_specs.layers.host_memory import POOL_VARIABLE, pool_bytes, pool_gib
 
 _ADDRESS = "JAX_COORDINATOR_ADDRESS"
 _NUMBERS = ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
@@ -87,6 +89,18 @@ def _described() -> dict[str, Any]:
             raise InputError(f"finetune: {name} must be a number beside {_ADDRESS}, got '{text}'.")
         numbers.append(int(text))
     return {"coordinator_address": os.environ[_ADDRESS], "num_processes": numbers[0], "process_id": numbers[1]}
+
+
+def make_room(options: FinetuneOptions) -> None:
+    """Let JAX's pool of pinned memory become as large as layers' inputs need, unless the environment says how large.
+
+    Before JAX starts, which reads it then. Between layers all is float32; over --tp every device has the whole.
+    """
+    config = read_model(options.model).config
+    elements = config["num_hidden_layers"] * config["hidden_size"] * options.batch * options.tokens * options.tp
+    _, tasks = _tasks() or ("", 1)
+    processes = _described()["num_processes"] if _ADDRESS in os.environ else tasks
+    os.environ.setdefault(POOL_VARIABLE, str(max(pool_gib(4 * elements // processes), pool_bytes() // 2**30)))
 
 
 def _tasks() -> tuple[str, int] | None:

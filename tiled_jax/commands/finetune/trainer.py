@@ -51,6 +51,8 @@ class JaxTrainer:
     _heard: Heard | None = None
 
     def join(self, options: FinetuneOptions) -> Team:
+        if options.offload:
+            processes.make_room(options)
         reason = offload_refused() if options.offload else None
         if reason is not None:
             raise UnsupportedError(f"finetune: --offload must be left out here. {reason}")

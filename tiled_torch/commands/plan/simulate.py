@@ -26,7 +26,7 @@ from shared_specs.app.plan.step import Setting
 from shared_specs.config import Tiling
 from tiled_torch.commands.plan.device import NAME, simulated_ranks
 from tiled_torch.models import tile_model
-from tiled_torch.models.block.offload import host_memory
+from tiled_torch.models.block.host_memory import host_memory
 from tiled_torch.models.block.parts import Unhooked
 from tiled_torch.plans.api import parallelize
 

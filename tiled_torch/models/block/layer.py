@@ -26,7 +26,7 @@ from tiled_torch.models.block.attention import Turns, turns_of
 from tiled_torch.models.block.function import Block, BlockCall
 from tiled_torch.models.block.heads import scales_of
 from tiled_torch.models.block.known import attention_of, family_of_block, has_experts, linears_of
-from tiled_torch.models.block.offload import input_on_host
+from tiled_torch.models.block.offload import asked_to_offload, input_on_host
 from tiled_torch.models.block.parts import Unhooked
 from tiled_torch.models.block.shards import BlockRanks, ColumnShards, Shards, TokenShards, dealt, is_split
 from tiled_torch.models.family import home_of, is_of, reason_called
@@ -117,6 +117,7 @@ class TiledBlock(Remade):
 
     _untiled: type[nn.Module]
     _block_tiling: Tiling
+    _block_count: int = 1  # of such layers in its model
     _block_ran: str | None = None
     _block_ranks: BlockRanks | None = None  # what `parallelize` says of a layer whose weights are split
     _offload: bool = False
@@ -143,7 +144,7 @@ def _forward(layer: Any, hidden_states: Any, *args: Any, between: bool = False, 
     reason = "it was called with more than x by position" if args else None
     reason = reason or _reason_of_call(layer, hidden_states, embeddings, cached, options) or reason_not_block(layer)
     layer._block_ran = f"tiled_block{BETWEEN * between}" if reason is None else f"mlp: {reason}"
-    offloaded = layer._offload or _is_offloaded(layer)
+    offloaded = layer._offload or asked_to_offload(layer)
     if reason is not None:
         tell_of_part(layer, "runs whole, its MLP alone a shard at a time, in spite of scope='block'", reason)
         again = torch.is_grad_enabled() and not cached and not torch._C._are_functorch_transforms_active()
@@ -180,7 +181,7 @@ def _forward(layer: Any, hidden_states: Any, *args: Any, between: bool = False, 
         scales=scales,
     )
     # Its input is asked for twice in backward: attention's has its room between.
-    with input_on_host(x, takes=2) if offloaded else nullcontext():
+    with input_on_host(x, takes=2, inputs=layer._block_count) if offloaded else nullcontext():
         y = Block.apply(call, x, *embeddings, mask if tensors else None, *named.values())
     return y if ranks is None else _like(hidden_states, y)
 
@@ -251,14 +252,6 @@ def _plan(x: Tensor, tiling: Tiling) -> ShardPlan:
     return plan_tokens(length, shard_tokens=max(1, tokens.shard_tokens // batch))
 
 
-def _is_offloaded(layer: Any) -> bool:
-    """Return whether the model's own checkpointing was asked to offload: activation_checkpointing_enable(offload=True)."""
-    if not (layer.gradient_checkpointing and layer.training):
-        return False
-    run = getattr(getattr(layer, "_gradient_checkpointing_func", None), "func", None)
-    return run is not None and run is not checkpoint
-
-
 def _whole(layer: Any, x: Any, *args: Any, recomputed: bool, offloaded: bool, **kwargs: Any) -> Any:
     """The layer as its class runs it, its MLP a shard at a time; recomputed: it keeps its input alone here too."""
     run = partial(layer._untiled.forward, layer, **kwargs)
@@ -269,7 +262,7 @@ def _whole(layer: Any, x: Any, *args: Any, recomputed: bool, offloaded: bool, **
         with replay.parametrized_anew():  # a replay that finds them cached saves fewer tensors
             return run(*given)
 
-    with input_on_host(x) if offloaded else nullcontext():
+    with input_on_host(x, inputs=layer._block_count) if offloaded else nullcontext():
         return checkpoint(anew, x, *args, use_reentrant=False)
 
 

@@ -26,7 +26,7 @@ class ModelPlan:
     @property
     def what_to_set(self) -> dict[str, str]:
         """Return each call that makes the setting, and what it is set to; empty where nothing fits."""
-        return {} if self.plan.setting is None else dict(what_to_set(self.plan.setting))
+        return {} if self.plan.setting is None else dict(what_to_set(self.plan.setting, self.bytes["host"]))
 
     @property
     def bytes(self) -> dict[str, int]:
