@@ -168,9 +168,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.filterwarnings("ignore:.*deterministic:UserWarning"))
     if DEEP_HALF:
-        left = [item for item in items if item.get_closest_marker("deep") and half_of(item.nodeid) != DEEP_HALF]
-        config.hook.pytest_deselected(items=left)
-        items[:] = [item for item in items if item not in {*left}]
+        left = {item for item in items if item.get_closest_marker("deep") and half_of(item.nodeid) != DEEP_HALF}
+        config.hook.pytest_deselected(items=[*left])
+        items[:] = [item for item in items if item not in left]
     add_second_tries(config, items)
     yield
     for last in [item for item in items if item.get_closest_marker("last_of_file")]:

@@ -40,7 +40,7 @@ def test_the_truth_is_float64_throughout(files: ModelFiles) -> None:
     assert loss == pytest.approx(model.variants(files, ids)["plain"]()[0], rel=DEMO_LOSS_RTOL)
 
 
-@pytest.mark.deep_but(1)
+@pytest.mark.deep
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_variant_is_measured(files: ModelFiles, dtype: str) -> None:
     """Against a truth of the very weights that it computes with, so that of 16 bits the roundings of products are left."""

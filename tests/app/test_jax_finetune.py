@@ -187,6 +187,7 @@ def test_state_is_a_copy(options: Any) -> None:
     assert where == {leaf.unsafe_buffer_pointer() for leaf in now if leaf.ndim > 1}
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize(
     "changes",
     [{"memory_budget": 100_000, "checkpointing": True}, {"shard_tokens": 7, "keep": 0.5}],
@@ -237,6 +238,7 @@ def test_the_saved_model_is_the_trained_one(options: Any, tmp_path: Path) -> Non
         np.testing.assert_array_equal(saved.tensors[name], array, err_msg=name)
 
 
+@pytest.mark.deep
 def test_resumed_run_has_the_losses_of_the_uninterrupted_one(options: Any, tiled_losses: list[float]) -> None:
     run(options(num_shards=5, steps=2))
     assert run(options(num_shards=5, resume=True)) == tiled_losses

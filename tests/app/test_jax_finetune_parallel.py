@@ -86,7 +86,6 @@ def assert_same_run(out: Path, alone: Path) -> None:
 
 
 @pytest.mark.deep_but(1)
-@pytest.mark.deep_but(2)
 @pytest.mark.parametrize(
     "ranks",
     [

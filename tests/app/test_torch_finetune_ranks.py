@@ -345,7 +345,7 @@ def code_of(process, seconds=0.0):
     return process.exitcode
 
 
-@pytest.mark.deep_but(1)
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("ranks", "lost", "how", "launched"),
     [

@@ -11,6 +11,7 @@ from tiled_torch import check
 pytestmark = pytest.mark.filterwarnings("ignore:tile_model|.*stays? as|.*untiled:UserWarning")
 
 
+@pytest.mark.deep_but(5)
 @pytest.mark.parametrize("setup", FEW, ids=str)
 def test_a_right_training_is_equal(setup):
     report = check(**setup.arguments())

@@ -70,6 +70,7 @@ def test_a_fault_on_one_rank_is_the_same_error_on_all(pools, world, group):
         assert message == expected or what == "device"  # there torch lists the kinds of devices
 
 
+@pytest.mark.deep
 def test_a_rank_that_makes_no_call_does_not_hang_the_others(four):
     first, *others = four.run("tests.collectives.ranks_torch_data:late", seconds=2)
     assert first == "no call"

@@ -34,6 +34,7 @@ def assert_true(found: Any, exact: Array, plain: Array, dtype: str) -> None:
 KINDS = [*((activation, "float32") for activation in ACTIVATIONS), ("silu", "bfloat16"), ("gelu", "float16")]
 
 
+@pytest.mark.deep_but(2)
 @pytest.mark.parametrize(("activation", "dtype"), KINDS)
 def test_glu(activation: str, dtype: str) -> None:
     """3 x 640 elements are no whole number of runs of 1024: the last run is padded."""
@@ -69,6 +70,7 @@ def test_glu_backward_beside_infinity(activation: str) -> None:
         np.testing.assert_array_equal(*(np.where(np.isfinite(value), 0, value) for value in (a, b)))
 
 
+@pytest.mark.deep_but(2)
 @pytest.mark.parametrize(("activation", "dtype"), KINDS)
 def test_glu_lowers_for_cuda(activation: str, dtype: str) -> None:
     a = jax.ShapeDtypeStruct((100, LLAMA_3_8B), dtype)

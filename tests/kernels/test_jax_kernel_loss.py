@@ -100,6 +100,7 @@ def test_statistics_and_gradient(name: str, dtype: str, monkeypatch: pytest.Monk
         np.testing.assert_array_equal(mine, other)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("dtype", [pytest.param("float16", marks=pytest.mark.slow), "float32"])
 def test_parts_of_the_vocabulary(dtype: str) -> None:
     """As two devices with 160 entries each have them, of which the last 20 are padding, for every upstream gradient."""
@@ -153,7 +154,7 @@ def test_equal_and_extreme_logits() -> None:
     assert np.isfinite(np.asarray(dlogits)).all()
 
 
-@pytest.mark.deep_but(1)
+@pytest.mark.deep
 @pytest.mark.parametrize("weighted", [False, True])
 def test_vmap(weighted: bool) -> None:
     """The rows of all examples in one launch; class weights that differ between examples in one launch each."""

@@ -143,6 +143,7 @@ def test_second_order_lowers() -> None:
     assert "stablehlo.dot_general" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
+@pytest.mark.deep
 def test_vmap_lowers() -> None:
     step = forward_and_backward(ShardPlan(256, 128))
     x, *weights = mlp_shapes(256)

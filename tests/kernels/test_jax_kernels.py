@@ -186,6 +186,7 @@ def test_lowers_for_cuda(op: str, activation: str, dtype: Any) -> None:
     assert_lowers(*launches(dtype, activation)[op])
 
 
+@pytest.mark.deep_but(4)
 @pytest.mark.parametrize(
     ("op", "blocks"),
     [(op, blocks) for op in ("glu_up", "glu_up_aux", "dgated") for blocks in CANDIDATES["pallas"][op][1:]],
@@ -220,6 +221,7 @@ def test_results_that_take_the_place_of_an_operand(op: str, results: int) -> Non
     assert written_over(fn, *shapes) == results
 
 
+@pytest.mark.deep
 def test_dgated_of_a_batch() -> None:
     """One launch after the other, each in place: what is there under vmap is what is there without."""
     arrays = operands(64, H, I, "bfloat16")

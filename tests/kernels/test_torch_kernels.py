@@ -253,7 +253,7 @@ def every_product(dtype: str) -> list[Tensor]:
     return [gate, up, h, aux, dgate, dup, again, y, dx, acc]
 
 
-@pytest.mark.deep_but(1)
+@pytest.mark.deep
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_pointers_give_what_descriptors_give(dtype, monkeypatch):
     """Older GPUs and rows that are not a multiple of 16 bytes; the same additions in the same order."""

@@ -192,6 +192,7 @@ def test_auto_on_a_cpu_is_eager_even_in_the_interpreter():
     assert last_run("tiled_linear_cross_entropy") == "eager"
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised inside torch's own tracer
 @pytest.mark.parametrize("op", ["mlp", "loss"])
 def test_kernels_run_under_compile(op):

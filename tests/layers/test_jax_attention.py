@@ -81,7 +81,7 @@ def test_what_cudnn_cannot_do(arrays: Any, options: dict[str, Any], reason: str)
         jax.eval_shape(partial(causal_attention, backend="cudnn", **options), *arrays)
 
 
-@pytest.mark.deep_but(1)
+@pytest.mark.deep
 @pytest.mark.parametrize("tokens", [8, 9])
 def test_of_an_odd_number_of_tokens_cudnn_sees_one_more(tokens: int, gpu: pytest.MonkeyPatch) -> None:
     """It wants an even one. With JAX's own attention in cuDNN's place values and gradients are those of the blocks."""

@@ -64,6 +64,7 @@ def test_attention_is_that_of_one_device(devices: int, heads: int, kv_heads: int
         assert_within(np.asarray(found), np.asarray(wanted), DISTRIBUTED_FLOAT64, name)
 
 
+@pytest.mark.deep
 def test_a_slice_has_its_positions_and_the_next_run_s_first_label() -> None:
     ids = np.arange(24, dtype=np.int32).reshape(2, 12)
     spec = P(None, "cp")

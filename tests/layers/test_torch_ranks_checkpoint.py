@@ -59,7 +59,7 @@ def test_inputs_are_kept_in_parts(pools, world, tokens):
         assert_parted(answer)
 
 
-@pytest.mark.deep_but(1)
+@pytest.mark.deep
 @pytest.mark.parametrize("layers", [4, 8])
 @pytest.mark.parametrize("world", [2, 4])
 def test_peak_bytes_of_inputs_in_parts(pools, world, layers):

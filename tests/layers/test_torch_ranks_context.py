@@ -181,7 +181,7 @@ def check_bytes(answers, kv_heads, kept, ranks):
         assert slope == pytest.approx(predicted, rel=COST_BYTES)
 
 
-@pytest.mark.deep_but(1)
+@pytest.mark.deep
 @pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.deep)])
 def test_bytes_a_token_of_layers_as_one_function(pools, ranks):
     """Of one rank's tokens, whose inputs wait on the host: as many as without a context."""
@@ -200,6 +200,7 @@ def test_bytes_a_token_of_few_and_many_key_heads(pools, ranks, kv_heads):
         check_bytes(answers, kv_heads, kept, ranks)
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize(("kv_heads", "turns"), [(16, 8), (4, 4), (1, 4)])
 def test_exchanges_of_a_layer(pools, kv_heads, turns):
     """There and back in forward, in backward again, and the gradients of both: each element once. Of 16 query heads of 8
@@ -209,6 +210,7 @@ def test_exchanges_of_a_layer(pools, kv_heads, turns):
         assert found == [6 * turns, 3 * columns]
 
 
+@pytest.mark.deep
 def test_rings_write_out_nothing_of_all_tokens(pools):
     """Neither keys nor scores of a packed sequence, nor a mask of its tokens for a rank's own."""
     for largest, live, mask in pools[4].run(_HERE + "memory_of_rings", length=480):

@@ -21,6 +21,7 @@ SHAPES = {"embedding.weight": [9, 8], "norm.weight": [8], "norm.bias": [8]}
 SHAPES |= {"up.weight": [16, 8], "up.bias": [16], "down.weight": [8, 8], "down.bias": [8]}
 
 
+@pytest.mark.deep_but(2)
 @pytest.mark.parametrize(("saved", "group"), [(1, "default"), (2, "mesh"), (4, "default"), (4, "mesh dim")])
 def test_state_loads_at_every_number_of_ranks(pools, saved, group, tmp_path):
     """Into plain layers as well: fused weights, and a vocabulary with no, one or three entries of padding; exactly."""

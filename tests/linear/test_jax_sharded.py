@@ -81,7 +81,7 @@ def test_tiles_that_the_devices_do_not_divide(sharding: Any, message: str) -> No
         TiledLinear(IN, OUT, in_splits=3, sharding=sharding, rngs=nnx.Rngs(0))
 
 
-@pytest.mark.deep_but(1)
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("sharding", "check_vma"), [(("fsdp", None), False), ((None, "fsdp"), True), (("fsdp", "replica"), True)], ids=str
 )

@@ -41,6 +41,7 @@ def test_gradients_are_those_of_the_untiled_layer(ranks):
         assert_fsdp(answers, case)
 
 
+@pytest.mark.deep
 def test_four_ranks(four):
     """Gradients, two gathered tiles and checkpoints; splits whose rows four ranks cannot share evenly included."""
     assert_fsdp(run(four, "fsdp", {"grid": [3, 5]})[0], "four")

@@ -165,8 +165,8 @@ def test_a_weight_of_every_token_has_no_gradient_and_costs_no_product() -> None:
     assert flop(jax.grad(by_hand, argnums=(0, 1)), x, weight) == 8 * T * H * V
 
 
+@pytest.mark.deep
 @pytest.mark.ranks
-@pytest.mark.deep_but(1)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_weights_of_tokens_that_a_mesh_cuts(kind: AxisType, same: Any) -> None:
     """Each device has those of its own tokens; in float64 what gradients are divided by in between changes no bit of them."""

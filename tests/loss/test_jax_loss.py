@@ -94,6 +94,7 @@ def test_accumulation_in_a_scan_with_a_traced_count(wrap: Any, same: Any) -> Non
     assert not any(np.asarray(d).any() for d in gradients[2:]), "options get no gradient"
 
 
+@pytest.mark.deep
 def test_without_jit_used_twice_and_scaled(same: Any) -> None:
     x, weight, targets = loss_operands(3, 7)
 

@@ -65,6 +65,7 @@ GRADCHECKS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.deep_but(8)
 @pytest.mark.parametrize("vocab_shards", [1, 3])
 @pytest.mark.parametrize("name", GRADCHECKS)
 def test_gradcheck(name: str, vocab_shards: int) -> None:

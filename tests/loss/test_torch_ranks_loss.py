@@ -112,6 +112,7 @@ def test_head(heads, world):
         assert all(answer["flags"] for answer in answers), name
 
 
+@pytest.mark.deep
 def test_head_with_frozen_operands(pools):
     frozen = (("x",), ("weight",), ("weight", "bias"), ("x", "weight"))
     cases = [{"frozen": names, "reduction": kind, "every": 40} for names in frozen for kind in ("mean", "none")]

@@ -112,6 +112,7 @@ def test_head(heads, world):
 SIZES = {2: [(9, 4), (8, 0), (0, 8), (1, 0)], 4: [(5, 5, 4, 4), (9, 0, 3, 1), (0, 0, 0, 5)]}
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize("world", WORLDS)
 def test_ranks_with_different_numbers_of_tokens(pools, world):
     """One with none included."""

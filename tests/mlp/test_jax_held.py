@@ -97,6 +97,7 @@ def test_a_frozen_parameter_of_a_head(name: str) -> None:
     np.testing.assert_array_equal(nnx.as_pure(head)(x(6), targets), expected)
 
 
+@pytest.mark.deep
 def test_a_frozen_parameter_over_tensor_ranks() -> None:
     mesh = jax.make_mesh((2,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,))
     module: Any = TensorParallelTiledMLP(H, I, bias=True, num_shards=2, mesh=mesh, rngs=nnx.Rngs(0))

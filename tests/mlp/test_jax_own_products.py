@@ -64,7 +64,7 @@ def parts(params: dict[str, jax.Array], *, fused: bool) -> dict[str, jax.Array]:
     return {**found, "w_down": params["w_down"], "b_down": params["b_down"]}
 
 
-@pytest.mark.deep_but(2)
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize(
     ("name", "fused"),
     [

@@ -63,6 +63,7 @@ def test_ddp(ranks, mode):
             assert all(fired == [answer["micro_batches"]] for fired in answer["fired"]), case
 
 
+@pytest.mark.deep
 def test_a_forward_that_only_rank_0_makes_returns(ranks):
     """Bare and under DDP, in training and in evaluation; one more collective of rank 0 would leave it waiting at the end."""
     run(ranks, "rank0_forward", rows({"kind": TILED, "wrapped": (True, False), "training": (True, False)}))
@@ -89,7 +90,7 @@ def test_fsdp2(ranks):
     assert_fsdp2(ranks, rows(KINDS | {"wrapped": ("block", "mlp")}), "untiled")
 
 
-@pytest.mark.deep_but(1)
+@pytest.mark.deep
 @pytest.mark.parametrize("case", ["plain", "frozen_input", "no_tokens"])
 def test_fsdp2_inside_tile(ranks, case):
     """Units inside fn: the module itself, every linear layer, two layers as one unit. Also a rank without tokens."""
@@ -97,6 +98,7 @@ def test_fsdp2_inside_tile(ranks, case):
     assert_fsdp2(ranks, rows(axes | {"case": (case,)}), "untiled")
 
 
+@pytest.mark.deep
 def test_fsdp2_lora(ranks):
     units = [
         ("block", False),

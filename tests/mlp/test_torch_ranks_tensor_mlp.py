@@ -130,6 +130,7 @@ def flop(tokens: int, ranks: int, *, recomputed: float) -> int:
     return int(product * (HIDDEN * (2 + 2 * recomputed + 4) + 3 * OUT))
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize("world", WORLDS)
 def test_flop_and_collectives(pools, world):
     """22 - 4f THI / R, and 22 under checkpointing, whose replay stops before the MLP's products and collectives.

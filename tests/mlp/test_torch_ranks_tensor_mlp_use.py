@@ -129,7 +129,7 @@ def test_every_rank_refuses(pools):
         assert all(message.startswith(text) for message in messages), (what, messages)
 
 
-@pytest.mark.deep_but(1)
+@pytest.mark.deep
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_a_rank_that_never_comes(pools, sequence_parallel):
     """The others wait for the group's timeout, and say who they are and what they waited for."""

@@ -102,6 +102,7 @@ def test_gradients_of_a_layer(sequences: int, tokens: int, shard: int, float64: 
     assert_same(block, plain)
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize("config", [NORMED, GEMMA], ids=["norms of heads", "of branches, caps"])
 def test_gradients_of_a_layer_with_more_norms(config: LlamaConfig, float64: None) -> None:
     graph, p = layer_of(16, config)
@@ -123,6 +124,7 @@ def test_two_documents_in_one_sequence_are_two_sequences(float64: None) -> None:
     assert_same(packed, apart)
 
 
+@pytest.mark.deep
 def test_scales_of_norms_are_not_rounded_for_each_shard() -> None:
     """A shard's part of their gradients is float32, whatever the scales are."""
     config, random = NORMED, np.random.default_rng(0)
@@ -194,6 +196,7 @@ def test_a_model_equals_the_plain_one(checkpointing: Any) -> None:
         assert_within(gradient, expected[name], MODEL_FLOAT32, name)
 
 
+@pytest.mark.deep
 def test_a_bfloat16_model_errs_no_more_than_the_plain_one() -> None:
     _, exact = loss_and_gradients(plain=True)
     _, plain = loss_and_gradients(plain=True, dtype="bfloat16")
@@ -214,6 +217,7 @@ def shapes_of(layers: int, dtype: str = "float32", checkpointing: bool = False, 
     return jax.value_and_grad(lambda p, tokens: next_token_loss(nnx.merge(graph, p), tokens)), parameters
 
 
+@pytest.mark.deep_but(2)
 @pytest.mark.parametrize(
     ("kind", "checkpointing"),
     [("llama", False), ("llama", True), ("qwen3", True), ("phi3", False), ("gemma2", False)],
@@ -265,6 +269,7 @@ def test_bytes_a_token(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found[4] - found[2] == pytest.approx(2 * 128 * 4, rel=COST_BYTES)
 
 
+@pytest.mark.deep
 def test_projections_that_are_one_parameter_are_kept_as_one() -> None:
     """Without recomputation: of no layer a copy of its weights waits for backward."""
     found = {}

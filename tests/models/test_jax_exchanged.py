@@ -91,7 +91,7 @@ def loss_and_gradients(model: Any) -> tuple[Any, Any]:
     return nnx.value_and_grad(lambda model: model(TOKENS, labels=TOKENS))(model)
 
 
-@pytest.mark.deep_but(2)
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize("name", EXCHANGED)
 def test_what_was_exchanged_takes_part_and_is_told(name: str) -> None:
     change, reason = EXCHANGED[name]

@@ -47,6 +47,7 @@ def assert_equal(found: Any, expected: Any, allowed: float) -> None:
         assert_within(np.asarray(a), np.asarray(b), allowed, f"leaf {index}")
 
 
+@pytest.mark.deep_but(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_16_bit_products_leave_gradients_in_float32(family: str) -> None:
     """Of shapes alone: under strict promotion a dtype that is mixed by mistake is an error."""
@@ -101,6 +102,7 @@ def test_a_mesh_shares_the_sequences_of_any_family() -> None:
     assert_equal(plan.gradients(plan.state.parameters, batch), expected, MODEL_FLOAT32)
 
 
+@pytest.mark.deep
 def test_segments_over_a_mesh_are_those_of_one_device() -> None:
     graph, parameters = built("mistral", {"sliding_window": None})
     data = ParallelConfig(data=DataParallel(context_axis="cp"))

@@ -35,6 +35,7 @@ def test_every_token_is_the_likeliest_of_the_forward_without_a_cache(gemma: Llam
     np.testing.assert_array_equal(greedy[:, 12:], expected[:, 11:-1])
 
 
+@pytest.mark.deep
 def test_padding_on_either_side_is_moved_to_the_front(gemma: Llama) -> None:
     alone = np.asarray(generate(gemma, IDS[:1, :7], NEW))[0, 7:]
     ids, mask = np.full((2, 12), 9, np.int32), np.zeros((2, 12), np.int32)

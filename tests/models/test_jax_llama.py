@@ -224,7 +224,7 @@ def test_loss_is_the_mean_cross_entropy_of_the_logits() -> None:
     assert float(next_token_loss(model, tokens)) == pytest.approx(expected, rel=MODEL_FLOAT32)
 
 
-@pytest.mark.deep_but(1)
+@pytest.mark.deep
 @pytest.mark.parametrize("plain", [False, True], ids=["tiled", "plain"])
 def test_rows_that_end_in_padding_have_the_loss_and_gradients_of_shorter_rows(plain: bool) -> None:
     graph, parameters = loaded(tiny_config(), plain=plain)

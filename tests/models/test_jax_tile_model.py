@@ -68,6 +68,7 @@ def test_a_shard_of_tokens_at_a_time_is_what_runs() -> None:
     assert not widest()
 
 
+@pytest.mark.deep_but(5)
 @pytest.mark.parametrize("limit", [0.5, 10.0, 500.0])
 @pytest.mark.parametrize("where", ["gate", "up", "h", "y", "gradient"])
 def test_what_is_cut_off_only_at_large_values_is_seen(where: str, limit: float) -> None:

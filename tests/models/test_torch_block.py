@@ -326,6 +326,7 @@ def test_an_adapter_computes_in_backward_in_the_dtype_that_autocast_gave_it_in_f
     assert layer_paths(model) == {"tiled_block"}
 
 
+@pytest.mark.deep
 def test_a_compiled_decoder_runs_its_layers_as_they_are() -> None:
     model = build("llama", num_hidden_layers=1)
     expected = gradients(model)
@@ -402,7 +403,7 @@ def peak(tokens: int, layers: int, dtype: torch.dtype, offload: bool) -> int:
 def test_bytes_a_token(dtype: torch.dtype, offload: bool) -> None:
     """Between two lengths, at two depths."""
     for layers in (1, 3):
-        slope = (peak(2048, layers, dtype, offload) - peak(1024, layers, dtype, offload)) / 1024
+        slope = (peak(1024, layers, dtype, offload) - peak(512, layers, dtype, offload)) / 512
         sizes = {"hidden": 128, "heads": 16, "kv_heads": 4, "head_dim": 8, "itemsize": dtype.itemsize}
         predicted = eager_block_row_bytes(**sizes, kept_layers=0 if offload else layers)
         print(dtype, offload, layers, slope / (128 * dtype.itemsize), predicted / (128 * dtype.itemsize))
@@ -472,6 +473,7 @@ def test_layers_whose_weights_are_split_over_four(pools: dict[int, Ranks]) -> No
     assert_exact(pools[4].run(SPLIT, names=["sp"], tiled="block", length=5))
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.ranks
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_what_a_split_layer_computes_and_moves(pools: dict[int, Ranks], sequence_parallel: bool) -> None:

@@ -268,6 +268,7 @@ def test_logits_to_keep(keep: Any) -> None:
     assert relative_error(found.logits.detach().numpy(), expected.detach().numpy()) <= DISTRIBUTED_FLOAT64
 
 
+@pytest.mark.deep
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised inside torch's own tracer
 def test_logits_of_a_compiled_model() -> None:
     """There too, without a compilation for every step of the optimizer, and refused after it."""

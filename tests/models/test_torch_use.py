@@ -39,6 +39,7 @@ def test_a_copy_is_a_tiled_model_of_its_own(kind: str, again: Callable[[Any], An
     assert_same(loss_and_gradients(untile_model(twin)), expected)
 
 
+@pytest.mark.deep
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised inside torch's own tracer
 def test_compiles_as_one_graph() -> None:
     model = tile_model(build("llama"), num_shards=3)

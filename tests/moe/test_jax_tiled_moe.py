@@ -136,6 +136,7 @@ def test_a_mesh_cuts_the_tokens(same: Any) -> None:
     assert "all-gather" not in program.as_text()
 
 
+@pytest.mark.deep
 def test_named_and_explicit_axes_cut_the_tokens(same: Any) -> None:
     arguments = operands(8, 3)
     expected = y_and_gradients(untiled)(*arguments)

@@ -60,7 +60,7 @@ def on_devices(axes: dict[str, int], parallel: ParallelConfig) -> dict[str, Any]
     return {"loss": float(loss), "gradients": to_hf(gradients)}
 
 
-@pytest.mark.deep_but(1)
+@pytest.mark.deep
 @pytest.mark.parametrize("case", CASES)
 def test_losses_and_gradients(in_torch: dict[str, Any], case: str) -> None:
     """The limit of bfloat16: twice the error of Hugging Face's model, untiled, in one process, and a floor."""

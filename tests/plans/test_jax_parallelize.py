@@ -289,7 +289,7 @@ def some_slow(cases: Any) -> list[Any]:
     return [pytest.param(name, marks=() if name in IN_EVERY_RUN else pytest.mark.slow) for name in cases]
 
 
-@pytest.mark.deep_but(2)
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize("case", some_slow(LLAMAS))
 def test_one_step_of_llama(case: str, float64: None) -> None:
     axes, data, tensor, checkpointing, changes, kind = LLAMAS[case]
@@ -378,7 +378,7 @@ def blocks_in_bfloat16() -> tuple[Blocks, jax.Array, Any]:
     return model, x, on_one_device(model, wide_loss, x)
 
 
-@pytest.mark.deep_but(1)
+@pytest.mark.deep
 @pytest.mark.parametrize("case", some_slow(MIXED))
 def test_any_model_in_bfloat16(case: str, blocks_in_bfloat16: Any) -> None:
     """Against float64, as wrong as the model in bfloat16 on one device may be."""

@@ -117,8 +117,8 @@ def expected_of(model: Any, wrt: Any, loss_fn: Any, batch: Any) -> tuple[jax.Arr
     return lowered.compile(QUICKLY)(trained)
 
 
+@pytest.mark.deep
 @pytest.mark.filterwarnings("ignore:Llama. TiledMLP runs through tile:UserWarning")
-@pytest.mark.deep_but(1)
 @pytest.mark.parametrize(("how", "where"), ROWS, ids=str)
 def test_what_wrt_takes_is_trained(how: str, where: str) -> None:
     change, wrt, count = CHOSEN[how]

@@ -88,6 +88,7 @@ def test_few_tokens_are_gathered_instead_of_table_and_head() -> None:
     assert temporary[1] > 2 * end
 
 
+@pytest.mark.deep
 def test_gathered_weights_are_freed_unless_asked_otherwise() -> None:
     """With reshard="never" the weights of all four layers are there at once."""
     programs = [
@@ -139,6 +140,7 @@ def test_weights_are_gathered_and_gradients_summed_in_the_dtypes_asked_for(
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(plan.shapes.parameters)} == {"float32"}
 
 
+@pytest.mark.deep
 def test_mode_op_neither_attends_nor_scatters_again() -> None:
     """Of a sequence-parallel decoder: as many reduce-scatters and products of attention as without recomputation."""
     found = {}

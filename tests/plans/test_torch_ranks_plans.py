@@ -95,7 +95,7 @@ def test_llama_on_two_axes_and_uneven_tokens(four, tiled):
     check(four.run(_HERE + "models", names=names, tiled=tiled))
 
 
-@pytest.mark.deep_but(1)
+@pytest.mark.deep
 @pytest.mark.parametrize("tiled", [False, True])
 def test_llama_on_two_ranks_of_four(four, tiled):
     """Neither the first rank nor the default group has a part in it."""
@@ -104,7 +104,7 @@ def test_llama_on_two_ranks_of_four(four, tiled):
     check(found for found in answers if found is not None)
 
 
-@pytest.mark.deep_but(1)
+@pytest.mark.deep
 @pytest.mark.parametrize("kind", ["mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "smollm3"])
 def test_families(two, kind):
     """Norms of heads, biases, tied embeddings, caps of logits, windows of attention, layers without rotary positions."""
@@ -119,6 +119,7 @@ def test_fused_projections(two, tiled):
     check(two.run(_HERE + "models", names=["fsdp", "fsdp, products", "ddp"], kind="phi3", tiled=tiled))
 
 
+@pytest.mark.deep
 def test_head_norms_are_split_over_two_axes(four):
     check(four.run(_HERE + "models", names=["fsdp x sp", "fsdp x tp"], kind="gemma3"))
 
@@ -415,7 +416,7 @@ def test_refused_before_the_model_is_touched(two):
 TOKEN_MEAN = "tests.plans.ranks_torch_token_mean:token_mean"
 
 
-@pytest.mark.deep_but(1)
+@pytest.mark.deep
 @pytest.mark.parametrize("options", [{}, {"micro_batches": 2}, {"as_trainer": True}], ids=str)
 def test_the_mean_over_the_labels_of_all_ranks(two, four, options):
     """Of labels that count in unequal numbers, on some ranks in none, in one call or in micro-batches: as in one process."""

@@ -135,7 +135,7 @@ def mean_or_sum(reduction: str, runs: list[int]) -> Any:
     return fn
 
 
-@pytest.mark.deep_but(1)
+@pytest.mark.deep
 @pytest.mark.parametrize("valid", [9, 1])
 def test_a_mean_is_found_where_the_first_tokens_are_ignored(valid: int) -> None:
     x, weight, _ = loss_operands(12, dtype=jnp.float32)
@@ -157,6 +157,7 @@ def test_a_mean_is_looked_for_once() -> None:
         tiled_loss(mean_or_sum("mean", []), x, targets, weight, num_shards=3)
 
 
+@pytest.mark.deep
 def test_looking_for_a_mean_draws_no_random_numbers() -> None:
     x, _, targets = loss_operands(3, 11, dtype=jnp.float32)
     head: Any = Head(rngs=nnx.Rngs(0))

@@ -124,6 +124,7 @@ PLACES = (
 )
 
 
+@pytest.mark.deep_but(4)
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__)
 def test_fn_may_keep_a_weight(place: Any, same: Any) -> None:
     x, w = operands(B, S, hidden=H, intermediate=H)[:2]
@@ -150,6 +151,7 @@ def test_a_straight_through_gradient_stays_the_one_that_fn_defines(same: Any) ->
     same(found, gradients(lambda fn: fn)(x, w))
 
 
+@pytest.mark.deep
 def test_without_jit_and_in_forward_mode(same: Any) -> None:
     x, w = operands(B, S, hidden=H, intermediate=H)[:2]
     given = on_mesh(x, "data")

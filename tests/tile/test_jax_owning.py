@@ -54,7 +54,7 @@ def near(found: Any, expected: Any) -> None:
         assert_within(np.asarray(ours), np.asarray(theirs), between("float32"), "the values")
 
 
-@pytest.mark.deep_but(1)
+@pytest.mark.deep
 @pytest.mark.parametrize("kind", [Inner, Plainly])
 def test_an_optimizer_trains_it(kind: Any) -> None:
     def trained(model: Any) -> Any:
