@@ -71,15 +71,15 @@ NEW_JAX_PART = Suite("test-new-jax-part", (), 200, 1800)
 SUITES = (
     Suite("lint", (), 80, 1200, always=True),
     Suite("types", (), 55, 900, always=True),
-    Suite("test", (), 570, 2700, always=True, turns=(None, Suite("test-part", (), 400, 2700, always=True))),
+    Suite("test", (), 490, 2700, always=True, turns=(None, Suite("test-part", (), 350, 2700, always=True))),
     Suite("docs", ("docs/", "mkdocs.yml", "README.md", "requirements/docs.txt", *HALVES), 20, 600),
     Suite("test-figures", (*HALVES, "tests/"), 100, 900),
     Suite(
         "test-deep",
         (*HALVES, "tests/"),
-        760,
+        860,
         2700,
-        turns=(Suite("test-deep-0", (), 400, 1800), Suite("test-deep-1", (), 400, 1800)),
+        turns=(Suite("test-deep-0", (), 450, 1800), Suite("test-deep-1", (), 450, 1800)),
     ),
     Suite("float8", ("tiled_torch/plans/", "tiled_torch/layers/", "tests/float8/", "requirements/float8.txt"), 25, 600),
     Suite("deepspeed", ("tiled_torch/", "tests/zero/", "requirements/deepspeed.txt"), 80, 900),

@@ -311,6 +311,7 @@ def test_the_whole_harness(tmp_path: Path) -> None:
         assert_ours_ran({f"{row['group']}/{row['variant']}": row for row in record["results"]})
 
 
+@pytest.mark.deep
 def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU here")

@@ -194,6 +194,7 @@ def test_the_sum_takes_the_place_of_the_accumulator() -> None:
     assert written_over(sum_step, *launches(jnp.bfloat16)["weight_gradient"][1]) == 1
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_steps_lower_inside_shard_map(check_vma: bool) -> None:
     """Where the operands, and so the results, vary over devices."""

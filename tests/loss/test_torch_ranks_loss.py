@@ -122,6 +122,7 @@ def test_head_with_frozen_operands(pools):
         assert all(answer["collectives"] == 2 * 8 + ("x" not in case["frozen"]) for answer in answers), case
 
 
+@pytest.mark.deep_but(1)
 @pytest.mark.parametrize("world", WORLDS)
 def test_two_collectives_per_shard_and_one_shard_of_logits(heads, world):
     """And one collective for dx. No tensor holds more than [t, V / R] elements; logits of all tokens would be 8 times that."""

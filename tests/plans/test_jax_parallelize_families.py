@@ -108,7 +108,7 @@ def reference(family: str, case: str) -> Any:
     return loss_and_gradients(llama(plain=True, **FAMILIES[family]), next_token_loss, batch_of(case))
 
 
-@pytest.mark.deep_but(1)
+@pytest.mark.deep
 @pytest.mark.parametrize("case", [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_loss_and_gradients_are_the_plain_model_s(case: str, float64: None) -> None:
     """Slow ones combine the same parts in other ways."""
