@@ -246,7 +246,7 @@ class Checkpointing:
             attention and of reduce-scatters, so that backward recomputes neither.
         every: k of "layers", >= 1; None in the other modes.
         offload: keep these tensors in host memory. tiled_torch supports it with "full". tiled_jax supports it except with
-            "layers", if the backend has host memory.
+            "layers", if the backend has host memory. A step whose inputs do not fit there is refused (UnsupportedError).
     """
 
     mode: CheckpointingMode = "full"

@@ -9,7 +9,7 @@ import transformers
 from shared_specs.config import Checkpointing, ParallelConfig, Tiling
 from shared_specs.tolerances import between
 from tiled_torch import tile_model
-from tiled_torch.models.block.host_memory import host_memory
+from tiled_torch.models.block.host_memory import HostMemory, host_memory
 from tiled_torch.parallel import parallelize
 
 pytestmark = pytest.mark.gpu
@@ -61,3 +61,16 @@ def test_copies_run_beside_the_computation() -> None:
         copies = [event.time_range for event in events if kind in event.name]
         assert len(copies) >= LAYERS
         assert any(a.start < b.end and b.start < a.end for a in copies for b in kernels)
+
+
+def test_pinned_memory_is_little_more_than_the_inputs() -> None:
+    """PyTorch rounds what it pins up to a power of two: 5 MiB in one piece would be eight."""
+    memory, size = HostMemory(torch.device("cuda", 0)), 5 * 2**20
+    torch.cuda.synchronize()
+    before = torch.cuda.host_memory_stats()["active_bytes.current"]
+    waiting = [memory.put(torch.full((size,), number, dtype=torch.uint8, device="cuda")) for number in range(3)]
+    taken = torch.cuda.host_memory_stats()["active_bytes.current"] - before
+    print(taken / (3 * size))
+    assert 3 * size <= taken <= 3 * size * 17 / 16
+    for number, each in reversed([*enumerate(waiting)]):
+        assert each.take().eq(number).all()

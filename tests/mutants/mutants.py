@@ -1,8 +1,8 @@
 """Known ways to break the library, each with the tests that must notice it. `make mutants` tries them (run.py).
 
-A mutant is one piece of text that stands once in its file, what it becomes, and pytest's arguments for the tests of the
-default suite that fail then. `by`: whose packages they need: "main", "new-jax" (Python 3.12 with the newest JAX, as `make
-test-new-jax`) or "deepspeed" (as `make deepspeed`).
+A mutant is one piece of text that stands once in its file, what it becomes, and pytest's arguments for the tests, of `make
+test` or of `make test-deep`, that fail then. `by`: whose packages they need: "main", "new-jax" (Python 3.12 with the newest
+JAX, as `make test-new-jax`) or "deepspeed" (as `make deepspeed`).
 """
 
 from dataclasses import dataclass

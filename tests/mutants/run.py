@@ -1,7 +1,8 @@
 """`python -m tests.mutants.run [-k words] [--jobs n]`: breaks a copy of the tree in every known way; the tests must notice.
 
 Each job has a copy of its own and applies one mutant at a time. First the tests of all mutants run once on an unbroken
-copy, so that none counts as caught by tests that fail anyway. Exit status 1 where a mutant survived or could not be tried.
+copy, so that none counts as caught by tests that fail anyway. "caught, deep" is by a test of `make test-deep`. Exit status 1
+where a mutant survived or could not be tried.
 """
 
 import argparse
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.mutants.mutants import MUTANTS, Mutant
+from tests.mutants.told import DEEP
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 600.0
@@ -35,7 +37,7 @@ ENVIRONMENTS: dict[str, tuple[Path, Path | None, dict[str, str]]] = {
 
 class Tried(NamedTuple):
     mutant: Mutant
-    verdict: str  # "caught", "survived" or why it could not be tried
+    verdict: str  # "caught", "caught, deep" by a deep test, "survived" or why it could not be tried
     seconds: float
 
 
@@ -68,6 +70,8 @@ def pytest(folder: Path, arguments: str, by: str) -> tuple[int, str]:
         "no:xdist",
         "-p",
         "no:rerunfailures",
+        "-p",
+        "tests.mutants.told",
     ]
     command += ["-m", "not slow and not gpu", *shlex.split(arguments)]  # what is named may be deep
     try:
@@ -97,8 +101,9 @@ def tried(mutant: Mutant, folder: Path, passing: bool) -> Tried:
         status, said = 2, str(error)
     finally:
         file.write_text(text)
-    verdict = {0: "survived", 1: "caught"}.get(status, f"not tried: {said}")
-    if verdict == "caught" and not passing:
+    noticed = "caught, deep" if DEEP in said.splitlines() else "caught"
+    verdict = {0: "survived", 1: noticed}.get(status, f"not tried: {said}")
+    if verdict == noticed and not passing:
         verdict = "not tried: its tests fail without it"
     return Tried(mutant, verdict, time.monotonic() - start)
 
@@ -120,7 +125,7 @@ def main(given: list[str]) -> int:
     begin = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mutants-") as scratch:
         found = run_all(chosen, Path(scratch), options.jobs)
-    survived = [each for each in found if each.verdict != "caught"]
+    survived = [each for each in found if not each.verdict.startswith("caught")]
     minutes = (time.monotonic() - begin) / 60
     print(f"{len(found) - len(survived)} caught, {len(survived)} not, of {len(found)} mutants in {minutes:.1f} min")
     return 1 if survived else 0
@@ -144,7 +149,7 @@ def run_all(chosen: list[Mutant], scratch: Path, jobs: int) -> list[Tried]:
                 result = tried(item, folder, passing[item.tests, item.by])
                 with lock:
                     found.append(result)
-                    print(f"{result.verdict:9} {result.seconds:5.0f} s  {item.name}", flush=True)
+                    print(f"{result.verdict:12} {result.seconds:5.0f} s  {item.name}", flush=True)
             else:
                 tests, by = item  # type: ignore[misc]
                 status, said = pytest(folder, tests, by)
