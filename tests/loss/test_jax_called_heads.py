@@ -16,7 +16,7 @@ from shared_specs.config import Tiling
 from shared_specs.tolerances import DISTRIBUTED_FLOAT64
 from tests.asserting import assert_within
 from tests.core.jax_counting import flop, temp_bytes
-from tests.loss.test_jax_ignored import SHARD, SHARES, H, T, V, labels, mesh_of, of_devices, rows_for
+from tests.loss.jax_ignored import SHARD, SHARES, H, T, V, labels, mesh_of, of_devices, rows_for
 from tiled_jax.models.loss import _summed
 from tiled_jax.tile import call
 from tiled_jax.tile.loss import tiled_loss_of
