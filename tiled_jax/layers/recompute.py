@@ -195,7 +195,7 @@ def _with_room(policy: Any, x: Any, count: int) -> Any:
     """
     mesh = jax.sharding.get_abstract_mesh()
     devices = math.prod(mesh.shape[axis] for axis in mesh.manual_axes)
-    size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(x))
+    size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(x) if hasattr(leaf, "dtype"))
 
     def checked(primitive: Any, *of: Any, **parameters: Any) -> Any:
         pool = _pool()
