@@ -6,7 +6,8 @@ import pytest
 import torch
 import transformers
 
-from tests.models.test_torch_block import LATENT, SCALING, assert_equal, assert_exact, gradients, layer_paths
+from tests.models.test_torch_block import LATENT, SCALING, assert_equal, gradients, layer_paths
+from tests.models.test_torch_ranks_block import assert_exact
 from tests.models.test_torch_models import IDS, SIZES, assert_same, build, loss_and_gradients
 from tests.models.torch_decoders import exact
 from tests.ranks import Ranks
