@@ -7,8 +7,8 @@ import torch
 import transformers
 
 from tests.models.test_torch_block import LATENT, SCALING, assert_equal, gradients, layer_paths
-from tests.models.test_torch_ranks_block import assert_exact
 from tests.models.test_torch_models import IDS, SIZES, assert_same, build, loss_and_gradients
+from tests.models.test_torch_ranks_block import assert_exact
 from tests.models.torch_decoders import exact
 from tests.ranks import Ranks
 from tiled_torch import tile_model, tiling_paths, untile_model
