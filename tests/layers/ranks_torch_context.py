@@ -442,15 +442,18 @@ def wide_block(name: str, layers: int, **changes: Any) -> Any:
 
 
 def bytes_a_token(rank: int, world: int, name: str, layers: int = 2, **changes: Any) -> float:
-    """Bytes of one step that one more token of this rank costs, without those in host memory."""
-    found = []
-    for tokens in (64, 512, 1024):  # the first of a process has arrays of its own
+    """Bytes of one step that one more token of this rank costs, without those in host memory.
+
+    Of each length the lesser of two peaks: a thread of gloo may let go of what was exchanged a moment later.
+    """
+    found: dict[int, list[int]] = {64: [], 512: [], 1024: []}
+    for tokens in (64, 512, 1024, 512, 1024):  # the first of a process has arrays of its own
         model, ids = wide_block(name, layers, **changes), torch.arange(tokens * world)[None] % 64
         host_memory.cache_clear()
         with LiveBytes() as live:
             model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-        found.append(live.peak - host_memory(torch.device("cpu")).bytes)
-    return (found[2] - found[1]) / 512
+        found[tokens].append(live.peak - host_memory(torch.device("cpu")).bytes)
+    return (min(found[1024]) - min(found[512])) / 512
 
 
 class Exchanges(torch.utils._python_dispatch.TorchDispatchMode):
