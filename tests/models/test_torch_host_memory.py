@@ -238,3 +238,15 @@ def test_two_offloaders_never_take_the_same_tensor(other: str, scope: str, monke
     loss_of(once).backward()
     for found, wanted in zip(model.parameters(), once.parameters(), strict=True):
         assert found.grad.equal(wanted.grad)
+
+
+@pytest.mark.parametrize("mode", ["products", "op"])
+def test_an_offload_that_a_mode_leaves_out_is_told(mode: Any) -> None:
+    """Where layers keep more than their inputs, transformers' offload is not taken over: a warning says so."""
+    model = model_of("none", ParallelConfig(checkpointing=Checkpointing(mode=mode)))
+    model.activation_checkpointing_enable({"use_reentrant": False}, offload=True)
+    with pytest.warns(
+        UserWarning, match=r"^parallelize: activation_checkpointing_enable\(offload=True\) has no effect"
+    ):
+        loss_of(model)
+    assert host_memory(CPU).bytes == 0

@@ -1,6 +1,7 @@
 """Activation checkpointing of a finished model: every layer, every k-th layer, or all but what costs most to compute again."""
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import cache, partial
@@ -26,6 +27,10 @@ _REDUCE_SCATTERS = frozenset(
     }
 )
 _SOFTMAXES = frozenset({torch.ops.aten._softmax.default, torch.ops.aten._safe_softmax.default})
+_NOT_OFFLOADED = (
+    "parallelize: activation_checkpointing_enable(offload=True) has no effect on layers whose config.checkpointing.mode keeps "
+    'more than their inputs. Take mode="full" to keep these in host memory.'
+)
 _PLAIN = (Tensor, nn.Parameter, DTensor)
 # Hooks of saved tensors, as `tile` has them, do not see what a selective checkpoint keeps. torch 2.14 wants to be told so.
 _HOOKS = "respect_saved_tensors_hooks"
@@ -44,7 +49,8 @@ def apply_checkpointing(model: nn.Module, checkpointing: Checkpointing, plan: Pl
             of reduce-scatters, so neither is recomputed. Every operator with attention in its name counts: PyTorch's own,
             FlexAttention's and those of packages. If attention is two products around a softmax, the second product's result
             is kept and the probabilities are recomputed.
-            A transformers model's own checkpointing of such layers is replaced; its `offload=True` is kept with "full".
+            A transformers model's own checkpointing of such layers is replaced; its `offload=True` is kept, or
+            warned of where more than inputs is kept.
     Numerics: layers are recomputed with the same random numbers, including those of every `RandomStates`.
     Memory: what a layer keeps for B x S tokens of hidden size H. "full": B S H of its dtype. "products": also the outputs of
         every second linear layer. "op": also B S heads d of attention, 4 B S heads bytes of its log-sum-exp, and for each
@@ -110,7 +116,10 @@ class Checkpointed:
             contexts = partial(replay_contexts, contexts)
         options = {} if contexts is None else {"context_fn": contexts, **_HOOKS_UNASKED}
         x = args[0] if args else next(iter(kwargs.values()), None)
-        offload = self._offload or (self._checkpoint_contexts is None and asked_to_offload(self))
+        asked, selective = asked_to_offload(self), self._checkpoint_contexts is not None
+        if asked and selective:
+            warnings.warn(_NOT_OFFLOADED, stacklevel=2)
+        offload = self._offload or (asked and not selective)
         with input_on_host(x, inputs=self._layer_count) if offload else nullcontext():
             return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
 
