@@ -233,6 +233,16 @@ def test_a_budget_that_is_no_number_is_refused(minutes, monkeypatch, capsys):
     assert f"TILED_CI_MINUTES must be a number of minutes > 0, got '{minutes}'" in capsys.readouterr().err
 
 
+def test_environments_that_have_to_be_made_have_ten_minutes(tmp_path, monkeypatch):
+    monkeypatch.delenv("TILED_CI_MINUTES", raising=False)
+    installed = tmp_path / ".installed"
+    assert ci.minutes_of([], installed) == 40
+    installed.touch()
+    assert ci.minutes_of([], installed) == 30
+    monkeypatch.setenv("TILED_CI_MINUTES", "7")
+    assert ci.minutes_of([], installed) == 7
+
+
 def test_every_suite_is_a_target_and_its_limit_is_generous():
     phony = re.findall(r"^\.PHONY: (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     targets = {target for line in phony for target in line.split()}
