@@ -32,6 +32,8 @@ from shared_specs.tolerances import PLAN_BYTES, PLAN_PUBLISHED
 # Of the published weight files.
 PARAMETERS = {
     "llama-2-7b": 6_738_415_616,
+    "mixtral-8x7b": 46_702_792_704,
+    "mixtral-8x22b": 140_630_071_296,
     "llama-2-13b": 13_015_864_320,
     "llama-3-8b": 8_030_261_248,
     "llama-3-70b": 70_553_706_496,
@@ -127,8 +129,15 @@ def test_families_of_which_one_scope_has_formulas() -> None:
             {"model_type": "gpt2"},
             "must have a model_type of llama, mistral, qwen2, qwen3, gemma2, gemma3_text, phi3, smoll",
         ),
-        ([], "must have a model_type of llama, mistral, qwen2, qwen3, gemma2, gemma3_text, phi3, smollm3, got list"),
-        ({"model_type": "mixtral"}, "phi3, smollm3, got mixtral"),
+        (
+            [],
+            "must have a model_type of llama, mistral, qwen2, qwen3, gemma2, gemma3_text, phi3, smollm3, mixtral, got list",
+        ),
+        ({"model_type": "gpt_neox"}, "phi3, smollm3, mixtral, got gpt_neox"),
+        (
+            SIZES | {"model_type": "mixtral", "num_local_experts": 0},
+            "must have whole numbers >= 1 for num_local_experts",
+        ),
         (SIZES | {"model_type": "gemma2"}, "must have no attn_logit_softcapping, got 50.0. Of it there is no formula."),
         (
             SIZES | {"model_type": "gemma3_text", "layer_types": ["sliding_attention"]},

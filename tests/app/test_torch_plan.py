@@ -97,6 +97,16 @@ FAMILIES: list[tuple[dict[str, Any], tuple[Any, ...]]] = [
         ("block", 1, "bfloat16", LAYERS, {"tensor": 8, "shard_tokens": 128, "tokens": 2**16, "offload": True}),
     ),
 ]
+# Of experts, in models deep enough that what grows with their number does.
+EXPERTS: list[tuple[dict[str, Any], tuple[Any, ...]]] = [
+    ({"experts": 4, "chosen": 1}, ("block", 1, "bfloat16", LAYERS, {})),
+    ({}, ("block", 1, "bfloat16", LAYERS, {"tokens": 8192})),
+    ({}, ("block", 1, "float32", LAYERS, {"tokens": 16384, "device": "cpu"})),
+    ({"experts": 32, "chosen": 4, "intermediate": 224}, ("block", 1, "bfloat16", LAYERS, {"tokens": 8192})),
+    ({"chosen": 1}, ("block", 4, "bfloat16", LAYERS, {"offload": True})),
+    ({}, ("block", 4, "float32", LAYERS, {"context_kind": "ring", "device": "cpu"})),
+    ({}, ("block", 2, "bfloat16", HEAD, {"offload": True, "host_state": True, "optimizer": "adamw"})),
+]
 MORE: list[tuple[Any, ...]] = [
     ("block", 1, "bfloat16", LAYERS, {"device": "cpu"}),
     ("block", 1, "float32", HEAD, {"device": "cpu"}),
@@ -159,6 +169,17 @@ def test_bytes_of_other_families(of: list[tuple[dict[str, Any], tuple[Any, ...]]
     given = [(replace(decoder, **changes), setting) for changes, case in of for decoder, setting in cases([case])]
     for (decoder, setting), found in zip(given, simulated(given), strict=True):
         print(decoder.kind, setting.scope)
+        assert_predicted(decoder, setting, found)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("of", [EXPERTS[:1], pytest.param(EXPERTS[1:], marks=pytest.mark.slow)], ids=["one", "others"])
+def test_bytes_of_experts(of: list[tuple[dict[str, Any], tuple[Any, ...]]]) -> None:
+    experts = {"kind": "mixtral", "experts": 8, "chosen": 2, "intermediate": 896, "layers": 32}
+    given = [
+        (replace(decoder, **experts | changes), setting) for changes, case in of for decoder, setting in cases([case])
+    ]
+    for (decoder, setting), found in zip(given, simulated(given), strict=True):
         assert_predicted(decoder, setting, found)
 
 

@@ -1,5 +1,7 @@
 """What the ranks run for context parallelism: whole models against one process, and its two functions. See tests/ranks.py."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,6 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
+from shared_specs import SpecError, UnsupportedError
 from shared_specs.config import Checkpointing, Compile, DataParallel, ParallelConfig, TensorParallel, Tiling
 from tests.core.torch_counting import LiveBytes
 from tests.mlp.ranks_torch_engines import Collectives
@@ -214,6 +217,28 @@ def _uncapped(model: Any) -> None:
     AttentionInterface.register("capped", attention)
     AttentionMaskInterface.register("capped", ALL_MASK_ATTENTION_FUNCTIONS["eager"])
     model.set_attn_implementation("capped")
+
+
+def router_losses(rank: int, world: int) -> dict[str, str]:
+    """What is said where a model with experts is to add its routers' losses, in three ways."""
+    axes, config = CONFIGS["cp 2"]
+    mesh, ids = mesh_of(axes), batch(16)[0]
+
+    def refused(call: Callable[[], Any]) -> str:
+        try:
+            call()
+        except (SpecError, UnsupportedError) as error:
+            return str(error)
+        return ""
+
+    called = parallelize(decoder("mixtral"), mesh, config)
+    mean = replace(config, data=DataParallel(loss_mean="tokens", **EXACT))
+    averaged = parallelize(decoder("mixtral"), init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",)), mean)
+    return {
+        "call": refused(lambda: called(input_ids=ids, labels=ids, output_router_logits=True)),
+        "configuration": refused(lambda: parallelize(decoder("mixtral", output_router_logits=True), mesh, config)),
+        "token mean": refused(lambda: averaged(input_ids=ids, labels=ids, output_router_logits=True)),
+    }
 
 
 def loss_of_the_model(rank: int, world: int) -> dict[str, Any]:

@@ -145,6 +145,32 @@ def test_families(pools, kind):
     check(pools[2].run(_HERE + "models", names=["cp 2, full"], kind=kind, **changes))
 
 
+@pytest.mark.deep_but(1)
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+def test_experts(pools, kind):
+    """Routers compute in float32. Each rank's experts see its own tokens."""
+    changes = WINDOWED if kind == "mixtral" else {}
+    for found in pools[2].run(_HERE + "models", names=["cp 2, full", "ring 2, full"], kind=kind, **changes):
+        for name, errors in found.items():
+            assert max(errors["loss"], errors["gradients"]) <= MODEL_FLOAT32, name
+    for found in pools[2].run(_HERE + "blocks", names=["cp 2"], kind=kind, **changes):
+        assert found["cp 2"]["layers"] == ["tiled_block"]
+        assert max(found["cp 2"]["loss"], found["cp 2"]["gradients"]) <= MODEL_FLOAT32
+
+
+def test_losses_of_routers_are_refused(pools):
+    """In the configuration and in a call: with shared sequences, and with a mean over all tokens."""
+    name, rest = "output_router_logits must be False, got True. The losses of routers", "are means over all tokens"
+    for found in pools[2].run(_HERE + "router_losses"):
+        assert found.pop("call") == (
+            "forward with context parallelism: output_router_logits must be left out, got bool. The losses of routers are "
+            "means over all tokens, of which a rank has a part."
+        )
+        assert [*found] == ["configuration", "token mean"]
+        for text in found.values():
+            assert f"{name} {rest}" in text
+
+
 def test_what_the_model_returns(pools):
     for found in pools[2].run(_HERE + "loss_of_the_model"):
         for name in ("loss", "logits", "divided"):

@@ -51,7 +51,7 @@ ONLY_TORCH = {
     "the module of a call over ranks": "mlp/ranks_module.py",
     "tokens that ranks hold parts of; JAX: collectives/gathered_tokens.py": "loss/split_tokens.py",
     "DTensor": "plans/tensor.py plans/tensor_styles.py",
-    "models on the meta device, and the plan of a model that its modules say": "plans/meta_device.py plans/modules.py",
+    "models on the meta device": "plans/meta_device.py",
     "torchao": "plans/float8.py",
     "checkpointing of a finished model": "plans/recompute.py",
     "layers that are called one by one; a compiled program tells of them from inside": "commands/finetune/watched_layers.py",
@@ -81,7 +81,7 @@ ONLY_JAX = {
     "one program for many devices": "commands/bench/mesh.py",
     "Triton's launch wrappers take block sizes from a table": "commands/gpu/candidates.py",
     "plans of a function of arrays: PyTorch's are of modules": (
-        "plans/accumulation.py plans/any_model.py plans/checks.py plans/decoder_ends.py plans/decoder_layers.py "
+        "plans/accumulation.py plans/checks.py plans/decoder_ends.py plans/decoder_layers.py "
         "plans/decoder_tokens.py plans/variables.py"
     ),
 }

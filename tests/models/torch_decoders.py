@@ -13,10 +13,12 @@ from transformers import (
     LlamaConfig,
     Ministral3Config,
     MistralConfig,
+    MixtralConfig,
     Phi3Config,
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
     SmolLM3Config,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -26,8 +28,10 @@ CONFIGS: dict[str, type[PretrainedConfig]] = {
     "llama": LlamaConfig,
     "ministral3": Ministral3Config,
     "mistral": MistralConfig,
+    "mixtral": MixtralConfig,
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
+    "qwen3_moe": Qwen3MoeConfig,
     "gemma": GemmaConfig,
     "gemma2": Gemma2Config,
     "gemma3": Gemma3TextConfig,
@@ -39,6 +43,9 @@ CONFIGS: dict[str, type[PretrainedConfig]] = {
 def small_config(kind: str, **changes: Any) -> PretrainedConfig:
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4}
     sizes |= {"num_key_value_heads": 4, "head_dim": 4, "vocab_size": VOCAB, "max_position_embeddings": 32}
+    if kind in ("mixtral", "qwen3_moe"):
+        sizes |= {"num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"}
+        sizes |= {"moe_intermediate_size": 24} if kind == "qwen3_moe" else {}
     return CONFIGS[kind](**sizes | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2} | changes)
 
 

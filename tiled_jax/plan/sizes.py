@@ -14,7 +14,7 @@ from shared_specs.errors import UnsupportedError, error_text, fail_type
 from tiled_jax.models.block.plain import reason_not_block
 from tiled_jax.models.config import LlamaConfig
 
-_BLOCKS = "There are formulas of layers that run as blocks alone. Adapters have them in PyTorch."
+_BLOCKS = "There are formulas of layers that run as blocks alone. Adapters and experts have them in PyTorch."
 
 
 def decoder_of_model(function: str, model: Any, wrt: Any) -> Decoder:

@@ -59,9 +59,10 @@ def parallelize(model: nn.Module, mesh: DeviceMesh | None, config: ParallelConfi
     mean over all of them.
 
     Args:
-        model: a model that has a plan: Hugging Face Llama, Mistral, Qwen and Gemma models (also after `tile_model`), Phi-3
-            without tensor and context parallelism, a `TiledMLP`, a `TiledLinearCrossEntropy`, or any kind registered with
-            `register_plan`. It is changed in place and may be on the meta device (see `materialize`).
+        model: a model that has a plan: Hugging Face Llama, Mistral, Qwen and Gemma models (also after `tile_model`), Mixtral
+            and Qwen3-MoE without tensor parallelism, any other model of transformers whose layers are in a list without tensor
+            and context parallelism, a `TiledMLP`, a `TiledLinearCrossEntropy`, or any kind registered with `register_plan`. It
+            is changed in place and may be on the meta device (see `materialize`).
         mesh: a mesh with named axes. The configuration must use all of them. None if it uses no axis.
         config: see `shared_specs.config.ParallelConfig`.
     Returns:
@@ -243,7 +244,7 @@ def _said(model: nn.Module, mesh: Any, config: ParallelConfig) -> dict[str, Any]
 
 def _check_paths(model: nn.Module, plan: Plan, config: ParallelConfig) -> None:
     """Check that every module that the plan names is there."""
-    for path in (plan.blocks, *plan.ends):
+    for path in (plan.blocks, *plan.towers, *plan.ends):
         try:
             model.get_submodule(path)
         except AttributeError:

@@ -1,5 +1,6 @@
 """Data parallelism of a finished model: `fully_shard` block by block, hybrid over two axes, or DistributedDataParallel."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -7,6 +8,7 @@ import torch.distributed._functional_collectives as functional
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
@@ -19,9 +21,11 @@ def apply_data_parallel(model: nn.Module, mesh: DeviceMesh, data: DataParallel, 
     """Return the model, sharded in place, or inside DistributedDataParallel."""
     if data.engine == "ddp":
         return _replicated(model, mesh[data.shard_axis], data)
+    sharding = sharding_mesh(mesh, data)
     options: dict[str, Any] = {
-        "mesh": sharding_mesh(mesh, data),
+        "mesh": sharding,
         "mp_policy": MixedPrecisionPolicy(param_dtype=_dtype(data.param_dtype), reduce_dtype=_dtype(data.reduce_dtype)),
+        "shard_placement_fn": partial(placement_of, ranks=sharding.size(-1)),
         "offload_policy": CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
         if data.cpu_offload
         else OffloadPolicy(),
@@ -38,6 +42,16 @@ def apply_data_parallel(model: nn.Module, mesh: DeviceMesh, data: DataParallel, 
         fully_shard(ends[1:], reshard_after_forward=data.reshard == "always", **options)
     fully_shard(model, reshard_after_forward=data.reshard == "always", **options)
     return model
+
+
+def placement_of(parameter: nn.Parameter, ranks: int) -> Shard | None:
+    """Return the dim along which a parameter is cut; None where it is the first.
+
+    Weights of experts, [E, ., .], are cut along the next one where that gives equal parts and the first does not: of 8 experts
+    on 32 ranks 8 would have one each, and the others nothing.
+    """
+    uneven = parameter.dim() > 2 and parameter.shape[0] % ranks != 0
+    return Shard(1) if uneven and parameter.shape[1] % ranks == 0 else None
 
 
 def _tiles_of(model: nn.Module) -> list[nn.Module]:

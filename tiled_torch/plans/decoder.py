@@ -60,13 +60,26 @@ def fused_plan(model: Any) -> Plan:
     return replace(decoder_plan(model), check=_refuse_fused, context=None)
 
 
+def experts_plan(model: Any) -> Plan:
+    """Return the plan of a decoder with a mixture of experts in its layers: all but what splits these."""
+    return replace(decoder_plan(model), check=_refuse_experts)
+
+
 for _kind in HEAD_NORMS:
     register_plan(_kind, decoder_plan)
 register_plan("phi3", fused_plan)
+for _kind in ("mixtral", "qwen3_moe"):
+    register_plan(_kind, experts_plan)
 
 
 def _refuse_fused(model: Any, *_: Any) -> None:
     refuse_fused(_NAME, type(model).__name__, "qkv_proj and gate_up_proj")
+
+
+def _refuse_experts(model: Any, *_: Any) -> None:
+    rule, got = "None for a model with experts", f"TensorParallel for {type(model).__name__}"
+    advice = "Shard its weights with config.data, and its sequences with config.data.context_axis."
+    raise UnsupportedError(error_text(_NAME, "config.tensor", rule, got, advice=advice))
 
 
 def _tied(model: Any) -> bool:

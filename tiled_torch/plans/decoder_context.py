@@ -24,6 +24,7 @@ from tiled_torch.layers.ring import ring_attention
 
 _NAME = "parallelize"
 _FORWARD = "forward with context parallelism"
+_AUXILIARY = "The losses of routers are means over all tokens, of which a rank has a part."
 # What a model is given of every token, and how else it is told of them.
 _CUT = ("input_ids", "inputs_embeds")
 _REFUSED = {
@@ -31,6 +32,7 @@ _REFUSED = {
     "use_cache": "Generate with a model that was not parallelized.",
     "logits_to_keep": "Logits are those of this rank's tokens.",
     "output_attentions": "Weights of attention are nowhere written out.",
+    "output_router_logits": _AUXILIARY,
 }
 _KNOWN = (*_CUT, *_REFUSED, "position_ids", "attention_mask", "labels", "shift_labels", "num_items_in_batch")
 
@@ -49,6 +51,7 @@ def check_context(model: Any, ranks: Mapping[str, int]) -> None:
     if model.base_model is not model and not hasattr(model, "lm_head"):
         # A head that reads a sequence's last token, or labels that are not shifted.
         refuse_context(_NAME, type(model).__name__, [*ranks][-1])
+    check_router_losses(_NAME, model)
     reason = reason_not_routed(model)
     if reason is not None:
         rule = "one whose attention is torch's scaled_dot_product_attention with config.data.context_axis"
@@ -200,6 +203,7 @@ class _Counted:
         if whole.keys().isdisjoint(("labels", "shift_labels")):
             return None
         check_decoder_loss(model)
+        check_router_losses("forward with config.data.loss_mean='tokens'", model, given)
         ignore_index = given.get("ignore_index", -100)
         # What is counted is what the loss is of: nothing across a seam of documents, in untiled models neither.
         targets = whole_batch(whole, ignore_index)["shift_labels"]
@@ -256,6 +260,18 @@ def check_decoder_loss(model: Any) -> None:
     if loss != "ForCausalLMLoss":
         advice = "Compute it from the logits and the labels of context_slice."
         raise UnsupportedError(error_text(_FORWARD, "loss_function", "ForCausalLMLoss", loss, advice=advice))
+
+
+def check_router_losses(function: str, model: Any, given: Mapping[str, Any] | None = None) -> None:
+    """Check that a model, as it is configured or called, adds no losses of routers to its own: they are no sums over tokens.
+
+    Raises:
+        UnsupportedError: it does.
+    """
+    name = "output_router_logits"
+    asked = (given or {}).get(name)
+    if getattr(model.config, name, False) if asked is None else asked:
+        raise UnsupportedError(error_text(function, name, "False", True, advice=_AUXILIARY))
 
 
 def _valid(whole: Mapping[str, Tensor], ignore_index: int) -> Tensor:

@@ -58,16 +58,15 @@ def apply_checkpointing(model: nn.Module, checkpointing: Checkpointing, plan: Pl
     Source: modes "products" and "op" are torchtitan's, arXiv 2410.06511.
     """
     every = checkpointing.every or 1
-    blocks = (plan or plan_of(model, "apply_checkpointing")).blocks_of(model)
-    if any(is_tiled_block(block) for block in blocks):
-        for block in blocks:
-            block._offload = checkpointing.offload  # type: ignore[assignment]
-        return
     context = {"products": every_second_product, "op": most_expensive}.get(checkpointing.mode)
-    for block in blocks[every - 1 :: every]:
-        block.__class__ = _checkpointed_class(type(block))
-        block._checkpoint_contexts = context  # type: ignore[assignment]
-        block._offload, block._layer_count = checkpointing.offload, len(blocks)  # type: ignore[assignment]
+    for blocks in (plan or plan_of(model, "apply_checkpointing")).lists_of(model):
+        for number, block in enumerate(blocks, start=1):
+            if is_tiled_block(block):
+                block._offload = checkpointing.offload  # type: ignore[assignment]
+            elif number % every == 0:
+                block.__class__ = _checkpointed_class(type(block))
+                block._checkpoint_contexts = context  # type: ignore[assignment]
+                block._offload, block._layer_count = checkpointing.offload, len(blocks)  # type: ignore[assignment]
 
 
 def is_tiled_block(block: nn.Module) -> bool:

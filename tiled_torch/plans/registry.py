@@ -24,6 +24,7 @@ class Plan:
     Args:
         blocks: path of the nn.ModuleList whose layers are recomputed, compiled and sharded one by one; "" if the model is
             itself the only layer.
+        towers: paths of more such lists, whose layers are treated alike: an encoder of images, for example.
         ends: paths of the modules that are called before and after the blocks (embedding, final norm, head), in order. Leave
             out a module whose forward is not called.
         ends_apart: whether, with data parallelism, the first of the ends is one unit and the others are another. False if two
@@ -45,6 +46,7 @@ class Plan:
     """
 
     blocks: str
+    towers: tuple[str, ...] = ()
     ends: tuple[str, ...] = ()
     ends_apart: bool = True
     check: Callable[[Any, TensorParallel, int], None] = _nothing
@@ -57,12 +59,17 @@ class Plan:
     token_mean: Callable[[Any, Sequence[DeviceMesh]], None] | None = None
 
     def blocks_of(self, model: nn.Module) -> list[nn.Module]:
-        """Return the layers of this model, in order."""
-        return list(model.get_submodule(self.blocks).children()) if self.blocks else [model]
+        """Return the layers of this model, in order, those of towers first."""
+        return [layer for layers in self.lists_of(model) for layer in layers]
+
+    def lists_of(self, model: nn.Module) -> list[list[nn.Module]]:
+        """Return the layers of every tower, and those of `blocks`."""
+        return [list(model.get_submodule(path).children()) if path else [model] for path in (*self.towers, self.blocks)]
 
 
 Builder = Callable[[Any], Plan]
 _BUILDERS: dict[str | type, Builder] = {}
+_BY_STRUCTURE: list[Callable[[nn.Module], Plan | str]] = []
 
 
 def register_plan(kind: str | type[nn.Module], plan: Plan | Builder, *, replace: bool = False) -> None:
@@ -89,8 +96,15 @@ def register_plan(kind: str | type[nn.Module], plan: Plan | Builder, *, replace:
     _BUILDERS[kind] = plan if not isinstance(plan, Plan) else lambda _: plan
 
 
+def plan_by_structure(find: Callable[[nn.Module], Plan | str]) -> Callable[[nn.Module], Plan | str]:
+    """Let a function find the plans of models of no registered kind, or say why there is none."""
+    _BY_STRUCTURE[:] = [find]
+    return find
+
+
 def plan_of(model: nn.Module, function: str = "parallelize") -> Plan:
-    """Return the plan of a model: of its class or the nearest base class with a plan, else of its `config.model_type`."""
+    """Return the plan of a model: of its class or the nearest base class with a plan, else of its `config.model_type`, else by
+    its structure (`any_model.structural_plan`)."""
     _load_own_plans()
     for base in type(model).__mro__:
         if base in _BUILDERS:
@@ -98,14 +112,20 @@ def plan_of(model: nn.Module, function: str = "parallelize") -> Plan:
     kind = getattr(getattr(model, "config", None), "model_type", None)
     if kind in _BUILDERS:
         return _BUILDERS[kind](model)
-    rule = "of a kind that has a plan: " + ", ".join(sorted(map(_name, _BUILDERS)))
-    advice = "Add one with tiled_torch.parallel.register_plan."
+    (find,) = _BY_STRUCTURE
+    found = find(model)
+    if isinstance(found, Plan):
+        return found
+    rule = (
+        f"of a kind that has a plan: {', '.join(sorted(map(_name, _BUILDERS)))}, or transformers' with layers in a list"
+    )
+    advice = f"{found} Add a plan with tiled_torch.parallel.register_plan."
     raise UnsupportedError(error_text(function, "model", rule, kind or type(model).__name__, advice=advice))
 
 
 def _load_own_plans() -> None:
     """The library's plans register themselves when they are imported, which need not have happened yet."""
-    for name in ("decoder", "modules"):
+    for name in ("decoder", "any_model"):
         import_module(f"tiled_torch.plans.{name}")
 
 

@@ -14,6 +14,15 @@ Rule = Callable[
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertTerms:
+    """The terms of a configuration that say how many experts there are, how many a token has, and the features inside one."""
+
+    count: str
+    chosen: str = "num_experts_per_tok"
+    intermediate: str = "intermediate_size"
+
+
+@dataclass(frozen=True, kw_only=True)
 class DecoderKind:
     """One `model_type`. Llama's names and options are the defaults.
 
@@ -31,7 +40,7 @@ class DecoderKind:
         typed: whether the configuration may list them, as `layer_types`.
         turned: which layers turn queries and keys by their positions; None: all.
         thetas: the base of rotary positions where none is given; of layers with a window, where those have one of their own.
-        experts: the MLP is one of several experts of a token, or of a few.
+        experts: of an MLP that is several experts, of which a token has a few; None: it is one MLP.
         refused: terms that have to be absent, null, false or 0.
     """
 
@@ -49,7 +58,7 @@ class DecoderKind:
     typed: bool = False
     turned: Rule | None = None
     thetas: tuple[float, float | None] = (10000.0, None)
-    experts: bool = False
+    experts: ExpertTerms | None = None
     refused: tuple[str, ...] = ("attention_dropout",)
 
     @property
@@ -160,7 +169,7 @@ DECODERS: Mapping[str, DecoderKind] = {
         | {"num_local_experts": 8, "num_experts_per_tok": 2},
         windowed=_every,
         thetas=(1e6, None),
-        experts=True,
+        experts=ExpertTerms(count="num_local_experts"),
         refused=("attention_dropout", "router_jitter_noise", "output_router_logits"),
     ),
 }

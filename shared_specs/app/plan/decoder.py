@@ -22,6 +22,8 @@ class Decoder:
     Attributes:
         tied: whether the head is the embedding. kind: the model_type, one of `DECODERS`, with what it has beside Llama.
         attention_bias, mlp_bias: of all projections of attention, and of the MLP.
+        experts, chosen: of an MLP that is several experts, and of these how many a token has; `intermediate` is of one. 0, 0:
+            it is one MLP.
         window: tokens that a query sees in `windowed` of the layers; None where it sees all before in every one.
         held: the parameters that a model object has; None: all are trained and in float32.
     """
@@ -37,6 +39,8 @@ class Decoder:
     kind: str = "llama"
     attention_bias: bool = False
     mlp_bias: bool = False
+    experts: int = 0
+    chosen: int = 0
     window: int | None = None
     windowed: int = 0
     held: Held | None = None
@@ -52,18 +56,30 @@ class Decoder:
         return self.kv_heads * self.head_dim
 
     @property
+    def router(self) -> int:
+        """Return the parameters of what chooses experts."""
+        return self.hidden * self.experts
+
+    @property
+    def mlp_weights(self) -> int:
+        """Return the parameters of one MLP, or of all experts of a layer, that are factors of products."""
+        return 3 * self.hidden * self.intermediate * max(1, self.experts)
+
+    @property
     def layer_products(self) -> int:
-        """Return the parameters of one layer that are factors of products."""
-        return self.hidden * (2 * self.queries + 2 * self.keys + 3 * self.intermediate)
+        """Return the parameters of one layer that are factors of products of a token."""
+        of_mlps = 3 * self.intermediate * max(1, self.chosen)
+        return self.hidden * (2 * self.queries + 2 * self.keys + of_mlps) + self.router
 
     @property
     def layer_parameters(self) -> int:
         """Return parameters of one layer."""
         kind = DECODERS[self.kind]
+        weights = self.hidden * (2 * self.queries + 2 * self.keys) + self.mlp_weights + self.router
         norms = len(kind.norms) * self.hidden + (2 * self.head_dim if kind.head_norms else 0)
         biases = (self.queries + 2 * self.keys) * (kind.qkv_bias or self.attention_bias)
         biases += self.hidden * self.attention_bias + (2 * self.intermediate + self.hidden) * self.mlp_bias
-        return self.layer_products + norms + biases
+        return weights + norms + biases
 
     @property
     def end_parameters(self) -> int:
@@ -102,12 +118,12 @@ class Decoder:
     @property
     def mlp_trained(self) -> int:
         """Return parameters of one MLP of which there are sums of gradients."""
-        return 3 * self.hidden * self.intermediate if self.held is None else self.held.mlp_trained
+        return self.mlp_weights + self.router if self.held is None else self.held.mlp_trained
 
     @property
     def mlp_adapted(self) -> bool:
         """Return whether an MLP has more than its own parameters, such as adapters."""
-        own = 3 * self.hidden * self.intermediate + self.mlp_bias * (2 * self.intermediate + self.hidden)
+        own = self.mlp_weights + self.router + self.mlp_bias * (2 * self.intermediate + self.hidden)
         return self.held is not None and self.held.mlp > own
 
     @property
@@ -153,6 +169,8 @@ MODELS: Mapping[str, Decoder] = {
     "llama-3-70b": _of((8192, 28672, 80, 64, 8, 128256)),
     "llama-3.2-1b": _of((2048, 8192, 16, 32, 8, 128256), 64, tied=True),
     "llama-3.2-3b": _of((3072, 8192, 28, 24, 8, 128256), tied=True),
+    "mixtral-8x7b": _of((4096, 14336, 32, 32, 8, 32000), kind="mixtral", experts=8, chosen=2),
+    "mixtral-8x22b": _of((6144, 16384, 56, 48, 8, 32768), kind="mixtral", experts=8, chosen=2),
     "mistral-7b": _of((4096, 14336, 32, 32, 8, 32768)),
     "qwen2.5-0.5b": _of((896, 4864, 24, 14, 2, 151936), 64, tied=True, **_QWEN2),
     "qwen2.5-1.5b": _of((1536, 8960, 28, 12, 2, 151936), tied=True, **_QWEN2),
@@ -181,13 +199,11 @@ _CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 _NULLABLE = ("num_key_value_heads", "sliding_window", *_CAPS)
 _TERMS = {
     "hidden": "hidden_size",
-    "intermediate": "intermediate_size",
     "layers": "num_hidden_layers",
     "heads": "num_attention_heads",
     "vocab": "vocab_size",
 }
-# Of `DECODERS`; of experts there are no formulas.
-FAMILIES = tuple(name for name, kind in DECODERS.items() if not kind.experts)
+FAMILIES = tuple(DECODERS)
 # Of which every scope has a formula, and JAX layers over a mesh; of the others scope="block" in PyTorch alone.
 WHOLE = ("llama", "mistral", "qwen2", "qwen3")
 _CUT = " parallelize cuts every parameter along them into equal parts."
@@ -241,9 +257,13 @@ def decoder_from(config: object, what: str) -> Decoder:
     for cap in _CAPS:
         if config.get(cap):
             raise InputError(f"{what} must have no {cap}, got {config[cap]}. Of it there is no formula.")
-    sizes: dict[str, Any] = {name: config.get(term) for name, term in _TERMS.items()}
+    experts = DECODERS[kind].experts
+    terms = {"intermediate": "intermediate_size"} | _TERMS
+    if experts is not None:
+        terms |= {"experts": experts.count, "chosen": experts.chosen, "intermediate": experts.intermediate}
+    sizes: dict[str, Any] = {name: config.get(term) for name, term in terms.items()}
     sizes["kv_heads"] = config.get("num_key_value_heads") or sizes["heads"]
-    bad = [_TERMS.get(name, name) for name, size in sizes.items() if type(size) is not int or size < 1]
+    bad = [terms.get(name, name) for name, size in sizes.items() if type(size) is not int or size < 1]
     if bad:
         raise InputError(f"{what} must have whole numbers >= 1 for {', '.join(bad)}.")
     try:
@@ -277,7 +297,7 @@ def tensor_ranks(decoder: Decoder, gpus: int, half: Half) -> list[int]:
 
     In JAX so many that the rest, over which every parameter is sharded, divides the hidden features.
     """
-    if decoder.kind in UNCUT:
+    if decoder.kind in UNCUT or decoder.experts:
         return [1]
     even = gcd(gpus, decoder.heads, decoder.kv_heads, decoder.intermediate)
     sharding = decoder.hidden if half == "jax" else gpus
@@ -295,6 +315,8 @@ def check_tensor(decoder: Decoder, tp: int, gpus: int, half: Half, command: str 
     hint = ""
     if decoder.kind in UNCUT:
         rule, hint = f"be 1 for {decoder.kind}", " Its projections are fused."
+    elif decoder.experts:
+        rule, hint = f"be 1 for {decoder.kind}", " Its experts are not split."
     elif gpus % tp:
         rule = f"divide the {gpus} GPUs" if gpus > 1 else "be 1 on one GPU"
     elif decoder.hidden % (gpus // tp) and half == "jax":

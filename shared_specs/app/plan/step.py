@@ -27,6 +27,7 @@ from shared_specs.layers.heads import attention_turns
 from shared_specs.loss.costs import LossShape, compiled_loss_peak_bytes, loss_accumulator_bytes, loss_peak_bytes
 from shared_specs.loss.sequence_costs import sequence_loss_peak_bytes
 from shared_specs.mlp.costs import MLPShape, accumulator_bytes, block_rows, compiled_peak_bytes, peak_bytes
+from shared_specs.moe.costs import MoEShape, moe_peak_bytes, moe_saved_bytes
 
 MOMENTS = {"adamw": 2, "sgd": 0}
 # What no tensor shows: CUDA's context, the communication library's buffers, what the allocator cannot use.
@@ -238,6 +239,11 @@ def _layer_bytes(decoder: Decoder, setting: Setting, kept: int) -> tuple[int, in
         if setting.tensor > 1:  # what the MLP is given, and the gradient of what it returns, of every rank's tokens
             of_shard += 2 * t * decoder.hidden * b
         masks = _window_mask_bytes(decoder, setting)
+        if decoder.experts:
+            of_mlp = b * decoder.mlp_trained
+            of_shard = _experts_bytes(decoder, setting)
+            found = max(((attention + exchanged) * rows, masks), (behind * rows, of_shard), key=sum)
+            return found[0], found[1] + MASTER * (decoder.layer_trained - decoder.mlp_trained) + of_mlp
         found = max(((attention + exchanged) * rows, masks), (behind * rows, of_shard), key=sum)
         # The sums of the weight gradients; that of gate and up is rounded as one where they are.
         rounded = decoder.held is None and len(DECODERS[decoder.kind].gate_up) == 1
@@ -256,6 +262,26 @@ def _layer_bytes(decoder: Decoder, setting: Setting, kept: int) -> tuple[int, in
     else:
         own = PLAIN_ARRAYS * rows * decoder.intermediate * b
     return max((attention * rows, 0), (around_mlp * rows, own), key=sum)
+
+
+def _experts_bytes(decoder: Decoder, setting: Setting) -> int:
+    """Return the bytes of a mixture of experts in the backward of its layer, but for the gradients of its weights.
+
+    The choice of every token, the gradient of what the experts are given, and what `moe_peak_bytes` counts or, when the router
+    is at work behind them, the gradient of what it was given and of a shard its logits.
+    """
+    shape = MoEShape(
+        tokens=setting.rows,
+        hidden=decoder.hidden,
+        intermediate=decoder.intermediate,
+        experts=decoder.experts,
+        top_k=decoder.chosen,
+        itemsize=setting.itemsize,
+        weight_itemsize=setting.itemsize,
+    )
+    given = setting.rows * decoder.hidden * setting.itemsize
+    of_router = given + setting.shards.longest * (6 * decoder.experts + decoder.hidden) * WIDE
+    return given + moe_saved_bytes(shape) + max(moe_peak_bytes(shape, setting.shards, device=setting.device), of_router)
 
 
 def exchanged_row_bytes(decoder: Decoder, setting: Setting) -> int:

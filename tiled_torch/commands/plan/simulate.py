@@ -127,11 +127,16 @@ def _mesh(setting: Setting, place: str) -> Any:
 def _model(decoder: Decoder, setting: Setting, place: str) -> nn.Module:
     """Return Hugging Face's model of these sizes, tiled as the setting says, its tensors on the device."""
     windows = {} if decoder.window is None else {"sliding_window": decoder.window}
+    terms, inside = DECODERS[decoder.kind].experts, "intermediate_size"
+    experts = {}
+    if terms is not None:
+        experts, inside = {terms.count: decoder.experts, terms.chosen: decoder.chosen}, terms.intermediate
     config = transformers.AutoConfig.for_model(
         decoder.kind,
         **windows,
         hidden_size=decoder.hidden,
-        intermediate_size=decoder.intermediate,
+        **experts,
+        **{inside: decoder.intermediate},
         num_hidden_layers=decoder.layers,
         num_attention_heads=decoder.heads,
         num_key_value_heads=decoder.kv_heads,

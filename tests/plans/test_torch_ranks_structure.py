@@ -1,0 +1,152 @@
+"""`parallelize` of any model of transformers: sharded, recomputed and compiled layer by layer, as one process computes it."""
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from shared_specs import UnsupportedError
+from shared_specs.config import TensorParallel
+from shared_specs.tolerances import MODEL_FLOAT32
+from tests.models.supported import IMAGES, TEXT, build
+from tests.models.test_torch_supported import REPRESENTATIVE
+from tests.models.tiny_overrides import INPUTS, NOT_BUILT
+from tests.ranks import Ranks
+from tiled_torch.plans.any_model import structural_plan
+from tiled_torch.plans.data import placement_of
+from tiled_torch.plans.registry import Plan, plan_of
+
+pytestmark = pytest.mark.ranks
+SHARDED = "tests.plans.ranks_torch_structure:sharded"
+# Whose layers are in no list of the classes that their `_no_split_modules` names.
+WITHOUT = frozenset(
+    "bert-generation big_bird biogpt blenderbot blenderbot-small cpmant ctrl electra marian megatron-bert mvp openai-gpt "
+    "pegasus prophetnet reformer rembert roberta-prelayernorm roc_bert roformer xlm xlnet xmod zamba".split()
+)
+# Of images and text: one tower, several, a list of layers of two kinds.
+WITH_IMAGES = "gemma3 idefics2 llama4 mllama qwen3_vl_moe".split()
+
+
+@pytest.fixture(scope="module")
+def two():
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+def check(answers: list[dict[str, dict[str, Any]]], *, recomputed: bool = True) -> None:
+    """Losses and gradients are those of one process; every layer is a unit, beside the rest, and is recomputed."""
+    for found in answers:
+        for kind, one in found.items():
+            assert one["loss"] <= MODEL_FLOAT32, kind
+            assert one["gradients"] <= MODEL_FLOAT32, kind
+            assert one["units"] == one["layers"] + 1, kind
+            assert one["recomputed"] == (one["layers"] if recomputed else 0), kind
+
+
+def test_models_of_different_structure(two):
+    """Experts; parallel branches with fused projections."""
+    answers = two.run(SHARDED, kinds=["mixtral", "gpt_neox"])
+    check(answers)
+    assert {"tiled_experts", "tiled_linear_cross_entropy"} <= {*answers[0]["mixtral"]["paths"].values()}
+
+
+@pytest.mark.deep
+def test_other_settings(two):
+    """Untiled, whole layers tiled, inputs in host memory, products kept, layers compiled, DistributedDataParallel."""
+    check(two.run(SHARDED, kinds=["bloom"], scope=None))
+    check(two.run(SHARDED, kinds=["bloom"], checkpointing="offload"))
+    check(two.run(SHARDED, kinds=["bloom"], checkpointing="products"))
+    check(two.run(SHARDED, kinds=["gpt_neox"], checkpointing="none", compiled=True), recomputed=False)
+    for found in two.run(SHARDED, kinds=["granite"], scope="block"):
+        assert found["granite"]["gradients"] <= MODEL_FLOAT32
+        assert found["granite"]["recomputed"] == 0  # they are their own checkpoints
+    for found in two.run(SHARDED, kinds=["bloom"], engine="ddp"):
+        assert found["bloom"]["gradients"] <= MODEL_FLOAT32
+
+
+@pytest.mark.deep
+def test_layers_that_are_no_tiled_blocks_are_recomputed_beside_those_that_are(two):
+    """Of a model of images and text scope="block" tiles the layers of text."""
+    for found in two.run(SHARDED, kinds=["gemma3"], images=True, scope="block"):
+        one = found["gemma3"]
+        blocks = [name for name, path in one["paths"].items() if path == "tiled_block" and not name.endswith("mlp")]
+        assert one["gradients"] <= MODEL_FLOAT32
+        assert (len(blocks), one["recomputed"], one["layers"]) == (2, 2, 4), one
+
+
+@pytest.mark.deep
+def test_towers_are_sharded_and_recomputed_as_well(two):
+    check(two.run(SHARDED, kinds=WITH_IMAGES, images=True))
+
+
+@pytest.mark.deep
+def test_representative_models(two):
+    check(two.run(SHARDED, kinds=[kind for kind in REPRESENTATIVE if kind not in {*INPUTS, *WITHOUT}]))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("part", range(4))
+def test_every_model(part, two):
+    """But those with layers in no list, which are told."""
+    kinds = [kind for kind in TEXT if kind not in {*INPUTS, *NOT_BUILT}]
+    assert len(kinds) - len(WITHOUT) >= 150
+    for kind in kinds[part::4]:
+        if kind in WITHOUT:
+            assert isinstance(structural_plan(build(kind)), str)
+        else:
+            check(two.run(SHARDED, kinds=[kind]))
+
+
+def test_what_has_no_plan_by_structure_is_told():
+    class Own(torch.nn.Module):
+        pass
+
+    for model, reason in (
+        (Own(), "It is no model of transformers"),
+        (build("ctrl"), "CTRLLMHeadModel has no list of layers of the classes in its _no_split_modules"),
+        (_shared(), r"Layers of BloomForCausalLM share transformer\.h\..* with other modules"),
+    ):
+        with pytest.raises(UnsupportedError, match=rf"^parallelize: model must be of a kind .* {reason}\. Add a plan"):
+            plan_of(model)
+
+
+def _shared() -> Any:
+    model = build("bloom")
+    model.transformer.h[1].mlp = model.transformer.h[0].mlp
+    return model
+
+
+def test_the_lists_of_a_model_of_images_and_text():
+    assert IMAGES["gemma3"]
+    model = build("gemma3", images=True)
+    found = structural_plan(model)
+    assert isinstance(found, Plan)
+    assert (found.blocks, len(found.towers)) == ("model.language_model.layers", 1)
+    assert [len(layers) for layers in found.lists_of(model)] == [2, 2]
+    assert found.styles is None
+    assert found.context is None
+
+
+@pytest.mark.parametrize(
+    ("shape", "ranks", "dim"),
+    [((8, 12, 6), 4, None), ((8, 12, 6), 12, 1), ((3, 12, 6), 2, 1), ((3, 7, 6), 2, None), ((3, 12), 2, None)],
+)
+def test_experts_are_cut_into_equal_parts(shape, ranks, dim):
+    """Where FSDP's first dim, the experts, would leave some ranks without any."""
+    found = placement_of(torch.nn.Parameter(torch.empty(shape)), ranks)
+    assert (None if found is None else found.dim) == dim
+
+
+def test_experts_fewer_than_ranks_can_share(two):
+    options = {"names": ["fsdp", "fsdp, inputs offloaded"], "kind": "mixtral", "tiled": True, "num_local_experts": 3}
+    for found in two.run("tests.plans.ranks_torch_plans:models", **options):
+        assert max(one[name] for one in found.values() for name in ("loss", "gradients")) <= MODEL_FLOAT32
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+def test_experts_are_not_split(kind):
+    with pytest.raises(UnsupportedError, match=r"^parallelize: config\.tensor must be None for a model with experts"):
+        plan_of(model := build(kind)).check(model, TensorParallel(), 2)
