@@ -82,13 +82,22 @@ def test_windows(changes, window):
 
 REFUSED = {
     "sliding_window must be a whole number >= 1, got 0": MISTRAL | {"sliding_window": 0},
+    "decoder_sparse_step must be 1, the value that both halves train with, got 2": {
+        "model_type": "qwen3_moe",
+        "decoder_sparse_step": 2,
+    },
+    r"has mlp_only_layers \[1\], which neither half trains with. Set it to \[\] in config.json": {
+        "model_type": "qwen3_moe",
+        "mlp_only_layers": [1],
+    },
+    "num_experts_per_tok must be <= num_experts, 4, got 8": {"model_type": "qwen3_moe", "num_local_experts": 4},
     "use_sliding_window must be true or false, got 1": QWEN2 | {"use_sliding_window": 1},
     "max_window_layers must be a whole number, got 'all'": QWEN2 | {"max_window_layers": "all"},
     r"layer_types must be a list of full_attention, got \['sliding_attention'\]": QWEN2
     | {"layer_types": ["sliding_attention"]},
     "layer_types must be a list of full_attention and sliding_attention, got 'full_attention'": QWEN2
     | {"layer_types": "full_attention", "use_sliding_window": True},
-    r"must be a Llama-style .* \(model_type llama, mistral, qwen2, .* or mixtral\), got falcon \(here\)": {
+    r"must be a Llama-style .* \(model_type llama, mistral, qwen2, .* or qwen3_moe\), got falcon \(here\)": {
         "model_type": "falcon"
     },
     r"must be a Llama-style .* got \['llama'\]": {"model_type": ["llama"]},

@@ -32,6 +32,8 @@ from shared_specs.tolerances import PLAN_BYTES, PLAN_PUBLISHED
 # Of the published weight files.
 PARAMETERS = {
     "llama-2-7b": 6_738_415_616,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
     "mixtral-8x7b": 46_702_792_704,
     "mixtral-8x22b": 140_630_071_296,
     "llama-2-13b": 13_015_864_320,
@@ -131,9 +133,17 @@ def test_families_of_which_one_scope_has_formulas() -> None:
         ),
         (
             [],
-            "must have a model_type of llama, mistral, qwen2, qwen3, gemma2, gemma3_text, phi3, smollm3, mixtral, got list",
+            "gemma2, gemma3_text, phi3, smollm3, mixtral, qwen3_moe, got list",
         ),
-        ({"model_type": "gpt_neox"}, "phi3, smollm3, mixtral, got gpt_neox"),
+        ({"model_type": "gpt_neox"}, "phi3, smollm3, mixtral, qwen3_moe, got gpt_neox"),
+        (
+            SIZES | {"model_type": "qwen3_moe", "decoder_sparse_step": 2},
+            "must have decoder_sparse_step 1, got 2. Of another value there is no formula.",
+        ),
+        (
+            SIZES | {"model_type": "qwen3_moe", "mlp_only_layers": [1]},
+            r"must have no mlp_only_layers, got \[1\]. All layers have experts.",
+        ),
         (
             SIZES | {"model_type": "mixtral", "num_local_experts": 0},
             "must have whole numbers >= 1 for num_local_experts",

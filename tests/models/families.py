@@ -23,5 +23,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "smollm3": {"model_type": "smollm3", "no_rope_layers": [1, 0], "use_sliding_window": True}
     | {"layer_types": ["full_attention", "sliding_attention"]}
     | WINDOW,
+    "qwen3_moe": {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+    | {"norm_topk_prob": True},
+    "qwen3_moe-unnormalised": {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 3}
+    | {"moe_intermediate_size": 20, "tie_word_embeddings": True},
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
 }

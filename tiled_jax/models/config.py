@@ -11,6 +11,7 @@ from shared_specs.app.models.decoders import (
     LONGROPE_LISTS,
     PARTIAL,
     ROPE_TERMS,
+    ExpertTerms,
     biases,
     layer_windows,
     layers_turned,
@@ -73,6 +74,7 @@ class Experts:
 
     count: int
     chosen: int
+    normalised: bool = True  # the weights of a token's experts add up to one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,17 +154,21 @@ class LlamaConfig:
         if model_type not in DECODERS:
             raise UnsupportedError(error_text(_HERE, "model_type", f"one of {', '.join(DECODERS)}", repr(model_type)))
         kind = DECODERS[model_type]
+        config = config if kind.experts is None else kind.experts.counted(config)
         config = {"model_type": model_type, **kind.defaults, **config}
         for term in kind.refused:
             if config.get(term):
                 raise UnsupportedError(error_text(_HERE, term, "false, 0 or left out", config[term]))
+        for term, only in kind.fixed.items():
+            if config.get(term, only) not in (only, None):
+                raise UnsupportedError(error_text(_HERE, term, f"{only} or left out", config[term]))
         has = biases(config)
         heads = _size(config, "num_attention_heads")
         hidden_size = _size(config, "hidden_size")
         self = cls(
             vocab_size=_size(config, "vocab_size"),
             hidden_size=hidden_size,
-            intermediate_size=_size(config, "intermediate_size"),
+            intermediate_size=_size(config, kind.experts.intermediate if kind.experts else "intermediate_size"),
             num_hidden_layers=_size(config, "num_hidden_layers"),
             num_attention_heads=heads,
             num_key_value_heads=config["num_key_value_heads"] or heads,
@@ -184,7 +190,7 @@ class LlamaConfig:
             attention_scale=_of(kind.defaults, config, "query_pre_attn_scalar", lambda a: a**-0.5),
             attention_softcap=_of(kind.defaults, config, "attn_logit_softcapping", float),
             logit_softcap=_of(kind.defaults, config, "final_logit_softcapping", float),
-            experts=_experts(config) if kind.experts else None,
+            experts=None if kind.experts is None else _experts(config, kind.experts),
         )
         if heads % self.num_key_value_heads:
             rule = f"a divisor of num_attention_heads={heads}"
@@ -215,10 +221,14 @@ def _activation(term: str, name: str) -> Activation:
     return HF_ACTIVATIONS[name]
 
 
-def _experts(config: Mapping[str, Any]) -> Experts:
-    found = Experts(count=_size(config, "num_local_experts"), chosen=_size(config, "num_experts_per_tok"))
+def _experts(config: Mapping[str, Any], terms: ExpertTerms) -> Experts:
+    found = Experts(
+        count=_size(config, terms.count),
+        chosen=_size(config, terms.chosen),
+        normalised=terms.normalised is None or bool(config[terms.normalised]),
+    )
     if found.chosen > found.count:
-        raise SpecError(error_text(_HERE, "num_experts_per_tok", f"<= num_local_experts={found.count}", found.chosen))
+        raise SpecError(error_text(_HERE, terms.chosen, f"<= {terms.count}={found.count}", found.chosen))
     return found
 
 

@@ -32,7 +32,8 @@ _NAME = "Llama"
 
 
 class ExpertsMLP(nnx.Module):
-    """Return sum over the chosen experts e of p_e mlp_e(x), p the softmax of x w_router over all, made to add up to one.
+    """Return sum over the chosen experts e of p_e mlp_e(x), p the softmax of x w_router over all; made to add up to
+    one, where the configuration has it so.
 
     Args:
         hidden_size, intermediate_size: H and I. experts: E and k.
@@ -87,7 +88,7 @@ class ExpertsMLP(nnx.Module):
         """Return p [T, k] in the wide dtype and the numbers of the chosen experts [T, k], the likeliest first."""
         probabilities = jax.nn.softmax(self.router(x).astype(wide(x.dtype)), axis=-1)
         found, chosen = lax.top_k(probabilities, self.experts.chosen)
-        return found / jnp.sum(found, axis=-1, keepdims=True), chosen
+        return found / jnp.sum(found, axis=-1, keepdims=True) if self.experts.normalised else found, chosen
 
     def _call(self, tokens: int) -> "_ExpertsCall":
         """Shards have at most a quarter of what an expert has on average, so that those half filled cost an eighth."""

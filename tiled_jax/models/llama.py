@@ -38,8 +38,8 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 class Llama(nnx.Module):
     """Next-token logits of a decoder with rotary positions, grouped heads and a gated MLP: Llama and the families beside it.
 
-    The families are Llama, Mistral, Qwen2, Qwen3, Gemma 2, Gemma 3 (its text model), Phi3, SmolLM3 and Mixtral. `config` says
-    how they differ.
+    The families are Llama, Mistral, Qwen2, Qwen3, Gemma 2, Gemma 3 (its text model), Phi3, SmolLM3, Mixtral and Qwen3-MoE.
+    `config` says how they differ.
 
     Args:
         config: sizes and options, `LlamaConfig.from_hf(...)` for a Hugging Face model.

@@ -14,6 +14,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+from shared_specs.app.models.decoders import DECODERS
 from shared_specs.errors import SpecError, error_text, fail_type, show_shape
 
 Path = tuple[Any, ...]
@@ -46,13 +47,16 @@ _MLP: dict[Path, str] = {
     for theirs, ours in (("weight", "w"), ("bias", "b"))
 }
 _ROUTER: Path = ("mlp", "router", "kernel")
-_EXPERTS: dict[Path, str] = {
-    _ROUTER: "block_sparse_moe.gate.weight",
-    ("mlp", "w_gate"): "block_sparse_moe.experts.{}.w1.weight",
-    ("mlp", "w_up"): "block_sparse_moe.experts.{}.w3.weight",
-    ("mlp", "w_down"): "block_sparse_moe.experts.{}.w2.weight",
-}
 _TRANSPOSED = ("kernel", "w_gate", "w_up", "w_gate_up", "w_down")
+
+
+def _experts_of(kind: str) -> dict[Path, str]:
+    terms = DECODERS[kind].experts
+    assert terms is not None
+    return {_ROUTER: f"{terms.inside}.gate.weight"} | {
+        ("mlp", f"w_{name}"): f"{terms.inside}.experts.{{}}.{theirs}.weight"
+        for name, theirs in (("gate", terms.gate), ("up", terms.up), ("down", terms.down))
+    }
 
 
 class _TensorNames:
@@ -61,7 +65,8 @@ class _TensorNames:
     def __init__(self, paths: Iterable[Path]):
         there = {path[1:] for path in paths if path[0] == "layers"}
         norms = _BRANCH_NORMS if ("attention_out_norm", "scale") in there else _NORMS
-        self._in_layer = norms | _ATTENTION | (_EXPERTS if _ROUTER in there else _MLP)
+        experts = _experts_of("qwen3_moe" if ("attention", "q_norm", "scale") in there else "mixtral")
+        self._in_layer = norms | _ATTENTION | (experts if _ROUTER in there else _MLP)
 
     def stacked(self, path: Path) -> int:
         """Return how many leading dims are layers and experts."""

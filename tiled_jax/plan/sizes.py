@@ -14,7 +14,7 @@ from shared_specs.errors import UnsupportedError, error_text, fail_type
 from tiled_jax.models.block.plain import reason_not_block
 from tiled_jax.models.config import LlamaConfig
 
-_BLOCKS = "There are formulas of layers that run as blocks alone. Adapters and experts have them in PyTorch."
+_BLOCKS = "There are formulas of layers that run as blocks alone. Adapters have them in PyTorch."
 
 
 def decoder_of_model(function: str, model: Any, wrt: Any) -> Decoder:
@@ -54,6 +54,8 @@ def _decoder(config: LlamaConfig) -> Decoder:
         kind=_kind(config),
         attention_bias=config.attention_out_bias,
         mlp_bias=config.mlp_bias,
+        experts=0 if config.experts is None else config.experts.count,
+        chosen=0 if config.experts is None else config.experts.chosen,
         window=windowed[0] if windowed else None,
         windowed=len(windowed),
     )
@@ -62,7 +64,7 @@ def _decoder(config: LlamaConfig) -> Decoder:
 def _kind(config: LlamaConfig) -> str:
     """Return the model_type whose decoder has all this; one of those without formulas in JAX where it has more."""
     if config.experts is not None:
-        return "mixtral"
+        return "qwen3_moe" if config.head_norms else "mixtral"
     if config.attention_softcap is not None or config.logit_softcap is not None:
         return "gemma2"
     if config.branch_norms:

@@ -5,7 +5,7 @@ kind has beside Llama is data here, one entry each.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 Rule = Callable[
@@ -15,11 +15,32 @@ Rule = Callable[
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertTerms:
-    """The terms of a configuration that say how many experts there are, how many a token has, and the features inside one."""
+    """How a kind of decoder names its experts.
+
+    Attributes:
+        count, chosen, intermediate: the terms that say how many there are, how many a token has, the features inside one.
+        count_too: another name of the first, which transformers 5 writes.
+        normalised: the term that says whether the weights of a token's experts add up to one; None: they always do.
+        inside: the module that holds them and the router. gate, up, down: projections of one.
+    """
 
     count: str
     chosen: str = "num_experts_per_tok"
     intermediate: str = "intermediate_size"
+    count_too: str | None = None
+    normalised: str | None = None
+    inside: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+    def counted(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a configuration as a dictionary in which the number of experts has its first name alone."""
+        found = dict(config)
+        given = None if self.count_too is None else found.pop(self.count_too, None)
+        if found.get(self.count) is None and given is not None:
+            found[self.count] = given
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +62,7 @@ class DecoderKind:
         turned: which layers turn queries and keys by their positions; None: all.
         thetas: the base of rotary positions where none is given; of layers with a window, where those have one of their own.
         experts: of an MLP that is several experts, of which a token has a few; None: it is one MLP.
-        refused: terms that have to be absent, null, false or 0.
+        refused: terms that have to be absent, null, false or 0. fixed: terms that have to be absent, null or this value.
     """
 
     causal_lm: str
@@ -60,6 +81,7 @@ class DecoderKind:
     thetas: tuple[float, float | None] = (10000.0, None)
     experts: ExpertTerms | None = None
     refused: tuple[str, ...] = ("attention_dropout",)
+    fixed: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def branch_norms(self) -> bool:
@@ -169,8 +191,25 @@ DECODERS: Mapping[str, DecoderKind] = {
         | {"num_local_experts": 8, "num_experts_per_tok": 2},
         windowed=_every,
         thetas=(1e6, None),
-        experts=ExpertTerms(count="num_local_experts"),
+        experts=ExpertTerms(count="num_local_experts", inside="block_sparse_moe", gate="w1", up="w3", down="w2"),
         refused=("attention_dropout", "router_jitter_noise", "output_router_logits"),
+    ),
+    "qwen3_moe": DecoderKind(
+        causal_lm="Qwen3MoeForCausalLM",
+        defaults=_LLAMA
+        | {"max_position_embeddings": 32768, "num_key_value_heads": 4, "attention_bias": False}
+        | {"sliding_window": 4096, "use_sliding_window": False}
+        | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": False},
+        head_norms=True,
+        windowed=_every,
+        experts=ExpertTerms(
+            count="num_experts",
+            count_too="num_local_experts",
+            intermediate="moe_intermediate_size",
+            normalised="norm_topk_prob",
+        ),
+        refused=("attention_dropout", "output_router_logits", "mlp_only_layers"),
+        fixed={"decoder_sparse_step": 1},
     ),
 }
 

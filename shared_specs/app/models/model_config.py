@@ -21,14 +21,18 @@ from shared_specs.app.options import MOST_ROPE_SCALE, InputError
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _SIZES = (*_REQUIRED, "num_key_value_heads", "head_dim", "max_position_embeddings")
 # Of some kinds, which have a default for them.
-_OWN_SIZES = ("sliding_window", "num_local_experts", "num_experts_per_tok", "no_rope_layer_interval")
+_OWN_SIZES = (
+    *("sliding_window", "num_local_experts", "num_experts_per_tok", "no_rope_layer_interval"),
+    *("num_experts", "moe_intermediate_size"),
+)
 _NUMBERS = ("rms_norm_eps", "rope_theta", "rope_local_base_freq", "query_pre_attn_scalar")
 _CAPS = ("final_logit_softcapping", "attn_logit_softcapping")
 _KINDS = {
     **dict.fromkeys(("hidden_act", "hidden_activation"), (str, "a name")),
     **dict.fromkeys((*_NUMBERS, *_CAPS), (Real, "a number")),
     **dict.fromkeys(
-        ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window"), (bool, "true or false")
+        ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "norm_topk_prob"),
+        (bool, "true or false"),
     ),
     **dict.fromkeys(("rope_scaling", "rope_parameters"), (dict, "a dictionary")),
 }
@@ -55,6 +59,8 @@ def complete_config(raw: dict[str, Any], source: str) -> dict[str, Any]:
             f"finetune: --model {source}: its configuration must be a dictionary, got {type(raw).__name__}."
         )
     _check_architecture(raw, source)
+    experts = DECODERS[raw["model_type"]].experts
+    raw = raw if experts is None else experts.counted(raw)
     missing = [key for key in _REQUIRED if not isinstance(raw.get(key), int)]
     if missing:
         raise InputError(f"finetune: --model {source}: its configuration has no usable {', '.join(missing)}.")
@@ -68,9 +74,8 @@ def complete_config(raw: dict[str, Any], source: str) -> dict[str, Any]:
     _check_divides("num_attention_heads", heads, "num_key_value_heads", config["num_key_value_heads"], source)
     config["head_dim"] = given.get("head_dim") or kind.defaults.get("head_dim") or config["hidden_size"] // heads
     _check_divides("head_dim", config["head_dim"], "what a rotary position turns at a time", 2, source)
-    if kind.experts and config["num_experts_per_tok"] > config["num_local_experts"]:
-        rule = f"<= num_local_experts, {config['num_local_experts']}"
-        raise _unusable(source, "num_experts_per_tok", rule, config["num_experts_per_tok"])
+    if experts is not None and config[experts.chosen] > config[experts.count]:
+        raise _unusable(source, experts.chosen, f"<= {experts.count}, {config[experts.count]}", config[experts.chosen])
     _settle_layers(config, source)
     config["rope_parameters"] = _all_rope_parameters(config, source)
     for old in ("rope_scaling", "rope_theta", "rope_local_base_freq"):
@@ -116,11 +121,15 @@ def _check_architecture(raw: dict[str, Any], source: str) -> None:
         raise InputError(f"finetune: --model {source} is quantised. Use its unquantised folder or a GGUF file.")
     for term in kind.refused:
         if raw.get(term):
-            off = "false" if raw[term] is True else 0
+            off = "false" if raw[term] is True else [] if isinstance(raw[term], list) else 0
             raise InputError(
                 f"finetune: --model {source} has {term} {raw[term]}, which neither half trains with. "
                 f"Set it to {off} in config.json."
             )
+
+    for term, only in kind.fixed.items():
+        if raw.get(term, only) not in (only, None):
+            raise _unusable(source, term, f"{only}, the value that both halves train with", raw[term])
 
 
 def _check_terms(raw: dict[str, Any], source: str) -> None:
@@ -272,8 +281,9 @@ def _attention_linears(config: dict[str, Any]) -> dict[str, tuple[int, int, bool
 def _mlp_linears(config: dict[str, Any]) -> dict[str, tuple[int, int, bool]]:
     kind, hidden, inner = DECODERS[config["model_type"]], config["hidden_size"], config["intermediate_size"]
     if kind.experts:
-        moe, count = "block_sparse_moe", config["num_local_experts"]
-        sizes = {"w1": (inner, hidden, False), "w2": (hidden, inner, False), "w3": (inner, hidden, False)}
+        terms = kind.experts
+        moe, count, inner = terms.inside, config[terms.count], config[terms.intermediate]
+        sizes = dict.fromkeys((terms.gate, terms.up), (inner, hidden, False)) | {terms.down: (hidden, inner, False)}
         each = {f"{moe}.experts.{n}.{name}": size for n in range(count) for name, size in sizes.items()}
         return {f"{moe}.gate": (count, hidden, False)} | each
     bias, rows = biases(config).mlp, 2 * inner // len(kind.gate_up)

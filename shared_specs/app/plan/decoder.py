@@ -185,6 +185,8 @@ MODELS: Mapping[str, Decoder] = {
     "qwen3-8b": _of((4096, 12288, 36, 32, 8, 151936), **_QWEN3),
     "qwen3-14b": _of((5120, 17408, 40, 40, 8, 151936), **_QWEN3),
     "qwen3-32b": _of((5120, 25600, 64, 64, 8, 151936), **_QWEN3),
+    "qwen3-30b-a3b": _of((2048, 768, 48, 32, 4, 151936), kind="qwen3_moe", experts=128, chosen=8),
+    "qwen3-235b-a22b": _of((4096, 1536, 94, 64, 4, 151936), kind="qwen3_moe", experts=128, chosen=8),
     "gemma-3-1b": _of((1152, 6912, 26, 4, 1, 262144), 256, window=512, windowed=22, **_GEMMA3),
     "phi-4": _of((5120, 17920, 40, 40, 10, 100352), kind="phi3"),
     "smollm3-3b": _of((2048, 11008, 36, 16, 4, 128256), tied=True, kind="smollm3"),
@@ -253,11 +255,20 @@ def decoder_from(config: object, what: str) -> Decoder:
     assert isinstance(config, dict)
     kind = config["model_type"]
     given = {term: value for term, value in config.items() if value is not None or term in _NULLABLE}
-    config = {**DECODERS[kind].defaults, **given}
+    experts = DECODERS[kind].experts
+    config = {**DECODERS[kind].defaults, **(given if experts is None else experts.counted(given))}
+    for term, only in DECODERS[kind].fixed.items():
+        if config.get(term, only) not in (only, None):
+            raise InputError(
+                f"{what} must have {term} {only}, got {config[term]}. Of another value there is no formula."
+            )
+    if config.get("mlp_only_layers"):
+        raise InputError(
+            f"{what} must have no mlp_only_layers, got {config['mlp_only_layers']}. All layers have experts."
+        )
     for cap in _CAPS:
         if config.get(cap):
             raise InputError(f"{what} must have no {cap}, got {config[cap]}. Of it there is no formula.")
-    experts = DECODERS[kind].experts
     terms = {"intermediate": "intermediate_size"} | _TERMS
     if experts is not None:
         terms |= {"experts": experts.count, "chosen": experts.chosen, "intermediate": experts.intermediate}
