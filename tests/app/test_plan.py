@@ -89,6 +89,16 @@ def test_a_config_says_the_sizes(tmp_path: Path) -> None:
     assert decoder_of(config | {"model_type": "llama", "num_key_value_heads": None}, "").kv_heads == 32
 
 
+def test_experts_of_a_token_are_those_that_are_multiplied() -> None:
+    """All of them are held: of Qwen3-30B-A3B 3.3 billion parameters are at work."""
+    small = MODELS["qwen3-30b-a3b"]
+    at_work = small.layers * small.layer_products + small.end_parameters
+    assert (at_work // 10**8, small.parameters // 10**8) == (33, 305)
+    setting = Setting(tokens=4096)
+    products, _ = step_flop(small, setting, recomputed=False)
+    assert products == 6 * 4096 * (small.layers * small.layer_products + small.hidden * small.vocab)
+
+
 def test_a_config_says_windows_and_biases() -> None:
     """Of Gemma 3 five layers of six have one, and what it does not say is that family's; SmolLM3 has them where it says so."""
     gemma = {name: SIZES[name] for name in SIZES if name not in ("num_key_value_heads", "head_dim")}
