@@ -5,6 +5,7 @@ import logging
 import os
 import re
 import sys
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,6 +36,8 @@ def save(folder: Path, states: Mapping[str, nnx.State], count: jax.Array) -> Non
         refused = _OS_ERROR.search(str(error))
         if refused is None:
             raise
+        traceback.clear_frames(error.__traceback__)  # a thread of Orbax keeps the error, and its frames the writes
+        error.__traceback__ = None
     if refused is not None:
         _forget()
         raise OSError(int(refused[1]), os.strerror(int(refused[1])))
@@ -42,11 +45,15 @@ def save(folder: Path, states: Mapping[str, nnx.State], count: jax.Array) -> Non
 
 def _forget() -> None:
     """Collect the writes that were under way, which else show a traceback each when the interpreter ends."""
-    shown, sys.unraisablehook = sys.unraisablehook, lambda _: None
+    logger, shown = logging.getLogger("asyncio"), sys.unraisablehook
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    sys.unraisablehook = lambda _: None
     try:
         gc.collect()
     finally:
         sys.unraisablehook = shown
+        logger.setLevel(level)
 
 
 @contextmanager
