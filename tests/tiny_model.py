@@ -33,6 +33,11 @@ CONFIG: dict[str, Any] = {
 # What makes it another kind: of Mistral's the heads are wider than the hidden size, of Qwen2's some projections have biases.
 MISTRAL: dict[str, Any] = {"model_type": "mistral", "head_dim": 16, "sliding_window": 48, "tie_word_embeddings": False}
 QWEN2: dict[str, Any] = {"model_type": "qwen2", "head_dim": None}
+# Mixtures of experts, whose arrays have other names in transformers' models (Mixtral) and which are one parameter there.
+MIXTRAL: dict[str, Any] = {"model_type": "mixtral", "num_local_experts": 3, "sliding_window": 32}
+QWEN3_MOE: dict[str, Any] = {"model_type": "qwen3_moe", "num_experts": 5, "moe_intermediate_size": 24} | {
+    "num_experts_per_tok": 2
+}
 
 
 def tiny_config(**changes: Any) -> dict[str, Any]:

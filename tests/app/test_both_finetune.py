@@ -22,7 +22,7 @@ from shared_specs.errors import SpecError
 from shared_specs.tolerances import DEMO_LOSS_RTOL
 from tests.core.jax_compiling import compiled_plainly, kept
 from tests.launched import command
-from tests.tiny_model import write_text, write_tiny_folder
+from tests.tiny_model import MIXTRAL, QWEN3_MOE, write_text, write_tiny_folder
 from tiled_jax import __main__ as jax_main
 from tiled_jax.commands.finetune.trainer import JaxTrainer
 from tiled_torch import __main__ as torch_main
@@ -43,6 +43,7 @@ def inputs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("inputs")
     write_tiny_folder(folder / "model")
     write_tiny_folder(folder / "untied", tie_word_embeddings=False)
+    write_tiny_folder(folder / "qwen3_moe", **QWEN3_MOE)
     write_text(folder / "text")
     return folder
 
@@ -65,13 +66,21 @@ def test_commands_have_the_same_words_and_options():
 
 
 @pytest.mark.deep_but(1)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("trainer", [TorchTrainer, JaxTrainer])
-def test_least_budget_is_the_one_that_runs(inputs, tmp_path, monkeypatch, trainer, dtype):
+@pytest.mark.parametrize(
+    ("trainer", "dtype", "kind"),
+    [
+        (TorchTrainer, "float32", "model"),
+        (TorchTrainer, "bfloat16", "model"),
+        (JaxTrainer, "float32", "model"),
+        (JaxTrainer, "bfloat16", "model"),
+        (TorchTrainer, "float32", "qwen3_moe"),
+    ],
+)
+def test_least_budget_is_the_one_that_runs(inputs, tmp_path, monkeypatch, trainer, dtype, kind):
     """A smaller one is refused before anything is written, and would be refused by a layer in the first step."""
 
     def run_within(budget):
-        return run(trainer, inputs, tmp_path / "run", steps=1, dtype=dtype, memory_budget=budget)
+        return run(trainer, inputs, tmp_path / "run", kind, steps=1, dtype=dtype, memory_budget=budget)
 
     with pytest.raises(InputError, match=r"^finetune: --memory-budget must be >= \d+ bytes, .*, got 10\.") as caught:
         run_within(10)
@@ -137,6 +146,20 @@ def test_each_half_resumes_the_other(inputs, torch_run, tmp_path):
     assert ended[:4] == passed
     assert ended == pytest.approx(whole, rel=DEMO_LOSS_RTOL)
     assert len(ended) == STEPS
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("kind", [MIXTRAL, QWEN3_MOE], ids=["mixtral", "qwen3_moe"])
+def test_each_half_resumes_the_experts_of_the_other(inputs, tmp_path, kind):
+    """They are one parameter of several arrays in PyTorch and one of another layout in JAX; a checkpoint has each by itself."""
+    shared = {"model": str(write_tiny_folder(tmp_path / "model", **kind)), "num_shards": 3}
+    whole = run(TorchTrainer, inputs, tmp_path / "whole", steps=3, **shared)
+    for steps, trainer in enumerate((TorchTrainer, JaxTrainer, TorchTrainer), 1):
+        found = run(trainer, inputs, tmp_path / "run", steps=steps, resume=steps > 1, **shared)
+    assert found == pytest.approx(whole, rel=DEMO_LOSS_RTOL)
+    ours, theirs = (read_model(tmp_path / name / MODEL_NAME).tensors for name in ("run", "whole"))
+    for name, weight in theirs.items():
+        assert np.linalg.norm(ours[name] - weight) <= DEMO_LOSS_RTOL * np.linalg.norm(weight), name
 
 
 def interrupted(half, inputs, out, number, **words):

@@ -28,7 +28,7 @@ from shared_specs.errors import UnsupportedError
 from shared_specs.tolerances import DEMO_LOSS_RTOL, MODEL_FLOAT32
 from tests.installed import hinted, run_with
 from tests.synced import Renames, assert_synced_before_the_name, longest_file
-from tests.tiny_model import tiny_config, tiny_weights, write_inputs, write_tiny_folder, write_tiny_gguf
+from tests.tiny_model import MIXTRAL, tiny_config, tiny_weights, write_inputs, write_tiny_folder, write_tiny_gguf
 from tiled_torch.__main__ import COMMANDS
 from tiled_torch.commands.finetune.processes import TorchTeam
 from tiled_torch.commands.finetune.trainer import TorchTrainer, build_model
@@ -172,10 +172,10 @@ def test_layers_are_told_of(options, changes):
     assert trainer._model.model.layers[0].mlp._forward_hooks == {}  # hooks there would end the tiled form
 
 
-@pytest.mark.parametrize("layers", [1, 3])
-def test_plain_memory_formula_counts_what_autograd_keeps(options, layers):
-    config = tiny_config(num_hidden_layers=layers, intermediate_size=96)
-    trainer = loaded(options(plain=True), num_hidden_layers=layers, intermediate_size=96)
+@pytest.mark.parametrize(("layers", "kind"), [(1, {}), (3, {}), (2, MIXTRAL | {"sliding_window": None})], ids=str)
+def test_plain_memory_formula_counts_what_autograd_keeps(options, layers, kind):
+    changes = kind | {"num_hidden_layers": layers, "intermediate_size": 96}
+    config, trainer = tiny_config(**changes), loaded(options(plain=True), **changes)
     parameters = {parameter.untyped_storage().data_ptr() for parameter in trainer._model.parameters()}
     kept = {}
 

@@ -4,11 +4,13 @@ import io
 import json
 import unicodedata
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from shared_specs.app.finetune.log import read_log, step_records
 from shared_specs.app.finetune.loop import MODEL_NAME, finetune
 from shared_specs.app.finetune.plain_memory import plain_step
 from shared_specs.app.models.decoders import DECODERS, layer_windows, layers_turned
@@ -16,9 +18,11 @@ from shared_specs.app.models.model_config import complete_config
 from shared_specs.app.models.weights import read_model
 from shared_specs.app.options import FinetuneOptions
 from shared_specs.errors import UnsupportedError
+from shared_specs.tolerances import DEMO_LOSS_RTOL
 from tests.app.test_torch_finetune import compare_with_transformers, loaded, windows
-from tests.tiny_model import MISTRAL, QWEN2, write_inputs, write_tiny_folder, write_tiny_gguf
+from tests.tiny_model import MISTRAL, MIXTRAL, QWEN2, QWEN3_MOE, write_inputs, write_tiny_folder, write_tiny_gguf
 from tiled_torch.commands.finetune.trainer import TorchTrainer
+from tiled_torch.models import tiling_paths
 
 REQUIRED = {"vocab_size": 272, "hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 30}
 YARN = {"rope_type": "yarn", "factor": 4.0}
@@ -60,7 +64,7 @@ def test_missing_terms_are_those_of_transformers(model_type, given):
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
     folder = write_inputs(tmp_path_factory.mktemp("inputs"))
-    for kind in (MISTRAL, QWEN2):
+    for kind in (MISTRAL, QWEN2, MIXTRAL, QWEN3_MOE):
         write_tiny_folder(folder / kind["model_type"], **kind)
     return folder
 
@@ -86,13 +90,49 @@ def test_the_saved_folder_is_one_of_its_own_kind(inputs, tmp_path, model):
         torch.testing.assert_close(saved(ids).logits, trainer._model(ids).logits, rtol=0, atol=0)
 
 
-def test_experts_that_transformers_stores_together_are_refused(inputs, tmp_path):
-    write_tiny_folder(tmp_path / "mixtral", model_type="mixtral")
-    with pytest.raises(UnsupportedError, match=r"^finetune: --model must be a decoder without experts .*, got mixtral"):
-        finetune(TorchTrainer(), options(tmp_path, tmp_path / "run", "mixtral", text=str(inputs / "text")), SILENT)
+@pytest.mark.deep_but(1)
+@pytest.mark.parametrize("scope", ["mlp", "block"])
+@pytest.mark.parametrize("model", ["mixtral", "qwen3_moe"])
+def test_experts_train_as_untiled_ones_do(inputs, tmp_path, model, scope):
+    """And have the names of the folder that they came from: each expert its own arrays, which transformers stores together."""
+    untiled, out, trainer = {"plain": True, "num_shards": None, "batch": 2}, tmp_path / "run", TorchTrainer()
+    finetune(TorchTrainer(), options(inputs, tmp_path / "plain", model, steps=2, **untiled), SILENT)
+    finetune(trainer, options(inputs, out, model, steps=2, scope=scope, grad_accumulation=2), SILENT)
+    plain, tiled = (step_records(read_log(folder)) for folder in (tmp_path / "plain", out))
+    assert [step["loss"] for step in tiled] == pytest.approx([step["loss"] for step in plain], rel=DEMO_LOSS_RTOL)
+    assert "untiled" not in str(tiling_paths(trainer._model))
+    assert read_model(out / MODEL_NAME).tensors.keys() == read_model(inputs / model).tensors.keys()
+    saved, report = AutoModelForCausalLM.from_pretrained(out / MODEL_NAME, output_loading_info=True)
+    assert not any(report.values())
+    for name, parameter in saved.named_parameters():
+        assert torch.equal(parameter, trainer._model.get_parameter(name)), name
 
 
-@pytest.mark.parametrize("kind", [MISTRAL, QWEN2], ids=["mistral", "qwen2"])
+def test_kept_shards_of_experts_are_refused(inputs, tmp_path):
+    with pytest.raises(UnsupportedError, match=r"^finetune: --keep must be 0\.0 with experts, got 0\.5\. "):
+        finetune(TorchTrainer(), options(inputs, tmp_path / "run", "mixtral", keep=0.5), SILENT)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.deep_but(1)
+@pytest.mark.parametrize("model", ["mixtral", "qwen3_moe"])
+def test_experts_resume_with_their_moments(inputs, tmp_path, model):
+    whole = TorchTrainer()
+    finetune(whole, options(inputs, tmp_path / "whole", model, steps=3), SILENT)
+    finetune(TorchTrainer(), options(inputs, tmp_path / "run", model, steps=2), SILENT)
+    resumed = TorchTrainer()
+    finetune(resumed, options(inputs, tmp_path / "run", model, steps=3, resume=True), SILENT)
+    state, expected = resumed.state(), whole.state()
+    assert state.optimizer.keys() == expected.optimizer.keys()
+    for arrays, theirs in ((state.weights, expected.weights), (state.optimizer, expected.optimizer)):
+        for name, array in theirs.items():
+            np.testing.assert_array_equal(arrays[name], array, err_msg=name)
+
+
+KINDS = {"mistral": MISTRAL, "qwen2": QWEN2, "mixtral": MIXTRAL, "qwen3_moe": QWEN3_MOE}
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_weights_are_predicted(inputs, tmp_path, kind):
     trainer = loaded(options(inputs, tmp_path / "run", kind["model_type"]), **kind)
     config = read_model(inputs / kind["model_type"]).config

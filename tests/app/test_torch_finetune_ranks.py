@@ -25,7 +25,7 @@ from shared_specs.tolerances import DEMO_LOSS_RTOL, FLOOR, MODEL_FLOAT32, limit
 from tests.launched import rank_pids, torchrun
 from tests.loading import assert_no_whole_model, write_big
 from tests.ranks import LOOPBACK, Ranks
-from tests.tiny_model import QWEN2, write_chat, write_inputs, write_text, write_tiny_folder
+from tests.tiny_model import MIXTRAL, QWEN2, write_chat, write_inputs, write_text, write_tiny_folder
 from tiled_torch.commands.finetune.trainer import TorchTrainer
 
 pytestmark = pytest.mark.ranks
@@ -191,6 +191,19 @@ def test_packed_conversations_in_micro_batches(inputs, two, tmp_path):
     for out in outs:
         assert losses(out) == pytest.approx(losses(tmp_path / "alone"), rel=DEMO_LOSS_RTOL), out
         assert_same_model(out, tmp_path)
+
+
+@pytest.mark.deep
+def test_experts_cut_over_two_ranks(inputs, two, tmp_path):
+    """Three experts, so that their rows are cut; then half of every sequence each, layers as one function; then one process."""
+    model = str(write_tiny_folder(tmp_path / "mixtral", **MIXTRAL))
+    assert run_alone(inputs, tmp_path / "alone", model=model) == 0
+    out, shared = tmp_path / "run", {"model": model}
+    run_on(two, options(inputs, out, fsdp=2, steps=1, **shared))
+    run_on(two, options(inputs, out, cp=2, scope="block", steps=2, resume=True, **shared))
+    assert run_alone(inputs, out, resume=True, **shared) == 0
+    assert losses(out) == pytest.approx(losses(tmp_path / "alone"), rel=DEMO_LOSS_RTOL)
+    assert_same_model(out, tmp_path)
 
 
 @pytest.mark.deep

@@ -865,6 +865,20 @@ MUTANTS = (
         "tests/app/test_torch_finetune.py -x -k state_goes_round",
     ),
     Mutant(
+        "experts are read and written with gate and up exchanged",
+        "tiled_torch/commands/finetune/experts.py",
+        '"gate_up_proj": (terms.gate, terms.up)',
+        '"gate_up_proj": (terms.up, terms.gate)',
+        "tests/app/test_torch_finetune_decoders.py -x -k experts_train",
+    ),
+    Mutant(
+        "a rank takes the columns of experts for their rows",
+        "tiled_torch/commands/finetune/experts.py",
+        "[rows, columns]",
+        "[columns, rows]",
+        "tests/app/test_torch_finetune_ranks.py -x -m deep -k experts_cut",
+    ),
+    Mutant(
         "short gradients are made longer",
         "tiled_torch/commands/finetune/optimizing.py",
         "scale = (longest / total).clamp(max=1.0)",

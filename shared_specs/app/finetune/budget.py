@@ -1,11 +1,12 @@
 """`--memory-budget` against the model's sizes: whether the smallest shard fits, asked before anything is written."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import gcd
 from typing import Any
 
+from shared_specs.app.models.decoders import DECODERS
 from shared_specs.app.options import FinetuneOptions, InputError
 from shared_specs.collectives.sequence_plan import SequencePlan
 from shared_specs.config import HF_ACTIVATIONS
@@ -52,10 +53,15 @@ def check_budget(config: dict[str, Any], options: FinetuneOptions, buffers: Buff
 
 
 def _mlp_bytes(config: dict[str, Any], options: FinetuneOptions, buffers: Buffers) -> int:
+    """Return the bytes of the shortest shard of an MLP, or of the rows of one expert, which no kernel computes."""
+    experts = DECODERS[config["model_type"]].experts
+    if experts is not None:
+        buffers = replace(buffers, kernels=False, multiple_of=1)
+    intermediate = config["intermediate_size" if experts is None else experts.intermediate]
     shape = mlp_costs.MLPShape(
         tokens=_rows(options),
         hidden=config["hidden_size"],
-        intermediate=-(-config["intermediate_size"] // options.tp),
+        intermediate=-(-intermediate // options.tp),
         activation=HF_ACTIVATIONS.get(config["hidden_act"], "silu"),  # an unknown one is refused by the half itself
         itemsize=_itemsize(options),
     )

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from shared_specs.app.models.decoders import DECODERS, ExpertTerms
 from shared_specs.app.models.model_config import weight_shapes
 
 _FLOAT32 = 4
@@ -39,7 +40,9 @@ def plain_step(config: dict[str, Any], tokens: int) -> PlainStep:
     """
     hidden, inner, width = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     heads, key_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    layer = 6 * hidden + 2 * heads * width + 2 * key_heads * width + heads + 2 + 4 * inner
+    experts = DECODERS[config["model_type"]].experts
+    of_mlp = 4 * inner if experts is None else _of_experts(config, experts)
+    layer = 6 * hidden + 2 * heads * width + 2 * key_heads * width + heads + 2 + of_mlp
     per_token = config["num_hidden_layers"] * layer + 3 * hidden + 1 + 2 * width
     weights = 0
     for shape in weight_shapes(config).values():
@@ -52,3 +55,13 @@ def plain_step(config: dict[str, Any], tokens: int) -> PlainStep:
         activations=per_token * tokens * _FLOAT32,
         logits=tokens * config["vocab_size"] * _FLOAT32,
     )
+
+
+def _of_experts(config: dict[str, Any], terms: ExpertTerms) -> int:
+    """Return what a token keeps in a mixture: of each of its experts an MLP's 4 I, the row that goes in and the one that comes
+    out, and its weight; the router's probabilities of all; and, where weights are made to add up to one, these and their sum.
+    """
+    chosen = config[terms.chosen]
+    normalised = terms.normalised is None or config[terms.normalised]
+    of_router = config[terms.count] + (chosen + 1 if normalised else 0)
+    return chosen * (4 * config[terms.intermediate] + 2 * config["hidden_size"] + 1) + of_router

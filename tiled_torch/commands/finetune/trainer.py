@@ -28,6 +28,7 @@ from shared_specs.errors import UnsupportedError
 from shared_specs.shards import KERNEL_MULTIPLE
 from tiled_torch import backends
 from tiled_torch.commands.finetune import optimizing, processes, sharded_checkpoint
+from tiled_torch.commands.finetune.experts import FolderNames
 from tiled_torch.commands.finetune.watched_layers import watch_layers
 from tiled_torch.core.tensors import device_kind
 
@@ -72,8 +73,12 @@ class TorchTrainer:
 
     def load(self, config: dict[str, Any], weights: Mapping[str, Array] | None, options: FinetuneOptions) -> None:
         self._device, self._options = _device(options.device), options
+        if options.keep and DECODERS[config["model_type"]].experts:
+            text = f"finetune: --keep must be 0.0 with experts, got {options.keep}."
+            raise UnsupportedError(f"{text} They are computed again in backward.")
         self._dtype = getattr(torch, options.dtype)
-        self._tiling = options.tiling()
+        self._tiling, self._names = options.tiling(), FolderNames(config)
+        weights = None if weights is None else self._names.parameters(weights)
         self._model: Any = self._spread(config, weights) if self.sharded else self._alone(config, weights)
         named = dict(self._model.named_parameters())
         self._parameters = {name.removeprefix("module."): parameter for name, parameter in named.items()}
@@ -180,30 +185,40 @@ class TorchTrainer:
         return torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else None
 
     def state(self) -> TrainerState:
-        weights = {name: _to_numpy(parameter) for name, parameter in self._parameters.items()}
-        optimizer = {"step": np.array(0, dtype=np.int64)}
+        weights, optimizer = {}, {"step": np.array(0, dtype=np.int64)}
         for name, parameter in self._parameters.items():
             moments = self._optimizer.state[parameter]
-            optimizer |= {f"{ours}.{name}": _to_numpy(moments[theirs]) for ours, theirs in _MOMENTS.items()}
+            weights |= self._named(name, parameter)
+            for ours, theirs in _MOMENTS.items():
+                optimizer |= {f"{ours}.{there}": array for there, array in self._named(name, moments[theirs])}
             optimizer["step"] = np.array(int(moments["step"].item()), dtype=np.int64)
         return TrainerState(weights=weights, optimizer=optimizer)
 
+    def _named(self, parameter: str, whole: torch.Tensor) -> Iterator[tuple[str, np.ndarray]]:
+        """Yield copies of the arrays that a parameter, or a moment of it, is in a model folder, with their names."""
+        for name, part in self._names.arrays(parameter, whole):
+            yield name, _to_numpy(part)
+
     def load_state(self, state: TrainerState) -> None:
         sharded_checkpoint.empty_moments(self._parameters, self._optimizer, float(state.optimizer["step"][...]))
+        weights = self._names.parameters(state.weights)
+        moments = {
+            theirs: self._names.parameters({name: state.optimizer[f"{ours}.{name}"] for name in state.weights})
+            for ours, theirs in _MOMENTS.items()
+        }
         with torch.no_grad():
             for name, parameter in self._parameters.items():
-                sharded_checkpoint.fill(parameter.detach(), sharded_checkpoint.CheckpointParts(state.weights[name]))
-                for ours, theirs in _MOMENTS.items():
+                sharded_checkpoint.fill(parameter.detach(), sharded_checkpoint.CheckpointParts(weights[name]))
+                for theirs, arrays in moments.items():
                     moment = self._optimizer.state[parameter][theirs]
-                    sharded_checkpoint.fill(
-                        moment, sharded_checkpoint.CheckpointParts(state.optimizer[f"{ours}.{name}"])
-                    )
+                    sharded_checkpoint.fill(moment, sharded_checkpoint.CheckpointParts(arrays[name]))
 
     def full_weights(self) -> Iterator[tuple[str, np.ndarray]]:
         for name, parameter in self._parameters.items():
             whole = parameter.detach()
             whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
-            yield name, whole.cpu().numpy()
+            for there, part in self._names.arrays(name, whole.cpu()):
+                yield there, part.numpy()
 
     def save_shards(self, folder: Path) -> None:
         sharded_checkpoint.save(folder, self._parameters, self._optimizer, getattr(self._team, "control", None))
@@ -216,14 +231,11 @@ def empty_model(config: dict[str, Any]) -> PreTrainedModel:
     """Return transformers' own model of this model_type on the meta device, its attention in blocks (SDPA), if it has no caps.
 
     Raises:
-        UnsupportedError: transformers cannot make one of this configuration, or stores its experts together.
+        UnsupportedError: transformers cannot make one of this configuration.
     """
     kind = DECODERS[config["model_type"]]
     capped = "attn_logit_softcapping" in kind.defaults and config["attn_logit_softcapping"] is not None
     attention = "eager" if capped else "sdpa"
-    if kind.experts:
-        text = "finetune: --model must be a decoder without experts in this half, got"
-        raise UnsupportedError(f"{text} {config['model_type']}. Train it with python -m tiled_jax finetune.")
     try:
         with torch.device("meta"):
             own = AutoConfig.for_model(**config)
@@ -237,6 +249,7 @@ def empty_model(config: dict[str, Any]) -> PreTrainedModel:
 def build_model(config: dict[str, Any], weights: Mapping[str, Array] | None, device: torch.device) -> PreTrainedModel:
     """Return a model in training mode with these weights (copied one at a time), or zeros where a checkpoint is loaded next.
 
+    weights: by the names of the parameters, of which `FolderNames` makes what a folder has.
     Built without memory first: a random initialisation would be thrown away.
     """
     model = empty_model(config)
