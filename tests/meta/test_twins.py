@@ -53,6 +53,7 @@ ONLY_TORCH = {
     "DTensor": "plans/tensor.py plans/tensor_styles.py",
     "models on the meta device": "plans/meta_device.py",
     "torchao": "plans/float8.py",
+    "experts that transformers makes one parameter of; JAX: models/weights.py": "commands/finetune/experts.py",
     "checkpointing of a finished model": "plans/recompute.py",
     "layers that are called one by one; a compiled program tells of them from inside": "commands/finetune/watched_layers.py",
     "XLA says itself what a program needs": "check/live_bytes.py",
