@@ -1376,6 +1376,27 @@ MUTANTS = (
         "tests/models/test_jax_families.py -x -k mesh",
     ),
     Mutant(
+        "JAX: the softcap of a model's head is its factor alone",
+        "tiled_jax/models/others/head.py",
+        "return Head(x, weight, bias, behind.inner * behind.outer, behind.outer)",
+        "return Head(x, weight, bias, behind.inner, behind.outer)",
+        "tests/models/test_jax_model_loss.py -x -k loss_of_the_logits",
+    ),
+    Mutant(
+        "JAX: a model's state stays behind its loss",
+        "tiled_jax/models/model_loss.py",
+        "        if self._changed:",
+        "        if self._changed and False:",
+        "tests/models/test_jax_model_loss.py -x -k loss_of_the_logits",
+    ),
+    Mutant(
+        "JAX: the whole of a model is run for its loss, logits too",
+        "tiled_jax/models/others/equations.py",
+        "            if asked or (equation.effects",
+        "            if True or (equation.effects",
+        "tests/models/test_jax_model_loss.py -x -k never_made",
+    ),
+    Mutant(
         "JAX: a resumed optimizer begins at its first step",
         "tiled_jax/commands/finetune/trainer.py",
         'self._set_optimizer(int(state.optimizer["step"][...]), moments)',

@@ -13,7 +13,7 @@ _FREE = slice(None)
 
 
 class FolderNames:
-    """What the arrays of a model folder are called, and the parameters that transformers makes of them.
+    """Gives the arrays of a model folder the names of the parameters that transformers makes of them, and back.
 
     Parameters have the arrays' own names but for those of a mixture of experts: `mlp.gate.weight` [E, H] is the router,
     `mlp.experts.gate_up_proj` [E, 2 I, H] holds the gate of every expert above its up, `mlp.experts.down_proj` [E, H, I].
@@ -42,7 +42,7 @@ class FolderNames:
         for parameter, name in self._routers.items():
             found[parameter] = found.pop(name)
         for parameter, names in self._of_experts.items():
-            found[parameter] = _Together([[found.pop(name) for name in of_one] for of_one in names])
+            found[parameter] = _Stacked([[found.pop(name) for name in of_one] for of_one in names])
         return found
 
     def arrays(self, parameter: str, whole: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -54,7 +54,7 @@ class FolderNames:
             yield from zip(names, of_one.chunk(len(names)), strict=True)
 
 
-class _Together:
+class _Stacked:
     """The arrays of all experts of a layer as one [experts, rows, columns]; those of one expert lie one above the other."""
 
     def __init__(self, each: Sequence[Sequence[Array]]) -> None:
