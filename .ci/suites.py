@@ -79,9 +79,9 @@ SUITES = (
     Suite(
         "test-deep",
         (*HALVES, "tests/"),
-        860,
+        940,
         2700,
-        turns=(Suite("test-deep-0", (), 450, 1800), Suite("test-deep-1", (), 450, 1800)),
+        turns=(Suite("test-deep-0", (), 490, 1800), Suite("test-deep-1", (), 490, 1800)),
     ),
     Suite("float8", ("tiled_torch/plans/", "tiled_torch/layers/", "tests/float8/", "requirements/float8.txt"), 25, 600),
     Suite("deepspeed", ("tiled_torch/", "tests/zero/", "requirements/deepspeed.txt"), 80, 900),
@@ -95,7 +95,7 @@ SUITES = (
             "tests/habits/",
             "requirements/trainers.txt",
         ),
-        35,
+        60,
         1200,
     ),
     Suite(

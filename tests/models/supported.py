@@ -8,6 +8,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,15 @@ from torch import Tensor, nn
 
 from shared_specs.tolerances import MODEL_FLOAT32
 from tests.models.tiny_configs import tiny_config, tiny_model
-from tests.models.tiny_overrides import FILES_DIFFER, FLOAT32, INPUTS, NOT_BUILT, OVERRIDES
+from tests.models.tiny_overrides import (
+    FILES_DIFFER,
+    FLOAT32,
+    INPUTS,
+    NOT_BUILT,
+    NOT_CHECKPOINTED,
+    NOT_GENERATED,
+    OVERRIDES,
+)
 from tiled_torch import tile_model, tiling_paths, untile_model
 from tiled_torch.models.experts.module import TiledRouter
 
@@ -108,9 +117,7 @@ def checked(kind: str, *, images: bool = False, saved: bool = True) -> Row:
             raise
         return Row(kind, name, NOT_TRIED, NOT_TRIED, "it was not built tiny, or needs more than tokens")
     assert type(model).__name__ == name
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=r"tile_model: .* (as it is|as they are) in")
-        warnings.filterwarnings("ignore", message=r"tile_model: the loss of")
+    with _left_untold():
         tile_model(model, num_shards=3)
         planned = tiling_paths(model)
         found = step(model, kind)
@@ -128,6 +135,54 @@ def checked(kind: str, *, images: bool = False, saved: bool = True) -> Row:
     untile_model(model)
     assert tiling_paths(model) == {}
     return row
+
+
+def check_use(kind: str) -> None:
+    """Assert that greedy generation and a step with checkpointed layers are those of the untiled model."""
+    plain = build(kind)
+    tiled = tiled_copy(plain)
+    if kind in NOT_GENERATED:
+        with pytest.raises(ValueError, match="axial_pos_shape"):
+            _generated(plain, kind)
+    else:
+        assert torch.equal(_generated(tiled, kind), _generated(plain, kind))
+    if kind in NOT_CHECKPOINTED:
+        with pytest.raises(ValueError, match="checkpointing"):
+            plain.activation_checkpointing_enable()
+        return
+    for model in (plain, tiled):
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    assert_same_step(tiled, plain, kind)
+
+
+def tiled_copy(model: Any) -> Any:
+    """A copy of the model, tiled; what is left untiled is in the table, not told here."""
+    with _left_untold():
+        return tile_model(deepcopy(model), num_shards=3)
+
+
+def assert_same_step(model: Any, untiled: Any, kind: str) -> None:
+    expected = step(untiled, kind)
+    with _left_untold():
+        found = difference(step(model, kind), expected)
+    assert found <= MODEL_FLOAT32, f"{kind}: {found}"
+
+
+@contextmanager
+def _left_untold() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r"tile_model: .* (as it is|as they are) in")
+        warnings.filterwarnings("ignore", message=r"tile_model: the loss of")
+        yield
+
+
+def _generated(model: Any, kind: str) -> Tensor:
+    """What greedy generation appends to the tokens, in evaluation."""
+    model.eval()
+    with torch.no_grad():
+        found = model.generate(IDS, max_new_tokens=3, do_sample=False, pad_token_id=0, **INPUTS.get(kind, {}))
+    model.train()
+    return found
 
 
 def _check_files(model: Any, made: Any, kind: str, found: tuple[Any, ...]) -> None:
@@ -161,7 +216,8 @@ def _code(path: str) -> str:
 HEADER = """# Supported models
 
 `tile_model` on the language models of transformers, each built tiny and compared with its untiled self: loss, logits, every
-gradient, keys, files. Written by `python -m tests.models.supported`; do not edit it.
+gradient, keys, files; of causal models also generation, checkpointed layers, and LoRA on every linear layer, added before or
+after tiling. Written by `python -m tests.models.supported`; do not edit it.
 
 * Loss: `tiled_linear_cross_entropy` where no logits of all tokens are made.
 * MLPs: `tiled_mlp` where a probe (or a list) knows the formula, `tiled_experts` where routed experts compute the rows that
@@ -174,15 +230,14 @@ COLUMNS = "| Type | Class | Loss | MLPs | Left |\n| --- | --- | --- | --- | --- 
 TITLES = {False: "Causal language models", True: "Images and text, given text"}
 
 
-def table(found: list[Row], images: list[Row]) -> str:
-    """Return the page."""
-    return HEADER + "\n".join(section(rows, of_images) for rows, of_images in ((found, False), (images, True)))
+def table(found: list[str], images: list[str]) -> str:
+    """Return the page of these lines."""
+    return HEADER + "\n".join(section(lines, of_images) for lines, of_images in ((found, False), (images, True)))
 
 
-def section(found: list[Row], images: bool) -> str:
-    lines = [row.line for row in found]
+def section(lines: list[str], images: bool) -> str:
     losses, mlps = counts(lines)
-    text = f"## {TITLES[images]}\n\nOf {len(found)} types {losses} have their loss tiled and {mlps} MLPs.\n\n"
+    text = f"## {TITLES[images]}\n\nOf {len(lines)} types {losses} have their loss tiled and {mlps} MLPs.\n\n"
     return text + COLUMNS + "".join(f"{line}\n" for line in lines)
 
 
@@ -201,11 +256,11 @@ def table_lines(*, images: bool = False) -> dict[str, str]:
 
 def main(kinds: list[str]) -> None:
     transformers.utils.logging.disable_progress_bar()
-    found: dict[bool, list[Row]] = {False: [], True: []}
+    found: dict[bool, list[str]] = {False: [], True: []}
     for images, mapping in ((False, TEXT), (True, IMAGES)):
         for kind in [kind for kind in kinds or mapping if kind in mapping]:
-            found[images].append(checked(kind, images=images, saved=not images))
-            print(found[images][-1].line, flush=True)
+            found[images].append(checked(kind, images=images, saved=not images).line)
+            print(found[images][-1], flush=True)
     if not kinds:
         TABLE.parent.mkdir(exist_ok=True)
         TABLE.write_text(table(found[False], found[True]))

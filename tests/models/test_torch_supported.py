@@ -1,10 +1,14 @@
 """Any causal language model of transformers: those of the table in docs/ do what it says, and it says enough."""
 
+from collections.abc import Collection
+from typing import Any
+
 import pytest
 
 pytest.importorskip("transformers")
 
-from tests.models.supported import IMAGES, TABLE, TEXT, checked, counts, table, table_lines
+from tests.models.supported import IMAGES, TABLE, TEXT, check_use, checked, counts, table, table_lines
+from tests.models.tiny_overrides import NOT_BUILT
 
 # One of each kind of head, of MLP and of what is left.
 REPRESENTATIVE = (
@@ -14,14 +18,26 @@ REPRESENTATIVE = (
 WITH_IMAGES = "idefics2 llama4 paligemma qwen3_5 t5gemma2".split()
 
 
-@pytest.mark.parametrize("kind", REPRESENTATIVE)
+def first(kinds: list[str], types: Collection[str]) -> list[Any]:
+    """All types, those that are not among the kinds marked as deep."""
+    return [pytest.param(kind, marks=() if kind in kinds else pytest.mark.deep) for kind in types]
+
+
+@pytest.mark.parametrize("kind", first(REPRESENTATIVE, TEXT))
 def test_a_tiny_model_trains_as_its_untiled_self(kind: str) -> None:
-    assert checked(kind, saved=kind in ("gpt2", "falcon_h1", "bert")).line == table_lines()[kind]
+    saved = kind not in REPRESENTATIVE or kind in ("gpt2", "falcon_h1", "bert")
+    assert checked(kind, saved=saved).line == table_lines()[kind]
 
 
-@pytest.mark.parametrize("kind", WITH_IMAGES)
+@pytest.mark.parametrize("kind", first(WITH_IMAGES, IMAGES))
 def test_a_tiny_model_of_images_and_text_does(kind: str) -> None:
     assert checked(kind, images=True, saved=False).line == table_lines(images=True)[kind]
+
+
+# Of kimi_linear that takes most of a minute.
+@pytest.mark.parametrize("kind", first(["mixtral"], [kind for kind in TEXT if kind not in {*NOT_BUILT, "kimi_linear"}]))
+def test_it_generates_and_is_checkpointed_as_its_untiled_self(kind: str) -> None:
+    check_use(kind)
 
 
 @pytest.mark.parametrize(("images", "types", "least"), [(False, TEXT, (150, 170)), (True, IMAGES, (50, 45))])
@@ -34,7 +50,5 @@ def test_the_table_has_every_type_and_says_enough(images: bool, types: dict[str,
     assert f"Of {len(lines)} types {losses} have their loss tiled and {mlps} MLPs." in TABLE.read_text()
 
 
-@pytest.mark.slow
-def test_the_table_is_what_runs() -> None:
-    found = [checked(kind) for kind in TEXT], [checked(kind, images=True, saved=False) for kind in IMAGES]
-    assert table(*found) == TABLE.read_text()
+def test_the_page_is_what_its_lines_make() -> None:
+    assert table(*([*table_lines(images=images).values()] for images in (False, True))) == TABLE.read_text()

@@ -40,6 +40,17 @@ FLOAT32 = frozenset({"inkling2_text", "xglm", "xlnet"})
 # Types whose files transformers itself does not read back as they were written, untiled models' too.
 FILES_DIFFER = frozenset({"youtu"})
 
+# Types that transformers itself does not generate from so few tokens, and whose layers it does not checkpoint.
+NOT_GENERATED = frozenset({"reformer"})
+NOT_CHECKPOINTED = frozenset("cpmant ctrl gpt_neox_japanese jetmoe openai-gpt reformer xlm xlnet".split())
+
+# Layers that peft does not adapt in these types: it refuses some, and others are called in ways of their own.
+NOT_ADAPTED = {
+    **dict.fromkeys(("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"), "out_proj"),
+    **dict.fromkeys(("llama4", "llama4_text", "phimoe"), "router"),
+    "deepseek_v4": "o_a_proj",
+}
+
 # What goes with the tokens.
 INPUTS: dict[str, dict[str, Any]] = {"git": {"pixel_values": torch.zeros(2, 3, 16, 16)}}
 
