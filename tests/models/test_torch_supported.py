@@ -40,7 +40,7 @@ def test_it_generates_and_is_checkpointed_as_its_untiled_self(kind: str) -> None
     check_use(kind)
 
 
-@pytest.mark.parametrize(("images", "types", "least"), [(False, TEXT, (150, 170)), (True, IMAGES, (50, 45))])
+@pytest.mark.parametrize(("images", "types", "least"), [(False, TEXT, (150, 170)), (True, IMAGES, (70, 70))])
 def test_the_table_has_every_type_and_says_enough(images: bool, types: dict[str, str], least: tuple[int, int]) -> None:
     lines = table_lines(images=images)
     assert lines.keys() == types.keys()

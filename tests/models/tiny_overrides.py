@@ -6,6 +6,12 @@ import torch
 
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
+
+def _turned(*sections: int, **more: Any) -> dict[str, Any]:
+    """Of a text whose positions have parts, of an image's time, height and width: how many pairs of a head each turns."""
+    return {"text_config": {"rope_parameters": _ROPE | {"mrope_section": [*sections]} | more}}
+
+
 OVERRIDES: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {"mlp_layer_types": ["dense", "sparse"]},
     "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}},
@@ -28,6 +34,22 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "lsh_attn_chunk_length": 9,
         "local_attn_chunk_length": 9,
     },
+    **dict.fromkeys(
+        ("cosmos3_edge", "paddleocr_vl", "qwen2_5_omni_thinker", "qwen2_5_vl", "qwen2_vl"), _turned(2, 1, 1)
+    ),
+    **dict.fromkeys(("glm46v", "glm4v", "glm_ocr", "glmga"), _turned(2, 1, 1, partial_rotary_factor=1.0)),
+    "glm4v_moe": _turned(1, 1, 0, partial_rotary_factor=0.5),
+    "ernie4_5_vl_moe": _turned(1, 1, 2),
+    "hunyuan_vl": _turned(1, 1, 1, 1),
+    "chameleon": {"vocabulary_map": {"<image>": 5}},
+    "cohere_compass": {"text_config": {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}}},
+    "glm5_next": {"text_config": {"index_kpool": 4, "qk_rope_head_dim": 0}},
+    "granite_docling": {"vision_config": {"out_hidden_size": 32}},
+    "inkling2": {"vision_config": {"text_hidden_size": 32}},
+    "molmo2": {"adapter_config": {"vision_feature_layer": [-1, -2]}},
+    "step3p7": {"text_config": {"sliding_window": 8}},
+    "udop": {"decoder_start_token_id": 0},
+    "vision-encoder-decoder": {"pad_token_id": 0, "decoder_start_token_id": 1},
     "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
     "zamba": {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"]},
     "zamba2": {"layers_block_type": ["mamba", "hybrid"]},
@@ -52,7 +74,14 @@ NOT_ADAPTED = {
 }
 
 # What goes with the tokens.
-INPUTS: dict[str, dict[str, Any]] = {"git": {"pixel_values": torch.zeros(2, 3, 16, 16)}}
+_PIXELS = torch.linspace(-1, 1, 2 * 3 * 16 * 16).reshape(2, 3, 16, 16)
+INPUTS: dict[str, dict[str, Any]] = {
+    "blip": {"pixel_values": _PIXELS},
+    "git": {"pixel_values": torch.zeros(2, 3, 16, 16)},
+    "molmo2": {"mm_token_type_ids": torch.zeros(2, 9, dtype=torch.long)},
+    "udop": {"bbox": torch.zeros(2, 9, 4)},
+    "vision-encoder-decoder": {"pixel_values": _PIXELS},
+}
 
 # Types that are not built tiny -> why.
 NOT_BUILT: dict[str, str] = {
