@@ -113,6 +113,23 @@ def test_what_has_no_plan_by_structure_is_told():
             plan_of(model)
 
 
+def test_a_model_around_one_of_transformers_is_refused():
+    """As peft's are, which say the configuration of what they hold."""
+
+    class Around(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inside = build("mixtral")
+            self.config = self.inside.config
+
+        def get_base_model(self):
+            return self.inside
+
+    match = r"^parallelize: model must be the MixtralForCausalLM in it, got Around\. Pass what its get_base_model\(\)"
+    with pytest.raises(UnsupportedError, match=match):
+        plan_of(Around())
+
+
 def _shared() -> Any:
     model = build("bloom")
     model.transformer.h[1].mlp = model.transformer.h[0].mlp

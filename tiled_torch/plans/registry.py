@@ -109,6 +109,11 @@ def plan_of(model: nn.Module, function: str = "parallelize") -> Plan:
     for base in type(model).__mro__:
         if base in _BUILDERS:
             return _BUILDERS[base](model)
+    inside = model.get_base_model() if hasattr(model, "get_base_model") else model  # of peft's models
+    if inside is not model and isinstance(inside, nn.Module):
+        rule = f"the {type(inside).__name__} in it"
+        advice = "Pass what its get_base_model() returns, which holds the adapters too and is changed in place."
+        raise UnsupportedError(error_text(function, "model", rule, type(model).__name__, advice=advice))
     kind = getattr(getattr(model, "config", None), "model_type", None)
     if kind in _BUILDERS:
         return _BUILDERS[kind](model)
