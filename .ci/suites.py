@@ -80,7 +80,7 @@ SUITES = (
         "test-deep",
         (*HALVES, "tests/"),
         940,
-        2700,
+        3000,
         turns=(Suite("test-deep-0", (), 490, 1800), Suite("test-deep-1", (), 490, 1800)),
     ),
     Suite("float8", ("tiled_torch/plans/", "tiled_torch/layers/", "tests/float8/", "requirements/float8.txt"), 25, 600),

@@ -63,7 +63,7 @@ HEADS = {
     "einsum": lambda model, x: jnp.einsum("hv,bsh->bsv", model.head.kernel[...], x),
     "flat": lambda model, x: (x.reshape(-1, H) @ model.head.kernel[...]).reshape(*x.shape[:-1], V),
     "cast": lambda model, x: model.head(x).astype(jnp.float32).astype(jnp.float64),
-    "scaled": lambda model, x: 0.5 * model.head(x) / 3.0,
+    "scaled": lambda model, x: 0.5 * model.head(x) / jnp.sqrt(8.0),
     "capped": lambda model, x: 5.0 * jnp.tanh(model.head(x) / 5.0),
     "scaled and capped": lambda model, x: jnp.tanh(model.embed.attend(x) * 3.0) * 2.0,
     "jit": lambda model, x: jax.jit(lambda x, w: 7.0 * jnp.tanh(x @ w / 7.0))(x, model.head.kernel[...]),

@@ -117,7 +117,8 @@ def _before(program: Equations, equation: Any, name: str, behind: _Behind, vocab
 def _number(program: Equations, atom: Atom) -> float:
     """Return the one number that an operand is, however it is spread."""
     program, atom, _ = _spread(program, atom)
-    value = program.values([atom])[0] if atom.aval.size == 1 else None
+    with jax.ensure_compile_time_eval():  # of sqrt(8), under `jit` too
+        value = program.values([atom])[0] if atom.aval.size == 1 else None
     if value is None or isinstance(value, Tracer):
         raise NoHeadError("logits that are multiplied by what is no known number")
     return np.asarray(value).item()
