@@ -13,6 +13,7 @@ class _Required:
 
 REQUIRED: Any = _Required()
 VARIADIC: Any = "*"  # the "default" of `*args`
+KEYWORDS: Any = "**"  # that of `**kwargs`
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """The public face: names, arguments, order and defaults. A test compares both halves with this list."""
 
+from shared_specs.arguments import KEYWORDS as KEYWORDS
 from shared_specs.arguments import ONLY_JAX, ONLY_TORCH, TILING, keyword
 from shared_specs.arguments import REQUIRED as REQUIRED
 from shared_specs.arguments import VARIADIC as VARIADIC
@@ -185,6 +186,18 @@ SIGNATURES: dict[str, tuple[Argument, ...]] = {
         keyword("num_shards", None),
         keyword("tiling", None),
     ),
+    "tiled_model_loss": (
+        Argument("model"),
+        Argument("targets"),
+        Argument("args", VARIADIC),
+        keyword("loss", LossOptions()),
+        keyword("num_shards", None),
+        keyword("tiling", None),
+        keyword("backend", "auto"),
+        keyword("token_weight", None),
+        keyword("has_aux", False),
+        Argument("kwargs", KEYWORDS),
+    ),
     "TiledLinearCrossEntropy": (
         Argument("hidden_size"),
         Argument("vocab_size"),
@@ -275,6 +288,7 @@ PUBLIC = (
     "tiled_linear_cross_entropy",
     "tiled_loss",
     "tiled_mlp",
+    "tiled_model_loss",
     "tiled_moe",
     "tiling_paths",
     "untile_model",

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         tiled_mlp,
         tiled_moe,
     )
+    from tiled_jax.models.model_loss import tiled_model_loss
     from tiled_jax.models.tiling import tile_model, tiling_paths, untile_model
     from tiled_jax.modules import TiledLinear, TiledLinearCrossEntropy, TiledLinearReturnBias, TiledMLP, TiledMoE, linen
     from tiled_jax.parallel import parallelize, vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
@@ -70,6 +71,7 @@ __all__ = [
     "tiled_linear_cross_entropy",
     "tiled_loss",
     "tiled_mlp",
+    "tiled_model_loss",
     "tiled_moe",
     "tiling_paths",
     "untile_model",
@@ -89,6 +91,7 @@ _MODULES = {
         "tiled_mlp",
         "tiled_moe",
     ),
+    "models.model_loss": ("tiled_model_loss",),
     "models.tiling": ("tile_model", "tiling_paths", "untile_model"),
     "modules": ("TiledLinear", "TiledLinearCrossEntropy", "TiledLinearReturnBias", "TiledMLP", "TiledMoE", "linen"),
     "plan.api": ("fits", "plan"),

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from tiled_torch.functional import tiled_moe as tiled_moe
     from tiled_torch.models import AutoTiledModelForCausalLM as AutoTiledModelForCausalLM
     from tiled_torch.models import tile_model as tile_model
+    from tiled_torch.models import tiled_model_loss as tiled_model_loss
     from tiled_torch.models import tiling_paths as tiling_paths
     from tiled_torch.models import untile_model as untile_model
     from tiled_torch.modules import TiledLinear as TiledLinear
@@ -76,6 +77,7 @@ __all__ = [
     "tiled_linear_cross_entropy",
     "tiled_loss",
     "tiled_mlp",
+    "tiled_model_loss",
     "tiled_moe",
     "tiling_paths",
     "untile_model",
@@ -95,7 +97,7 @@ _MODULES = {
         "tiled_mlp",
         "tiled_moe",
     ),
-    "models": ("AutoTiledModelForCausalLM", "tile_model", "tiling_paths", "untile_model"),
+    "models": ("AutoTiledModelForCausalLM", "tile_model", "tiled_model_loss", "tiling_paths", "untile_model"),
     "modules": ("TiledLinear", "TiledLinearCrossEntropy", "TiledLinearReturnBias", "TiledMLP", "TiledMoE"),
     "plan.api": ("fits", "plan"),
     "parallel": ("parallelize", "vocab_parallel_cross_entropy", "vocab_parallel_linear_cross_entropy"),

@@ -9,6 +9,7 @@ import pytest
 
 from shared_specs.config import HALVES, NAMES, Half
 from shared_specs.signatures import (
+    KEYWORDS,
     PARALLEL_ONLY,
     PARALLEL_SIGNATURES,
     PUBLIC,
@@ -40,6 +41,8 @@ def assert_signature(found: object, arguments: Sequence[Argument], half: Half) -
         assert (parameter.kind is inspect.Parameter.KEYWORD_ONLY) == argument.keyword_only, parameter
         if argument.default is VARIADIC:
             assert parameter.kind is inspect.Parameter.VAR_POSITIONAL, parameter
+        elif argument.default is KEYWORDS:
+            assert parameter.kind is inspect.Parameter.VAR_KEYWORD, parameter
         elif argument.default is REQUIRED:
             if len(argument.halves) == len(HALVES):
                 assert parameter.default is inspect.Parameter.empty, parameter

@@ -4,13 +4,15 @@ import copy
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from shared_specs import UnsupportedError
 from tests.models.supported import IDS, build
 from tests.plans.ranks_torch_plans import full
-from tiled_torch import tile_model, tiling_paths
+from tiled_torch import tile_model, tiled_model_loss, tiling_paths
 
 Step = tuple[Tensor, Tensor, dict[str, Any]]
 
@@ -82,3 +84,20 @@ def refused(rank: int, world: int, kind: str) -> dict[str, str]:
     except RuntimeError as error:
         found["changed"] = str(error)
     return found
+
+
+def model_loss(rank: int, world: int, engine: str) -> float:
+    """The largest relative error of the gradients of `tiled_model_loss` in an engine, each rank with sequences of its own."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(64, 8), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 64)).double()
+    expected = copy.deepcopy(model)
+    for row in range(world):
+        logits = expected(IDS[row : row + 1, :-1])
+        (F.cross_entropy(logits.flatten(0, 1), IDS[row, 1:]) / world).backward()
+    engaged: Any = fully_shard(model, reshard_after_forward=True) if engine == "fsdp" else None
+    if engaged is None:
+        engaged = DistributedDataParallel(model, find_unused_parameters=True)
+    own = IDS[rank : rank + 1]
+    tiled_model_loss(engaged, own[:, 1:], own[:, :-1], num_shards=3).backward()
+    pairs = zip(model.parameters(), expected.parameters(), strict=True)
+    return max(float((full(p.grad) - other.grad).norm() / other.grad.norm()) for p, other in pairs)

@@ -15,7 +15,7 @@ from shared_specs.config import LossOptions
 from shared_specs.errors import SpecError, UnsupportedError
 from shared_specs.tolerances import FLOOR, MODEL_FLOAT32
 from tests.asserting import assert_within
-from tiled_jax.models import tiled_model_loss
+from tiled_jax import tiled_model_loss
 
 H, V = 8, 16
 TOKENS = jax.random.randint(jax.random.key(1), (4, 7), 0, V)

@@ -1376,6 +1376,20 @@ MUTANTS = (
         "tests/models/test_jax_families.py -x -k mesh",
     ),
     Mutant(
+        "the softcap of a model's logits has no part in its loss",
+        "tiled_torch/models/heads/model_loss.py",
+        "logit_softcap=known.logit_softcap)",
+        "logit_softcap=None)",
+        "tests/models/test_torch_model_loss.py -x -k loss_of_the_logits",
+    ),
+    Mutant(
+        "under fully_shard the loss of a model's logits is made behind its hooks",
+        "tiled_torch/models/heads/model_loss.py",
+        "prepend=_is_sharded(inside)",
+        "prepend=False",
+        "tests/models/test_torch_model_loss.py -x -k over_ranks",
+    ),
+    Mutant(
         "JAX: the softcap of a model's head is its factor alone",
         "tiled_jax/models/others/head.py",
         "return Head(x, weight, bias, behind.inner * behind.outer, behind.outer)",

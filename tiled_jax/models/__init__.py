@@ -5,7 +5,6 @@ from tiled_jax.models.config import LlamaConfig
 from tiled_jax.models.generate import generate
 from tiled_jax.models.llama import Llama
 from tiled_jax.models.loss import next_token_loss, summed_next_token_loss
-from tiled_jax.models.model_loss import tiled_model_loss
 from tiled_jax.models.weights import from_hf, to_hf
 
 __all__ = [
@@ -16,6 +15,5 @@ __all__ = [
     "generate",
     "next_token_loss",
     "summed_next_token_loss",
-    "tiled_model_loss",
     "to_hf",
 ]

@@ -48,7 +48,7 @@ def tile_model(
 
     Each call compares the module with the probed one. The module runs through `tile` once a projection has an adapter (nnx.LoRA
     around it), once it has another activation or dtype, or if it is called with more than x. Existing `TiledMLP` modules do not
-    change. Heads do not change: `models.tiled_model_loss` computes the loss of a model's logits without them.
+    change. Heads do not change: `tiled_model_loss` computes the loss of a model's logits without them.
 
     Args:
         model: an nnx.Module, changed in place. Its parameters are drawn, loaded or only shapes (nnx.eval_shape). Its layers are

@@ -128,6 +128,7 @@ def loss_through(
     backend: str,
     finish: Callable[[Tensor], Tensor] | None = None,
     bias: Tensor | None = None,
+    token_weight: Tensor | None = None,
 ) -> Tensor:
     """Return the loss of hidden states through a head that is called head or lm_head.
 
@@ -135,15 +136,19 @@ def loss_through(
     where a sixteenth or more do not; how many is read from the device once a call.
 
     finish: what becomes of the head's result, where that is more than the options say; it is then called for every shard.
-    bias: [V], added to a plain head's result besides its own.
+    bias: [V], added to a plain head's result besides its own. token_weight: of a plain head alone.
     """
     if finish is None and reason_linear_is_not_plain("lm_head", head, gathered=True, unit=True) is None:
 
         def fused(hidden: Tensor) -> Any:
             added = head.bias if bias is None else bias if head.bias is None else head.bias + bias
-            return tiled_linear_cross_entropy(
-                hidden, head.weight, targets, bias=added, loss=options, tiling=tiling, backend=backend
-            )
+            given: dict[str, Any] = {
+                "loss": options,
+                "tiling": tiling,
+                "backend": backend,
+                "token_weight": token_weight,
+            }
+            return tiled_linear_cross_entropy(hidden, head.weight, targets, bias=added, **given)
 
         is_plain = reason_linear_is_not_plain("lm_head", head) is None
         return fused(hidden) if is_plain else called_once(head, fused, hidden)
