@@ -99,5 +99,6 @@ def model_loss(rank: int, world: int, engine: str) -> float:
         engaged = DistributedDataParallel(model, find_unused_parameters=True)
     own = IDS[rank : rank + 1]
     tiled_model_loss(engaged, own[:, 1:], own[:, :-1], num_shards=3).backward()
-    pairs = zip(model.parameters(), expected.parameters(), strict=True)
-    return max(float((full(p.grad) - other.grad).norm() / other.grad.norm()) for p, other in pairs)
+    found: list[Any] = [full(parameter.grad) for parameter in model.parameters()]
+    truth: list[Any] = [parameter.grad for parameter in expected.parameters()]
+    return max(float((a - b).norm() / b.norm()) for a, b in zip(found, truth, strict=True))

@@ -14,6 +14,7 @@ from shared_specs.errors import SpecError, UnsupportedError
 from shared_specs.tolerances import DISTRIBUTED_FLOAT64, FLOOR, MODEL_FLOAT32
 from tests.asserting import assert_within
 from tests.core.torch_counting import LiveBytes
+from tests.models.supported import IDS, build
 from tests.ranks import Ranks
 
 pytest.importorskip("transformers")
@@ -131,6 +132,38 @@ def test_beside_tiled_mlps_and_under_replicas() -> None:
     assert tiling_paths(model) == {"mlp": "tiled_mlp"}
     expected = F.cross_entropy(untiled(INPUTS).flatten(0, 1), TARGETS.flatten())
     assert_within(found.detach().numpy(), expected.detach().numpy(), MODEL_FLOAT32, "loss")
+
+
+class Around(nn.Module):
+    """Returns what the model in it returns as `logits`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.model(tokens).logits
+
+
+def test_a_model_of_transformers_in_a_module() -> None:
+    model = Around(build("llama"))
+    found = tiled_model_loss(model, IDS[:, 1:], IDS[:, :-1], num_shards=5)
+    expected = F.cross_entropy(model(IDS[:, :-1]).flatten(0, 1), IDS[:, 1:].flatten())
+    assert_within(found.detach().numpy(), expected.detach().numpy(), FLOOR["float64"], "loss")
+    with pytest.raises(
+        TypeError, match=r"got CausalLMOutputWithPast\. tile_model computes the loss of a model of transformers"
+    ):
+        tiled_model_loss(model.model, IDS[:, 1:], IDS[:, :-1])
+
+
+@pytest.mark.deep
+def test_a_compiled_step_runs_it_uncompiled() -> None:
+    model = Model(HEADS["capped"])
+    found = torch.compile(lambda: tiled_model_loss(model, TARGETS, INPUTS, num_shards=5), backend="eager")()
+    expected = F.cross_entropy(model(INPUTS).flatten(0, 1), TARGETS.flatten())
+    assert_within(found.detach().numpy(), expected.detach().numpy(), MODEL_FLOAT32, "loss")
+    with pytest.raises(UnsupportedError, match=r"^tiled_model_loss: model is compiled\. Compile its layers instead\."):
+        tiled_model_loss(torch.compile(model, backend="eager"), TARGETS, INPUTS)
 
 
 def test_logits_are_never_made() -> None:

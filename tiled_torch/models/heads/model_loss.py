@@ -1,5 +1,6 @@
 """`tiled_model_loss`: the cross entropy of the logits of any PyTorch model, without its logits."""
 
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -40,11 +41,11 @@ def tiled_model_loss(
 ) -> Any:
     """Return the cross entropy of the logits model(*args, **kwargs), one shard of tokens at a time. The logits never exist.
 
-    The model runs with a head that returns its input. The head is the linear layer that the model registers last among its own
-    attributes, or its output embeddings (transformers). Behind it there may be a frozen bias, a factor, a softcap
-    (c tanh(z / c)), casts and views. The hidden states in front of the head go to `tiled_linear_cross_entropy`, inside the
-    model's forward, where an engine has gathered its weights. The rest of the model runs as it is. Gradients reach every
-    parameter.
+    The model runs with a head that returns its input. The head is the linear layer that the model registers last among its
+    own attributes, or its output embeddings (transformers); a module that holds one other is looked through. Behind it there
+    may be a frozen bias, a factor, a softcap (c tanh(z / c)), casts and views. The hidden states in front of the head go to
+    `tiled_linear_cross_entropy`, inside the model's forward, where an engine has gathered its weights. The rest of the model
+    runs as it is. Gradients reach every parameter.
 
     Args:
         model: a module that returns logits [*tokens, V]; also in DistributedDataParallel or fully_shard.
@@ -60,7 +61,7 @@ def tiled_model_loss(
     Memory: that of the model without its head, and of `tiled_linear_cross_entropy`. If the model itself reads the logits, they
         are made for it.
     Raises:
-        UnsupportedError: the logits are made in another way, or under torch.compile (compile the model's layers instead).
+        UnsupportedError: the logits are made in another way, or the model is compiled (compile its layers instead).
         SpecError: the targets' shape is not that of the logits without their last dim. TypeError: model is no module, or
         returns no tensor.
     Source: `tiled_linear_cross_entropy`.
@@ -70,9 +71,6 @@ def tiled_model_loss(
         >>> tiled_model_loss(model, tokens[:, 1:], tokens[:, :-1]).shape
         torch.Size([])
     """
-    if torch.compiler.is_compiling():
-        advice = "Compile the model's layers instead."
-        raise UnsupportedError(refusal_text(_NAME, "torch.compile traces it", advice=advice))
     if not isinstance(model, nn.Module):
         fail_type(_NAME, "model", "a torch.nn.Module", type(model).__name__)
     if not isinstance(targets, Tensor):
@@ -86,6 +84,8 @@ def tiled_model_loss(
     checks.check_flags(_NAME, has_aux=has_aux)
     loss_checks.check_loss_options(_NAME, loss)
     inside = _without_wrappers(model)
+    if isinstance(getattr(inside, "_orig_mod", None), nn.Module):
+        raise UnsupportedError(refusal_text(_NAME, "model is compiled", advice="Compile its layers instead."))
     name, head = _head_of(inside)
     run = HeadRun(name, head, options, backend, model=model)
 
@@ -96,9 +96,15 @@ def tiled_model_loss(
 
     # An engine's own hook hears of the loss, from which backward begins; those of users hear of what stands for the logits.
     hook = inside.register_forward_hook(instead, prepend=_is_sharded(inside))
-    try:
+
+    def call() -> Any:
         with swapped(head, run):
             return model(*args, **kwargs)
+
+    try:
+        # A graph of whoever compiles the step would make the logits.
+        uncompiled: Any = torch.compiler.disable(call) if "torch._dynamo" in sys.modules else call
+        return uncompiled()
     finally:
         hook.remove()
 
@@ -117,13 +123,16 @@ def _is_sharded(model: nn.Module) -> bool:
 
 
 def _head_of(model: nn.Module) -> tuple[str, nn.Module]:
-    if isinstance(model, PreTrainedModel):
-        found = head_of(model)
-    else:
-        own = [(name, child) for name, child in model.named_children() if sizes_of(child) is not None]
-        found = own[-1] if own else None
+    inside = model
+    while not isinstance(inside, PreTrainedModel):
+        own = [(name, child) for name, child in inside.named_children() if sizes_of(child) is not None]
+        others = [child for child in inside.children() if next(child.parameters(), None) is not None]
+        if own or len(others) != 1:
+            break
+        inside = others[0]
+    found = head_of(inside) if isinstance(inside, PreTrainedModel) else own[-1] if own else None
     if found is None:
-        got = f"{type(model).__name__}, which has no linear layer among its own attributes"
+        got = f"{type(inside).__name__}, which has no linear layer among its own attributes"
         raise UnsupportedError(error_text(_NAME, "model", "one with a head", got, advice=_ADVICE))
     return found
 
