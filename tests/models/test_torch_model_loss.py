@@ -162,8 +162,9 @@ def test_a_compiled_step_runs_it_uncompiled() -> None:
     found = torch.compile(lambda: tiled_model_loss(model, TARGETS, INPUTS, num_shards=5), backend="eager")()
     expected = F.cross_entropy(model(INPUTS).flatten(0, 1), TARGETS.flatten())
     assert_within(found.detach().numpy(), expected.detach().numpy(), MODEL_FLOAT32, "loss")
+    compiled: Any = torch.compile(model, backend="eager")
     with pytest.raises(UnsupportedError, match=r"^tiled_model_loss: model is compiled\. Compile its layers instead\."):
-        tiled_model_loss(torch.compile(model, backend="eager"), TARGETS, INPUTS)
+        tiled_model_loss(compiled, TARGETS, INPUTS)
 
 
 def test_logits_are_never_made() -> None:
