@@ -13,6 +13,7 @@ from shared_specs.core import checks
 from shared_specs.errors import UnsupportedError, error_text, fail, fail_type, refusal_text, show_shape
 from shared_specs.loss import checks as loss_checks
 from tiled_torch import backends
+from tiled_torch.core.partitioned import is_partitioned
 from tiled_torch.models.causal_lm import loss_through
 from tiled_torch.models.family import reason_linear_is_not_plain
 from tiled_torch.models.heads.model import head_of
@@ -163,18 +164,24 @@ def _loss(run: HeadRun, logits: Tensor, targets: Tensor, loss: LossOptions, toke
     if known is None:
         raise _refusal("logits after more than a factor and a softcap")
     made = replace(loss, logit_scale=known.logit_scale, logit_softcap=known.logit_softcap)
+    bias = bias_of(made_of.steps)
     with as_before(run.head):
         reason = reason_linear_is_not_plain(run.name, run.head, gathered=True, unit=True)
-        plain = replace(
-            loss, ignore_index=-100, label_smoothing=0.0, reduction="mean", class_weight=None, num_valid=None
-        )
-        bias = bias_of(made_of.steps)
-        if reason is not None and (
-            plain != LossOptions() or loss.reduction == "none" or token_weight is not None or bias is not None
-        ):
-            rule = "those of torch.nn.functional.cross_entropy, but reduction='none',"
-            raise UnsupportedError(error_text(_NAME, "the options of the loss", rule, "others", advice=f"{reason}."))
+        if reason is not None:
+            _check_adapted(run, reason, loss, more=token_weight is not None or bias is not None)
         return loss_through(run.head, made_of.rows, targets, made, run.tiling, run.backend, None, bias, token_weight)
+
+
+def _check_adapted(run: HeadRun, reason: str, loss: LossOptions, *, more: bool) -> None:
+    """Refuse what a head that is called for every shard does not take. more: there are weights of tokens, or a bias behind it."""
+    usual = ("ignore_index", "label_smoothing", "class_weight", "num_valid")
+    rest = replace(loss, **{name: getattr(LossOptions(), name) for name in (*usual, "reduction")})
+    if more or loss.reduction == "none" or rest != LossOptions():
+        rule = "those of torch.nn.functional.cross_entropy, but reduction='none',"
+        raise UnsupportedError(error_text(_NAME, "the options of the loss", rule, "others", advice=f"{reason}."))
+    if any(map(is_partitioned, run.head.parameters())):
+        rule = "a plain linear layer under ZeRO-3, which would gather it for every shard"
+        raise UnsupportedError(error_text(_NAME, run.name, rule, reason, advice="Use ZeRO stage 1 or 2."))
 
 
 def _refusal(got: str) -> UnsupportedError:
