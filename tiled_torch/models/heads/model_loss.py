@@ -173,7 +173,7 @@ def _loss(run: HeadRun, logits: Tensor, targets: Tensor, loss: LossOptions, toke
 
 
 def _check_adapted(run: HeadRun, reason: str, loss: LossOptions, *, more: bool) -> None:
-    """Refuse what a head that is called for every shard does not take. more: there are weights of tokens, or a bias behind it."""
+    """Refuse what a head that is called for every shard does not take. more: tokens have weights, or a bias comes behind."""
     usual = ("ignore_index", "label_smoothing", "class_weight", "num_valid")
     rest = replace(loss, **{name: getattr(LossOptions(), name) for name in (*usual, "reduction")})
     if more or loss.reduction == "none" or rest != LossOptions():
