@@ -109,7 +109,8 @@ def plan_of(model: nn.Module, function: str = "parallelize") -> Plan:
     for base in type(model).__mro__:
         if base in _BUILDERS:
             return _BUILDERS[base](model)
-    inside = model.get_base_model() if hasattr(model, "get_base_model") else model  # of peft's models
+    get_inside: Any = getattr(model, "get_base_model", None)  # of peft's models
+    inside = model if get_inside is None else get_inside()
     if inside is not model and isinstance(inside, nn.Module):
         rule = f"the {type(inside).__name__} in it"
         advice = "Pass what its get_base_model() returns, which holds the adapters too and is changed in place."
