@@ -242,6 +242,19 @@ def test_other_logits_are_refused(form: str) -> None:
         jax.jit(lambda: tiled_model_loss(evaluating(head, bias=True), *swapped))()
 
 
+@pytest.mark.parametrize("spread", [False, True])
+def test_a_number_for_each_token_is_no_bias_of_the_vocabulary(spread: bool) -> None:
+    """Of as many tokens as there are entries: both have the same shape."""
+
+    def model(tokens: jax.Array, each: jax.Array) -> jax.Array:
+        logits = jax.nn.one_hot(tokens, V) @ jnp.ones((V, V))
+        added = jnp.broadcast_to(each[:, None], (V, V)) if spread else each[:, None]
+        return 2.0 * jnp.tanh((logits + added) / 2.0)
+
+    with pytest.raises(UnsupportedError, match="got logits to which add is applied"):
+        tiled_model_loss(model, jnp.arange(V), jnp.arange(V), jnp.linspace(0.0, 1.0, V))
+
+
 def test_bad_arguments_are_refused() -> None:
     model = evaluating(HEADS["layer"])
     with pytest.raises(SpecError, match=r"^tiled_model_loss: targets must be of the shape of the logits \[4, 6, 16\]"):

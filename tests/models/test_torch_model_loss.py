@@ -124,8 +124,26 @@ def test_a_head_with_an_adapter_is_called_for_every_shard() -> None:
         tiled_model_loss(model, TARGETS, INPUTS, loss=LossOptions(z_loss=0.1))
 
 
+class Cooled(nn.Module):
+    """Holds a model as replicas do, and divides its logits."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.module(tokens) / 4.0
+
+
+def test_what_a_module_around_the_model_does_to_its_logits() -> None:
+    model = Cooled(Model(HEADS["layer"])).double()
+    found = tiled_model_loss(model, TARGETS, INPUTS, num_shards=5)
+    expected = F.cross_entropy(model(INPUTS).flatten(0, 1), TARGETS.flatten())
+    assert_within(found.detach().numpy(), expected.detach().numpy(), FLOOR["float64"], "loss")
+
+
 def test_beside_tiled_mlps_and_under_replicas() -> None:
-    """A model of `tile_model`, inside a module that holds nothing else, as DistributedDataParallel does."""
+    """A model of `tile_model`, inside a module that hands its result on."""
     model, untiled = (Model(HEADS["layer"]) for _ in range(2))
     tile_model(model, num_shards=3)
     found = tiled_model_loss(nn.DataParallel(model), TARGETS, INPUTS)

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.extend import core
 
 from tiled_jax.models.others.equations import Atom, Equations
 
@@ -107,9 +106,10 @@ def _before(program: Equations, equation: Any, name: str, behind: _Behind, vocab
             behind.times(factor if name == "mul" else 1.0 / factor)
             return large
     if name in ("add", "add_any") and len(others) == 1 and behind.bias is None:
-        large, small = (first, others[0]) if _varies(program, first, vocab) else (others[0], first)
-        if not _varies(program, small, vocab):
-            behind.bias = _row(program, small, vocab)
+        row = _row(program, others[0], vocab)
+        large, row = (first, row) if row is not None else (others[0], _row(program, first, vocab))
+        if row is not None:
+            behind.bias = row
             return large
     raise NoHeadError(f"logits to which {name} is applied")
 
@@ -124,17 +124,24 @@ def _number(program: Equations, atom: Atom) -> float:
     return np.asarray(value).item()
 
 
-def _varies(program: Equations, atom: Atom, vocab: int) -> bool:
-    """Return whether an operand differs between tokens: it is no row of the vocabulary that is spread over them."""
-    _, small, _ = _spread(program, atom)
-    return small.aval.size not in (1, vocab)
+def _row(program: Equations, atom: Atom, vocab: int) -> tuple[Equations, Atom] | None:
+    """Return the one row of the vocabulary that an operand is, spread over all tokens; None where it is none.
 
-
-def _row(program: Equations, atom: Atom, vocab: int) -> tuple[Equations, Atom]:
-    program, atom, _ = _spread(program, atom)
-    if isinstance(atom, core.Literal) or atom.aval.size != vocab:
-        raise NoHeadError("logits with a number added")
-    return program, atom
+    Raises:
+        NoHeadError: it is one number, for all entries.
+    """
+    while True:
+        program, atom, equation = program.origin(atom)
+        if atom.aval.size == 1:
+            raise NoHeadError("logits with a number added")
+        if atom.aval.shape[-1:] != (vocab,):  # of the tokens, which may be as many as there are entries
+            return None
+        if equation is None or equation.primitive.name not in _SPREAD or atom.aval.size == vocab:
+            return (program, atom) if atom.aval.size == vocab else None
+        dims = equation.params.get("broadcast_dimensions")
+        if dims is not None and dims[-1:] != (atom.aval.ndim - 1,):
+            return None
+        atom = equation.invars[0]
 
 
 def _spread(program: Equations, atom: Atom) -> tuple[Equations, Atom, Any]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 from transformers import PreTrainedModel
 
 from shared_specs.config import TORCH, LossOptions, Tiling
@@ -111,9 +112,9 @@ def tiled_model_loss(
 
 
 def _without_wrappers(model: nn.Module) -> nn.Module:
-    """Return the model that DistributedDataParallel, or what calls it so, holds as `module` and nothing else."""
+    """Return the model whose result replicas hand on as it is; a module of somebody's own may change it."""
     inside: Any = model
-    while isinstance(getattr(inside, "module", None), nn.Module) and len(inside._modules) == 1:
+    while isinstance(inside, DataParallel | DistributedDataParallel):
         inside = inside.module
     return inside
 
