@@ -22,6 +22,7 @@ from tests.tiny_model import CONFIG, write_tiny_folder
 
 PACKAGES = ("shared_specs", "tiled_torch", "tiled_jax")
 BUILD = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
+DESCRIBE = BUILD.replace("build_wheel", "prepare_metadata_for_build_wheel")
 # What uses each half a little, of nothing but its own extra.
 PROBES = {
     "spec": "import shared_specs, tiled_torch, tiled_jax\nassert len(shared_specs.ShardPlan(5, 2).spans) == 3\n"
@@ -88,6 +89,26 @@ def test_its_description_links_to_nothing_that_an_index_has_not(wheel):
     targets = re.findall(r"\]\(([^)]*)\)", text)
     assert [target for target in targets if not target.startswith(("http", "#", "mailto:"))] == []
     assert "`tiled_torch/mlp/api.py`" in text, "the name of a file stays where the link was"
+
+
+def test_with_an_address_its_description_links_to_the_files(tmp_path):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    address = "https://example.org/somebody/tiled"
+    with (tmp_path / "pyproject.toml").open("a") as written:
+        written.write(f'\n[project.urls]\nRepository = "{address}/"\n')
+    (tmp_path / "out").mkdir()
+    done = subprocess.run([sys.executable, "-c", DESCRIBE, "out"], cwd=tmp_path, text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    told = email.message_from_bytes((tmp_path / "out" / done.stdout.split()[-1] / "METADATA").read_bytes())
+    assert told["Project-URL"] == f"Repository, {address}/"
+    targets = re.findall(r"(!?)\[[^\]]*\]\(([^)]*)\)", told.get_payload())
+    here = [(kind, target) for kind, target in targets if target.startswith(address)]
+    assert len(here) == len(re.findall(r"\]\((?!http|#|mailto:)", (ROOT / "README.md").read_text())) > 10
+    for image, target in here:
+        folder = f"{address}/{'raw' if image else 'blob'}/HEAD/"
+        assert target.startswith(folder)
+        assert (ROOT / target.removeprefix(folder).partition("#")[0]).exists(), target
 
 
 @pytest.mark.deep
