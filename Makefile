@@ -13,6 +13,7 @@ BIN := .venv/bin
 ENV := .venv/.installed
 BENCH_ENV := .venv/.installed-bench
 NEW_JAX_ENV := .venv-new-jax/.installed
+NEW_PYTHON_ENV := .venv-new-python/.installed
 AOT_ENV := .venv-aot/.installed
 FLOAT8_ENV := .venv-float8/.installed
 DEEPSPEED_ENV := .venv-deepspeed/.installed
@@ -35,6 +36,8 @@ NEW_JAX_PART := tests/meta/test_lock.py tests/collectives tests/core tests/kerne
   loss/test_jax_loss.py loss/test_jax_sequence_loss.py mlp/test_jax_bytes.py mlp/test_jax_deterministic.py \
   mlp/test_jax_transformations.py models/test_jax_block.py tile/test_jax_owning.py \
   tile/test_jax_sharding.py tile/test_jax_sums.py)
+# What is known to differ between versions of Python: command lines, files and processes, classes made by code, annotations.
+NEW_PYTHON := $(addprefix tests/,app check core tile meta/test_lock.py meta/test_examples.py models/test_jax_llama.py mlp/test_jax_mlp.py)
 # The JAX half's other tests.
 JAX_ALIKE = $(sort $(filter-out $(NEW_JAX_PART) $(addsuffix /%,$(NEW_JAX_PART)),$(wildcard tests/*/test_jax_*.py tests/*/*/test_jax_*.py)))
 
@@ -44,7 +47,7 @@ export TILED_JAX_CACHE ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/tiled-mlp/jax
 # A worker that dies ends the run: pytest-xdist 3.8 waits for ever for the rest of its file where it starts another one.
 # What failed at the first try and not at the second (tests/second_tries.py) is shown with its traceback.
 SIDE_BY_SIDE = -n $(JOBS) --dist loadfile --max-worker-restart=0 --rerun-show-tracebacks
-test test-part test-deep test-figures float8 deepspeed trainers aot-triton test-new-jax test-new-jax-part test-old-torch: export OMP_NUM_THREADS := 1
+test test-part test-deep test-figures float8 deepspeed trainers aot-triton test-new-jax test-new-jax-part test-new-python test-old-torch: export OMP_NUM_THREADS := 1
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # What `make gpu` runs under: output as it comes, Triton on the device, JAX's memory piece by piece, no host name looked up.
@@ -134,9 +137,18 @@ test-new-jax test-new-jax-part:
 	  echo "$@: skipped: no working Python 3.12 on PATH, in pyenv or in uv"; \
 	fi
 
+.PHONY: test-new-python
+test-new-python: ## commands, core and some of the JAX half on Python 3.13, the newest supported (torch comes for CUDA alone)
+	@if python=$$(.ci/find-python 3.13); then \
+	  $(MAKE) --no-print-directory $(NEW_PYTHON_ENV) NEW_PYTHON_FOUND="$$python" && \
+	  TILED_TESTS=spec,jax TILED_OPTIMIZE=1 TILED_REQUIRE=jax .venv-new-python/bin/python -m pytest $(SIDE_BY_SIDE) $(NEW_PYTHON) $(ARGS); \
+	else \
+	  echo "$@: skipped: no working Python 3.13 on PATH, in pyenv or in uv"; \
+	fi
+
 .PHONY: lock
-lock: $(ENV) ## whether the locks of both Pythons resolve to themselves, asked of the package index
-	@for python in $(BIN)/python .venv-new-jax/bin/python; do \
+lock: $(ENV) ## whether the locks of all Pythons resolve to themselves, asked of the package index
+	@for python in $(BIN)/python .venv-new-jax/bin/python .venv-new-python/bin/python; do \
 	  [ ! -x $$python ] || TILED_TESTS=spec TILED_REQUIRE= $$python -m pytest -m slow tests/meta/test_lock.py $(ARGS) || exit 1; \
 	done
 
@@ -266,7 +278,7 @@ clean: ## remove caches and build outputs, keep the environments
 
 .PHONY: clean-env
 clean-env: ## remove the environments
-	rm -rf .venv .venv-new-jax .venv-aot .venv-deepspeed .venv-docs .venv-float8 .venv-old-torch .venv-trainers .venv-triton36
+	rm -rf .venv .venv-new-jax .venv-new-python .venv-aot .venv-deepspeed .venv-docs .venv-float8 .venv-old-torch .venv-trainers .venv-triton36
 
 $(ENV): requirements/main.txt requirements/no-deps.txt
 	@python=$$(.ci/find-python 3.11 "$(PYTHON)") || \
@@ -288,6 +300,14 @@ $(NEW_JAX_ENV): requirements/new-jax.txt
 	$(NEW_JAX_PYTHON) -m venv .venv-new-jax
 	.venv-new-jax/bin/python -m pip install --quiet -r requirements/new-jax.txt
 	.venv-new-jax/bin/python $(INSTALL_PROJECT)
+	@touch $@
+
+# The lock of Python 3.12 resolves to itself on 3.13 too (tests/meta/test_lock.py).
+$(NEW_PYTHON_ENV): requirements/new-jax.txt
+	@echo "make test-new-python: .venv-new-python from $(NEW_PYTHON_FOUND)"
+	$(NEW_PYTHON_FOUND) -m venv .venv-new-python
+	.venv-new-python/bin/python -m pip install --quiet -r requirements/new-jax.txt
+	.venv-new-python/bin/python $(INSTALL_PROJECT)
 	@touch $@
 
 $(AOT_ENV): requirements/new-jax.txt requirements/aot.txt

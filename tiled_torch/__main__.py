@@ -1,7 +1,7 @@
 """`python -m tiled_torch <command>`; `--help` lists the commands."""
 
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shared_specs.app.command import main, shared_command
 from shared_specs.app.options import (
@@ -9,6 +9,7 @@ from shared_specs.app.options import (
     CheckOptions,
     DoctorOptions,
     FinetuneOptions,
+    InputError,
     ParityOptions,
     PlanOptions,
     TuneOptions,
@@ -18,6 +19,7 @@ from shared_specs.app.plan.simulated import Simulator
 
 if TYPE_CHECKING:
     from shared_specs.app.doctor import Machine
+    from shared_specs.app.plan.decoder import Decoder
 
 
 def _finetune(options: FinetuneOptions) -> int:
@@ -44,7 +46,16 @@ def _tune(options: TuneOptions) -> int:
 def _plan(options: PlanOptions) -> int:
     from shared_specs.app.plan.show import show_plan
 
-    return show_plan(options, "torch", _simulator)
+    return show_plan(options, "torch", _simulator, _other_family)
+
+
+def _other_family(config: dict[str, Any], what: str) -> "Decoder":
+    try:
+        from tiled_torch.plan.sizes import decoder_of_config
+    except ModuleNotFoundError as error:
+        hint = f"{error.name} is not installed. Install it with pip install 'tiled-mlp[torch]'."
+        raise InputError(f"{what} has model_type {config.get('model_type')}, whose layers are read; {hint}") from error
+    return decoder_of_config(config, what)
 
 
 def _simulator() -> Simulator:

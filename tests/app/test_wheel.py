@@ -127,11 +127,14 @@ def test_nothing_but_python_is_needed_to_ask_for_help(site):
 
 
 @pytest.mark.deep
-def test_what_cli_alone_does(site):
+def test_what_cli_alone_does(site, tmp_path):
     assert set(OF_CLI) == {Requirement(line).name for line in PROJECT["optional-dependencies"]["cli"]}
     done = run_with("cli", "tiled_torch", "plan", "--tokens", "4096", "--json", root=site)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)
+    (tmp_path / "config.json").write_text('{"model_type": "granite"}')
+    done = run_with("cli", "tiled_torch", "plan", "--model", str(tmp_path), root=site)
+    assert (done.returncode, done.stderr.count("\n"), hinted(done.stderr)) == (2, 1, "torch"), done.stderr
     done = run_with("cli", "tiled_torch", root=site)
     assert (done.returncode, done.stderr) == (0, ""), "a command line without a word asks for help, as without cli"
     assert "finetune" in done.stdout

@@ -16,7 +16,7 @@ LOCKS = sorted((ROOT / "requirements").glob("*.txt"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 # Which lock is complete for which Python.
-LOCK_FOR = {(3, 11): "main.txt", (3, 12): "new-jax.txt"}
+LOCK_FOR = {(3, 11): "main.txt", (3, 12): "new-jax.txt", (3, 13): "new-jax.txt"}
 
 # What the two supported sets differ in; the first is main.txt and no-deps.txt, the second is what GPU machines have.
 SUPPORTED = [

@@ -5,9 +5,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.models.test_torch_models import assert_same
+from tests.models.test_torch_models import assert_same, build
 from tiled_torch import tile_model, tiling_paths
 
 
@@ -73,3 +75,14 @@ def test_what_is_not_cut_off_is_the_formula() -> None:
     tile_model(module, num_shards=3)
     assert tiling_paths(module) == {"": "tiled_mlp"}
     assert_same(results(module, x), expected)
+
+
+@pytest.mark.parametrize("kind", ["starcoder2", "qwen2_moe"])
+def test_probes_have_values_where_tensors_have_none(kind: str) -> None:
+    """Under fake tensors, by which memory is estimated, a model is tiled as it is outside."""
+    config = build(kind).config
+    outside = tile_model(transformers.AutoModelForCausalLM.from_config(config))
+    with FakeTensorMode():
+        inside = tile_model(transformers.AutoModelForCausalLM.from_config(config))
+    assert tiling_paths(inside) == tiling_paths(outside)
+    assert "tiled_mlp" in tiling_paths(inside).values()

@@ -25,7 +25,8 @@ def plan(
     no gradient, no float32 sum and no optimizer state. So the base of a model with adapters (LoRA) costs its weights alone.
 
     Args:
-        model: a model of transformers, also on the meta device, or of peft around one. Families: those of the command.
+        model: a causal language model of transformers, also on the meta device. Of the families that the command knows by
+            name it may also have adapters, or be peft's; of others every layer must be one that scope="block" takes.
         tokens: of a sequence, >= 1.
         devices: GPUs, >= 1, over which parameters, gradients and optimizer state are sharded.
         device_memory: of one device: the name of a GPU, such as "h100", a size, such as "80GB", or a number of bytes. With a

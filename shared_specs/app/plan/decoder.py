@@ -1,7 +1,7 @@
 """The sizes of a decoder: by the name of a published model, or from its config.json."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import gcd
 from pathlib import Path
@@ -24,7 +24,10 @@ class Decoder:
         attention_bias, mlp_bias: of all projections of attention, and of the MLP.
         experts, chosen: of an MLP that is several experts, and of these how many a token has; `intermediate` is of one. 0, 0:
             it is one MLP.
+        matrices: of an MLP: gate, up and down, or without a gate two.
+        fused: whether gate and up are one matrix; of a `kind` among `DECODERS` that says it.
         window: tokens that a query sees in `windowed` of the layers; None where it sees all before in every one.
+        by_structure: the sizes are those of a model object's layers, which run as blocks; `kind` is none of `DECODERS`.
         held: the parameters that a model object has; None: all are trained and in float32.
     """
 
@@ -41,8 +44,11 @@ class Decoder:
     mlp_bias: bool = False
     experts: int = 0
     chosen: int = 0
+    matrices: int = 3
+    fused: bool = False
     window: int | None = None
     windowed: int = 0
+    by_structure: bool = False
     held: Held | None = None
 
     @property
@@ -63,17 +69,22 @@ class Decoder:
     @property
     def mlp_weights(self) -> int:
         """Return the parameters of one MLP, or of all experts of a layer, that are factors of products."""
-        return 3 * self.hidden * self.intermediate * max(1, self.experts)
+        return self.matrices * self.hidden * self.intermediate * max(1, self.experts)
 
     @property
     def layer_products(self) -> int:
         """Return the parameters of one layer that are factors of products of a token."""
+        if self.by_structure:
+            unchosen = max(0, self.experts - self.chosen) * self.matrices * self.hidden * self.intermediate
+            return self.layer_parameters - unchosen
         of_mlps = 3 * self.intermediate * max(1, self.chosen)
         return self.hidden * (2 * self.queries + 2 * self.keys + of_mlps) + self.router
 
     @property
     def layer_parameters(self) -> int:
-        """Return parameters of one layer."""
+        """Return parameters of one layer: of layers that differ, of the one with most."""
+        if self.by_structure and self.held is not None:
+            return self.held.layer
         kind = DECODERS[self.kind]
         weights = self.hidden * (2 * self.queries + 2 * self.keys) + self.mlp_weights + self.router
         norms = len(kind.norms) * self.hidden + (2 * self.head_dim if kind.head_norms else 0)
@@ -88,6 +99,8 @@ class Decoder:
 
     @property
     def parameters(self) -> int:
+        if self.by_structure and self.held is not None:
+            return self.held.count
         return self.layers * self.layer_parameters + self.end_parameters
 
     @property
@@ -121,15 +134,26 @@ class Decoder:
         return self.mlp_weights + self.router if self.held is None else self.held.mlp_trained
 
     @property
+    def mlp_rounded(self) -> bool:
+        """Return whether the gradients of gate and up are rounded as one."""
+        trained = self.held is None or self.held.mlp_trained >= self.mlp_weights
+        return trained and (self.fused if self.by_structure else len(DECODERS[self.kind].gate_up) == 1)
+
+    @property
     def mlp_adapted(self) -> bool:
         """Return whether an MLP has more than its own parameters, such as adapters."""
         own = self.mlp_weights + self.router + self.mlp_bias * (2 * self.intermediate + self.hidden)
-        return self.held is not None and self.held.mlp > own
+        return self.held is not None and self.held.mlp > own and not self.by_structure
 
     @property
     def adapted(self) -> bool:
         """Return whether a layer has more than its own parameters, such as adapters."""
         return self.layer_gathered > self.layer_parameters
+
+    @property
+    def uncut(self) -> bool:
+        """Return whether `parallelize` of PyTorch shares no sequences of it among ranks and splits no layers."""
+        return self.by_structure or self.kind in UNCUT
 
     @property
     def head_trained(self) -> int:
@@ -213,11 +237,12 @@ _CUT = " parallelize cuts every parameter along them into equal parts."
 UNCUT = ("phi3",)
 
 
-def decoder_named(model: str) -> Decoder:
+def decoder_named(model: str, other: Callable[[dict[str, Any], str], Decoder] | None = None) -> Decoder:
     """Return a decoder's sizes.
 
     Args:
         model: a name of `MODELS`, the path of a config.json, or a Hugging Face folder that has one.
+        other: reads the config of a model_type beside FAMILIES, and is given the words for messages; None: it is refused.
     Raises:
         InputError: it is none of these, or the file is of another kind of model.
     """
@@ -233,6 +258,8 @@ def decoder_named(model: str) -> Decoder:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InputError(f"plan: --model {path} cannot be read: {error}.") from error
+    if other is not None and isinstance(config, dict) and config.get("model_type") not in FAMILIES:
+        return other(config, f"plan: --model {path}")
     return decoder_of(config, str(path))
 
 
@@ -308,7 +335,7 @@ def tensor_ranks(decoder: Decoder, gpus: int, half: Half) -> list[int]:
 
     In JAX so many that the rest, over which every parameter is sharded, divides the hidden features.
     """
-    if decoder.kind in UNCUT or decoder.experts:
+    if decoder.uncut or decoder.experts:
         return [1]
     even = gcd(gpus, decoder.heads, decoder.kv_heads, decoder.intermediate)
     sharding = decoder.hidden if half == "jax" else gpus
@@ -324,7 +351,9 @@ def check_tensor(decoder: Decoder, tp: int, gpus: int, half: Half, command: str 
     if tp in tensor_ranks(decoder, gpus, half):
         return
     hint = ""
-    if decoder.kind in UNCUT:
+    if decoder.by_structure:
+        rule, hint = f"be 1 for {decoder.kind}", " Its layers are sharded, and not split."
+    elif decoder.kind in UNCUT:
         rule, hint = f"be 1 for {decoder.kind}", " Its projections are fused."
     elif decoder.experts:
         rule, hint = f"be 1 for {decoder.kind}", " Its experts are not split."

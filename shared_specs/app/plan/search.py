@@ -6,7 +6,7 @@ from math import gcd, lcm
 from typing import Any, NamedTuple
 
 from shared_specs.app.options import InputError, parse_size
-from shared_specs.app.plan.decoder import UNCUT, WHOLE, Decoder, tensor_ranks
+from shared_specs.app.plan.decoder import WHOLE, Decoder, tensor_ranks
 from shared_specs.app.plan.setting import NODE
 from shared_specs.app.plan.step import Parts, Setting, cudnn_groups, parts_of
 from shared_specs.config import Half
@@ -176,7 +176,7 @@ def contexts(decoder: Decoder, base: Setting) -> list[Setting]:
     place of a ring (as `finetune.context.context_axes`).
     """
     gpus = base.gpus // base.tensor
-    most = 1 if decoder.kind in UNCUT else gpus
+    most = 1 if decoder.uncut else gpus
     numbers = [n for n in range(1, most + 1) if gpus % n == 0]
     heads = decoder.split(base.tensor).heads
     return [_attending(replace(base, context=n), gcd(n, heads)) for n in numbers]

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shared_specs.app.options import InputError, PlanOptions
-from shared_specs.app.plan.decoder import check_planned, check_tensor, decoder_named
+from shared_specs.app.plan.decoder import Decoder, check_planned, check_tensor, decoder_named
 from shared_specs.app.plan.search import Plan, memory_of, plan
 from shared_specs.app.plan.setting import what_to_set as what_to_set
 from shared_specs.app.plan.simulated import Simulator, beside_simulation
@@ -26,16 +26,25 @@ _NOTE = (
 )
 
 
-def show_plan(options: PlanOptions, half: Half, simulator: Callable[[], Simulator] | None = None) -> int:
+def show_plan(
+    options: PlanOptions,
+    half: Half,
+    simulator: Callable[[], Simulator] | None = None,
+    other: Callable[[dict[str, Any], str], Decoder] | None = None,
+) -> int:
     """Print the plan that the options ask for and return the exit code: 1 where the context fits with no setting.
 
-    simulator: imports that of the half; None where there is none.
+    simulator: imports that of the half; None where there is none. other: as `decoder_named` takes it.
     """
     if options.simulate and simulator is None:
         raise InputError(
             "plan: --simulate must be left out here. A half's step is what runs: python -m tiled_torch plan."
         )
-    found = plan_of(options, half)
+    found = plan_of(options, half, other)
+    if options.simulate and found.decoder.by_structure:
+        raise InputError(
+            f"plan: --simulate must be left out for {found.decoder.kind}, which has no model of its sizes."
+        )
     beside = None
     if options.simulate and simulator is not None and found.setting is not None:
         beside = beside_simulation(found.decoder, found.setting, simulator())
@@ -52,10 +61,10 @@ def show_plan(options: PlanOptions, half: Half, simulator: Callable[[], Simulato
     return 0 if found.setting is not None else 1
 
 
-def plan_of(options: PlanOptions, half: Half) -> Plan:
+def plan_of(options: PlanOptions, half: Half, other: Callable[[dict[str, Any], str], Decoder] | None = None) -> Plan:
     """Return the plan; InputError where the model or the GPU is unknown, or the half has no formulas of it."""
     memory, gpu = memory_of(options.gpu, "plan: --gpu")
-    decoder = decoder_named(options.model)
+    decoder = decoder_named(options.model, other)
     check_planned(decoder, half, options.gpus)
     if options.tp is not None:
         check_tensor(decoder, options.tp, options.gpus, half)

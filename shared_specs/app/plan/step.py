@@ -233,7 +233,8 @@ def _layer_bytes(decoder: Decoder, setting: Setting, kept: int) -> tuple[int, in
                 eager_block_moments(**sizes, **context, head_dim=decoder.head_dim, kept_layers=kept)
             )
         )
-        of_shard = (ADAPTED_BLOCK_ARRAYS if decoder.adapted else BLOCK_ARRAYS) * t * decoder.intermediate * b
+        arrays = BLOCK_ARRAYS if decoder.matrices == 3 else UNGATED_ARRAYS
+        of_shard = (ADAPTED_BLOCK_ARRAYS if decoder.adapted else arrays) * t * decoder.intermediate * b
         if setting.device == "gpu" and not setting.fused:
             of_shard += 5 * WIDE * block_rows(t, decoder.intermediate, "gpu") * decoder.intermediate
         if setting.tensor > 1:  # what the MLP is given, and the gradient of what it returns, of every rank's tokens
@@ -246,8 +247,7 @@ def _layer_bytes(decoder: Decoder, setting: Setting, kept: int) -> tuple[int, in
             return found[0], found[1] + MASTER * (decoder.layer_trained - decoder.mlp_trained) + of_mlp
         found = max(((attention + exchanged) * rows, masks), (behind * rows, of_shard), key=sum)
         # The sums of the weight gradients; that of gate and up is rounded as one where they are.
-        rounded = decoder.held is None and len(DECODERS[decoder.kind].gate_up) == 1
-        fused = 2 * decoder.hidden * decoder.intermediate * b if rounded else 0
+        fused = 2 * decoder.hidden * decoder.intermediate * b if decoder.mlp_rounded else 0
         return found[0], found[1] + MASTER * decoder.layer_trained + fused
     attention, around_mlp = checkpointed_row_bytes(decoder, b)
     if setting.ring > 1:
@@ -358,6 +358,7 @@ def compiled_context_row_bytes(decoder: Decoder, setting: Setting) -> int:
 
 # Arrays [t, I] and [T, I] at once in the backward of the MLP of a shard of scope="block", and of a whole untiled one.
 BLOCK_ARRAYS, PLAIN_ARRAYS = 6, 6
+UNGATED_ARRAYS = 4  # of a shard without a gate
 # The same where projections have adapters, which are called: what these return is scaled and added to what the layer does.
 ADAPTED_BLOCK_ARRAYS, ADAPTED_MLP_ARRAYS = 8, 11
 

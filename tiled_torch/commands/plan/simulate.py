@@ -3,7 +3,7 @@
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shared_specs.app.models.decoders import DECODERS
-from shared_specs.app.plan.decoder import FAMILIES, Decoder
+from shared_specs.app.plan.decoder import Decoder
 from shared_specs.app.plan.simulated import Simulated, Simulator
 from shared_specs.app.plan.step import Setting
 from shared_specs.config import Tiling
@@ -29,24 +29,31 @@ from tiled_torch.models import tile_model
 from tiled_torch.models.block.host_memory import host_memory
 from tiled_torch.models.block.parts import Unhooked
 from tiled_torch.plans.api import parallelize
+from tiled_torch.plans.registry import plan_of
 
 _COLLECTIVES = ("c10d", "_c10d_functional")
 
 
 def simulate(decoder: Decoder, setting: Setting) -> Simulated:
-    """Return the bytes of forward and backward of one rank, the optimizer's aside. The decoder's layers are all run.
+    """Return the bytes of forward and backward of one rank, the optimizer's aside. The decoder's layers are all run."""
+    return simulate_model(lambda: _untiled(decoder, setting), setting)
+
+
+def simulate_model(build: Callable[[], nn.Module], setting: Setting) -> Simulated:
+    """Return the same of a model that `build` makes, untiled, under fake tensors.
 
     On a GPU what a kernel of this library would hold in registers is counted as PyTorch's operators would hold it; attention
     is FlashAttention's: its output and a log-sum-exp of every head.
     """
     place = NAME if setting.device == "gpu" else "cpu"
     host_memory.cache_clear()  # buffers of another simulation would be used again and not be counted
-    with warnings.catch_warnings(), simulated_ranks(setting.gpus, _rank(setting)), _without_masks():
+    with warnings.catch_warnings(), simulated_ranks(setting.gpus, _rank(setting)):
         warnings.simplefilter("ignore")  # of fully_shard on fake tensors
         mesh = _mesh(setting, place)
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            model = _model(decoder, setting, place)
-            model = parallelize(model.train(), mesh, setting.config)
+        with FakeTensorMode(allow_non_fake_inputs=True), ExitStack() as stack:
+            model = build()
+            stack.enter_context(_without_masks(type(model)))
+            model = parallelize(_tiled(model, setting, place).train(), mesh, setting.config)
             ids = torch.zeros(setting.sequences, setting.tokens, dtype=torch.long, device=place)
             moments, collectives = _Moments(place), _Collectives()
             moments.follow(model, ids)
@@ -85,7 +92,7 @@ class _Moments:
     def follow(self, model: Any, ids: torch.Tensor) -> None:
         """Begins. Parts end where the loss is there and where a gradient comes to a layer."""
         self.tracker.track_external(model, ids)
-        layers = model.model.layers
+        (*_, layers) = plan_of(model).lists_of(model)
         for number, layer in enumerate(layers):
             behind = len(layers) - number
             name = "backward of the loss" if behind == 1 else f"backward of layer {behind - 1} from the end"
@@ -124,8 +131,8 @@ def _mesh(setting: Setting, place: str) -> Any:
     return mesh
 
 
-def _model(decoder: Decoder, setting: Setting, place: str) -> nn.Module:
-    """Return Hugging Face's model of these sizes, tiled as the setting says, its tensors on the device."""
+def _untiled(decoder: Decoder, setting: Setting) -> nn.Module:
+    """Return Hugging Face's model of these sizes."""
     windows = {} if decoder.window is None else {"sliding_window": decoder.window}
     terms, inside = DECODERS[decoder.kind].experts, "intermediate_size"
     experts = {}
@@ -146,7 +153,12 @@ def _model(decoder: Decoder, setting: Setting, place: str) -> nn.Module:
         max_position_embeddings=setting.tokens,
         pad_token_id=None,  # of phi3 beyond a small vocabulary
     )
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32)
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32)
+
+
+def _tiled(model: Any, setting: Setting, place: str) -> nn.Module:
+    """Return a model on the device, tiled as the setting says."""
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     for module in model.modules():  # whose tensors may not be moved: a fake one's kind of device stays
         for name, parameter in module._parameters.items():
             if parameter is not None:
@@ -154,7 +166,7 @@ def _model(decoder: Decoder, setting: Setting, place: str) -> nn.Module:
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=place)
-    if decoder.tied:
+    if tied:
         model.tie_weights()
     if setting.scope != "none":
         tile_model(model, scope=setting.scope, tiling=Tiling(shard_tokens=setting.shard_tokens))
@@ -162,16 +174,13 @@ def _model(decoder: Decoder, setting: Setting, place: str) -> nn.Module:
 
 
 @contextmanager
-def _without_masks() -> Iterator[None]:
+def _without_masks(kind: type[Any]) -> Iterator[None]:
     """transformers takes fake tensors for tracing, for which it makes a whole [S, S] mask as it does for nobody else."""
+    module = sys.modules[kind.__module__]
     with ExitStack() as stack:
-        for name in FAMILIES:
-            getattr(transformers, DECODERS[name].causal_lm)  # loaded when first asked for
-            family = name.removesuffix("_text")
-            module = sys.modules[f"transformers.models.{family}.modeling_{family}"]
-            for kind in ("create_causal_mask", "create_sliding_window_causal_mask"):
-                if hasattr(module, kind):
-                    stack.enter_context(patch.object(module, kind, lambda **_: None))
+        for name in ("create_causal_mask", "create_sliding_window_causal_mask"):
+            if hasattr(module, name):
+                stack.enter_context(patch.object(module, name, lambda **_: None))
         yield
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from tiled_torch.models.causal_lm import TiledCausalLM, tiled_causal_lm
 from tiled_torch.models.experts.forms import is_experts, routers_in
@@ -44,7 +45,12 @@ class Survey:
 
 
 def survey(model: nn.Module) -> Survey:
-    """Return what is to be tiled of a model."""
+    """Return what is to be tiled of a model. Probes have values of their own, also under fake tensors, which have none."""
+    with unset_fake_temporarily():
+        return _survey(model)
+
+
+def _survey(model: nn.Module) -> Survey:
     result = Survey()
     heads = {id(head[1]) for head in map(head_of, model.modules()) if head is not None}
     _look_for_experts(result, model)

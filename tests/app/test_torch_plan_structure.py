@@ -1,0 +1,218 @@
+"""`plan` of transformers' models that have no formulas by name: their sizes are read from their layers, which run as blocks."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared_specs.app.command import main
+from shared_specs.app.plan.decoder import decoder_of
+from shared_specs.app.plan.step import RESERVE, Setting, parts_of
+from shared_specs.errors import SpecError
+from shared_specs.tolerances import PLAN_BYTES
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from tests.app.torch_structure_steps import EXPERTS, KINDS, config_of  # noqa: E402
+from tiled_torch import fits, plan, tile_model, tiling_paths  # noqa: E402
+from tiled_torch.__main__ import COMMANDS  # noqa: E402
+from tiled_torch.plan.sizes import decoder_of_model  # noqa: E402
+from tiled_torch.plan.structure import decoder_by_structure  # noqa: E402
+
+ROOT = Path(__file__).parents[2]
+# Families that have formulas by name, with what differs from the sizes of all.
+NAMED: dict[str, dict[str, Any]] = {
+    **{kind: {} for kind in ("llama", "mistral", "qwen2", "qwen3", "phi3", "smollm3")},
+    "gemma3_text": {"sliding_window": 32, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    "mixtral": EXPERTS,
+    "qwen3_moe": EXPERTS,
+}
+
+
+def on_meta(config: dict[str, Any]) -> Any:
+    with torch.device("meta"):
+        known = transformers.AutoConfig.for_model(**config)
+        return transformers.AutoModelForCausalLM.from_config(known, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("kind", NAMED)
+def test_layers_say_what_the_config_says(kind: str) -> None:
+    """Of families that have formulas by name: the sizes, and all bytes of a step, are the same read from the layers."""
+    config = config_of(kind) | NAMED[kind]
+    model = on_meta(config)
+    named, found = decoder_of_model("plan", model), decoder_by_structure(model, "plan: model")
+    assert replace(named, held=None) == decoder_of(config, "")
+    assert found.fused == (kind == "phi3")
+    unlike = {"by_structure": False, "fused": False, "attention_bias": named.attention_bias, "mlp_bias": named.mlp_bias}
+    assert replace(found, **unlike, held=named.held) == named
+    setting, found = Setting(tokens=2**17, gpus=8, sequences=2), replace(found, held=named.held)
+    for lever in ({}, {"offload": True}, {"host_state": True}, {"dtype": "float32"}):
+        assert parts_of(found, replace(setting, **lever)) == parts_of(named, replace(setting, **lever))
+
+
+@pytest.mark.deep_but(9)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_family_without_formulas_by_name(kind: str) -> None:
+    """All its parameters count, and of what is set nothing shares sequences or splits layers."""
+    model = on_meta(config_of(kind))
+    found = plan(model, 2**15, devices=8, device_memory="h100")
+    assert found.plan.decoder.held.count == sum(parameter.numel() for parameter in model.parameters())
+    assert found.plan.decoder.kind == kind
+    assert found.what_to_set["mesh"].startswith("8 x 1 x 1: ")
+    assert found.what_to_set["tile_model"] == 'scope="block"'
+    assert [reach.lever for reach in found.plan.reach] == [
+        "all but attention tiled",
+        "all but attention tiled, inputs on the host",
+        "all but attention tiled, inputs and all state on the host",
+    ]
+    assert found.seconds is not None
+    assert "are trained" in str(found)
+
+
+def test_what_is_set_is_what_such_a_model_takes() -> None:
+    """Tiled already, it has the same plan; its layers then are the blocks that were planned."""
+    config = transformers.AutoConfig.for_model(**config_of("granite"))
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    before = str(plan(model, 4096, device_memory="24GB"))
+    tile_model(model, scope="block")
+    assert str(plan(model, 4096, device_memory="24GB")) == before
+    ids = torch.zeros(1, 8, dtype=torch.long)
+    model.train()(input_ids=ids, labels=ids).loss.backward()
+    assert {path for name, path in tiling_paths(model).items() if name.startswith("model.layers")} == {"tiled_block"}
+
+
+def test_frozen_parameters_have_no_gradients() -> None:
+    model = on_meta(config_of("granite"))
+    whole = plan(model, 2**15, device_memory="24GB").bytes
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("norm" in name)
+    found = plan(model, 2**15, device_memory="24GB").bytes
+    assert found["weights"] == whole["weights"]
+    assert found["gradients"] + found["optimizer"] < whole["optimizer"] / 100
+
+
+def _adapted(model: Any) -> Any:
+    model.model.layers[1].mlp.base_layer = torch.nn.Linear(2, 2, device="meta")
+    return model
+
+
+def _with_a_tower(model: Any) -> Any:
+    model.vision = torch.nn.Linear(2, 2, device="meta")
+    return model
+
+
+REFUSED: dict[str, tuple[dict[str, Any], Callable[[Any], Any], str]] = {
+    "a whole layer": ({"model_type": "stablelm"}, lambda model: model, "Its layer 0, a StableLmDecoderLayer, runs whole."),
+    "sinks": (
+        {"model_type": "gpt_oss"},
+        lambda model: model,
+        "Its attention has sinks, for which transformers writes the scores of all pairs.",
+    ),
+    "latents": (
+        {"model_type": "deepseek_v3"},
+        lambda model: model,
+        "It projects q, k and v twice, of which there is no formula.",
+    ),
+    "a cap": (
+        {"model_type": "vaultgemma"},
+        lambda model: model,
+        "It has a cap of scores or logits, of which there is no formula.",
+    ),
+    "adapters": (
+        {"model_type": "granite"},
+        _adapted,
+        "It has adapters, of which there are formulas in these families alone.",
+    ),
+    "a tower": (
+        {"model_type": "granite"},
+        _with_a_tower,
+        "It has vision.weight besides layers, embedding and head, of which there is no formula.",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_has_no_formula_is_said(case: str) -> None:
+    config, change, reason = REFUSED[case]
+    model = change(on_meta(config_of(config["model_type"])))
+    with pytest.raises(
+        SpecError, match=r'^fits: model must have a model_type of llama, .*, or layers that scope="block"'
+    ) as caught:
+        fits(model, 4096)
+    assert str(caught.value).endswith(f"got {config['model_type']}. {reason}")
+
+
+def test_the_command_takes_a_config_of_such_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the numbers of the function."""
+    config = config_of("granite")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    words = ["plan", "--model", str(tmp_path), "--tokens", "32768", "--gpus", "8", "--json"]
+    assert main("tiled_torch", COMMANDS, words) == 0
+    found, wanted = json.loads(capsys.readouterr().out), plan(on_meta(config), 2**15, devices=8)
+    assert found["bytes"] == wanted.bytes
+    assert found["model"]["parameters"] == wanted.plan.decoder.held.count
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "message"),
+    [
+        ("granite", ["--simulate"], "--simulate must be left out for granite, which has no model of its sizes."),
+        (
+            "granite",
+            ["--tp", "2", "--gpus", "2"],
+            "--tp must be 1 for granite, got 2. Its layers are sharded, and not split.",
+        ),
+        ("gpt_oss", [], "got gpt_oss. Its attention has sinks, for which transformers writes the scores of all pairs."),
+        ("no_such_model", [], "config.json must be the config of a causal language model of transformers: "),
+    ],
+)
+def test_what_the_command_refuses(
+    kind: str, words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config_of(kind)))
+    assert main("tiled_torch", COMMANDS, ["plan", "--model", str(tmp_path), *words]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("plan: ")
+    assert message in error
+    assert error.count("\n") == 1
+
+
+SETTINGS: tuple[dict[str, Any], ...] = (
+    {"dtype": "bfloat16", "offload": True, "tokens": 8192},
+    {"dtype": "float32", "device": "cpu", "tokens": 4096},
+)
+SHOWN = ("granite", "olmo2", "gpt_neox")
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    "kinds",
+    [SHOWN, pytest.param(tuple(kind for kind in KINDS if kind not in SHOWN), marks=pytest.mark.slow)],
+    ids=["some", "others"],
+)
+def test_bytes_of_a_step(kinds: tuple[str, ...]) -> None:
+    """Beside what simulated ranks hold."""
+    given = [(kind, setting) for kind in kinds for setting in SETTINGS]
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.app.torch_structure_steps"], input=json.dumps(given), cwd=ROOT, capture_output=True,
+        text=True, check=False, env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    off = {}
+    for (kind, setting), line in zip(given, run.stdout.splitlines(), strict=True):
+        found = json.loads(line)
+        parts = parts_of(decoder_of_model("plan", on_meta(config_of(kind, large=True))), Setting(**found["set"]))
+        ratio = (parts.total - RESERVE) / found["device"]
+        print(f"{ratio:.3f}", kind, setting, parts.by_name)
+        assert parts.host == pytest.approx(found["host"], rel=PLAN_BYTES)
+        if ratio != pytest.approx(1, abs=PLAN_BYTES):
+            off[kind, setting["dtype"]] = ratio
+    assert not off

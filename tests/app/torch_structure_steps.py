@@ -1,0 +1,62 @@
+"""Models of many families, and steps of them over simulated ranks: cases as JSON on stdin, a line of what is held for each."""
+
+import json
+import sys
+from dataclasses import asdict
+from typing import Any
+
+SIZES = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512,
+}  # fmt: skip
+LARGE = {
+    "hidden_size": 512, "intermediate_size": 1792, "num_hidden_layers": 3, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 256,
+}  # fmt: skip
+COMMON = {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 1, "max_position_embeddings": 16384}
+EXPERTS = {
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k"), 2),
+    "moe_intermediate_size": 48,
+}
+DENSE = (
+    "granite", "cohere", "gpt_neox", "phi", "starcoder2", "olmo2", "gemma", "glm4", "arcee", "apertus", "cohere2", "cwm",
+    "ernie4_5", "exaone4", "glm", "helium", "hunyuan_v1_dense", "hyperclovax", "internlm3", "iquestcoder", "jais2", "ministral",
+    "ministral3", "nemotron", "olmo", "olmo3", "seed_oss",
+)  # fmt: skip
+MIXTURES = (
+    "qwen2_moe", "glm4_moe", "olmoe", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "hunyuan_v1_moe", "hy_v3", "mellum",
+    "minimax_m2", "solar_open",
+)  # fmt: skip
+# No mixture first: nine of every form run in `make test`.
+KINDS = (*DENSE[:6], *MIXTURES[:3], *DENSE[6:], *MIXTURES[3:])
+
+
+def config_of(kind: str, *, large: bool = False) -> dict[str, Any]:
+    """The dictionary of a config.json."""
+    sizes = LARGE if large else SIZES
+    more = EXPERTS | {"moe_intermediate_size": sizes["intermediate_size"] // 2} if kind in MIXTURES else {}
+    return {"model_type": kind} | sizes | COMMON | more
+
+
+def main() -> None:
+    import torch
+    import transformers
+
+    from shared_specs.app.plan.step import Setting
+    from tiled_torch.commands.plan.simulate import simulate_model
+
+    for kind, more in json.load(sys.stdin):
+        setting = Setting(**{"optimizer": "sgd", "shard_tokens": 1024, "gpus": 8, "kernels": False} | more)
+
+        def build(kind: str = kind) -> Any:
+            config = transformers.AutoConfig.for_model(**config_of(kind, large=True))
+            auto = transformers.AutoModelForCausalLM
+            return auto.from_config(config, attn_implementation="sdpa", dtype=torch.float32)
+
+        found = simulate_model(build, setting)
+        print(json.dumps({"set": asdict(setting), "device": found.device, "host": found.host}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

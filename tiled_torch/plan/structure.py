@@ -1,0 +1,111 @@
+"""The sizes of a model of transformers whose family has no formulas of its own, read from its layers.
+
+What `scope="block"` costs follows from a layer's heads, its MLP and its parameters, whatever else is in it. So any model whose
+layers all run as blocks can be planned with that scope. Its sequences are not shared among ranks and its layers are not split.
+"""
+
+from typing import Any
+
+from torch import nn
+
+from shared_specs.app.option_fields import InputError
+from shared_specs.app.plan.decoder import FAMILIES, Decoder
+from tiled_torch.models.block.families import BlockFamily, said_of
+from tiled_torch.models.block.known import attention_of, family_of_block, has_experts, is_block
+from tiled_torch.models.block.layer import TiledBlock
+from tiled_torch.models.experts.forms import experts_form_of
+from tiled_torch.plans.any_model import structural_plan
+
+_CHOSEN = ("top_k", "num_experts_per_tok")  # experts of a token, as routers and mixtures call them
+
+
+def decoder_by_structure(model: Any, what: str) -> Decoder:
+    """Return the sizes of a model by its layers, still without its parameters. what: the function and argument, for messages.
+
+    Raises:
+        InputError: some layer is no block, or something in it or beside it has no formula.
+    """
+    inside = model.get_base_model() if hasattr(model, "get_base_model") else model  # of peft's models
+    found = structural_plan(inside)
+    layers: list[Any] = [] if isinstance(found, str) else list(inside.get_submodule(found.blocks))
+    reason = found if isinstance(found, str) else _reason_no_formula(inside, layers, found.blocks)
+    if reason is not None:
+        known = f'a model_type of {", ".join(FAMILIES)}, or layers that scope="block" takes'
+        raise InputError(f"{what} must have {known}, got {model.config.model_type}. {reason}")
+    layer = max(layers, key=has_experts)
+    family, attention = family_of_block(layer), attention_of(layer)
+    heads = _count(attention, "num_attention_heads")
+    windows = [window for each in layers if (window := _window_of(each)) is not None]
+    head, table = model.get_output_embeddings(), model.get_input_embeddings()
+    return Decoder(
+        hidden=table.weight.shape[1],
+        layers=len(layers),
+        heads=heads,
+        kv_heads=_count(attention, "num_key_value_heads") or heads,
+        head_dim=layer.get_submodule(family.out).in_features // heads,
+        vocab=head.weight.shape[0],
+        tied=head.weight is table.weight,
+        kind=model.config.model_type,
+        **_mlp_sizes(layer, family),
+        window=windows[0] if windows else None,
+        windowed=len(windows),
+        by_structure=True,
+    )
+
+
+def _reason_no_formula(model: Any, layers: list[Any], path: str) -> str | None:
+    """Return why a model cannot be planned by its layers, which are at a path; None where it can."""
+    if any(hasattr(module, "base_layer") for module in model.modules()):
+        return "It has adapters, of which there are formulas in these families alone."
+    ends = model.get_input_embeddings(), model.get_output_embeddings()
+    if not isinstance(ends[0], nn.Embedding) or not isinstance(ends[1], nn.Linear):
+        return "It has no embedding and head that are one weight each."
+    known = {id(end.weight) for end in ends}
+    for name, parameter in model.named_parameters():
+        if parameter.ndim > 1 and id(parameter) not in known and not name.startswith(f"{path}."):
+            return f"It has {name} besides layers, embedding and head, of which there is no formula."
+    for number, layer in enumerate(layers):
+        if not isinstance(layer, TiledBlock) and not is_block(layer):
+            return f"Its layer {number}, a {type(layer).__name__}, runs whole."
+        family, attention = family_of_block(layer), attention_of(layer)
+        if family.latent:
+            return "It projects q, k and v twice, of which there is no formula."
+        if family.sinks:
+            return "Its attention has sinks, for which transformers writes the scores of all pairs."
+        caps = (name for name, what in family.options if name == "softcap" and said_of(attention, what))
+        if next(caps, None) is not None or getattr(model.config, "final_logit_softcapping", None):
+            return "It has a cap of scores or logits, of which there is no formula."
+        if has_experts(layer) and experts_form_of(layer.mlp.experts) is None:
+            return f"Its {type(layer.mlp.experts).__name__} is called with all tokens, of which there is no formula."
+    return None
+
+
+def _mlp_sizes(layer: Any, family: BlockFamily) -> dict[str, int]:
+    """Return the fields of a decoder that its MLP has: of a mixture those of one expert."""
+    if not has_experts(layer):
+        down = layer.get_submodule(family.down)
+        sizes = {"intermediate": down.in_features, "matrices": 3 if family.gated else 2}
+        return sizes | {"fused": family.gated and len(family.up) == 1}
+    experts = layer.mlp.experts
+    form = experts_form_of(experts)
+    assert form is not None
+    chosen = (getattr(module, name, None) for module in layer.mlp.modules() for name in _CHOSEN)
+    chosen = next((each for each in chosen if isinstance(each, int)), None)
+    return {
+        "intermediate": experts.down_proj.shape[1 if form.transposed else 2],
+        "experts": experts.down_proj.shape[0],
+        "chosen": _count(layer.mlp.experts, "num_experts_per_tok") if chosen is None else chosen,
+        "matrices": 3 if form.gated else 2,
+    }
+
+
+def _window_of(layer: Any) -> int | None:
+    """Return the tokens that a query of a layer sees; None: all before it."""
+    options = dict(family_of_block(layer).options)
+    what = options.get("sliding_window")
+    return None if what is None else said_of(attention_of(layer), what)
+
+
+def _count(module: Any, name: str) -> int:
+    """Return what a module's configuration says of a number; 0 where it does not."""
+    return getattr(module.config, name, None) or 0
