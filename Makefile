@@ -37,7 +37,8 @@ NEW_JAX_PART := tests/meta/test_lock.py tests/collectives tests/core tests/kerne
   mlp/test_jax_transformations.py models/test_jax_block.py tile/test_jax_owning.py \
   tile/test_jax_sharding.py tile/test_jax_sums.py)
 # What is known to differ between versions of Python: command lines, files and processes, classes made by code, annotations.
-NEW_PYTHON := $(addprefix tests/,app check core tile meta/test_lock.py meta/test_examples.py models/test_jax_llama.py mlp/test_jax_mlp.py)
+NEW_PYTHON := tests/core tests/meta/test_lock.py tests/meta/test_examples.py tests/mlp/test_jax_mlp.py tests/tile/test_jax_tile.py \
+  $(filter-out $(addprefix tests/app/test_,jax_% torch_% both_%),$(sort $(wildcard tests/app/test_*.py))) tests/app/test_jax_finetune.py
 # The JAX half's other tests.
 JAX_ALIKE = $(sort $(filter-out $(NEW_JAX_PART) $(addsuffix /%,$(NEW_JAX_PART)),$(wildcard tests/*/test_jax_*.py tests/*/*/test_jax_*.py)))
 

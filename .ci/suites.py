@@ -119,7 +119,7 @@ SUITES = (
         part=NEW_JAX_PART,
         turns=(NEW_JAX_PART, None),
     ),
-    Suite("test-new-python", ("requirements/new-jax.txt", "pyproject.toml", "setup.py"), 150, 1500),
+    Suite("test-new-python", ("requirements/new-jax.txt", "pyproject.toml", "setup.py"), 90, 1200),
     Suite("lock", ("requirements/", "pyproject.toml"), 25, 600),
 )
 

@@ -28,6 +28,11 @@ MIXTURES = (
     "qwen2_moe", "glm4_moe", "olmoe", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "hunyuan_v1_moe", "hy_v3", "mellum",
     "minimax_m2", "solar_open",
 )  # fmt: skip
+MORE = {
+    "dots1": {"n_shared_experts": 1},
+    "qwen2_moe": {"shared_expert_intermediate_size": 1792},
+    "seed_oss": {"residual_dropout": 0.0, "attention_dropout": 0.0},
+}
 # No mixture first: nine of every form run in `make test`.
 KINDS = (*DENSE[:6], *MIXTURES[:3], *DENSE[6:], *MIXTURES[3:])
 
@@ -35,8 +40,9 @@ KINDS = (*DENSE[:6], *MIXTURES[:3], *DENSE[6:], *MIXTURES[3:])
 def config_of(kind: str, *, large: bool = False) -> dict[str, Any]:
     """The dictionary of a config.json."""
     sizes = LARGE if large else SIZES
-    more = EXPERTS | {"moe_intermediate_size": sizes["intermediate_size"] // 2} if kind in MIXTURES else {}
-    return {"model_type": kind} | sizes | COMMON | more
+    inside = sizes["intermediate_size"] // 2
+    more = EXPERTS | {"intermediate_size": inside, "moe_intermediate_size": inside} if kind in MIXTURES else {}
+    return {"model_type": kind} | sizes | COMMON | more | MORE.get(kind, {})
 
 
 def main() -> None:

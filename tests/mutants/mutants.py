@@ -157,8 +157,8 @@ MUTANTS = (
     Mutant(
         "a plan takes the MLP of a mixture for that of all its experts",
         "tiled_torch/plan/structure.py",
-        '"intermediate": experts.down_proj.shape[1 if form.transposed else 2],',
-        '"intermediate": experts.down_proj.shape[0],',
+        '"intermediate": shape[1 if form.transposed else 2],',
+        '"intermediate": shape[0],',
         "tests/app/test_torch_plan_structure.py -k say",
     ),
     Mutant(

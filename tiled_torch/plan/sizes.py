@@ -50,7 +50,7 @@ def decoder_of_config(config: dict[str, Any], what: str) -> Decoder:
         with torch.device("meta"):
             known = transformers.AutoConfig.for_model(**config)
             model = transformers.AutoModelForCausalLM.from_config(known, dtype=torch.float32)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except Exception as error:  # of code that is not ours
         first = str(error).strip().partition("\n")[0]
         raise InputError(f"{what} must be the config of a causal language model of transformers: {first}") from error
     return _with_parameters(model, decoder_by_structure(model, what))

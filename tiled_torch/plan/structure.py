@@ -10,8 +10,9 @@ from torch import nn
 
 from shared_specs.app.option_fields import InputError
 from shared_specs.app.plan.decoder import FAMILIES, Decoder
+from tiled_torch.core.partitioned import whole_shape
 from tiled_torch.models.block.families import BlockFamily, said_of
-from tiled_torch.models.block.known import attention_of, family_of_block, has_experts, is_block
+from tiled_torch.models.block.known import attention_of, family_of_block, has_experts, is_block, reason_more
 from tiled_torch.models.block.layer import TiledBlock
 from tiled_torch.models.experts.forms import experts_form_of
 from tiled_torch.plans.any_model import structural_plan
@@ -38,12 +39,12 @@ def decoder_by_structure(model: Any, what: str) -> Decoder:
     windows = [window for each in layers if (window := _window_of(each)) is not None]
     head, table = model.get_output_embeddings(), model.get_input_embeddings()
     return Decoder(
-        hidden=table.weight.shape[1],
+        hidden=whole_shape(table.weight)[1],
         layers=len(layers),
         heads=heads,
         kv_heads=_count(attention, "num_key_value_heads") or heads,
         head_dim=layer.get_submodule(family.out).in_features // heads,
-        vocab=head.weight.shape[0],
+        vocab=whole_shape(head.weight)[0],
         tied=head.weight is table.weight,
         kind=model.config.model_type,
         **_mlp_sizes(layer, family),
@@ -65,9 +66,11 @@ def _reason_no_formula(model: Any, layers: list[Any], path: str) -> str | None:
         if parameter.ndim > 1 and id(parameter) not in known and not name.startswith(f"{path}."):
             return f"It has {name} besides layers, embedding and head, of which there is no formula."
     for number, layer in enumerate(layers):
-        if not isinstance(layer, TiledBlock) and not is_block(layer):
+        if not issubclass(type(layer), TiledBlock) and not is_block(layer):
             return f"Its layer {number}, a {type(layer).__name__}, runs whole."
         family, attention = family_of_block(layer), attention_of(layer)
+        if (reason := reason_more(layer)) is not None:
+            return f"In its layer {number} {reason}, so that it runs whole."
         if family.latent:
             return "It projects q, k and v twice, of which there is no formula."
         if family.sinks:
@@ -80,20 +83,22 @@ def _reason_no_formula(model: Any, layers: list[Any], path: str) -> str | None:
     return None
 
 
-def _mlp_sizes(layer: Any, family: BlockFamily) -> dict[str, int]:
+def _mlp_sizes(layer: Any, family: BlockFamily) -> dict[str, Any]:
     """Return the fields of a decoder that its MLP has: of a mixture those of one expert."""
     if not has_experts(layer):
         down = layer.get_submodule(family.down)
         sizes = {"intermediate": down.in_features, "matrices": 3 if family.gated else 2}
         return sizes | {"fused": family.gated and len(family.up) == 1}
     experts = layer.mlp.experts
-    form = experts_form_of(experts)
+    form, shape = experts_form_of(experts), whole_shape(experts.down_proj)
     assert form is not None
     chosen = (getattr(module, name, None) for module in layer.mlp.modules() for name in _CHOSEN)
     chosen = next((each for each in chosen if isinstance(each, int)), None)
+    linears = (module for name, module in layer.mlp.named_modules() if "down_proj" in name)
     return {
-        "intermediate": experts.down_proj.shape[1 if form.transposed else 2],
-        "experts": experts.down_proj.shape[0],
+        "shared": max((module.in_features for module in linears if isinstance(module, nn.Linear)), default=0),
+        "intermediate": shape[1 if form.transposed else 2],
+        "experts": shape[0],
         "chosen": _count(layer.mlp.experts, "num_experts_per_tok") if chosen is None else chosen,
         "matrices": 3 if form.gated else 2,
     }

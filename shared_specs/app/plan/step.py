@@ -242,7 +242,8 @@ def _layer_bytes(decoder: Decoder, setting: Setting, kept: int) -> tuple[int, in
         masks = _window_mask_bytes(decoder, setting)
         if decoder.experts:
             of_mlp = b * decoder.mlp_trained
-            of_shard = _experts_bytes(decoder, setting)
+            given = rows * decoder.hidden * b
+            of_shard = max(_experts_bytes(decoder, setting), given + arrays * t * decoder.shared * b)
             found = max(((attention + exchanged) * rows, masks), (behind * rows, of_shard), key=sum)
             return found[0], found[1] + MASTER * (decoder.layer_trained - decoder.mlp_trained) + of_mlp
         found = max(((attention + exchanged) * rows, masks), (behind * rows, of_shard), key=sum)
@@ -358,7 +359,7 @@ def compiled_context_row_bytes(decoder: Decoder, setting: Setting) -> int:
 
 # Arrays [t, I] and [T, I] at once in the backward of the MLP of a shard of scope="block", and of a whole untiled one.
 BLOCK_ARRAYS, PLAIN_ARRAYS = 6, 6
-UNGATED_ARRAYS = 4  # of a shard without a gate
+UNGATED_ARRAYS = 5  # of a shard without a gate, whose activation may be of several operators
 # The same where projections have adapters, which are called: what these return is scaled and added to what the layer does.
 ADAPTED_BLOCK_ARRAYS, ADAPTED_MLP_ARRAYS = 8, 11
 

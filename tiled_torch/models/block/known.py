@@ -52,6 +52,15 @@ def has_experts(layer: Any) -> bool:
     return hasattr(layer.mlp, "experts")
 
 
+def reason_more(layer: Any) -> str | None:
+    """Return which setting of a layer adds something that is not computed in a block; None where there is none."""
+    attention = attention_of(layer)
+    for name in family_of_block(layer).without:
+        if any(getattr(part, name, None) for part in (attention, attention.config, layer.mlp)):
+            return f"{name} is not 0"
+    return None
+
+
 def linears_of(layer: Any) -> tuple[str, ...]:
     """Return all projections of a layer, but for those of a mixture of experts."""
     family = family_of_block(layer)

@@ -25,7 +25,7 @@ from tiled_torch.core.tensors import device_kind, is_dtensor
 from tiled_torch.models.block.attention import Turns, turns_of
 from tiled_torch.models.block.function import Block, BlockCall
 from tiled_torch.models.block.heads import scales_of
-from tiled_torch.models.block.known import attention_of, family_of_block, has_experts, linears_of
+from tiled_torch.models.block.known import attention_of, family_of_block, has_experts, linears_of, reason_more
 from tiled_torch.models.block.offload import asked_to_offload, input_on_host
 from tiled_torch.models.block.parts import Unhooked
 from tiled_torch.models.block.shards import BlockRanks, ColumnShards, Shards, TokenShards, dealt, is_split
@@ -41,7 +41,7 @@ BETWEEN = ", between two compiled graphs"  # what `tiling_paths` adds of a layer
 
 def reason_not_block(layer: Any) -> str | None:
     """Return why a layer cannot run as one `Block` now; None where it can."""
-    home, family, attention = home_of(layer).__module__, family_of_block(layer), attention_of(layer)
+    home, family = home_of(layer).__module__, family_of_block(layer)
     for name in (family.attention, "mlp"):  # whose formulas it computes
         part = home_of(layer.get_submodule(name))
         forward = inspect.unwrap(vars(part)["forward"])
@@ -53,9 +53,8 @@ def reason_not_block(layer: Any) -> str | None:
     linears, known = linears_of(layer), frozenset() if ranks is None else ranks.hooks
     if ranks is not None and has_experts(layer):
         return "its weights are split, and its MLP is a mixture of experts"
-    for name in family.without:
-        if any(getattr(part, name, None) for part in (attention, attention.config, layer.mlp)):
-            return f"{name} is not 0"
+    if (more := reason_more(layer)) is not None:
+        return more
     for name, module in layer.named_modules():
         reason = reason_called(name, module, known=known) if name else None
         if reason is not None:
