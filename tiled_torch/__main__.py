@@ -51,7 +51,7 @@ def _plan(options: PlanOptions) -> int:
 
 def _other_family(config: dict[str, Any], what: str) -> "Decoder":
     try:
-        from tiled_torch.plan.sizes import decoder_of_config
+        from tiled_torch.commands.plan.any_config import decoder_of_config
     except ModuleNotFoundError as error:
         hint = f"{error.name} is not installed. Install it with pip install 'tiled-mlp[torch]'."
         raise InputError(f"{what} has model_type {config.get('model_type')}, whose layers are read; {hint}") from error

@@ -76,6 +76,7 @@ def test_a_family_without_formulas_by_name(kind: str) -> None:
         "all but attention tiled, inputs on the host",
         "all but attention tiled, inputs and all state on the host",
     ]
+    assert all(reach.setting.context == reach.setting.tensor == 1 for reach in found.plan.reach)
     assert found.seconds is not None
     assert "are trained" in str(found)
 

@@ -166,6 +166,7 @@ def test_ci_runs_the_whole_suite_and_needs_both_frameworks():
         "trainers",
         "aot-triton",
         "test-new-jax",
+        "test-new-python",
         "lock",
     ]
     assert [suite.name for suite in ci["SUITES"]] == wanted

@@ -1731,8 +1731,8 @@ MUTANTS = (
     ),
     Mutant(
         "a layer whose projections are clipped runs as a block",
-        "tiled_torch/models/block/layer.py",
-        "    for name in family.without:\n",
+        "tiled_torch/models/block/known.py",
+        "    for name in family_of_block(layer).without:\n",
         "    for name in ():\n",
         "tests/models/test_torch_block_experts.py -k adds_that_is_not_computed",
     ),

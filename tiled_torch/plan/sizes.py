@@ -6,15 +6,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import nn
 
-from shared_specs.app.option_fields import InputError
 from shared_specs.app.plan.decoder import FAMILIES, Decoder, decoder_from
 from shared_specs.app.plan.function.checks import fail_without_config
 from shared_specs.app.plan.held import Parameter, Place, held_of
 from tiled_torch.core.partitioned import whole_shape
-from tiled_torch.plan.structure import decoder_by_structure
 
 _HEADS = ("lm_head", "embed_out")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
@@ -32,31 +29,15 @@ def decoder_of_model(function: str, model: Any) -> Decoder:
     if not isinstance(model, nn.Module) or not hasattr(config, "to_dict"):
         fail_without_config(function, model)
     what, kind = f"{function}: model", getattr(config, "model_type", None)
-    decoder = decoder_from(config.to_dict(), what) if kind in FAMILIES else decoder_by_structure(model, what)
-    return _with_parameters(model, decoder)
+    if kind in FAMILIES:
+        return with_parameters(model, decoder_from(config.to_dict(), what))
+    from tiled_torch.plan.structure import decoder_by_structure  # here, since it loads transformers
+
+    return with_parameters(model, decoder_by_structure(model, what))
 
 
-def decoder_of_config(config: dict[str, Any], what: str) -> Decoder:
-    """Return the sizes of the model that the dictionary of a config.json describes, with its parameters in float32.
-
-    config: of a model_type that has no formulas of its own. what: the option that it is of, for messages.
-
-    Raises:
-        InputError: transformers makes no causal language model of it, or it is of a family without formulas.
-    """
-    import transformers
-
-    try:
-        with torch.device("meta"):
-            known = transformers.AutoConfig.for_model(**config)
-            model = transformers.AutoModelForCausalLM.from_config(known, dtype=torch.float32)
-    except Exception as error:  # of code that is not ours
-        first = str(error).strip().partition("\n")[0]
-        raise InputError(f"{what} must be the config of a causal language model of transformers: {first}") from error
-    return _with_parameters(model, decoder_by_structure(model, what))
-
-
-def _with_parameters(model: nn.Module, decoder: Decoder) -> Decoder:
+def with_parameters(model: nn.Module, decoder: Decoder) -> Decoder:
+    """Return the sizes with the parameters that a model has."""
     return replace(decoder, held=held_of(_parameters(model, decoder), tied=decoder.tied))
 
 
