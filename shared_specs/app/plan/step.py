@@ -4,7 +4,7 @@ The step is that of `parallelize`: `fully_shard` over all GPUs, float32 paramete
 in another dtype, every layer checkpointed. Letters: T tokens of a rank, H hidden, V vocabulary, b bytes of the products.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lcm
 from typing import Any
 
@@ -242,8 +242,9 @@ def _layer_bytes(decoder: Decoder, setting: Setting, kept: int) -> tuple[int, in
         masks = _window_mask_bytes(decoder, setting)
         if decoder.experts:
             of_mlp = b * decoder.mlp_trained
-            given = rows * decoder.hidden * b
-            of_shard = max(_experts_bytes(decoder, setting), given + arrays * t * decoder.shared * b)
+            shared = replace(mlp, intermediate=decoder.shared)
+            of_shared = peak_bytes(shared, setting.shards, device=setting.device, kernels=setting.fused)
+            of_shard = max(_experts_bytes(decoder, setting), rows * decoder.hidden * b + of_shared)
             found = max(((attention + exchanged) * rows, masks), (behind * rows, of_shard), key=sum)
             return found[0], found[1] + MASTER * (decoder.layer_trained - decoder.mlp_trained) + of_mlp
         found = max(((attention + exchanged) * rows, masks), (behind * rows, of_shard), key=sum)
