@@ -97,6 +97,7 @@ def eager_block_moments(
     sequence_parallel: bool = True,
     exchanging: int = 1,
     ring: bool = False,
+    value_dim: int | None = None,
 ) -> tuple[int, int]:
     """Return the bytes that one more token costs two moments of a layer's backward in PyTorch: attention's, and behind it.
 
@@ -112,13 +113,15 @@ def eager_block_moments(
         itemsize: bytes of the dtype of the model. kept_layers: layers whose inputs stay on the device.
         tensor, sequence_parallel: ranks that split the weights, and whether they split the tokens between the split layers.
         exchanging: ranks that exchange tokens for heads. ring: their keys and values travel in a ring besides.
+        value_dim: of a head of values, and of attention's output; None: as of queries and keys.
     """
     turns = attention_turns(heads // tensor, kv_heads // tensor, exchanging, parts=not ring)
-    queries, keys = heads * head_dim // tensor, kv_heads * head_dim // tensor
+    of_value = head_dim if value_dim is None else value_dim
+    queries, outputs = heads * head_dim // tensor, heads * of_value // tensor
+    keys = kv_heads * (head_dim + of_value) // tensor * turns.copies  # and values
     own = hidden // tensor if sequence_parallel else hidden
-    keys *= turns.copies
-    both = 2 * own + 3 * queries + 2 * keys + 2 * head_dim
+    both = 2 * own + queries + 2 * outputs + keys + 2 * head_dim
     behind = max(kept_layers, 1) * own
-    attention = kept_layers * own + queries // turns.count + 2 * keys // turns.groups
+    attention = kept_layers * own + queries // turns.count + keys // turns.groups
     lse = heads // tensor * WIDE
     return (both + attention) * itemsize + lse, (both + behind) * itemsize + lse

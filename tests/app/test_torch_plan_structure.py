@@ -20,7 +20,7 @@ from shared_specs.tolerances import PLAN_BYTES
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from tests.app.torch_structure_steps import EXPERTS, KINDS, MIXTURES, config_of  # noqa: E402
+from tests.app.torch_structure_steps import EXPERTS, KINDS, LATENTS, MIXTURES, config_of  # noqa: E402
 from tiled_torch import fits, plan, tile_model, tiling_paths  # noqa: E402
 from tiled_torch.__main__ import COMMANDS  # noqa: E402
 from tiled_torch.plan.sizes import decoder_of_model  # noqa: E402
@@ -57,7 +57,7 @@ def test_layers_say_what_the_config_says(kind: str) -> None:
         assert parts_of(found, replace(setting, **lever)) == parts_of(named, replace(setting, **lever))
 
 
-@pytest.mark.deep_but(9)
+@pytest.mark.deep_but(10)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_family_without_formulas_by_name(kind: str) -> None:
     """All its parameters count, and of what is set nothing shares sequences or splits layers."""
@@ -65,6 +65,8 @@ def test_a_family_without_formulas_by_name(kind: str) -> None:
     found = plan(model, 2**15, devices=8, device_memory="h100")
     assert found.plan.decoder.held.count == sum(parameter.numel() for parameter in model.parameters())
     assert found.plan.decoder.kind == kind
+    if kind in LATENTS:
+        assert (found.plan.decoder.head_dim, found.plan.decoder.value_dim) == (24, 16)
     if kind in MIXTURES:
         sizes = found.plan.decoder
         assert (sizes.experts, sizes.chosen, sizes.intermediate, sizes.matrices) == (4, 2, 48, 3)
@@ -124,11 +126,6 @@ REFUSED: dict[str, tuple[dict[str, Any], Callable[[Any], Any], str]] = {
         {"model_type": "gpt_oss"},
         lambda model: model,
         "Its attention has sinks, for which transformers writes the scores of all pairs.",
-    ),
-    "latents": (
-        {"model_type": "deepseek_v3"},
-        lambda model: model,
-        "It projects q, k and v twice, of which there is no formula.",
     ),
     "a cap": (
         {"model_type": "vaultgemma"},

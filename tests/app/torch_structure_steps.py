@@ -29,19 +29,29 @@ MIXTURES = (
     "minimax_m2", "solar_open",
 )  # fmt: skip
 MORE = {
+    "deepseek_v2": {"first_k_dense_replace": 1},
+    "deepseek_v3": {"first_k_dense_replace": 1},
     "dots1": {"n_shared_experts": 1},
     "qwen2_moe": {"shared_expert_intermediate_size": 1792},
     "seed_oss": {"residual_dropout": 0.0, "attention_dropout": 0.0},
 }
-# No mixture first: nine of every form run in `make test`.
-KINDS = (*DENSE[:6], *MIXTURES[:3], *DENSE[6:], *MIXTURES[3:])
+# Queries, and keys with values, are projected twice; a head of values has another size.
+LATENTS = ("deepseek_v3", "minicpm3", "deepseek_v2", "glm4_moe_lite", "youtu")
+# No mixture first: ten of every form run in `make test`.
+KINDS = (*DENSE[:6], *MIXTURES[:3], *LATENTS[:1], *DENSE[6:], *MIXTURES[3:], *LATENTS[1:])
 
 
 def config_of(kind: str, *, large: bool = False) -> dict[str, Any]:
     """The dictionary of a config.json."""
     sizes = LARGE if large else SIZES
-    inside = sizes["intermediate_size"] // 2
-    more = EXPERTS | {"intermediate_size": inside, "moe_intermediate_size": inside} if kind in MIXTURES else {}
+    inside, head = sizes["intermediate_size"] // 2, sizes["head_dim"]
+    more: dict[str, Any] = {}
+    if kind not in DENSE:
+        more = EXPERTS | {"intermediate_size": inside, "moe_intermediate_size": inside}
+    if kind in LATENTS:
+        more |= {"num_key_value_heads": sizes["num_attention_heads"], "head_dim": head // 2, "v_head_dim": head}
+        more |= {"q_lora_rank": 2 * head, "kv_lora_rank": head, "qk_nope_head_dim": head, "qk_rope_head_dim": head // 2}
+        more |= {"n_group": 1, "topk_group": 1}
     return {"model_type": kind} | sizes | COMMON | more | MORE.get(kind, {})
 
 

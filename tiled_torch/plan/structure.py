@@ -34,16 +34,13 @@ def decoder_by_structure(model: Any, what: str) -> Decoder:
         known = f'a model_type of {", ".join(FAMILIES)}, or layers that scope="block" takes'
         raise InputError(f"{what} must have {known}, got {model.config.model_type}. {reason}")
     layer = max(layers, key=has_experts)
-    family, attention = family_of_block(layer), attention_of(layer)
-    heads = _count(attention, "num_attention_heads")
+    family = family_of_block(layer)
     windows = [window for each in layers if (window := _window_of(each)) is not None]
     head, table = model.get_output_embeddings(), model.get_input_embeddings()
     return Decoder(
         hidden=whole_shape(table.weight)[1],
         layers=len(layers),
-        heads=heads,
-        kv_heads=_count(attention, "num_key_value_heads") or heads,
-        head_dim=layer.get_submodule(family.out).in_features // heads,
+        **_head_sizes(layer, family),
         vocab=whole_shape(head.weight)[0],
         tied=head.weight is table.weight,
         kind=model.config.model_type,
@@ -71,8 +68,6 @@ def _reason_no_formula(model: Any, layers: list[Any], path: str) -> str | None:
         family, attention = family_of_block(layer), attention_of(layer)
         if (reason := reason_more(layer)) is not None:
             return f"In its layer {number} {reason}, so that it runs whole."
-        if family.latent:
-            return "It projects q, k and v twice, of which there is no formula."
         if family.sinks:
             return "Its attention has sinks, for which transformers writes the scores of all pairs."
         caps = (name for name, what in family.options if name == "softcap" and said_of(attention, what))
@@ -81,6 +76,16 @@ def _reason_no_formula(model: Any, layers: list[Any], path: str) -> str | None:
         if has_experts(layer) and experts_form_of(layer.mlp.experts) is None:
             return f"Its {type(layer.mlp.experts).__name__} is called with all tokens, of which there is no formula."
     return None
+
+
+def _head_sizes(layer: Any, family: BlockFamily) -> dict[str, int]:
+    """Return the fields of a decoder that its attention has."""
+    attention = attention_of(layer)
+    heads = _count(attention, "num_attention_heads")
+    of_output = layer.get_submodule(family.out).in_features // heads
+    if family.latent:  # as many of keys as of queries
+        return {"heads": heads, "kv_heads": heads, "head_dim": attention.qk_head_dim, "value_dim": of_output}
+    return {"heads": heads, "kv_heads": _count(attention, "num_key_value_heads") or heads, "head_dim": of_output}
 
 
 def _mlp_sizes(layer: Any, family: BlockFamily) -> dict[str, Any]:

@@ -20,6 +20,7 @@ class Decoder:
     """Sizes of a decoder with grouped heads and a gated MLP, as the formulas read them.
 
     Attributes:
+        value_dim: of a head of values where it is another than of queries and keys.
         tied: whether the head is the embedding. kind: the model_type, one of `DECODERS`, with what it has beside Llama.
         attention_bias, mlp_bias: of all projections of attention, and of the MLP.
         experts, chosen: of an MLP that is several experts, and of these how many a token has; `intermediate` is of one. 0, 0:
@@ -39,6 +40,7 @@ class Decoder:
     kv_heads: int
     head_dim: int
     vocab: int
+    value_dim: int | None = None
     tied: bool = False
     kind: str = "llama"
     attention_bias: bool = False
@@ -57,6 +59,11 @@ class Decoder:
     def queries(self) -> int:
         """Columns of all query heads."""
         return self.heads * self.head_dim
+
+    @property
+    def attended(self) -> int:
+        """Return the mean of the columns of all query heads and of what they attend to."""
+        return self.heads * (self.head_dim + (self.value_dim or self.head_dim)) // 2
 
     @property
     def keys(self) -> int:

@@ -242,7 +242,7 @@ def step_flop(decoder: Decoder, setting: Setting, *, recomputed: bool = True) ->
     products = decoder.layers * (4 * (decoder.layer_products + adapters) + 2 * again) * tokens
     products += 2 * min(decoder.layers_trained, decoder.layers * (decoder.layer_products + adapters)) * tokens
     loss = (4 * decoder.hidden * decoder.vocab + 2 * decoder.head_trained) * tokens
-    forward = 4 * decoder.pairs(setting.tokens) * decoder.queries * sequences
+    forward = 4 * decoder.pairs(setting.tokens) * decoder.attended * sequences
     return products + loss, int((4.5 if recomputed else 3.5) * forward)
 
 

@@ -230,7 +230,9 @@ def _layer_bytes(decoder: Decoder, setting: Setting, kept: int) -> tuple[int, in
         attention, behind = (
             row + _window_row_bytes(decoder, setting) * (moment == 0) - kept * hidden * b
             for moment, row in enumerate(
-                eager_block_moments(**sizes, **context, head_dim=decoder.head_dim, kept_layers=kept)
+                eager_block_moments(
+                    **sizes, **context, head_dim=decoder.head_dim, value_dim=decoder.value_dim, kept_layers=kept
+                )
             )
         )
         arrays = BLOCK_ARRAYS if decoder.matrices == 3 else UNGATED_ARRAYS

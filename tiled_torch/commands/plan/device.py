@@ -126,6 +126,10 @@ def _attend(
     if q.device.type != NAME:
         return _ATTEND(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     assert attn_mask is None
+    if v.shape[-1] != q.shape[-1]:  # heads of values of another size: PyTorch's memory-efficient attention
+        return torch.ops.aten._scaled_dot_product_efficient_attention(
+            q, k, v, None, True, dropout_p, is_causal, scale=scale
+        )[0]
     return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)[0]
 
 
