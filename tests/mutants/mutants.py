@@ -162,6 +162,13 @@ MUTANTS = (
         "tests/app/test_torch_plan_structure.py -k say",
     ),
     Mutant(
+        "a plan takes a head of values for as large as one of queries",
+        "tiled_torch/plan/structure.py",
+        '"head_dim": attention.qk_head_dim, "value_dim": of_output}',
+        '"head_dim": attention.qk_head_dim}',
+        "tests/app/test_torch_plan_structure.py -k without",
+    ),
+    Mutant(
         "a plan forgets the windows of layers",
         "tiled_torch/plan/structure.py",
         'what = options.get("sliding_window")',
@@ -199,8 +206,8 @@ MUTANTS = (
     Mutant(
         "a block's bytes miss what attention's backward wants of its output",
         "shared_specs/layers/block_costs.py",
-        "both = 2 * own + 3 * queries + 2 * keys + 2 * head_dim",
-        "both = 2 * own + 2 * queries + 2 * keys + 2 * head_dim",
+        "both = 2 * own + queries + 2 * outputs + keys + 2 * head_dim",
+        "both = 2 * own + queries + outputs + keys + 2 * head_dim",
         "tests/models/test_torch_block.py -x -k dtype0-True",
     ),
     Mutant(
