@@ -8,7 +8,7 @@ from typing import Never
 from shared_specs.config import LOSS_OUTPUTS, LOSS_REDUCTIONS, HalfNames, LossOptions
 from shared_specs.core import checks
 from shared_specs.core.checks import Operand, check_devices, check_float, check_kinds, check_weight, is_one_of
-from shared_specs.errors import fail, fail_type, show_shape
+from shared_specs.errors import UnsupportedError, error_text, fail, fail_type, show_shape
 
 
 def check_number(function: str, name: str, value: object, rule: str, *, least: float, most: float = math.inf) -> None:
@@ -22,6 +22,23 @@ def check_number(function: str, name: str, value: object, rule: str, *, least: f
         fail_type(function, name, "a number", type(value).__name__)
     if not least <= value <= most:  # also refuses NaN
         fail(function, name, rule, value)
+
+
+def check_model_loss(function: str, loss: LossOptions, has_aux: bool) -> None:
+    """Check what `tiled_model_loss` is given beside tensors. Scale and cap of the logits are the model's own.
+
+    Raises:
+        SpecError, TypeError: as `check_loss_options`; has_aux is no bool.
+        UnsupportedError: the loss has a scale or a cap.
+    """
+    check_loss_options(function, loss)
+    for name, default in (("logit_softcap", None), ("logit_scale", 1.0)):
+        if getattr(loss, name) != default:
+            advice = "It is taken from the model."
+            raise UnsupportedError(
+                error_text(function, f"loss.{name}", str(default), getattr(loss, name), advice=advice)
+            )
+    checks.check_flags(function, has_aux=has_aux)
 
 
 def check_loss_options(function: str, loss: object, argument: str = "loss") -> None:

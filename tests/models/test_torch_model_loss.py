@@ -237,5 +237,9 @@ def test_bad_arguments_are_refused() -> None:
         tiled_model_loss(model, TARGETS, INPUTS, has_aux=True)
     with pytest.raises(UnsupportedError, match=r"^tiled_model_loss: loss.logit_softcap must be None, got 3.0"):
         tiled_model_loss(model, TARGETS, INPUTS, loss=LossOptions(logit_softcap=3.0))
+    with pytest.raises(TypeError, match=r"^tiled_model_loss: loss must be a LossOptions, got dict"):
+        tiled_model_loss(model, TARGETS, INPUTS, loss={"reduction": "sum"})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"^tiled_model_loss: has_aux must be True or False, got int"):
+        tiled_model_loss(model, TARGETS, INPUTS, has_aux=1)  # type: ignore[arg-type]
     with pytest.raises(UnsupportedError, match=r"^tiled_model_loss: model must be one with a head, got Embedding"):
         tiled_model_loss(model.embedding, TARGETS, INPUTS)

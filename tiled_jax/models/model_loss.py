@@ -10,6 +10,7 @@ from flax import nnx
 
 from shared_specs.config import LossOptions, Tiling
 from shared_specs.errors import UnsupportedError, error_text, fail, fail_type, show_shape
+from shared_specs.loss import checks as loss_checks
 from tiled_jax.core.arrays import array
 from tiled_jax.loss.api import linear_cross_entropy
 from tiled_jax.models.others.equations import Equations
@@ -64,10 +65,7 @@ def tiled_model_loss(
     if not callable(model):
         fail_type(_NAME, "model", "an nnx.Module or a function", type(model).__name__)
     targets = array(_NAME, "targets", targets)
-    for name, default in (("logit_softcap", None), ("logit_scale", 1.0)):
-        if getattr(loss, name) != default:
-            advice = "It is taken from the model."
-            raise UnsupportedError(error_text(_NAME, f"loss.{name}", str(default), getattr(loss, name), advice=advice))
+    loss_checks.check_model_loss(_NAME, loss, has_aux)
     traced = _ModelCall(model, args, kwargs, has_aux)
     head = traced.head(tuple(targets.shape))
     result = linear_cross_entropy(

@@ -77,14 +77,9 @@ def tiled_model_loss(
         fail_type(_NAME, "model", "a torch.nn.Module", type(model).__name__)
     if not isinstance(targets, Tensor):
         fail_type(_NAME, "targets", "a tensor", type(targets).__name__)
-    for name, default in (("logit_softcap", None), ("logit_scale", 1.0)):
-        if getattr(loss, name) != default:
-            advice = "It is taken from the model."
-            raise UnsupportedError(error_text(_NAME, f"loss.{name}", str(default), getattr(loss, name), advice=advice))
+    loss_checks.check_model_loss(_NAME, loss, has_aux)
     options = checks.resolve_tiling(_NAME, num_shards, 0.0, tiling, unused=("keep", "deterministic"))
     checks.check_backend(_NAME, backend, TORCH, backends.usable_backends())
-    checks.check_flags(_NAME, has_aux=has_aux)
-    loss_checks.check_loss_options(_NAME, loss)
     inside = _without_wrappers(model)
     if isinstance(getattr(inside, "_orig_mod", None), nn.Module):
         raise UnsupportedError(refusal_text(_NAME, "model is compiled", advice="Compile its layers instead."))
