@@ -53,6 +53,8 @@ def _other_family(config: dict[str, Any], what: str) -> "Decoder":
     try:
         from tiled_torch.commands.plan.any_config import decoder_of_config
     except ModuleNotFoundError as error:
+        if (error.name or "").startswith("tiled_torch"):
+            raise
         hint = f"{error.name} is not installed. Install it with pip install 'tiled-mlp[torch]'."
         raise InputError(f"{what} has model_type {config.get('model_type')}, whose layers are read; {hint}") from error
     return decoder_of_config(config, what)

@@ -156,6 +156,17 @@ def test_what_has_no_formula_is_said(case: str) -> None:
     assert str(caught.value).endswith(f"got {config['model_type']}. {reason}")
 
 
+@pytest.mark.parametrize("kind", ["llama", "granite"])
+def test_attention_that_writes_all_scores_is_refused(kind: str) -> None:
+    """No formula has them, whichever family it is."""
+    model = on_meta(config_of(kind))
+    model.set_attn_implementation("eager")
+    with pytest.raises(
+        SpecError, match=r"^plan: model must attend by sdpa or flash attention, got eager\. Eager attention"
+    ):
+        plan(model, 4096)
+
+
 def test_the_command_takes_a_config_of_such_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With the numbers of the function."""
     config = config_of("granite")

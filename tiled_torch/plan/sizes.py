@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from shared_specs.app.option_fields import InputError
 from shared_specs.app.plan.decoder import FAMILIES, Decoder, decoder_from
 from shared_specs.app.plan.function.checks import fail_without_config
 from shared_specs.app.plan.held import Parameter, Place, held_of
@@ -23,17 +24,22 @@ def decoder_of_model(function: str, model: Any) -> Decoder:
     Args:
         model: of transformers, also on the meta device, or of peft around one.
     Raises:
-        TypeError: it is no model with a config. InputError: it is of a family without formulas.
+        TypeError: it is no model with a config. InputError: it is of a family without formulas, or its attention is eager.
     """
     config: Any = getattr(model, "config", None)
     if not isinstance(model, nn.Module) or not hasattr(config, "to_dict"):
         fail_without_config(function, model)
     what, kind = f"{function}: model", getattr(config, "model_type", None)
     if kind in FAMILIES:
-        return with_parameters(model, decoder_from(config.to_dict(), what))
-    from tiled_torch.plan.structure import decoder_by_structure  # here, since it loads transformers
+        decoder = decoder_from(config.to_dict(), what)
+    else:
+        from tiled_torch.plan.structure import decoder_by_structure  # here, since it loads transformers
 
-    return with_parameters(model, decoder_by_structure(model, what))
+        decoder = decoder_by_structure(model, what)
+    if getattr(config, "_attn_implementation", None) == "eager":
+        hint = "Eager attention writes the scores of all pairs of tokens, of which there is no formula."
+        raise InputError(f"{what} must attend by sdpa or flash attention, got eager. {hint}")
+    return with_parameters(model, decoder)
 
 
 def with_parameters(model: nn.Module, decoder: Decoder) -> Decoder:

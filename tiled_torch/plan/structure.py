@@ -45,7 +45,7 @@ def decoder_by_structure(model: Any, what: str) -> Decoder:
         tied=head.weight is table.weight,
         kind=model.config.model_type,
         **_mlp_sizes(layer, family),
-        window=windows[0] if windows else None,
+        window=max(windows, default=None),
         windowed=len(windows),
         by_structure=True,
     )

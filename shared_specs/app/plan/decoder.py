@@ -25,7 +25,7 @@ class Decoder:
         attention_bias, mlp_bias: of all projections of attention, and of the MLP.
         experts, chosen: of an MLP that is several experts, and of these how many a token has; `intermediate` is of one. 0, 0:
             it is one MLP.
-        shared: the same of the MLP beside experts that all tokens have; 0: there is none.
+        shared: `intermediate` of the MLP beside experts that all tokens have; 0: there is none.
         matrices: of an MLP: gate, up and down, or without a gate two.
         fused: whether gate and up are one matrix; of a `kind` among `DECODERS` that says it.
         window: tokens that a query sees in `windowed` of the layers; None where it sees all before in every one.
