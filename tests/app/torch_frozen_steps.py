@@ -18,7 +18,7 @@ from tiled_torch.commands.plan import simulate
 from tiled_torch.models import tile_model
 from tiled_torch.plan.sizes import decoder_of_model
 
-RANK, MODEL = 16, simulate._model
+RANK, TILED = 16, simulate._tiled
 
 
 class LoRA(nn.Module):
@@ -68,9 +68,9 @@ def step(decoder: Decoder, setting: Setting, places: list[str]) -> dict[str, Any
 
     changed: Any = simulate
     if setting.scope == "none":
-        changed._model = lambda *given: frozen(MODEL(*given))
+        changed._tiled = lambda *given: frozen(TILED(*given))
     else:
-        changed._model = MODEL
+        changed._tiled = TILED
         changed.tile_model = lambda model, **options: tile_model(frozen(model), **options)
     found = simulated_step(decoder, setting, simulate.SIMULATOR)
     return {"device": found.device, "decoder": asdict(sizes[-1])}
