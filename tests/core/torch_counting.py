@@ -17,6 +17,7 @@ __all__ = ["FACTORS", "GemmFlop", "HeldBytes", "LiveBytes", "saved_bytes"]
 
 # position of the two factors among the arguments
 FACTORS = {"mm": (0, 1), "bmm": (0, 1), "addmm": (1, 2), "addmm_": (1, 2), "baddbmm": (1, 2), "baddbmm_": (1, 2)}
+FACTORS["_grouped_mm"] = (0, 1)  # rows of all groups, [n, K], with a weight of each, [G, K, N]
 
 
 class GemmFlop(TorchDispatchMode):

@@ -40,6 +40,20 @@ def one_of_each(cases, *fields, **numbers):
 MLPS = one_of_each(MLP_CASES, "activation", "gated", bfloat16=6, float16=3, float32=3)
 LOSSES = one_of_each(LOSS_CASES, "reduction", "outputs", bfloat16=4, float16=2, float32=2)
 MOES = one_of_each(MOE_CASES, "routing", bfloat16=1, float16=1, float32=1)
+# Experts of sizes that the grouped kernel takes, most with few rows; one has none, or the rows of several shards.
+GROUPED_MOES = tuple(
+    MoECase(
+        dims=(2, 96),
+        hidden=64,
+        intermediate=96,
+        experts=16,
+        top_k=4,
+        routing=routing,
+        dtype="bfloat16",
+        reason="grouped",
+    )
+    for routing in ("spread", "hot", "empty")
+)
 DISTILLATIONS = one_of_each(DISTILLATION_CASES, "kind", bfloat16=3, float16=1, float32=2)
 # Sizes that every kernel takes, Pallas too; the last shard is short.
 _TAKEN = {"dims": (2, 160), "hidden": 192, "intermediate": 256, "num_shards": 2, "reason": "sizes of every kernel"}
@@ -107,6 +121,25 @@ def test_torch_loss(torch_adapter: TorchAdapter, case: LossCase) -> None:
 @pytest.mark.parametrize("case", MOES, ids=lambda case: case.id)
 def test_torch_moe(torch_adapter: TorchAdapter, case: MoECase) -> None:
     assert_case(case, torch_adapter.run_moe(case, "auto"))
+
+
+@pytest.mark.parametrize("case", GROUPED_MOES, ids=lambda case: case.id)
+def test_torch_moe_of_grouped_products(torch_adapter: TorchAdapter, case: MoECase) -> None:
+    """Where the GPU has their kernel."""
+    import torch
+
+    from tests.core.torch_counting import GemmFlop
+
+    names = []
+
+    class Names(GemmFlop):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            names.append(func.__name__.split(".")[0])
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    with Names():
+        assert_case(case, torch_adapter.run_moe(case, "auto"))
+    assert ("_grouped_mm" in names) == (torch.cuda.get_device_capability()[0] in (9, 10))
 
 
 @pytest.mark.parametrize("case", MOES, ids=lambda case: case.id)

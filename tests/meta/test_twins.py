@@ -79,7 +79,6 @@ ONLY_JAX = {
     "layers of Flax that a module calls, LoRA around one; peft's are found where they stand, by `tile_model`": (
         "mlp/projections.py"
     ),
-    "products of rows with their experts' weights inside one program: PyTorch's loop knows the rows": "moe/steps.py",
     "one program for many devices": "commands/bench/mesh.py",
     "Triton's launch wrappers take block sizes from a table": "commands/gpu/candidates.py",
     "plans of a function of arrays: PyTorch's are of modules": (

@@ -716,7 +716,7 @@ MUTANTS = (
     Mutant(
         "a router's gradient forgets the bias of down",
         "tiled_torch/moe/loops.py",
-        "dweight += wide @ w.b_down.to(self.wide)",
+        "dweight += products.times_bias(wide)",
         "pass",
         "tests/models/test_torch_experts.py -x -k 'every_form and gpt_oss'",
     ),
@@ -733,6 +733,27 @@ MUTANTS = (
         "outputs if self.weigh_input else outputs.mul_(weight)",
         "outputs",
         "tests/models/test_torch_experts.py -x -k 'every_form and mixtral'",
+    ),
+    Mutant(
+        "experts are taken together with more rows than a shard has",
+        "tiled_torch/moe/routes.py",
+        "run.stop - before.start <= self.rows",
+        "run.stop - before.start <= 2 * self.rows",
+        "tests/moe/test_torch_grouped_products.py -x -k as_full_as_can_be",
+    ),
+    Mutant(
+        "rows of experts that are taken together get the bias of the one before",
+        "tiled_torch/moe/steps.py",
+        "rows[part.rows] += bias[part.expert - first]",
+        "rows[part.rows] += bias[0]",
+        "tests/moe/test_torch_grouped_products.py -x -k 'together_as_alone and biases'",
+    ),
+    Mutant(
+        "weights of another dtype are taken together",
+        "tiled_torch/moe/steps.py",
+        "return all(a.dtype == dtype for a in known) and",
+        "return",
+        "tests/moe/test_torch_grouped_products.py -x -k which_weights",
     ),
     Mutant(
         "an expert's gradient is that of its last group",

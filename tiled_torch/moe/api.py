@@ -79,8 +79,11 @@ def tiled_moe(
     Memory: keeps x, the weights and `moe_costs.moe_saved_bytes`: 2k numbers per token. Peak `moe_costs.moe_peak_bytes`: t rows
         of one expert at a time. Apart from a few numbers per token-expert pair, the peak does not grow with T or with the
         tokens of an expert. In 16 bits it does grow until the float32 rows of dx take as much as the weights' sums.
-    Limits: all experts are on one device (no expert or tensor parallelism). They run one after the other and are not compiled:
-        torch.compile skips the call. There are no grouped products. The experts have been run only on a CPU.
+    Products: an expert's rows, at most those of one shard at a time; experts with few rows by one grouped product together
+        (`torch.nn.functional.grouped_mm`): in bfloat16 on a GPU of compute capability 9 or 10, in float32 and bfloat16 on a
+        CPU, if weights are of the products' dtype and their dims are multiples of 16 bytes. Elsewhere one after the other.
+    Limits: all experts are on one device (no expert or tensor parallelism). They are not compiled: torch.compile skips the
+        call. The experts have been run only on a CPU.
     Raises:
         SpecError: shapes, dtypes or devices disagree, or a number is out of its range.
         TypeError: an argument of the wrong kind.

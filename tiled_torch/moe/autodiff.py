@@ -13,8 +13,9 @@ from torch import Tensor
 
 from tiled_torch.core.gradients import GradientSum, local_main_grad, main_grad_of, returned_gradient
 from tiled_torch.core.tensors import refuse_second_order, rows_of
-from tiled_torch.moe.loops import ExpertsCall, ExpertWeights
+from tiled_torch.moe.loops import ExpertsCall
 from tiled_torch.moe.router import Router
+from tiled_torch.moe.steps import ExpertWeights
 
 _UNTILED = "; differentiate the untiled experts, or use tiled_jax."
 

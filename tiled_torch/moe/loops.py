@@ -7,7 +7,6 @@ there is a gate), I of the second, n rows of one piece, at most t of them. Nothi
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,22 +16,9 @@ from shared_specs.mlp.costs import block_rows
 from shared_specs.moe.costs import FEW_ELEMENTS
 from tiled_torch.core.autocast import without_autocast
 from tiled_torch.core.tensors import device_kind, wide_dtype
-from tiled_torch.moe.routes import ExpertRows, Routes
+from tiled_torch.moe.routes import ExpertRows, ExpertPart, Routes
+from tiled_torch.moe.steps import ExpertWeights, Products, products_of, takes_several
 from tiled_torch.moe.sums import ExpertSum
-
-
-class ExpertWeights(NamedTuple):
-    """The parameters of experts. up: [E, W, H]; down: [E, H_out, I]; each [E, in, out] where they are transposed.
-
-    gate: [E, I, H] where gate and up are two parameters; up then is [E, I, H], and the columns of the first product are gate's
-    and then up's.
-    """
-
-    up: Tensor
-    down: Tensor
-    b_up: Tensor | None = None
-    b_down: Tensor | None = None
-    gate: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -55,28 +41,29 @@ class ExpertsCall:
         with torch.no_grad(), without_autocast(x):
             out = w.down.shape[2 if self.transposed else 1]
             y = torch.empty((x.shape[0], out), dtype=x.dtype, device=x.device) if into is None else into
-            routes = Routes(index, w.up.shape[0], self.shard_tokens, self.shard_tokens)
+            routes = self._routes(index, w, self.shard_tokens)
             for tokens, runs in routes:
                 total = _zeros_for(y, tokens, self.wide)
                 for run in runs:
-                    self._add_outputs(total, x, weights, self._of_expert(w, run), routes, run, tokens.start)
+                    products = products_of(w, run, self.dtype, self.transposed)
+                    self._add_outputs(total, x, weights, products, routes, run, tokens.start)
                 _store(y, tokens, total)
                 del total  # before that of the next group is made
         return y
 
     def _add_outputs(
-        self, total: Tensor, x: Tensor, weights: Tensor, w: ExpertWeights, routes: Routes, run: ExpertRows, first: int
+        self, total: Tensor, x: Tensor, weights: Tensor, products: Products, routes: Routes, run: ExpertRows, first: int
     ) -> None:
         for piece in run.pieces:
             pairs = routes.order[piece]
             rows = pairs // routes.each
             weight = weights.reshape(-1)[pairs].to(self.wide)[:, None]
-            up = self._first_product(self._input(x.index_select(0, rows), weight), w)
-            h = torch.empty((up.shape[0], self._width(w)), dtype=self.dtype, device=x.device)
+            up = products.first(self._input(x.index_select(0, rows), weight))
+            h = torch.empty((up.shape[0], products.w.width(self.transposed)), dtype=self.dtype, device=x.device)
             for block in _row_blocks(up):
                 h[block] = self.gate(up[block].to(self.wide))
             del up
-            outputs = self._linear(h, w.down, w.b_down).to(self.wide)
+            outputs = products.second(h).to(self.wide)
             total.index_add_(0, rows - first, outputs if self.weigh_input else outputs.mul_(weight))
 
     def backward(
@@ -98,7 +85,7 @@ class ExpertsCall:
         with torch.no_grad(), without_autocast(x), saved_tensors_hooks(_same, _same):
             tokens = x.shape[0]
             length = self._group_tokens(x, w) if any(needs[2:]) else self.shard_tokens
-            routes = Routes(index, w.up.shape[0], length, self.shard_tokens)
+            routes = self._routes(index, w, length)
             dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs[0] else None
             dweights = torch.zeros(tokens * routes.each, dtype=self.wide, device=x.device)
             sums = [
@@ -108,10 +95,7 @@ class ExpertsCall:
             for place, runs in routes:
                 total = None if dx is None else _zeros_for(dx, place, self.wide)
                 for run in runs:
-                    for one in sums:
-                        if one is not None:
-                            one.start(run.expert, len(run.pieces))
-                    mine = self._of_expert(w, run)
+                    products = products_of(w, run, self.dtype, self.transposed)
                     for piece in run.pieces:
                         pairs = routes.order[piece]
                         rows = pairs // routes.each
@@ -120,15 +104,13 @@ class ExpertsCall:
                             dy.index_select(0, rows).to(self.dtype),
                             x.index_select(0, rows),
                             weight,
-                            mine,
+                            products,
+                            run.parts(piece),
                             sums,
                             dx is not None,
                         )
                         if total is not None and dx_rows is not None:
                             total.index_add_(0, rows - place.start, dx_rows)
-                    for one in sums:
-                        if one is not None:
-                            one.done()
                 if dx is not None and total is not None:
                     _store(dx, place, total)
                 del total
@@ -136,34 +118,41 @@ class ExpertsCall:
             return [dx, found, *(None if one is None else one.result() for one in sums)]
 
     def _gradients(
-        self, dy: Tensor, x: Tensor, weight: Tensor, w: ExpertWeights, sums: Sequence[ExpertSum | None], wants_dx: bool
+        self,
+        dy: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        products: Products,
+        parts: Sequence[ExpertPart],
+        sums: Sequence[ExpertSum | None],
+        wants_dx: bool,
     ) -> tuple[Tensor | None, Tensor]:
         """Return the rows of dx, in float32, and the gradient of every weight, of one piece; add to the sums."""
         d_up, d_down, db_up, db_down, d_gate = sums
         taken = self._input(x, weight)
-        up = self._first_product(taken, w)
-        dh = dy @ (w.down.T if self.transposed else w.down)
+        up = products.first(taken)
+        dh = products.gradient_of_h(dy)
         dweight = self._through_gate(up, dh, weight)  # from here on up is its gradient, and dh is weight * h
         if d_down is not None:
-            d_down.add_product(*((dh, dy) if self.transposed else (dy, dh)))
+            d_down.add_products(parts, *((dh, dy) if self.transposed else (dy, dh)))
         del dh
-        if w.b_down is not None:
+        if products.w.b_down is not None:
             wide = dy.to(self.wide)
             if not self.weigh_input:
-                dweight += wide @ w.b_down.to(self.wide)
+                dweight += products.times_bias(wide)
             if db_down is not None:
-                db_down.add_rows(wide if self.weigh_input else wide * weight)
+                db_down.add_rows(parts, wide if self.weigh_input else wide * weight)
             del wide
         del dy
-        parts = [(d_up, up)] if w.gate is None else [*zip((d_gate, d_up), up.chunk(2, dim=1), strict=True)]
-        for total, d in parts:
+        halves = [(d_up, up)] if products.w.gate is None else [*zip((d_gate, d_up), up.chunk(2, dim=1), strict=True)]
+        for total, d in halves:
             if total is not None:
-                total.add_product(*((taken, d) if self.transposed else (d, taken)))
+                total.add_products(parts, *((taken, d) if self.transposed else (d, taken)))
         if db_up is not None:
-            db_up.add_rows(up)
+            db_up.add_rows(parts, up)
         if not (wants_dx or self.weigh_input):
             return None, dweight
-        dx = self._through_first_product([d for _, d in parts], w).to(self.wide)
+        dx = products.gradient_of_x([d for _, d in halves]).to(self.wide)
         if self.weigh_input:
             dweight = (dx * x).sum(-1)
             dx *= weight
@@ -201,32 +190,9 @@ class ExpertsCall:
     def _input(self, x: Tensor, weight: Tensor) -> Tensor:
         return ((x * weight) if self.weigh_input else x).to(self.dtype)
 
-    def _width(self, w: ExpertWeights) -> int:
-        return w.down.shape[0 if self.transposed else 1]
-
-    def _of_expert(self, w: ExpertWeights, run: ExpertRows) -> ExpertWeights:
-        return ExpertWeights(*(None if a is None else a[run.expert].to(self.dtype) for a in w))  # type: ignore[arg-type]
-
-    def _first_product(self, x: Tensor, w: ExpertWeights) -> Tensor:
-        """x W_up + b_up [n, W]."""
-        if w.gate is None:
-            return self._linear(x, w.up, w.b_up)
-        both = torch.empty((x.shape[0], 2 * self._width(w)), dtype=self.dtype, device=x.device)
-        for half, each in zip(both.chunk(2, dim=1), (w.gate, w.up), strict=True):
-            torch.mm(x, each if self.transposed else each.T, out=half)
-        return both
-
-    def _through_first_product(self, parts: Sequence[Tensor], w: ExpertWeights) -> Tensor:
-        """Return the gradient of x from those of the columns of each weight."""
-        weights = [a.T if self.transposed else a for a in (w.gate, w.up) if a is not None]
-        dx = parts[0] @ weights[0]
-        for d, weight in zip(parts[1:], weights[1:], strict=True):
-            dx.addmm_(d, weight)
-        return dx
-
-    def _linear(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-        w = w if self.transposed else w.T
-        return x @ w if bias is None else torch.addmm(bias, x, w)
+    def _routes(self, index: Tensor, w: ExpertWeights, group_tokens: int) -> Routes:
+        several = takes_several(w, self.dtype)
+        return Routes(index, w.up.shape[0], group_tokens, self.shard_tokens, several=several)
 
 
 def _zeros_for(whole: Tensor, rows: slice, wide: torch.dtype) -> Tensor:

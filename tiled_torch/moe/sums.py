@@ -1,14 +1,13 @@
 """The gradient of one parameter of experts, [E, ...]: only experts that had rows are computed or added to."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from tiled_torch.core.gradients import SUMS, takes_sums_of
 from tiled_torch.core.tensors import wide_dtype
-
-Add = Callable[..., None]
+from tiled_torch.moe.routes import ExpertPart
 
 
 class ExpertSum:
@@ -32,7 +31,24 @@ class ExpertSum:
         self.scratch: Tensor | None = None
         self.current, self.first = self.whole[:0], True
 
-    def start(self, expert: int, pieces: int) -> None:
+    def add_products(self, parts: Sequence[ExpertPart], a: Tensor, b: Tensor) -> None:
+        """Add a.T @ b of the rows of each expert to its sum. a: [n, rows]; b: [n, columns]."""
+        self._add(parts, lambda rows, first: SUMS.add_product(self.current, a[rows], b[rows], first=first))
+
+    def add_rows(self, parts: Sequence[ExpertPart], d: Tensor) -> None:
+        """Add d.sum(0) of the rows of each expert to its sum. d: [n, columns]."""
+        self._add(parts, lambda rows, first: SUMS.add_rows(self.current, d[rows], first=first))
+
+    def _add(self, parts: Sequence[ExpertPart], add: Callable[[slice, bool], None]) -> None:
+        for part in parts:
+            if part.first:
+                self._start(part.expert, part.pieces)
+            add(part.rows, self.first)
+            self.first = False
+            if part.last:
+                self._end()
+
+    def _start(self, expert: int, pieces: int) -> None:
         """Begin with the rows of one expert in one group."""
         row, self.expert = self.whole[expert], expert
         if not self.into_main and pieces > 1 and row.dtype != wide_dtype(self.dtype):
@@ -42,17 +58,7 @@ class ExpertSum:
         else:
             self.current, self.first = row, not self.begun[expert]
 
-    def add_product(self, a: Tensor, b: Tensor) -> None:
-        """Add a.T @ b. a: [n, rows]; b: [n, columns]."""
-        SUMS.add_product(self.current, a, b, first=self.first)
-        self.first = False
-
-    def add_rows(self, d: Tensor) -> None:
-        """Add d.sum(0). d: [n, columns]."""
-        SUMS.add_rows(self.current, d, first=self.first)
-        self.first = False
-
-    def done(self) -> None:
+    def _end(self) -> None:
         """End the rows of one expert in one group."""
         self.begun[self.expert] = True
         if self.current is self.scratch:

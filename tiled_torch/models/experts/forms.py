@@ -16,7 +16,7 @@ from transformers.integrations.moe import use_experts_implementation
 from tiled_torch.core.operands import PLAIN_TENSORS
 from tiled_torch.models.experts import llama4
 from tiled_torch.models.family import home_of, is_of, reason_called
-from tiled_torch.moe.loops import ExpertWeights
+from tiled_torch.moe.steps import ExpertWeights
 
 # Implementations that compute the formula by plain products. Others are kernels of somebody's, which are called.
 PRODUCTS = ("eager", "grouped_mm", "batched_mm", None)

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from tiled_torch.core.gradients import local_main_grad, main_grad_of, returned_gradient
 from tiled_torch.core.tensors import refuse_second_order
-from tiled_torch.moe.loops import ExpertsCall, ExpertWeights
+from tiled_torch.moe.loops import ExpertsCall
+from tiled_torch.moe.steps import ExpertWeights
 
 _UNTILED = "; differentiate the untiled experts."
 _UNREAD = ContextVar("unread", default=False)
