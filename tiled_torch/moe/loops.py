@@ -16,7 +16,7 @@ from shared_specs.mlp.costs import block_rows
 from shared_specs.moe.costs import FEW_ELEMENTS
 from tiled_torch.core.autocast import without_autocast
 from tiled_torch.core.tensors import device_kind, wide_dtype
-from tiled_torch.moe.routes import ExpertRows, ExpertPart, Routes
+from tiled_torch.moe.routes import ExpertPart, ExpertRows, Routes
 from tiled_torch.moe.steps import ExpertWeights, Products, products_of, takes_several
 from tiled_torch.moe.sums import ExpertSum
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tiled_torch.core.operands import has_values
-from tiled_torch.moe.routes import ExpertRows, ExpertPart
+from tiled_torch.moe.routes import ExpertPart, ExpertRows
 
 _ALIGNED = 16  # bytes of rows and addresses that the grouped kernel asks for
 
