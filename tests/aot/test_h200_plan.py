@@ -72,3 +72,21 @@ SPLIT: list[tuple[str, int, int, dict[str, Any]]] = [
 @pytest.mark.parametrize(("model", "tokens", "gpus", "more"), SPLIT)
 def test_split_layers(model: str, tokens: int, gpus: int, more: dict[str, Any]) -> None:
     assert_predicted(model, replace(recorded_setting(tokens, gpus, "jax"), **more))
+
+
+# Fused projections, layers without positions, norms behind branches: of layers that all ranks have whole.
+FAMILIES: list[tuple[str, int, int, dict[str, Any]]] = [
+    ("phi-4", 2**20, 8, {}),
+    ("phi-4", 2**18, 8, {"offload": False}),
+    ("smollm3-3b", 2**19, 8, {}),
+    ("smollm3-3b", 2**17, 1, {}),
+    ("smollm3-3b", 2**19, 8, RING),
+    ("gemma-3-1b", 2**20, 8, {"context": 4}),
+    ("gemma-3-1b", 2**18, 8, {"context": 4, "offload": False}),
+    ("gemma-3-1b", 2**16, 8, {"context": 1}),
+]
+
+
+@pytest.mark.parametrize(("model", "tokens", "gpus", "more"), FAMILIES)
+def test_other_families(model: str, tokens: int, gpus: int, more: dict[str, Any]) -> None:
+    assert_predicted(model, replace(recorded_setting(tokens, gpus, "jax"), **more))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from flax import nnx
 
-from shared_specs.app.plan.decoder import MODELS, WHOLE, Decoder
+from shared_specs.app.plan.decoder import COMPILED, MODELS, Decoder
 from shared_specs.app.plan.simulated import Simulated, beside_simulation
 from shared_specs.app.plan.step import RESERVE, Setting, parts_of
 from shared_specs.tolerances import PLAN_BYTES
@@ -94,13 +94,30 @@ def test_a_program_for_this_processor_stands_in_for_a_gpus() -> None:
     assert set(beside["collectives"]) >= {"all-gather", "all-to-all", "reduce-scatter"}
 
 
+# Fused projections with a window in every layer; layers without positions; norms behind branches, with windows in some layers.
+KINDS = [
+    replace(SMALL, kind="phi3", window=512, windowed=3),
+    replace(SMALL, kind="smollm3", tied=True),
+    replace(SMALL, kind="gemma3_text", tied=True, window=512, windowed=2),
+    replace(SMALL, kind="gemma3_text"),
+]
+
+
+@pytest.mark.deep_but(1)
+@pytest.mark.parametrize("decoder", KINDS[::-1], ids=lambda decoder: f"{decoder.kind}-{decoder.windowed}")
+def test_bytes_of_other_families(decoder: Decoder) -> None:
+    """In shards of which several arrays more lie there where there are norms behind branches."""
+    for shard_tokens, context in ((1024, 1), (2048, 1), (1024, 4)):
+        assert_predicted(decoder, tokens=4096 * context, gpus=4, context=context, shard_tokens=shard_tokens)
+
+
 def test_norms_of_heads_cost_no_token_more() -> None:
     """A Qwen3's: q and k are made again a shard at a time, and not kept."""
     assert_predicted(replace(SMALL, kind="qwen3"), tokens=4096)
 
 
 @pytest.mark.deep_but(2)
-@pytest.mark.parametrize("name", [name for name, decoder in MODELS.items() if decoder.kind in WHOLE])
+@pytest.mark.parametrize("name", [name for name, decoder in MODELS.items() if decoder.kind in COMPILED])
 def test_every_parameter_of_a_recommendation_has_a_place(name: str) -> None:
     """The model itself, as shapes, and where the mesh splits it, as `parallelize` asks before it compiles anything."""
     settings = list(dict.fromkeys(recommended(name, "jax")))

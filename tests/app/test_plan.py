@@ -15,7 +15,7 @@ from shared_specs.app.bench.tables import RECORDS
 from shared_specs.app.command import main, shared_command
 from shared_specs.app.finetune.context import context_axes
 from shared_specs.app.options import FinetuneOptions, InputError, PlanOptions
-from shared_specs.app.plan.decoder import MODELS, decoder_named, decoder_of
+from shared_specs.app.plan.decoder import MODELS, decoder_named, decoder_of, tensor_ranks
 from shared_specs.app.plan.published import PUBLISHED, Published
 from shared_specs.app.plan.record import KIND, simulated_setting
 from shared_specs.app.plan.search import contexts, parts_of_sequence, plan, step_flop, step_seconds
@@ -130,8 +130,25 @@ def test_families_of_which_one_scope_has_formulas() -> None:
         found = plan_of(replace(given, gpus=gpus), "torch").setting
         assert found is not None
         assert found.gpus == gpus
-    with pytest.raises(InputError, match="plan: --model must be of llama, mistral, qwen2, qwen3 in JAX, got smollm3"):
-        plan_of(given, "jax")
+    with pytest.raises(InputError, match=r"plan: --model must be of llama, .*, gemma3_text in JAX, got mixtral"):
+        plan_of(replace(given, model="mixtral-8x7b"), "jax")
+
+
+def test_families_that_jax_shares_or_splits_otherwise() -> None:
+    """It shares the sequences of a Phi3 among ranks; of a Gemma's split layers it has no formula."""
+    for name, most, splits in (("phi-4", 8, [1]), ("gemma-3-1b", 4, [1]), ("smollm3-3b", 8, [1, 2, 4])):
+        decoder, base = decoder_named(name), Setting(tokens=1, gpus=8, half="jax")
+        assert max(shared.context for shared in contexts(decoder, base) if shared.context_kind == "ulysses") == most
+        assert tensor_ranks(decoder, 8, "jax") == splits
+        assert plan_of(PlanOptions(model=name, tokens=2**14, gpus=8), "jax").setting is not None
+    larger = replace(decoder_named("gemma-3-1b"), heads=8, kv_heads=4)
+    assert [tensor_ranks(larger, 8, half) for half in HALVES] == [[1, 2, 4], [1]]
+    with pytest.raises(
+        InputError, match=r"plan: --tp must be 1 for gemma3_text in JAX, got 2[.] There is no formula of"
+    ):
+        plan_of(PlanOptions(model="gemma-3-1b", gpus=8, tp=2), "jax")
+    with pytest.raises(InputError, match="--gpus must divide the model's 5120 hidden features in JAX, got 6"):
+        plan_of(PlanOptions(model="phi-4", gpus=6), "jax")
 
 
 @pytest.mark.parametrize(

@@ -176,6 +176,20 @@ MUTANTS = (
         "tests/app/test_torch_plan_structure.py -k say",
     ),
     Mutant(
+        "a plan forgets what norms behind branches cost in JAX",
+        "shared_specs/app/plan/step.py",
+        "own += 2 * t * decoder.intermediate * b",
+        "own += 0",
+        "tests/app/test_jax_plan.py -x -k 'other_families and gemma3_text-0'",
+    ),
+    Mutant(
+        "a plan of JAX splits layers of which it has no formula",
+        "shared_specs/app/plan/decoder.py",
+        "and not _normed_branches(decoder, half)",
+        "",
+        "tests/app/test_plan.py -x -k otherwise",
+    ),
+    Mutant(
         "a plan shares sequences that parallelize does not share",
         "shared_specs/app/plan/decoder.py",
         "return self.by_structure or self.kind in UNCUT",

@@ -161,7 +161,7 @@ class Decoder:
 
     @property
     def uncut(self) -> bool:
-        """Return whether `parallelize` of PyTorch shares no sequences of it among ranks and splits no layers."""
+        """Return whether `parallelize` splits no layers of it, and that of PyTorch shares no sequences among ranks."""
         return self.by_structure or self.kind in UNCUT
 
     @property
@@ -239,10 +239,12 @@ _TERMS = {
     "vocab": "vocab_size",
 }
 FAMILIES = tuple(DECODERS)
-# Of which every scope has a formula, and JAX layers over a mesh; of the others scope="block" in PyTorch alone.
+# Of which every scope has a formula; of the others scope="block".
 WHOLE = ("llama", "mistral", "qwen2", "qwen3")
+# Of which JAX has formulas: the others have experts, or caps.
+COMPILED = (*WHOLE, "phi3", "smollm3", "gemma3_text")
 _CUT = " parallelize cuts every parameter along them into equal parts."
-# Of which `parallelize` of PyTorch shares no sequences and splits no layers.
+# Of which `parallelize` splits no layers, and that of PyTorch shares no sequences.
 UNCUT = ("phi3",)
 
 
@@ -344,11 +346,15 @@ def tensor_ranks(decoder: Decoder, gpus: int, half: Half) -> list[int]:
 
     In JAX so many that the rest, over which every parameter is sharded, divides the hidden features.
     """
-    if decoder.uncut or decoder.experts:
-        return [1]
-    even = gcd(gpus, decoder.heads, decoder.kv_heads, decoder.intermediate)
+    cut = not decoder.uncut and not decoder.experts and not _normed_branches(decoder, half)
+    even = gcd(gpus, decoder.heads, decoder.kv_heads, decoder.intermediate) if cut else 1
     sharding = decoder.hidden if half == "jax" else gpus
     return [ranks for ranks in range(1, even + 1) if even % ranks == 0 and sharding % (gpus // ranks) == 0]
+
+
+def _normed_branches(decoder: Decoder, half: Half) -> bool:
+    """Return whether layers have norms behind attention and the MLP, of which, where they are split, JAX has no formula."""
+    return half == "jax" and len(DECODERS[decoder.kind].norms) > 2
 
 
 def check_tensor(decoder: Decoder, tp: int, gpus: int, half: Half, command: str = "plan") -> None:
@@ -366,6 +372,8 @@ def check_tensor(decoder: Decoder, tp: int, gpus: int, half: Half, command: str 
         rule, hint = f"be 1 for {decoder.kind}", " Its projections are fused."
     elif decoder.experts:
         rule, hint = f"be 1 for {decoder.kind}", " Its experts are not split."
+    elif _normed_branches(decoder, half):
+        rule, hint = f"be 1 for {decoder.kind} in JAX", " There is no formula of its layers where they are split."
     elif gpus % tp:
         rule = f"divide the {gpus} GPUs" if gpus > 1 else "be 1 on one GPU"
     elif decoder.hidden % (gpus // tp) and half == "jax":
@@ -390,9 +398,9 @@ def check_planned(
         InputError: with what it can.
     """
     model, many = names or ("--model", "--gpus" if command == "plan" else "the devices")
-    if half == "jax" and decoder.kind not in WHOLE:
+    if half == "jax" and decoder.kind not in COMPILED:
         hint = "Of the others the formulas are PyTorch's."
-        raise InputError(f"{command}: {model} must be of {', '.join(WHOLE)} in JAX, got {decoder.kind}. {hint}")
+        raise InputError(f"{command}: {model} must be of {', '.join(COMPILED)} in JAX, got {decoder.kind}. {hint}")
     if not tensor_ranks(decoder, gpus, half):
         raise InputError(
             f"{command}: {many} must divide the model's {decoder.hidden} hidden features in JAX, got {gpus}.{_CUT}"

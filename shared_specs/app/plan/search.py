@@ -176,7 +176,7 @@ def contexts(decoder: Decoder, base: Setting) -> list[Setting]:
     place of a ring (as `finetune.context.context_axes`).
     """
     gpus = base.gpus // base.tensor
-    most = 1 if decoder.uncut else gpus
+    most = 1 if decoder.uncut and base.half == "torch" else gpus
     numbers = [n for n in range(1, most + 1) if gpus % n == 0]
     heads = decoder.split(base.tensor).heads
     return [_attending(replace(base, context=n), gcd(n, heads)) for n in numbers]

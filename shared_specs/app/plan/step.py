@@ -223,6 +223,10 @@ def _layer_bytes(decoder: Decoder, setting: Setting, kept: int) -> tuple[int, in
         moved = 0 if setting.tensor == 1 else in_flight_bytes(mlp, setting.split_shards, upstream=decoder.hidden)
         own = compiled_peak_bytes(mlp, setting.shards, device=setting.device)
         own -= MASTER * (mlp.weight_elements - decoder.mlp_trained)
+        if len(DECODERS[decoder.kind].norms) > 2:
+            # Norms behind attention and the MLP: what they norm is made again, the MLP to its end, and lies there in float32.
+            row += WIDE * hidden
+            own += 2 * t * decoder.intermediate * b
         return row * rows, own + moved
     exchanged = exchanged_row_bytes(decoder, setting)
     if setting.scope == "block":
@@ -326,7 +330,7 @@ def ring_row_bytes(decoder: Decoder, setting: Setting) -> int:
 def cudnn_groups(decoder: Decoder, setting: Setting) -> int | None:
     """Return in how many groups of heads cuDNN attends in JAX; None where attention is in blocks of the library's own.
 
-    These are there for float32, windows, rings, head dims that are no multiple of 8 and what has no cuDNN.
+    These are there for float32, windows in any layer, rings, head dims that are no multiple of 8 and what has no cuDNN.
     """
     windowed = decoder.window is not None and decoder.window < setting.tokens
     if (

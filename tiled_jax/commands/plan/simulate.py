@@ -66,7 +66,11 @@ def _of_program(program: Any) -> Simulated:
 
 def model_of(decoder: Decoder, setting: Setting) -> Llama:
     """Return a model of these sizes, tiled as the setting says."""
-    config = {
+    windows = {}
+    if decoder.window is not None:
+        kinds = ["sliding_attention"] * decoder.windowed + ["full_attention"] * (decoder.layers - decoder.windowed)
+        windows = {"sliding_window": decoder.window, "use_sliding_window": True, "layer_types": kinds}
+    config = windows | {
         "model_type": decoder.kind,
         "hidden_size": decoder.hidden,
         "intermediate_size": decoder.intermediate,
