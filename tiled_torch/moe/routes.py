@@ -88,7 +88,7 @@ class Routes:
             self.counts: list[int] = counts.tolist()
         else:
             self.counts = [count for group in range(self.groups) for count in self._even(group)]
-            counts = torch.tensor(self.counts, device=index.device)
+            counts = index.new_empty(len(self.counts), dtype=torch.long)  # of a size alone, as all there
         self._sizes = counts.view(self.groups, experts + 1)
 
     def _even(self, group: int) -> list[int]:
