@@ -76,13 +76,18 @@ def step(decoder: Decoder, setting: Setting, places: list[str]) -> dict[str, Any
     return {"device": found.device, "decoder": asdict(sizes[-1])}
 
 
-def main() -> None:
-    """Print what is held in every case."""
+def simulate_frozen() -> None:
+    """Let a simulation run models of which not all is trained, from now on in this process."""
     changed: Any = torch.Tensor
     for name in ("register_hook", "register_post_accumulate_grad_hook"):
         setattr(changed, name, of_trained(getattr(changed, name)))
     accelerator: Any = torch.accelerator  # FSDP waits for the streams of units of which nothing is trained
     accelerator.current_stream = torch.get_device_module("cpu").current_stream
+
+
+def main() -> None:
+    """Print what is held in every case."""
+    simulate_frozen()
     for decoder, setting, places in json.load(sys.stdin):
         print(json.dumps(step(Decoder(**decoder), Setting(**setting), places)), flush=True)
 

@@ -37,22 +37,34 @@ MORE = {
 }
 # Queries, and keys with values, are projected twice; a head of values has another size.
 LATENTS = ("deepseek_v3", "minicpm3", "deepseek_v2", "glm4_moe_lite", "youtu")
+# Layers that no formula knows, so that they are measured, with what differs from the sizes of all: attention in chunks, with
+# masks, as all pairs; linear attention, a state space beside attention; a table of positions.
+MEASURED: dict[str, dict[str, Any]] = {
+    "stablelm": {},
+    "gpt2": {"n_embd": 512, "n_head": 8, "n_layer": 3, "attn_pdrop": 0.0, "n_positions": 16384},
+    "llama4_text": EXPERTS | {"attention_chunk_size": 2048, "intermediate_size_mlp": 896},
+    "cohere2_moe": EXPERTS | {"sliding_window": 512},
+    "gpt_oss": EXPERTS,
+    "falcon_h1": {},
+    "qwen3_next": EXPERTS,
+    "granite+adapters": {},
+}
 # No mixture first: ten of every form run in `make test`.
 KINDS = (*DENSE[:6], *MIXTURES[:3], *LATENTS[:1], *DENSE[6:], *MIXTURES[3:], *LATENTS[1:])
 
 
 def config_of(kind: str, *, large: bool = False) -> dict[str, Any]:
     """The dictionary of a config.json."""
-    sizes = LARGE if large else SIZES
+    sizes, name = LARGE if large else SIZES, kind.partition("+")[0]
     inside, head = sizes["intermediate_size"] // 2, sizes["head_dim"]
     more: dict[str, Any] = {}
-    if kind not in DENSE:
+    if kind not in (*DENSE, *MEASURED):
         more = EXPERTS | {"intermediate_size": inside, "moe_intermediate_size": inside}
     if kind in LATENTS:
         more |= {"num_key_value_heads": sizes["num_attention_heads"], "head_dim": head // 2, "v_head_dim": head}
         more |= {"q_lora_rank": 2 * head, "kv_lora_rank": head, "qk_nope_head_dim": head, "qk_rope_head_dim": head // 2}
         more |= {"n_group": 1, "topk_group": 1}
-    return {"model_type": kind} | sizes | COMMON | more | MORE.get(kind, {})
+    return {"model_type": name} | sizes | COMMON | more | MORE.get(kind, {}) | (MEASURED.get(kind, {}) if large else {})
 
 
 def main() -> None:
@@ -60,17 +72,22 @@ def main() -> None:
     import transformers
 
     from shared_specs.app.plan.step import Setting
+    from tests.app.torch_frozen_steps import freeze, simulate_frozen
     from tiled_torch.commands.plan.simulate import simulate_model
 
+    simulate_frozen()
     for kind, more in json.load(sys.stdin):
         setting = Setting(**{"optimizer": "sgd", "shard_tokens": 1024, "gpus": 8, "kernels": False} | more)
 
         def build(kind: str = kind) -> Any:
             config = transformers.AutoConfig.for_model(**config_of(kind, large=True))
             auto = transformers.AutoModelForCausalLM
-            return auto.from_config(config, attn_implementation="sdpa", dtype=torch.float32)
+            model = auto.from_config(config, attn_implementation="sdpa", dtype=torch.float32)
+            if "+" in kind:
+                freeze(model, ["self_attn", "mlp"])
+            return model
 
-        found = simulate_model(build, setting)
+        found = simulate_model(build, setting, masks=kind in MEASURED)
         print(json.dumps({"set": asdict(setting), "device": found.device, "host": found.host}), flush=True)
 
 

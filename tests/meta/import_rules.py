@@ -49,13 +49,13 @@ LEVELS = {
     "plans": 7,  # above models: a plan is applied to a finished model
     "compat": 7,
     "check": 8,  # of whatever is trained
-    "plan": 8,  # how long a context fits, of a model
+    "plan": 9,  # how long a context fits, of a model; with the meter of `check`
     "functional": 8,  # from here on nothing but public names, collected
     "modules": 8,
     "parallel": 8,
-    "root": 9,
-    "commands": 10,
-    "__main__": 11,
+    "root": 10,
+    "commands": 11,
+    "__main__": 12,
 }
 
 EVERYWHERE = {
@@ -78,6 +78,7 @@ IN_ROOM = {
     },
     ("tiled_torch", "models"): {"transformers"},
     ("tiled_torch", "compat"): {"trl"},
+    ("tiled_torch", "plan"): {"transformers"},
     ("tiled_torch", "plans"): {"torchao"},
     ("tiled_torch", "commands"): {"transformers", "liger_kernel", "quack", "deepspeed", "trl"},
     ("tiled_jax", "plans"): {"optax", "orbax"},

@@ -55,7 +55,9 @@ ONLY_TORCH = {
     "torchao": "plans/float8.py",
     "experts that transformers makes one parameter of; JAX: models/weights.py": "commands/finetune/experts.py",
     "checkpointing of a finished model": "plans/recompute.py",
-    "models of any family of transformers, whose layers say their sizes": "plan/structure.py commands/plan/any_config.py",
+    "models of any family of transformers, whose layers say their sizes or are measured": (
+        "plan/structure.py plan/measured.py plan/twin.py commands/plan/any_config.py"
+    ),
     "layers that are called one by one; a compiled program tells of them from inside": "commands/finetune/watched_layers.py",
     "XLA says itself what a program needs": "check/live_bytes.py",
 }

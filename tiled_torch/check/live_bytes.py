@@ -11,15 +11,16 @@ from torch.utils._pytree import tree_iter
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes of storages created under the mode and still alive: now and at the peak."""
+    """Bytes of storages created under the mode and still alive: now and at the peak; and the operations that ran (`steps`)."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = self.peak = self.largest = 0
+        self.now = self.peak = self.largest = self.steps = 0
         self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._changes: list[tuple[int, int]] = []  # the number of a storage, and the bytes that it adds or takes away
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.steps += 1
         given = {t.untyped_storage()._cdata for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)}
         out = func(*args, **(kwargs or {}))
         for tensor in tree_iter(out):

@@ -47,6 +47,7 @@ class ExpertsCall:
                 for run in runs:
                     products = products_of(w, run, self.dtype, self.transposed)
                     self._add_outputs(total, x, weights, products, routes, run, tokens.start)
+                    del products  # with what was cast for it, before the next is made
                 _store(y, tokens, total)
                 del total  # before that of the next group is made
         return y
@@ -111,6 +112,7 @@ class ExpertsCall:
                         )
                         if total is not None and dx_rows is not None:
                             total.index_add_(0, rows - place.start, dx_rows)
+                    del products
                 if dx is not None and total is not None:
                     _store(dx, place, total)
                 del total

@@ -161,7 +161,8 @@ def takes_several(w: ExpertWeights, dtype: torch.dtype) -> bool:
 
     Weights of another dtype than that of the products are not: they are cast for one expert at a time.
     """
-    if not _has_kernel(w.up.device, dtype):
+    # Of tensors without values PyTorch knows the grouped product in bfloat16 alone.
+    if not _has_kernel(w.up.device, dtype) or not (has_values(w.up) or dtype == torch.bfloat16):
         return False
     known = [a for a in w if a is not None]
     matrices = [a for a in (w.up, w.down, w.gate) if a is not None]

@@ -20,13 +20,13 @@ def plan(
 ) -> ModelPlan:
     """Return what to set so that a training step of a model fits, bytes by part and the longest context.
 
-    Nothing is run: the bytes come from the formulas of the command `plan`, for a step under `parallelize` with every layer
-    checkpointed. The parameters are those of the model: each counts in its own dtype, and one that does not require grad has
-    no gradient, no float32 sum and no optimizer state. So the base of a model with adapters (LoRA) costs its weights alone.
+    Nothing of the model is run: the bytes come from the formulas of the command `plan`, for a step under `parallelize` with
+    every layer checkpointed. Of layers that no formula knows one of each kind runs on the meta device, in seconds. The
+    parameters are those of the model: each counts in its own dtype, and one that does not require grad has no gradient, no
+    float32 sum and no optimizer state. So the base of a model with adapters (LoRA) costs its weights alone.
 
     Args:
-        model: a causal language model of transformers, also on the meta device. Of the families that the command knows by
-            name it may also have adapters, or be peft's; of others every layer must be one that scope="block" takes.
+        model: a causal language model of transformers, also on the meta device, also with adapters, or peft's around one.
         tokens: of a sequence, >= 1.
         devices: GPUs, >= 1, over which parameters, gradients and optimizer state are sharded.
         device_memory: of one device: the name of a GPU, such as "h100", a size, such as "80GB", or a number of bytes. With a
@@ -40,8 +40,8 @@ def plan(
         `plan`; as text, a summary.
     Memory: none but the names of the parameters.
     Raises:
-        SpecError, TypeError: an argument is wrong, or there are no formulas of the model's family. Both before anything of the
-            model is read but its config.
+        SpecError, TypeError: an argument is wrong, or there are no formulas of the model's family and its layers cannot run
+            without values.
     Source: the formulas of each capability (`costs.py` in shared_specs), put together in shared_specs/app/plan/step.py.
     Example:
         >>> import torch

@@ -36,7 +36,7 @@ def decoder_of_model(function: str, model: Any) -> Decoder:
         from tiled_torch.plan.structure import decoder_by_structure  # here, since it loads transformers
 
         decoder = decoder_by_structure(model, what)
-    if getattr(config, "_attn_implementation", None) == "eager":
+    if decoder.measured is None and getattr(config, "_attn_implementation", None) == "eager":
         hint = "Eager attention writes the scores of all pairs of tokens, of which there is no formula."
         raise InputError(f"{what} must attend by sdpa or flash attention, got eager. {hint}")
     return with_parameters(model, decoder)
@@ -44,12 +44,22 @@ def decoder_of_model(function: str, model: Any) -> Decoder:
 
 def with_parameters(model: nn.Module, decoder: Decoder) -> Decoder:
     """Return the sizes with the parameters that a model has."""
-    return replace(decoder, held=held_of(_parameters(model, decoder), tied=decoder.tied))
+    found = tuple(_parameters(model, decoder))
+    held = held_of(found, tied=decoder.tied)
+    if decoder.measured is None:
+        return replace(decoder, held=held)
+    outside = sum(parameter.count for parameter in found if parameter.layer is None)
+    return replace(decoder, held=held, beside=max(0, outside - decoder.end_parameters))
 
 
 def _parameters(model: nn.Module, decoder: Decoder) -> Iterator[Parameter]:
+    layers = _LAYER
+    if decoder.measured is not None:
+        from tiled_torch.plan.structure import path_of_layers
+
+        layers = re.compile(rf"(?:^|\.){re.escape(path_of_layers(model))}\.(\d+)\.")
     for name, parameter in model.named_parameters():
-        found = _LAYER.search(name)
+        found = layers.search(name)
         layer = None if found is None else int(found[1])
         count = math.prod(whole_shape(parameter))
         place = _in_layer(name) if found else _at_ends(name, count == decoder.hidden * decoder.vocab)

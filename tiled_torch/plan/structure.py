@@ -1,7 +1,8 @@
 """The sizes of a model of transformers whose family has no formulas of its own, read from its layers.
 
 What `scope="block"` costs follows from a layer's heads, its MLP and its parameters, whatever else is in it. So any model whose
-layers all run as blocks can be planned with that scope. Its sequences are not shared among ranks and its layers are not split.
+layers all run as blocks can be planned with that scope; layers of other models are measured. Sequences are not shared among
+ranks and layers are not split.
 """
 
 from typing import Any
@@ -15,6 +16,7 @@ from tiled_torch.models.block.families import BlockFamily, said_of
 from tiled_torch.models.block.known import attention_of, family_of_block, has_experts, is_block, reason_more
 from tiled_torch.models.block.layer import TiledBlock
 from tiled_torch.models.experts.forms import experts_form_of
+from tiled_torch.plan.measured import MeasuredLayers, measured_layers
 from tiled_torch.plans.any_model import structural_plan
 
 _CHOSEN = ("top_k", "num_experts_per_tok")  # experts of a token, as routers and mixtures call them
@@ -24,58 +26,109 @@ def decoder_by_structure(model: Any, what: str) -> Decoder:
     """Return the sizes of a model by its layers, still without its parameters. what: the function and argument, for messages.
 
     Raises:
-        InputError: some layer is no block, or something in it or beside it has no formula.
+        InputError: its layers have no formula and cannot be measured either.
     """
-    inside = model.get_base_model() if hasattr(model, "get_base_model") else model  # of peft's models
-    found = structural_plan(inside)
+    inside = text_model(model)
+    found, measured = structural_plan(inside), None
     layers: list[Any] = [] if isinstance(found, str) else list(inside.get_submodule(found.blocks))
-    reason = found if isinstance(found, str) else _reason_no_formula(inside, layers, found.blocks)
-    if reason is not None:
-        known = f'a model_type of {", ".join(FAMILIES)}, or layers that scope="block" takes'
+    reason: Any = found if isinstance(found, str) else _reason_no_ends(inside)
+    if reason is None and not (isinstance(found, str) or _has_formula(inside, layers, found.blocks)):
+        measured = measured_layers(inside)
+        reason = measured
+    if isinstance(reason, str):
+        known = f"a model_type of {', '.join(FAMILIES)}, or layers that can run without values"
         raise InputError(f"{what} must have {known}, got {model.config.model_type}. {reason}")
+    head, table = inside.get_output_embeddings(), inside.get_input_embeddings()
+    ends: dict[str, Any] = {
+        "hidden": whole_shape(table.weight)[1],
+        "layers": len(layers),
+        "vocab": whole_shape(head.weight)[0],
+        "tied": head.weight is table.weight,
+        "kind": model.config.model_type,
+        "by_structure": True,
+    }
+    if isinstance(measured, MeasuredLayers):
+        return Decoder(
+            **ends,
+            **_said_sizes(inside),
+            measured=measured.bytes_of,
+            scope=measured.scope,
+            positions=measured.positions,
+        )
     layer = max(layers, key=has_experts)
     family = family_of_block(layer)
     windows = [window for each in layers if (window := _window_of(each)) is not None]
-    head, table = model.get_output_embeddings(), model.get_input_embeddings()
     return Decoder(
-        hidden=whole_shape(table.weight)[1],
-        layers=len(layers),
+        **ends,
         **_head_sizes(layer, family),
-        vocab=whole_shape(head.weight)[0],
-        tied=head.weight is table.weight,
-        kind=model.config.model_type,
         **_mlp_sizes(layer, family),
         window=max(windows, default=None),
         windowed=len(windows),
-        by_structure=True,
     )
 
 
-def _reason_no_formula(model: Any, layers: list[Any], path: str) -> str | None:
-    """Return why a model cannot be planned by its layers, which are at a path; None where it can."""
-    if any(hasattr(module, "base_layer") for module in model.modules()):
-        return "It has adapters, of which there are formulas in these families alone."
+def text_model(model: Any) -> Any:
+    """Return the model of transformers in one of peft's; any other as it is."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def path_of_layers(model: Any) -> str:
+    """Return where in a model of transformers, or in peft's, the layers of text are."""
+    found = structural_plan(text_model(model))
+    assert not isinstance(found, str)
+    return found.blocks
+
+
+def _reason_no_ends(model: Any) -> str | None:
+    """Return why the ends of a model, the embedding and the head with the loss, have no formula; None where they have."""
     ends = model.get_input_embeddings(), model.get_output_embeddings()
     if not isinstance(ends[0], nn.Embedding) or not isinstance(ends[1], nn.Linear):
         return "It has no embedding and head that are one weight each."
-    known = {id(end.weight) for end in ends}
+    return None
+
+
+def _has_formula(model: Any, layers: list[Any], path: str) -> bool:
+    """Return whether the layers of a model, which are at a path, run as blocks, and nothing but them and the ends is there.
+
+    Attention with sinks, or a cap, writes the scores of all pairs; experts of an unknown form are called with all tokens.
+    """
+    if any(hasattr(module, "base_layer") for module in model.modules()):  # adapters
+        return False
+    known = {id(end.weight) for end in (model.get_input_embeddings(), model.get_output_embeddings())}
     for name, parameter in model.named_parameters():
         if parameter.ndim > 1 and id(parameter) not in known and not name.startswith(f"{path}."):
-            return f"It has {name} besides layers, embedding and head, of which there is no formula."
-    for number, layer in enumerate(layers):
-        if not issubclass(type(layer), TiledBlock) and not is_block(layer):
-            return f"Its layer {number}, a {type(layer).__name__}, runs whole."
-        family, attention = family_of_block(layer), attention_of(layer)
-        if (reason := reason_more(layer)) is not None:
-            return f"In its layer {number} {reason}, so that it runs whole."
-        if family.sinks:
-            return "Its attention has sinks, for which transformers writes the scores of all pairs."
-        caps = (name for name, what in family.options if name == "softcap" and said_of(attention, what))
-        if next(caps, None) is not None or getattr(model.config, "final_logit_softcapping", None):
-            return "It has a cap of scores or logits, of which there is no formula."
-        if has_experts(layer) and experts_form_of(layer.mlp.experts) is None:
-            return f"Its {type(layer.mlp.experts).__name__} is called with all tokens, of which there is no formula."
-    return None
+            return False
+    return not getattr(model.config, "final_logit_softcapping", None) and all(map(_is_known, layers))
+
+
+def _is_known(layer: Any) -> bool:
+    if not issubclass(type(layer), TiledBlock) and not is_block(layer):
+        return False
+    family, attention = family_of_block(layer), attention_of(layer)
+    caps = (name for name, what in family.options if name == "softcap" and said_of(attention, what))
+    if reason_more(layer) is not None or family.sinks or next(caps, None) is not None:
+        return False
+    return not has_experts(layer) or experts_form_of(layer.mlp.experts) is not None
+
+
+def _said_sizes(model: Any) -> dict[str, Any]:
+    """Return the fields of a decoder that its layers would have, by the configuration; 0 for what it does not say."""
+    config = model.config.get_text_config()
+    heads = _said(config, "num_attention_heads")
+    return {
+        "intermediate": _said(config, "intermediate_size"),
+        "heads": heads,
+        "kv_heads": _said(config, "num_key_value_heads") or heads,
+        "head_dim": _said(config, "head_dim"),
+    }
+
+
+def _said(config: Any, name: str) -> int:
+    try:
+        value = getattr(config, name, None)
+    except Exception:  # of a configuration whose layers have values of their own
+        return 0
+    return value if type(value) is int else 0
 
 
 def _head_sizes(layer: Any, family: BlockFamily) -> dict[str, int]:

@@ -10,6 +10,7 @@ from typing import Any
 from shared_specs.app.models.decoders import DECODERS, biases, layer_windows
 from shared_specs.app.options import InputError
 from shared_specs.app.plan.held import Held
+from shared_specs.app.plan.setting import Scope, Setting
 from shared_specs.config import Half
 
 MASTER = 4  # bytes of a parameter, of its gradient and of each moment, but of those of a model object
@@ -29,7 +30,10 @@ class Decoder:
         matrices: of an MLP: gate, up and down, or without a gate two.
         fused: whether gate and up are one matrix; of a `kind` among `DECODERS` that says it.
         window: tokens that a query sees in `windowed` of the layers; None where it sees all before in every one.
-        by_structure: the sizes are those of a model object's layers, which run as blocks; `kind` is none of `DECODERS`.
+        by_structure: the sizes are those of a model object's layers; `kind` is none of `DECODERS`.
+        measured: returns the bytes of one layer's backward without layers' inputs; None where formulas do. scope: of
+            `tile_model` with which it was measured. beside: parameters besides layers, embedding, head and final norm.
+        positions: tokens that a sequence may have at most; None: any number.
         held: the parameters that a model object has; None: all are trained and in float32.
     """
 
@@ -53,6 +57,10 @@ class Decoder:
     window: int | None = None
     windowed: int = 0
     by_structure: bool = False
+    measured: Callable[[Setting], int] | None = None
+    scope: Scope = "block"
+    beside: int = 0
+    positions: int | None = None
     held: Held | None = None
 
     @property
@@ -103,8 +111,8 @@ class Decoder:
 
     @property
     def end_parameters(self) -> int:
-        """Return parameters of embedding, final norm and head."""
-        return self.hidden * (self.vocab * (1 if self.tied else 2) + 1)
+        """Return parameters of embedding, final norm and head, and of what else is outside of the layers."""
+        return self.hidden * (self.vocab * (1 if self.tied else 2) + 1) + self.beside
 
     @property
     def parameters(self) -> int:

@@ -40,6 +40,11 @@ _LEVERS: dict[Half, tuple[Lever, ...]] = {
         Lever("all but attention tiled, inputs on the host", {"scope": "block", "offload": True}),
     ),
 }
+# Of layers that are measured, where none of them runs as a block.
+_MEASURED = (
+    Lever("MLP and loss tiled", {"scope": "mlp"}),
+    Lever("MLP and loss tiled, inputs on the host", {"scope": "mlp", "offload": True}),
+)
 # What is tried where nothing else fits. A compiled step of JAX reads its parameters from the devices' memory (`parallelize`
 # refuses cpu_offload); its attention in blocks takes several times as long as cuDNN's.
 _LAST: dict[Half, Lever] = {
@@ -67,7 +72,8 @@ class Plan:
 
     Attributes:
         memory: bytes of one GPU. setting, parts: what to set for the tokens that were asked for; None where nothing fits.
-        seconds: a step should take on the GPU that was named; None for one of which only the memory is known.
+        seconds: a step should take on the GPU that was named; None for one of which only the memory is known, and for layers
+            that are measured.
         reach: the longest context of every lever that reaches any.
     """
 
@@ -79,6 +85,16 @@ class Plan:
     parts: Parts | None
     seconds: float | None
     reach: tuple[Reach, ...]
+
+    @property
+    def note(self) -> str:
+        """Return where the numbers come from."""
+        if self.decoder.measured is None:
+            return "From formulas: nothing was run."
+        return (
+            "From formulas, but for the layers: one of each kind ran without values, by transformers' own code and without "
+            "kernels of other packages."
+        )
 
 
 def plan(
@@ -109,14 +125,19 @@ def plan(
     tensors = splits(decoder, base, tp)
 
     def fits(setting: Setting) -> bool:
+        if decoder.positions is not None and setting.tokens > decoder.positions:
+            return False
         parts = parts_of(decoder, setting)
         return parts.total <= memory and (host is None or parts.host <= host)
 
     setting = next(filter(fits, _settings(decoder, base, tensors)), None)
     widest = contexts(decoder, replace(base, tensor=tensors[0] if setting is None else setting.tensor))[-1]
-    last = Lever(_LAST[half].name, _LEVERS[half][-1].changes | _LAST[half].changes)
+    levers = levers_of(decoder, widest)
+    last = Lever(_LAST[half].name, levers[-1].changes | _LAST[half].changes)
+    if levers is _MEASURED:
+        last = last._replace(name="MLP and loss tiled, inputs and all state on the host")
     differs = half == "torch" or cudnn_groups(decoder.split(widest.tensor), widest) is not None
-    levers = (*levers_of(decoder, widest), *(last,) * differs)
+    levers = (*levers, *(last,) * differs)
     found = (_reach(decoder, lever, widest, fits) for lever in levers)
     return Plan(
         decoder=decoder,
@@ -125,7 +146,7 @@ def plan(
         memory=memory,
         setting=setting,
         parts=None if setting is None else parts_of(decoder, setting),
-        seconds=None if setting is None or gpu is None else step_seconds(decoder, setting, gpu),
+        seconds=None if setting is None or gpu is None or decoder.measured else step_seconds(decoder, setting, gpu),
         reach=tuple(reach for reach in found if reach is not None),
     )
 
@@ -138,6 +159,8 @@ def levers_of(decoder: Decoder, setting: Setting) -> tuple[Lever, ...]:
     Where layers are split it is as well: there are formulas of that alone.
     """
     levers = _LEVERS[setting.half]
+    if decoder.measured is not None and decoder.scope == "mlp":
+        return _MEASURED
     if decoder.window is not None or decoder.kind not in WHOLE or setting.tensor > 1:
         return tuple(lever for lever in levers if lever.changes["scope"] == "block")
     return levers if setting.ring == 1 else tuple(lever for lever in levers if lever.changes["scope"] != "none")

@@ -21,7 +21,7 @@ from shared_specs.config import Half
 
 _BAR = 40  # columns of the longest bar
 _NOTE = (
-    "From formulas: nothing was run. Communication and copies to the host are in no time; the reserve is for CUDA, the "
+    "Communication and copies to the host are in no time; the reserve is for CUDA, the "
     "communication library and the allocator."
 )
 
@@ -87,6 +87,7 @@ def plan_of(options: PlanOptions, half: Half, other: Callable[[dict[str, Any], s
 def as_json(found: Plan) -> dict[str, Any]:
     """Return the plan as plain values; bytes and seconds are numbers."""
     sizes = asdict(found.decoder)
+    sizes["measured"] = found.decoder.measured is not None
     if found.decoder.held is None:
         del sizes["held"]
     return {
@@ -132,7 +133,7 @@ def _print(found: Plan, options: PlanOptions, console: Console) -> None:
         row = (f"{reach.tokens}", show_bytes(reach.parts.total), show_bytes(reach.parts.host))
         table.add_row(reach.lever, *row)
     console.print(table)
-    console.print(_NOTE)
+    console.print(f"{found.note} {_NOTE}")
 
 
 def _bars(parts: Parts, memory: int) -> Table:

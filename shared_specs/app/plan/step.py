@@ -207,6 +207,10 @@ def _layer_bytes(decoder: Decoder, setting: Setting, kept: int) -> tuple[int, in
     The larger of two moments: attention's backward, in which there is no shard, and that of a shard of the MLP.
     """
     b, t, rows = setting.itemsize, setting.shards.longest, setting.rows
+    if decoder.measured is not None:
+        # What waits on the host is there, and what comes next. The weights' gradients are the only part without tokens.
+        waited, of_weights = 2 * rows * decoder.hidden * b * (kept == 0), b * decoder.layer_trained
+        return max(0, decoder.measured(setting) - of_weights) + waited, of_weights
     hidden = decoder.hidden // setting.tensor  # of a token, between the layers
     sizes: dict[str, Any] = {
         "hidden": hidden,

@@ -125,10 +125,12 @@ def _attend(
     """FlashAttention, which a GPU takes: for a device that PyTorch does not know it would take the scores of all pairs."""
     if q.device.type != NAME:
         return _ATTEND(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-    assert attn_mask is None
-    if v.shape[-1] != q.shape[-1]:  # heads of values of another size: PyTorch's memory-efficient attention
+    if attn_mask is not None:  # a mask, or heads of values of another size: PyTorch's memory-efficient attention
+        attn_mask = q.new_empty(attn_mask.shape) if attn_mask.dtype == torch.bool else attn_mask
+        attn_mask = attn_mask.expand(*q.shape[:-1], k.shape[-2])
+    if attn_mask is not None or v.shape[-1] != q.shape[-1]:
         return torch.ops.aten._scaled_dot_product_efficient_attention(
-            q, k, v, None, True, dropout_p, is_causal, scale=scale
+            q, k, v, attn_mask, True, dropout_p, is_causal, scale=scale
         )[0]
     return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)[0]
 

@@ -18,6 +18,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed._tools.mod_tracker import ModTracker
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import masking_utils
 
 from shared_specs.app.models.decoders import DECODERS
 from shared_specs.app.plan.decoder import Decoder
@@ -39,9 +40,10 @@ def simulate(decoder: Decoder, setting: Setting) -> Simulated:
     return simulate_model(lambda: _untiled(decoder, setting), setting)
 
 
-def simulate_model(build: Callable[[], nn.Module], setting: Setting) -> Simulated:
+def simulate_model(build: Callable[[], nn.Module], setting: Setting, *, masks: bool = False) -> Simulated:
     """Return the same of a model that `build` makes, untiled, under fake tensors.
 
+    masks: as transformers makes them, of windows for example; else there are none, as where attention makes windows itself.
     On a GPU what a kernel of this library would hold in registers is counted as PyTorch's operators would hold it; attention
     is FlashAttention's: its output and a log-sum-exp of every head.
     """
@@ -52,7 +54,7 @@ def simulate_model(build: Callable[[], nn.Module], setting: Setting) -> Simulate
         mesh = _mesh(setting, place)
         with FakeTensorMode(allow_non_fake_inputs=True), ExitStack() as stack:
             model = build()
-            stack.enter_context(_without_masks(type(model)))
+            stack.enter_context(_usual_masks() if masks else _without_masks(type(model)))
             model = parallelize(_tiled(model, setting, place).train(), mesh, setting.config)
             ids = torch.zeros(setting.sequences, setting.tokens, dtype=torch.long, device=place)
             moments, collectives = _Moments(place), _Collectives()
@@ -162,7 +164,8 @@ def _tiled(model: Any, setting: Setting, place: str) -> nn.Module:
     for module in model.modules():  # whose tensors may not be moved: a fake one's kind of device stays
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                module._parameters[name] = nn.Parameter(torch.empty(parameter.shape, device=place))
+                empty = torch.empty(parameter.shape, device=place)
+                module._parameters[name] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=place)
@@ -181,6 +184,16 @@ def _without_masks(kind: type[Any]) -> Iterator[None]:
         for name in ("create_causal_mask", "create_sliding_window_causal_mask"):
             if hasattr(module, name):
                 stack.enter_context(patch.object(module, name, lambda **_: None))
+        yield
+
+
+@contextmanager
+def _usual_masks() -> Iterator[None]:
+    """Let transformers make the masks that it makes of tensors with values: those of one document, not those of tracing."""
+    with (
+        patch.object(masking_utils, "is_tracing", lambda *_: False),
+        patch.object(masking_utils, "find_packed_sequence_indices", lambda *_, **__: None),
+    ):
         yield
 
 

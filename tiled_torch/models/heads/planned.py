@@ -16,14 +16,21 @@ from tiled_torch.models.heads.swap import swapped
 NOT_CALLED = "unknown: it was not called with labels yet"
 
 
-class _Zeros(TorchDispatchMode):
-    """Every number that code asks a tensor without memory for is 0, and nothing in it differs from 0."""
+class Zeros(TorchDispatchMode):
+    """Every number that code asks a tensor without memory for is 0, and nothing in it differs from 0.
+
+    asked: whether code did so.
+    """
+
+    asked = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if args and isinstance(args[0], torch.Tensor) and args[0].is_meta:
             if func is torch.ops.aten._local_scalar_dense.default:
+                self.asked = True
                 return False if args[0].dtype == torch.bool else 0.0 if args[0].is_floating_point() else 0
             if func is torch.ops.aten.nonzero.default:
+                self.asked = True
                 return torch.empty((0, args[0].dim()), dtype=torch.long, device="meta")
         return func(*args, **(kwargs or {}))
 
@@ -36,11 +43,11 @@ def planned_path(model: Any, untiled: type[Any], head_of: Any, labels: str) -> s
     try:
         with torch.random.fork_rng(devices=()), warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
-            twin = _built(untiled, model.config) if isinstance(model, PreTrainedModel) else _copied(model)
+            twin = _built(untiled, model.config) if isinstance(model, PreTrainedModel) else without_memory(model).eval()
             ids = torch.zeros((1, 4), dtype=torch.long, device="meta")
             name, head = head_of(twin)
             run = HeadRun(name, head, Tiling(), "auto", planned=True)
-            with _Zeros(), swapped(head, run):
+            with Zeros(), swapped(head, run):
                 if isinstance(model, PreTrainedModel):
                     untiled.forward(twin, input_ids=ids, labels=ids)
                 else:
@@ -57,11 +64,15 @@ def _built(untiled: type[Any], config: Any) -> Any:
         return untiled(config).eval()
 
 
-def _copied(model: nn.Module) -> Any:
+def without_memory(model: nn.Module) -> Any:
     """Return a copy of a model of which nobody knows how it is made: all but its parameters and buffers, untiled."""
-    found: dict[int, Any] = {id(p): nn.Parameter(torch.empty_like(p, device="meta")) for p in model.parameters()}
+    found: dict[int, Any] = {id(p): _empty(p) for p in model.parameters()}
     found |= {id(buffer): torch.empty_like(buffer, device="meta") for buffer in model.buffers()}
-    twin = copy.deepcopy(model, found).eval()
+    twin = copy.deepcopy(model, found)
     for module in twin.modules():
         module.__class__ = getattr(type(module), "_untiled", type(module))
     return twin
+
+
+def _empty(parameter: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)

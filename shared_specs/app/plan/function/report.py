@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from shared_specs.app.plan.search import Plan
 from shared_specs.app.plan.setting import what_to_set
 
-_NOTE = "From formulas: nothing was run. The reserve is for CUDA, the communication library and the allocator."
+_NOTE = "The reserve is for CUDA, the communication library and the allocator."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class ModelPlan:
         if self.seconds is not None:
             lines.append(f"a step takes {self.seconds:.3g} s at least")
         lines += ["longest context, all devices in one", *_rows({r.lever: f"{r.tokens} tokens" for r in plan.reach})]
-        return "\n".join([*lines, _NOTE])
+        return "\n".join([*lines, f"{plan.note} {_NOTE}"])
 
 
 def _parameters(plan: Plan) -> str:

@@ -1,0 +1,223 @@
+"""`plan` of transformers' models whose layers no formula knows: one of each kind runs without values, and its bytes count."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared_specs.app.command import main
+from shared_specs.app.plan.function.measured import FEWEST
+from shared_specs.app.plan.step import RESERVE, Setting, parts_of
+from shared_specs.errors import SpecError
+from shared_specs.tolerances import COST_BYTES, PLAN_BYTES
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from tests.app.test_torch_plan_structure import on_meta  # noqa: E402
+from tests.app.torch_frozen_steps import freeze  # noqa: E402
+from tests.app.torch_structure_steps import LARGE, MEASURED, config_of  # noqa: E402
+from tiled_torch import plan, tile_model  # noqa: E402
+from tiled_torch.__main__ import COMMANDS  # noqa: E402
+from tiled_torch.plan.measured import measured_layers  # noqa: E402
+from tiled_torch.plan.sizes import decoder_of_model  # noqa: E402
+
+ROOT = Path(__file__).parents[2]
+GPU = Setting(tokens=FEWEST, shard_tokens=256, kernels=False)
+
+
+def small(kind: str, **more: Any) -> dict[str, Any]:
+    return config_of(kind) | MEASURED.get(kind, {}) | more
+
+
+def bytes_of(config: dict[str, Any], setting: Setting) -> int:
+    found = measured_layers(on_meta(config))
+    assert not isinstance(found, str), found
+    return found.bytes_of(setting)
+
+
+def large_model(kind: str) -> Any:
+    model = on_meta(config_of(kind, large=True))
+    if "+" in kind:
+        freeze(model, ["self_attn", "mlp"])
+    return model
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("granite", "bfloat16"), ("phi", "float32")])
+def test_what_has_a_formula_takes_as_much_measured(kind: str, dtype: str) -> None:
+    decoder = decoder_of_model("plan", on_meta(config_of(kind, large=True)))
+    layers = measured_layers(on_meta(config_of(kind, large=True)))
+    assert decoder.measured is None
+    assert not isinstance(layers, str)
+    assert layers.scope == "block"
+    setting = replace(GPU, tokens=4096, gpus=8, dtype=dtype, shard_tokens=1024)
+    found, wanted = (parts_of(d, setting) for d in (replace(decoder, measured=layers.bytes_of), decoder))
+    assert found.total - RESERVE == pytest.approx(wanted.total - RESERVE, rel=PLAN_BYTES)
+
+
+def test_the_kind_of_layer_that_takes_most_counts() -> None:
+    """Of linear and full attention alternating, and of frozen layers."""
+    types = {"linear": ["linear_attention"] * 3, "full": ["full_attention"] * 3}
+    types["both"] = ["linear_attention", "full_attention", "linear_attention"]
+    setting = replace(GPU, tokens=256)
+    found = {name: bytes_of(small("qwen3_next", layer_types=kinds), setting) for name, kinds in types.items()}
+    assert found["both"] == max(found["linear"], found["full"])
+    assert found["linear"] != found["full"]
+
+
+def test_masks_of_all_pairs_are_seen() -> None:
+    """A layer that runs whole is given a mask for its window, of booleans, and attention one to add: 1 and 2 bytes a pair."""
+    config = small("cohere2_moe", sliding_window=128, num_hidden_layers=1)
+    window, every = (bytes_of(config | {"layer_types": [f"{kind}_attention"]}, GPU) for kind in ("sliding", "full"))
+    assert window - every == pytest.approx(3 * FEWEST**2, rel=COST_BYTES)
+
+
+def test_all_sequences_of_a_device_are_seen() -> None:
+    one, two = (bytes_of(small("stablelm"), replace(GPU, tokens=FEWEST // n, sequences=n)) for n in (1, 2))
+    assert two == pytest.approx(one, rel=COST_BYTES)
+
+
+def test_gradients_of_frozen_weights_are_not() -> None:
+    model = on_meta(config_of("stablelm", large=True))
+    whole = decoder_of_model("plan", model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("norm" in name)
+    frozen = decoder_of_model("plan", model)
+    setting = replace(GPU, tokens=256, gpus=8)
+    saved = parts_of(whole, setting).shard - parts_of(frozen, setting).shard
+    assert saved == pytest.approx(2 * whole.layer_parameters, rel=COST_BYTES)
+    assert frozen.measured is not None
+    assert whole.measured is not None
+    assert frozen.measured(setting) < whole.measured(setting)
+
+
+def test_adapters_of_any_family() -> None:
+    """Layers that had a formula are measured, with what their adapters leave behind; the base has no gradients."""
+    model = large_model("granite+adapters")
+    decoder, plain = (decoder_of_model("plan", m) for m in (model, large_model("granite")))
+    assert plain.measured is None
+    assert decoder.measured is not None
+    assert decoder.held is not None
+    assert decoder.held.trained == sum(p.numel() for name, p in model.named_parameters() if "lora" in name)
+    setting = replace(GPU, gpus=8)
+    found, without = parts_of(decoder, setting), parts_of(plain, setting)
+    assert found.weights > without.weights
+    assert found.optimizer < without.optimizer / 20
+    assert found.shard < without.shard / 20
+
+
+def test_a_plan_of_such_a_model() -> None:
+    """Its MLPs and loss are what is tiled; no formula has the time of its layers."""
+    config = small("stablelm")
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config))
+    before, state = deepcopy(model.state_dict()), torch.get_rng_state()
+    found = plan(model, 2**15, devices=8, device_memory="h100")
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert found.plan.decoder.held.count == sum(parameter.numel() for parameter in model.parameters())
+    assert found.what_to_set["tile_model"] == 'scope="mlp"'
+    assert found.what_to_set["mesh"].startswith("8 x 1 x 1: ")
+    assert [reach.lever for reach in found.plan.reach] == [
+        "MLP and loss tiled",
+        "MLP and loss tiled, inputs on the host",
+        "MLP and loss tiled, inputs and all state on the host",
+    ]
+    assert found.plan.reach[0].tokens < found.plan.reach[1].tokens <= found.plan.reach[2].tokens == found.longest
+    assert found.seconds is None
+    assert "one of each kind ran without values" in str(found)
+    tile_model(model)
+    assert str(plan(model, 2**15, devices=8, device_memory="h100")) == str(found)
+
+
+def test_the_command_says_what_a_table_of_positions_allows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps(small("gpt2", n_embd=64, n_head=4, max_position_embeddings=2048, n_positions=2048))
+    )
+    words = ["plan", "--model", str(tmp_path), "--json", "--tokens"]
+    assert main("tiled_torch", COMMANDS, [*words, "2048"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["model"]["measured"] is True
+    assert {reach["tokens"] for reach in found["longest"]} == {2048}
+    assert main("tiled_torch", COMMANDS, [*words, "2049"]) == 1
+
+
+def _base_layer(model: Any) -> Any:
+    model.get_input_embeddings().num_embeddings, model.lm_head = 64, torch.nn.Identity()
+    return model
+
+
+REFUSED: dict[str, tuple[dict[str, Any], Callable[[Any], Any], str]] = {
+    "no layers": (
+        {"model_type": "ctrl"},
+        lambda model: model,
+        "CTRLLMHeadModel has no list of layers of the classes in its _no_split_modules.",
+    ),
+    "values": (
+        {"model_type": "longcat_flash"},
+        lambda model: model,
+        "Its layers cannot run without values: a LongcatFlashDecoderLayer asks for values, on which its sizes may depend",
+    ),
+    "other features": (
+        {"model_type": "gemma3n_text", "num_kv_shared_layers": 0, "activation_sparsity_pattern": [0.0] * 3},
+        lambda model: model,
+        "Its layers have other features than its embedding, of which there is no formula.",
+    ),
+    "several lists": (
+        {"model_type": "hrm_text"},
+        lambda model: model,
+        "It calls layers several times, or of several lists, of which there is no formula.",
+    ),
+    "no head": ({"model_type": "stablelm"}, _base_layer, "It has no embedding and head that are one weight each."),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_measured_is_said(case: str) -> None:
+    config, change, reason = REFUSED[case]
+    model = change(on_meta(config_of(config["model_type"], large=True) | config))
+    with pytest.raises(
+        SpecError, match=r"^plan: model must have a model_type of llama, .*, or layers that can run without values"
+    ) as caught:
+        plan(model, 4096)
+    assert str(caught.value).endswith(f"got {config['model_type']}. {reason}")
+
+
+SETTINGS: tuple[dict[str, Any], ...] = (
+    {"dtype": "bfloat16", "offload": True, "tokens": 8192},
+    {"dtype": "float32", "device": "cpu", "tokens": 4096},
+)
+STEPS = [(kind, setting) for setting in SETTINGS for kind in MEASURED]
+SOME = STEPS[:2]
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("given", [SOME, pytest.param(STEPS[2:], marks=pytest.mark.slow)], ids=["some", "others"])
+def test_bytes_of_a_step(given: list[tuple[str, dict[str, Any]]]) -> None:
+    """Beside what simulated ranks hold."""
+    decoders = {kind: decoder_of_model("plan", large_model(kind)) for kind, _ in given}
+    assert LARGE["hidden_size"] == {decoder.hidden for decoder in decoders.values()}.pop()
+    cases = [(kind, setting | {"scope": decoders[kind].scope}) for kind, setting in given]
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.app.torch_structure_steps"], input=json.dumps(cases), cwd=ROOT, capture_output=True,
+        text=True, check=False, env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    off = {}
+    for (kind, setting), line in zip(cases, run.stdout.splitlines(), strict=True):
+        found = json.loads(line)
+        parts = parts_of(decoders[kind], Setting(**found["set"]))
+        ratio = (parts.total - RESERVE) / found["device"]
+        print(f"{ratio:.3f}", kind, setting, parts.by_name)
+        assert decoders[kind].measured is not None
+        assert parts.host == pytest.approx(found["host"], rel=PLAN_BYTES)
+        if ratio != pytest.approx(1, abs=PLAN_BYTES):
+            off[kind, setting["dtype"]] = ratio
+    assert not off

@@ -1,0 +1,207 @@
+"""The bytes of a layer's backward where no formula knows the layer: it runs without values, and its tensors are counted.
+
+A twin of the model, tiled as the plan would tile it, is given a sequence. Each kind of layer runs forward, and backward as a
+checkpoint, as it would on a GPU without the library's kernels; attention is FlashAttention's unless the model writes the scores
+of all pairs.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_iter
+from torch.utils.checkpoint import checkpoint
+
+from shared_specs.app.plan.function.measured import Lengths, Measurement
+from shared_specs.app.plan.setting import Scope, Setting
+from shared_specs.config import Tiling
+from shared_specs.shards import TARGET_TOKENS
+from tiled_torch.check.live_bytes import LiveBytes
+from tiled_torch.models.block.known import is_block
+from tiled_torch.models.block.layer import TiledBlock
+from tiled_torch.models.heads.planned import Zeros
+from tiled_torch.models.tiling import head_path, tile_model, untile_model
+from tiled_torch.plan.twin import cast_parameters, hooked, simulated_device, twin_of
+from tiled_torch.plans.any_model import structural_plan
+
+_FEW = 8  # tokens of the forward that shows which layers are called
+_WINDOWS = ("window", "chunk")  # in names of settings that say how far a query sees
+_TABLES = ("position", "wpe")  # in names of tables of positions
+_PLACES = ("idx", "index", "number", "layer_id")  # in names of attributes that say where a layer is, not what it is
+
+
+@dataclass
+class MeasuredLayers:
+    """The layers of one model, measured when a plan asks.
+
+    Attributes:
+        scope: of `tile_model`: "block" where some layer is one. hidden: features of what goes from layer to layer.
+        positions: tokens that a sequence may have at most, of a model with a table of positions; None: any number.
+    """
+
+    twin: Any = field(repr=False)
+    layers: tuple[Any, ...] = field(repr=False)
+    scope: Scope
+    hidden: int
+    positions: int | None
+    _lengths: dict[tuple[int, int, int], Lengths] = field(default_factory=dict, repr=False)
+
+    def bytes_of(self, setting: Setting) -> int:
+        """Return the bytes of the backward of the layer that takes most, without the inputs of any; with all buffers."""
+        shard = setting.shard_tokens or TARGET_TOKENS[setting.device]
+        key = setting.sequences, setting.itemsize, shard
+        if key not in self._lengths:
+            measure = partial(self._measure, *key)
+            self._lengths[key] = Lengths(measure, self.positions, _window(self.twin.config.get_text_config()))
+        return self._lengths[key].bytes_at(setting.tokens) + sum(buffer.nbytes for buffer in self.twin.buffers())
+
+    def _measure(self, sequences: int, itemsize: int, shard: int, tokens: int) -> Measurement:
+        _tile(self.twin, self.scope, shard)
+        cast_parameters(self.twin, torch.bfloat16 if itemsize == torch.bfloat16.itemsize else torch.float32)
+        wanted, found, zeros = {_kind(layer) for layer in self.layers}, dict[Any, Measurement](), Zeros()
+
+        def measure(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if torch.is_grad_enabled():  # inside a measurement
+                return
+            kind = _kind(layer)
+            if kind not in found:
+                zeros.asked = False
+                found[kind] = _backward(layer, args, kwargs)
+                if zeros.asked:
+                    raise RuntimeError(f"a {type(layer).__name__} asks for values, on which its sizes may depend")
+            if found.keys() == wanted:
+                raise _Measured
+
+        try:
+            with hooked(self.layers, measure), simulated_device(), zeros, torch.no_grad():
+                self.twin(input_ids=_ids(sequences, tokens), use_cache=False)
+        except _Measured:
+            pass
+        return Measurement(*map(max, zip(*found.values(), strict=True)))
+
+
+class _Measured(BaseException):
+    """Every kind of layer has run: the rest of the forward shows nothing more."""
+
+
+def measured_layers(model: Any) -> MeasuredLayers | str:
+    """Return the layers of a model of transformers, to be measured; or why they cannot be. The model is not changed."""
+    try:
+        twin = twin_of(model)
+        plan = structural_plan(twin)
+        if isinstance(plan, str):
+            return plan
+        layers = tuple(twin.get_submodule(plan.blocks))
+        scope: Scope = "block" if any(map(is_block, layers)) else "mlp"
+        towers = [layer for path in plan.towers for layer in twin.get_submodule(path)]
+        table = twin.get_input_embeddings()
+        measured = MeasuredLayers(twin, layers, scope, table.weight.shape[1], _positions(twin, table))
+        _tile(twin, scope, _FEW)
+        reason = _reason_not_measured(twin, layers, towers, measured.hidden)
+        if reason is None:
+            measured.bytes_of(Setting(tokens=_FEW))
+    except Exception as error:  # of code that is not ours
+        text = str(error).strip().partition("\n")[0]
+        return f"Its layers cannot run without values: {text or type(error).__name__}"
+    return measured if reason is None else reason
+
+
+def _reason_not_measured(twin: Any, layers: tuple[Any, ...], towers: list[Any], hidden: int) -> str | None:
+    """Return why what its layers take does not follow from one of them; None where it does."""
+    calls, widths = Counter[int](), set[int]()
+
+    def count(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls[id(layer)] += 1
+        widths.add(_input(args, kwargs).numel() // _FEW)
+
+    ids = _ids(1, _FEW)
+    with hooked((*layers, *towers), count), simulated_device(), Zeros(), torch.no_grad():
+        twin(input_ids=ids, labels=ids, use_cache=False)
+    if any(calls[id(tower)] for tower in towers) or max(calls.values(), default=0) > 1:
+        return "It calls layers several times, or of several lists, of which there is no formula."
+    if widths != {hidden}:
+        return "Its layers have other features than its embedding, of which there is no formula."
+    path = getattr(twin, "_ran", None) or head_path(twin)
+    return None if path.startswith("tiled") else f"Its loss is not tiled, of which there is no formula: {path}"
+
+
+def _positions(twin: Any, table: nn.Module) -> int | None:
+    """Return how many tokens a table of learned positions has room for; None where there is none."""
+    tables = ((name, module) for name, module in twin.named_modules() if isinstance(module, nn.Embedding))
+    found = [m.num_embeddings for name, m in tables if m is not table and any(part in name for part in _TABLES)]
+    said = getattr(twin.config.get_text_config(), "max_position_embeddings", None)
+    return min([*found, *([said] if type(said) is int else [])]) if found else None
+
+
+def _window(config: Any) -> int:
+    """Return the longest window, or chunk, of attention that a configuration says."""
+    found = (value for name, value in vars(config).items() if type(value) is int and any(w in name for w in _WINDOWS))
+    return max(found, default=0)
+
+
+def _tile(twin: Any, scope: Scope, shard: int) -> None:
+    tile_model(untile_model(twin), scope="block" if scope == "block" else "mlp", tiling=Tiling(shard_tokens=shard))
+
+
+def _ids(sequences: int, tokens: int) -> Tensor:
+    return torch.zeros(sequences, tokens, dtype=torch.long, device="meta")
+
+
+def _input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    return next(each for each in (*args, *kwargs.values()) if isinstance(each, Tensor))
+
+
+def _backward(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Measurement:
+    """Return what a layer that keeps its input alone takes, with all that it is given beside that."""
+    x = _input(args, kwargs)
+    own = x.detach().requires_grad_()
+    args = tuple(own if each is x else each for each in args)
+    kwargs = {name: own if each is x else each for name, each in kwargs.items()}
+    given = {
+        t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tree_iter((args, kwargs)) if _is_other(t, own)
+    }
+    call: Any = partial(checkpoint, layer, use_reentrant=False)
+    if issubclass(type(layer), TiledBlock):  # one itself
+        call = layer
+    with torch.enable_grad(), LiveBytes() as live:
+        _Result.apply(_first(call(*args, **kwargs), own)).backward()
+    for parameter in layer.parameters():
+        parameter.grad = None
+    return Measurement(live.peak + sum(given.values()), max(live.largest, *given.values(), 0), live.steps)
+
+
+def _is_other(value: Any, x: Tensor) -> bool:
+    return isinstance(value, Tensor) and value is not x
+
+
+def _first(result: Any, x: Tensor) -> Tensor:
+    """Return what goes to the next layer."""
+    return next(each for each in tree_iter(result) if isinstance(each, Tensor) and each.shape == x.shape)
+
+
+class _Result(torch.autograd.Function):
+    """Takes a layer's result and lets it go: the layers behind have used it when its gradient comes."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor) -> Tensor:
+        ctx.like = y.shape, y.dtype
+        return y.new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Tensor:
+        shape, dtype = ctx.like
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _kind(layer: nn.Module) -> tuple[Any, ...]:
+    """Return what makes two layers take the same bytes: their modules, the numbers and names these have, parameters' shapes."""
+    modules = tuple((name, type(module), *_settings(module)) for name, module in layer.named_modules())
+    return modules, tuple((name, p.shape, p.requires_grad) for name, p in layer.named_parameters())
+
+
+def _settings(module: nn.Module) -> list[tuple[str, Any]]:
+    plain = ((name, value) for name, value in vars(module).items() if isinstance(value, bool | int | str | None))
+    return [(name, value) for name, value in plain if not (name[0] == "_" or any(place in name for place in _PLACES))]

@@ -1,0 +1,109 @@
+"""A model without memory: a twin of one that is there, and what lets its layers run as they would on a GPU."""
+
+import copy
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from transformers import masking_utils
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from tiled_torch.core.partitioned import whole_shape
+from tiled_torch.models.heads.planned import without_memory
+from tiled_torch.models.tiling import untile_model
+
+_FLASH = "flash_attention_counted"  # what stands for FlashAttention among transformers' attention functions
+
+
+def twin_of(model: Any) -> Any:
+    """Return an untiled twin of a model of transformers on the meta device, in training; the model is not changed.
+
+    Made by its class from its configuration; if it has other parameters than these, such as adapters, a copy.
+    """
+    untiled = getattr(type(model), "_untiled", type(model))
+    config = copy.deepcopy(model.config)
+    for each in (config, config.get_text_config()):
+        if getattr(each, "_attn_implementation", None) not in ("eager", "sdpa", None):
+            each._attn_implementation = _FLASH
+    with warnings.catch_warnings(), simulated_device(), torch.device("meta"):
+        warnings.simplefilter("ignore")
+        twin = untiled(config)
+    sizes = {name: whole_shape(parameter) for name, parameter in model.named_parameters()}
+    if sizes != {name: tuple(parameter.shape) for name, parameter in twin.named_parameters()}:
+        twin = untile_model(without_memory(model))
+    trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    for name, parameter in twin.named_parameters():
+        parameter.requires_grad_(trained[name])
+    return twin.train()
+
+
+def cast_parameters(twin: nn.Module, dtype: torch.dtype) -> None:
+    """Give every parameter the dtype in which `fully_shard` gathers it. Buffers stay."""
+    for parameter in twin.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+
+
+@contextmanager
+def hooked(modules: Iterable[nn.Module], hook: Callable[..., Any]) -> Iterator[None]:
+    """Call a hook before the forward of each of these modules inside this context, with module, args and kwargs."""
+    handles = [module.register_forward_pre_hook(hook, with_kwargs=True) for module in modules]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def simulated_device() -> Iterator[None]:
+    """Let models of transformers run on the meta device inside this context, with FlashAttention as on a GPU."""
+    enabled = torch.is_autocast_enabled
+
+    def is_enabled(kind: Any = None) -> bool:
+        return False if kind == "meta" else enabled(kind) if kind is not None else enabled()
+
+    patches: tuple[tuple[Any, str, Any], ...] = (
+        (nn.functional, "scaled_dot_product_attention", _attend),
+        (torch, "is_autocast_enabled", is_enabled),
+        (masking_utils, "find_packed_sequence_indices", lambda *_, **__: None),  # which asks for values: one document
+    )
+    with ExitStack() as stack, warnings.catch_warnings(), torch.random.fork_rng(devices=()):
+        warnings.simplefilter("ignore")
+        for target, name, value in patches:
+            stack.enter_context(patch.object(target, name, value))
+        stack.enter_context(patch.dict(ALL_ATTENTION_FUNCTIONS._global_mapping, {_FLASH: _attend_by_flash}))
+        stack.enter_context(patch.dict(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, {_FLASH: lambda *_, **__: None}))
+        yield
+
+
+class _CountedAttention(torch.autograd.Function):
+    """What FlashAttention leaves in memory: its output, and the log-sum-exp of every head and token."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *mask: Tensor) -> Tensor:
+        out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+        ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:-1], dtype=torch.float32), *mask)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        q, k, v, _, _, *mask = ctx.saved_tensors
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), *(None for _ in mask)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, *_: Any, **__: Any) -> Tensor:
+    """As scaled_dot_product_attention, which makes of a mask of booleans one to add."""
+    if attn_mask is None:
+        return _CountedAttention.apply(q, k, v)  # type: ignore[no-any-return]
+    added = q.new_empty(attn_mask.shape) if attn_mask.dtype == torch.bool else attn_mask
+    return _CountedAttention.apply(q, k, v, added)  # type: ignore[no-any-return]
+
+
+def _attend_by_flash(_: Any, q: Tensor, k: Tensor, v: Tensor, *__: Any, **___: Any) -> tuple[Tensor, None]:
+    return _CountedAttention.apply(q, k, v).transpose(1, 2).contiguous(), None
