@@ -82,7 +82,7 @@ def main() -> None:
         def build(kind: str = kind) -> Any:
             config = transformers.AutoConfig.for_model(**config_of(kind, large=True))
             auto = transformers.AutoModelForCausalLM
-            model = auto.from_config(config, attn_implementation="sdpa", dtype=torch.float32)
+            model = auto.from_config(config, dtype=torch.float32)
             if "+" in kind:
                 freeze(model, ["self_attn", "mlp"])
             return model

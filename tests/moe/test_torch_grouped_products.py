@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shared_specs.core.rounding import relative_error
 from shared_specs.tolerances import MODEL_FLOAT32
@@ -142,6 +143,16 @@ def test_which_weights_are_taken_together(dtype: torch.dtype) -> None:
     shifted = torch.empty(w.up.numel() + 1, dtype=dtype)[1:].view(w.up.shape)
     assert not steps.takes_several(w._replace(up=shifted), dtype)
     assert not steps.takes_several(w._replace(gate=w.gate.mT.contiguous().mT), dtype)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_without_values(dtype: torch.dtype) -> None:
+    """Of these PyTorch knows the grouped product in bfloat16 alone."""
+    with FakeTensorMode():
+        w, options = weights_of("in one", dtype)
+        found = computed(w, ExpertsCall(dtype, 12, gate_of("in one"), **options), choice(40, dtype=dtype))
+    assert steps.takes_several(w, dtype) == (dtype == torch.bfloat16)
+    assert [None if a is None else a.shape for a in found[4:6]] == [w.down.shape, None]
 
 
 def test_which_gpus_have_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
