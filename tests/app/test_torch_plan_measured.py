@@ -59,17 +59,15 @@ def test_what_has_a_formula_takes_as_much_measured(kind: str, dtype: str) -> Non
     assert layers.scope == "block"
     setting = replace(GPU, tokens=4096, gpus=8, dtype=dtype, shard_tokens=1024)
     found, wanted = (parts_of(d, setting) for d in (replace(decoder, measured=layers.bytes_of), decoder))
-    assert found.total - RESERVE == pytest.approx(wanted.total - RESERVE, rel=PLAN_BYTES)
+    assert found.total - RESERVE == pytest.approx(wanted.total - RESERVE, rel=2 * PLAN_BYTES)  # each has that error
 
 
 def test_the_kind_of_layer_that_takes_most_counts() -> None:
-    """Of linear and full attention alternating, and of frozen layers."""
-    types = {"linear": ["linear_attention"] * 3, "full": ["full_attention"] * 3}
-    types["both"] = ["linear_attention", "full_attention", "linear_attention"]
-    setting = replace(GPU, tokens=256)
-    found = {name: bytes_of(small("qwen3_next", layer_types=kinds), setting) for name, kinds in types.items()}
-    assert found["both"] == max(found["linear"], found["full"])
-    assert found["linear"] != found["full"]
+    """Of linear and full attention, whichever comes first."""
+    linear, full = "linear_attention", "full_attention"
+    lists = [[linear] * 3, [full] * 3, [linear, full, full], [full, full, linear]]
+    found = [bytes_of(small("qwen3_next", layer_types=types), replace(GPU, tokens=256)) for types in lists]
+    assert found[2] == found[3] == max(found[:2]) > min(found[:2])
 
 
 def test_masks_of_all_pairs_are_seen() -> None:

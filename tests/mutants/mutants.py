@@ -185,7 +185,7 @@ MUTANTS = (
     Mutant(
         "a plan takes scores of all pairs for bytes of tokens",
         "shared_specs/app/plan/function/measured.py",
-        "if third.largest < _SQUARED * second.largest:",
+        "if largest < _SQUARED * before:",
         "if True:",
         "tests/app/test_plan_lengths.py -x -k square",
     ),

@@ -11,11 +11,15 @@ from torch.utils._pytree import tree_iter
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes of storages created under the mode and still alive: now and at the peak; and the operations that ran (`steps`)."""
+    """Bytes of storages created under the mode and still alive: now and at the peak.
+
+    sizes: bytes of each storage, every number once. steps: operations that ran.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.now = self.peak = self.largest = self.steps = 0
+        self.sizes: set[int] = set()
         self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._changes: list[tuple[int, int]] = []  # the number of a storage, and the bytes that it adds or takes away
 
@@ -44,6 +48,7 @@ class LiveBytes(TorchDispatchMode):
         self._numbers[storage] = number
         self._change(number, size)
         self.largest = max(self.largest, size)
+        self.sizes.add(size)
         weakref.finalize(storage, self._change, number, -size)
 
     def _change(self, number: int, size: int) -> None:

@@ -6,9 +6,12 @@ of all pairs.
 """
 
 from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -76,11 +79,12 @@ class MeasuredLayers:
                 raise _Measured
 
         try:
-            with hooked(self.layers, measure), simulated_device(), zeros, torch.no_grad():
+            with hooked(self.layers, measure), _once_a_kind(self.layers), simulated_device(), zeros, torch.no_grad():
                 self.twin(input_ids=_ids(sequences, tokens), use_cache=False)
         except _Measured:
             pass
-        return Measurement(*map(max, zip(*found.values(), strict=True)))
+        peaks, sizes, steps = zip(*found.values(), strict=True)
+        return Measurement(max(peaks), frozenset().union(*sizes), max(steps))
 
 
 class _Measured(BaseException):
@@ -118,7 +122,7 @@ def _reason_not_measured(twin: Any, layers: tuple[Any, ...], towers: list[Any], 
         widths.add(_input(args, kwargs).numel() // _FEW)
 
     ids = _ids(1, _FEW)
-    with hooked((*layers, *towers), count), simulated_device(), Zeros(), torch.no_grad():
+    with hooked((*layers, *towers), count), _once_a_kind(layers), simulated_device(), Zeros(), torch.no_grad():
         twin(input_ids=ids, labels=ids, use_cache=False)
     if any(calls[id(tower)] for tower in towers) or max(calls.values(), default=0) > 1:
         return "It calls layers several times, or of several lists, of which there is no formula."
@@ -170,7 +174,7 @@ def _backward(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Meas
         _Result.apply(_first(call(*args, **kwargs), own)).backward()
     for parameter in layer.parameters():
         parameter.grad = None
-    return Measurement(live.peak + sum(given.values()), max(live.largest, *given.values(), 0), live.steps)
+    return Measurement(live.peak + sum(given.values()), frozenset(live.sizes.union(given.values())), live.steps)
 
 
 def _is_other(value: Any, x: Tensor) -> bool:
@@ -180,6 +184,32 @@ def _is_other(value: Any, x: Tensor) -> bool:
 def _first(result: Any, x: Tensor) -> Tensor:
     """Return what goes to the next layer."""
     return next(each for each in tree_iter(result) if isinstance(each, Tensor) and each.shape == x.shape)
+
+
+@contextmanager
+def _once_a_kind(layers: Iterable[Any]) -> Iterator[None]:
+    """Let, inside this context, the first layer of every kind compute, and all others return what that one has returned."""
+    firsts: dict[Any, Any] = {}
+    others = [layer for layer in layers if firsts.setdefault(_kind(layer), layer) is not layer]
+    results: dict[Any, Any] = {}
+
+    def keep(layer: Any, _: Any, result: Any) -> None:
+        results[_kind(layer)] = result
+
+    handles = [layer.register_forward_hook(keep) for layer in firsts.values()]
+    with ExitStack() as stack:
+        for layer in others:
+            again = partial(_result_of, results, _kind(layer))
+            stack.enter_context(patch.object(layer, "forward", again, create=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _result_of(results: dict[Any, Any], kind: Any, *_: Any, **__: Any) -> Any:
+    return results[kind]
 
 
 class _Result(torch.autograd.Function):

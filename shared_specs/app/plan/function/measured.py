@@ -13,19 +13,20 @@ class Measurement(NamedTuple):
     """One run of a layer forward and backward.
 
     Attributes:
-        peak: bytes at once. largest: bytes of the largest array. steps: operations.
+        peak: bytes at once. sizes: bytes of each array, every number once. steps: operations.
     """
 
     peak: int
-    largest: int
+    sizes: frozenset[int]
     steps: int
 
 
 class Lengths:
     """Bytes of a layer by tokens of a sequence, from as few measurements as a question needs.
 
-    Up to the longest that is measured the line between two neighbours, which is never below what grows ever faster. Beyond it
-    the line through the last two or, if the largest array grows with the square of the tokens, the parabola through three.
+    Up to the longest that is measured: the line between two neighbours, which is never below what grows ever faster. Beyond
+    it: the line through the last two or, if the largest array that grows does so with the square of the tokens, the parabola
+    through three.
     """
 
     def __init__(self, measure: Callable[[int], Measurement], most: int | None = None, window: int = 0) -> None:
@@ -50,7 +51,9 @@ class Lengths:
     def _beyond(self, tokens: int, longest: int) -> int:
         first, second, third = (self._at(longest // parts) for parts in (4, 2, 1))
         found = _line(tokens, longest // 2, second.peak, longest, third.peak)
-        if third.largest < _SQUARED * second.largest:
+        same = first.sizes & second.sizes & third.sizes  # such as those of weights
+        before, largest = (max(each.sizes - same, default=0) for each in (second, third))
+        if largest < _SQUARED * before:
             return found
         slopes = (second.peak - first.peak) / (longest // 4), (third.peak - second.peak) / (longest // 2)
         bend = max(0.0, (slopes[1] - slopes[0]) / (3 * longest // 4))
