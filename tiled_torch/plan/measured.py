@@ -194,7 +194,8 @@ def _once_a_kind(layers: Iterable[Any]) -> Iterator[None]:
     results: dict[Any, Any] = {}
 
     def keep(layer: Any, _: Any, result: Any) -> None:
-        results[_kind(layer)] = result
+        if not torch.is_grad_enabled():  # else it is measured, and nobody keeps its result
+            results[_kind(layer)] = result
 
     handles = [layer.register_forward_hook(keep) for layer in firsts.values()]
     with ExitStack() as stack:
