@@ -1,9 +1,6 @@
 """`plan` of transformers' models whose layers no formula knows: one of each kind runs without values, and its bytes count."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
@@ -21,15 +18,14 @@ from shared_specs.tolerances import COST_BYTES, PLAN_BYTES
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from tests.app.test_torch_plan_structure import on_meta  # noqa: E402
+from tests.app.test_torch_plan_structure import held_in_steps, on_meta  # noqa: E402
 from tests.app.torch_frozen_steps import freeze  # noqa: E402
 from tests.app.torch_structure_steps import LARGE, MEASURED, config_of  # noqa: E402
-from tiled_torch import plan, tile_model  # noqa: E402
+from tiled_torch import fits, plan, tile_model  # noqa: E402
 from tiled_torch.__main__ import COMMANDS  # noqa: E402
 from tiled_torch.plan.measured import measured_layers  # noqa: E402
 from tiled_torch.plan.sizes import decoder_of_model  # noqa: E402
 
-ROOT = Path(__file__).parents[2]
 GPU = Setting(tokens=FEWEST, shard_tokens=256, kernels=False)
 
 
@@ -38,7 +34,7 @@ def small(kind: str, **more: Any) -> dict[str, Any]:
 
 
 def bytes_of(config: dict[str, Any], setting: Setting) -> int:
-    found = measured_layers(on_meta(config))
+    found = measured_layers(on_meta(config), "plan: model")
     assert not isinstance(found, str), found
     return found.bytes_of(setting)
 
@@ -53,7 +49,7 @@ def large_model(kind: str) -> Any:
 @pytest.mark.parametrize(("kind", "dtype"), [("granite", "bfloat16"), ("phi", "float32")])
 def test_what_has_a_formula_takes_as_much_measured(kind: str, dtype: str) -> None:
     decoder = decoder_of_model("plan", on_meta(config_of(kind, large=True)))
-    layers = measured_layers(on_meta(config_of(kind, large=True)))
+    layers = measured_layers(on_meta(config_of(kind, large=True)), "plan: model")
     assert decoder.measured is None
     assert not isinstance(layers, str)
     assert layers.scope == "block"
@@ -144,6 +140,37 @@ def test_the_command_says_what_a_table_of_positions_allows(tmp_path: Path, capsy
     assert found["model"]["measured"] is True
     assert {reach["tokens"] for reach in found["longest"]} == {2048}
     assert main("tiled_torch", COMMANDS, [*words, "2049"]) == 1
+    capsys.readouterr()
+    assert main("tiled_torch", COMMANDS, [word for word in words if word != "--json"] + ["2049"]) == 1
+    assert "The model has 2048 positions" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("kind", ["stablelm", "stablelm+adapters"])
+def test_attention_of_other_packages_is_flash_attention(kind: str) -> None:
+    """Whose kernels run nothing without values; masks it has none."""
+    models = [large_model(kind) for _ in range(2)]
+    models[1].config._attn_implementation = "flash_attention_2"
+    found = [measured_layers(model, "plan: model") for model in models]
+    assert all(not isinstance(each, str) for each in found), found
+    sdpa, flash = (each.bytes_of(GPU) for each in found)  # type: ignore[union-attr]
+    assert flash == pytest.approx(sdpa, rel=PLAN_BYTES)
+    assert models[1].config._attn_implementation == "flash_attention_2"
+
+
+def test_a_length_that_cannot_run_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One message, also where only the search for the longest context comes to it."""
+    model = on_meta(small("stablelm"))
+    layers = measured_layers(model, "fits: model")
+    known = type(layers)._measure
+
+    def measure(self: Any, sequences: int, itemsize: int, shard: int, tokens: int) -> Any:
+        if tokens > FEWEST:
+            raise RuntimeError("no such\ntable")
+        return known(self, sequences, itemsize, shard, tokens)
+
+    monkeypatch.setattr(type(layers), "_measure", measure)
+    with pytest.raises(SpecError, match=r"^fits: model must run 1 x \d+ tokens without values: no such$"):
+        fits(model, 64)
 
 
 def _base_layer(model: Any) -> Any:
@@ -203,14 +230,8 @@ def test_bytes_of_a_step(given: list[tuple[str, dict[str, Any]]]) -> None:
     decoders = {kind: decoder_of_model("plan", large_model(kind)) for kind, _ in given}
     assert LARGE["hidden_size"] == {decoder.hidden for decoder in decoders.values()}.pop()
     cases = [(kind, setting | {"scope": decoders[kind].scope}) for kind, setting in given]
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.app.torch_structure_steps"], input=json.dumps(cases), cwd=ROOT, capture_output=True,
-        text=True, check=False, env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr
     off = {}
-    for (kind, setting), line in zip(cases, run.stdout.splitlines(), strict=True):
-        found = json.loads(line)
+    for (kind, setting), found in zip(cases, held_in_steps(cases), strict=True):
         parts = parts_of(decoders[kind], Setting(**found["set"]))
         ratio = (parts.total - RESERVE) / found["device"]
         print(f"{ratio:.3f}", kind, setting, parts.by_name)

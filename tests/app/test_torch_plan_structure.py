@@ -151,6 +151,16 @@ def test_what_the_command_refuses(
     assert error.count("\n") == 1
 
 
+def held_in_steps(given: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
+    """What a step of every case sets and holds, in order: in a process of its own, where the simulated device stays."""
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.app.torch_structure_steps"], input=json.dumps(given), cwd=ROOT, capture_output=True,
+        text=True, check=False, env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    return [json.loads(line) for line in run.stdout.splitlines()]
+
+
 SETTINGS: tuple[dict[str, Any], ...] = (
     {"dtype": "bfloat16", "offload": True, "tokens": 8192},
     {"dtype": "float32", "device": "cpu", "tokens": 4096},
@@ -167,14 +177,8 @@ OTHERS = [step for step in STEPS if step not in SOME]
 @pytest.mark.parametrize("given", [SOME, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["some", "others"])
 def test_bytes_of_a_step(given: list[tuple[str, dict[str, Any]]]) -> None:
     """Beside what simulated ranks hold."""
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.app.torch_structure_steps"], input=json.dumps(given), cwd=ROOT, capture_output=True,
-        text=True, check=False, env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr
     off = {}
-    for (kind, setting), line in zip(given, run.stdout.splitlines(), strict=True):
-        found = json.loads(line)
+    for (kind, setting), found in zip(given, held_in_steps(given), strict=True):
         parts = parts_of(decoder_of_model("plan", on_meta(config_of(kind, large=True))), Setting(**found["set"]))
         ratio = (parts.total - RESERVE) / found["device"]
         print(f"{ratio:.3f}", kind, setting, parts.by_name)

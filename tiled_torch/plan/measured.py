@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 from torch.utils.checkpoint import checkpoint
 
+from shared_specs.app.option_fields import InputError
 from shared_specs.app.plan.function.measured import Lengths, Measurement
 from shared_specs.app.plan.setting import Scope, Setting
 from shared_specs.config import Tiling
@@ -41,10 +42,12 @@ class MeasuredLayers:
     """The layers of one model, measured when a plan asks.
 
     Attributes:
+        what: the function and the argument that the model is of, for messages.
         scope: of `tile_model`: "block" where some layer is one. hidden: features of what goes from layer to layer.
         positions: tokens that a sequence may have at most, of a model with a table of positions; None: any number.
     """
 
+    what: str
     twin: Any = field(repr=False)
     layers: tuple[Any, ...] = field(repr=False)
     scope: Scope
@@ -53,13 +56,22 @@ class MeasuredLayers:
     _lengths: dict[tuple[int, int, int], Lengths] = field(default_factory=dict, repr=False)
 
     def bytes_of(self, setting: Setting) -> int:
-        """Return the bytes of the backward of the layer that takes most, without the inputs of any; with all buffers."""
+        """Return the bytes of the backward of the layer that takes most, without the inputs of any; with all buffers.
+
+        Raises:
+            InputError: the model cannot run so many tokens without values.
+        """
         shard = setting.shard_tokens or TARGET_TOKENS[setting.device]
         key = setting.sequences, setting.itemsize, shard
         if key not in self._lengths:
             measure = partial(self._measure, *key)
             self._lengths[key] = Lengths(measure, self.positions, _window(self.twin.config.get_text_config()))
-        return self._lengths[key].bytes_at(setting.tokens) + sum(buffer.nbytes for buffer in self.twin.buffers())
+        try:
+            found = self._lengths[key].bytes_at(setting.tokens)
+        except Exception as error:  # of code that is not ours
+            sizes = f"{setting.sequences} x {setting.tokens}"
+            raise InputError(f"{self.what} must run {sizes} tokens without values: {_first_line(error)}") from error
+        return found + sum(buffer.nbytes for buffer in self.twin.buffers())
 
     def _measure(self, sequences: int, itemsize: int, shard: int, tokens: int) -> Measurement:
         _tile(self.twin, self.scope, shard)
@@ -91,8 +103,11 @@ class _Measured(BaseException):
     """Every kind of layer has run: the rest of the forward shows nothing more."""
 
 
-def measured_layers(model: Any) -> MeasuredLayers | str:
-    """Return the layers of a model of transformers, to be measured; or why they cannot be. The model is not changed."""
+def measured_layers(model: Any, what: str) -> MeasuredLayers | str:
+    """Return the layers of a model of transformers, to be measured; or why they cannot be. The model is not changed.
+
+    what: the function and the argument that it is of, for messages.
+    """
     try:
         twin = twin_of(model)
         plan = structural_plan(twin)
@@ -102,15 +117,18 @@ def measured_layers(model: Any) -> MeasuredLayers | str:
         scope: Scope = "block" if any(map(is_block, layers)) else "mlp"
         towers = [layer for path in plan.towers for layer in twin.get_submodule(path)]
         table = twin.get_input_embeddings()
-        measured = MeasuredLayers(twin, layers, scope, table.weight.shape[1], _positions(twin, table))
+        measured = MeasuredLayers(what, twin, layers, scope, table.weight.shape[1], _positions(twin, table))
         _tile(twin, scope, _FEW)
         reason = _reason_not_measured(twin, layers, towers, measured.hidden)
         if reason is None:
-            measured.bytes_of(Setting(tokens=_FEW))
+            measured._measure(1, torch.bfloat16.itemsize, _FEW, _FEW)
     except Exception as error:  # of code that is not ours
-        text = str(error).strip().partition("\n")[0]
-        return f"Its layers cannot run without values: {text or type(error).__name__}"
+        return f"Its layers cannot run without values: {_first_line(error)}"
     return measured if reason is None else reason
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def _reason_not_measured(twin: Any, layers: tuple[Any, ...], towers: list[Any], hidden: int) -> str | None:

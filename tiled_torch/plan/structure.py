@@ -33,7 +33,7 @@ def decoder_by_structure(model: Any, what: str) -> Decoder:
     layers: list[Any] = [] if isinstance(found, str) else list(inside.get_submodule(found.blocks))
     reason: Any = found if isinstance(found, str) else _reason_no_ends(inside)
     if reason is None and not (isinstance(found, str) or _has_formula(inside, layers, found.blocks)):
-        measured = measured_layers(inside)
+        measured = measured_layers(inside, what)
         reason = measured
     if isinstance(reason, str):
         known = f"a model_type of {', '.join(FAMILIES)}, or layers that can run without values"

@@ -17,7 +17,7 @@ from tiled_torch.core.partitioned import whole_shape
 from tiled_torch.models.heads.planned import without_memory
 from tiled_torch.models.tiling import untile_model
 
-_FLASH = "flash_attention_counted"  # what stands for FlashAttention among transformers' attention functions
+_FLASH = "counted_attention"  # what stands for FlashAttention among transformers' attention functions
 
 
 def twin_of(model: Any) -> Any:
@@ -27,19 +27,26 @@ def twin_of(model: Any) -> Any:
     """
     untiled = getattr(type(model), "_untiled", type(model))
     config = copy.deepcopy(model.config)
-    for each in (config, config.get_text_config()):
-        if getattr(each, "_attn_implementation", None) not in ("eager", "sdpa", None):
-            each._attn_implementation = _FLASH
+    _count_flash(config)
     with warnings.catch_warnings(), simulated_device(), torch.device("meta"):
         warnings.simplefilter("ignore")
         twin = untiled(config)
     sizes = {name: whole_shape(parameter) for name, parameter in model.named_parameters()}
     if sizes != {name: tuple(parameter.shape) for name, parameter in twin.named_parameters()}:
         twin = untile_model(without_memory(model))
+        for module in twin.modules():
+            _count_flash(getattr(module, "config", None))
     trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     for name, parameter in twin.named_parameters():
         parameter.requires_grad_(trained[name])
     return twin.train()
+
+
+def _count_flash(config: Any) -> None:
+    """Let what stands for FlashAttention attend in place of any implementation that is neither eager nor PyTorch's."""
+    for each in (config, config.get_text_config()) if hasattr(config, "get_text_config") else ():
+        if getattr(each, "_attn_implementation", None) not in ("eager", "sdpa", None):
+            each._attn_implementation = _FLASH
 
 
 def cast_parameters(twin: nn.Module, dtype: torch.dtype) -> None:

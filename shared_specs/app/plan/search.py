@@ -91,10 +91,11 @@ class Plan:
         """Return where the numbers come from."""
         if self.decoder.measured is None:
             return "From formulas: nothing was run."
+        most = self.decoder.positions
         return (
             "From formulas, but for the layers: one of each kind ran without values, by transformers' own code and without "
             "kernels of other packages."
-        )
+        ) + ("" if most is None else f" The model has {most} positions: no sequence is longer.")
 
 
 def plan(

@@ -44,21 +44,21 @@ def planned(
         host = None if host_memory is None else _bytes(function, "host_memory", host_memory)
         decoder = read()
         check_planned(decoder, half, devices, function, names=("model", "devices"))
+        found = plan(
+            decoder,
+            tokens,
+            memory=memory,
+            host=host,
+            gpus=devices,
+            gpu=gpu,
+            half=half,
+            tp=1 if decoder.adapted else None,  # `parallelize` splits no adapters with the layers
+            sequences=sequences,
+            dtype=dtype,
+            optimizer=optimizer,
+        )
     except InputError as error:
         raise SpecError(str(error)) from None
-    found = plan(
-        decoder,
-        tokens,
-        memory=memory,
-        host=host,
-        gpus=devices,
-        gpu=gpu,
-        half=half,
-        tp=1 if decoder.adapted else None,  # `parallelize` splits no adapters with the layers
-        sequences=sequences,
-        dtype=dtype,
-        optimizer=optimizer,
-    )
     return ModelPlan(plan=found)
 
 
