@@ -82,6 +82,15 @@ FAMILIES: list[tuple[dict[str, Any], tuple[Any, ...]]] = [
     ({"kind": "smollm3"}, ("block", 4, "bfloat16", LAYERS, {"context_kind": "ring"})),
     ({"kind": "smollm3"}, ("block", 4, "float32", LAYERS, {"device": "cpu"})),
     ({"kind": "gemma3_text", "tied": True, "window": 512, "windowed": 3}, ("block", 1, "bfloat16", LAYERS, {})),
+    # One key head, all query heads of which attend at once; and as many as query heads, each with masks of its own.
+    (
+        {"kind": "mistral", "kv_heads": 1, "window": 512, "windowed": 3},
+        ("block", 1, "bfloat16", LAYERS, {"tokens": 16384, "offload": True}),
+    ),
+    (
+        {"kind": "mistral", "kv_heads": 8, "window": 1024, "windowed": 3},
+        ("block", 1, "float32", LAYERS, {"tokens": 8192, "device": "cpu"}),
+    ),
     (
         {"kind": "gemma3_text", "tied": True, "window": 512, "windowed": 3},
         ("block", 4, "float32", LAYERS, {"device": "cpu"}),

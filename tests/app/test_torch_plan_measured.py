@@ -66,11 +66,22 @@ def test_the_kind_of_layer_that_takes_most_counts() -> None:
     assert found[2] == found[3] == max(found[:2]) > min(found[:2])
 
 
-def test_masks_of_all_pairs_are_seen() -> None:
-    """A layer that runs whole is given a mask for its window, of booleans, and attention one to add: 1 and 2 bytes a pair."""
+def test_masks_of_all_pairs_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer of a type that is not known to do without is given a mask for its window, of booleans, and attention one to add:
+    1 and 2 bytes a pair. Of a known type there are blocks of queries, each with two windows' keys.
+    """
     config = small("cohere2_moe", sliding_window=128, num_hidden_layers=1)
-    window, every = (bytes_of(config | {"layer_types": [f"{kind}_attention"]}, GPU) for kind in ("sliding", "full"))
-    assert window - every == pytest.approx(3 * FEWEST**2, rel=COST_BYTES)
+    settings = [replace(GPU, tokens=tokens) for tokens in (FEWEST, 8 * FEWEST)]
+
+    def of_window() -> list[int]:
+        window, every = (config | {"layer_types": [f"{kind}_attention"]} for kind in ("sliding", "full"))
+        return [bytes_of(window, setting) - bytes_of(every, setting) for setting in settings]
+
+    known = of_window()
+    monkeypatch.setattr("tiled_torch.models.attention.WINDOWED_TYPES", frozenset())
+    masked = of_window()
+    assert masked == pytest.approx([3 * setting.tokens**2 for setting in settings], rel=COST_BYTES)
+    assert known[1] < masked[1] / 8
 
 
 def test_all_sequences_of_a_device_are_seen() -> None:

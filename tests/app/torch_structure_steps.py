@@ -29,9 +29,11 @@ MIXTURES = (
     "minimax_m2", "solar_open",
 )  # fmt: skip
 MORE = {
+    "cohere2": {"sliding_window": 512},
     "deepseek_v2": {"first_k_dense_replace": 1},
     "deepseek_v3": {"first_k_dense_replace": 1},
     "dots1": {"n_shared_experts": 1},
+    "olmo3": {"sliding_window": 512},
     "qwen2_moe": {"shared_expert_intermediate_size": 1792},
     "seed_oss": {"residual_dropout": 0.0, "attention_dropout": 0.0},
 }
@@ -87,7 +89,7 @@ def main() -> None:
                 freeze(model, ["self_attn", "mlp"])
             return model
 
-        found = simulate_model(build, setting, masks=kind in MEASURED)
+        found = simulate_model(build, setting)
         print(json.dumps({"set": asdict(setting), "device": found.device, "host": found.host}), flush=True)
 
 

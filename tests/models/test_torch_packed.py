@@ -10,7 +10,7 @@ from shared_specs.tolerances import DISTRIBUTED_FLOAT64, MODEL_FLOAT32
 from tests.core.torch_counting import LiveBytes
 from tests.models.torch_decoders import BATCH, VOCAB, decoder
 from tiled_torch import tile_model, tiling_paths
-from tiled_torch.models.attention import PACKED
+from tiled_torch.models.attention import SDPA
 
 LENGTH = 14
 STARTS = [[0, 5], [0, 1, 8], [0], [0, 12, 13]]
@@ -66,7 +66,7 @@ def test_families(kind: str) -> None:
     _, gradients = expected(kind, **changes)
     model = tile_model(decoder(kind, **changes), num_shards=3)
     _, ours = run(model)
-    assert model.config._attn_implementation == PACKED
+    assert model.config._attn_implementation == SDPA
     for name, gradient in gradients.items():
         assert (ours[name] - gradient).norm() <= MODEL_FLOAT32 * gradient.norm(), name
 
@@ -80,7 +80,7 @@ def test_no_mask_of_all_tokens(scope: Any) -> None:
     with LiveBytes() as live:
         model(input_ids=ids, position_ids=(torch.arange(256) % 64)[None], labels=ids).loss.backward()
     assert live.largest < 256 * 256
-    assert model.config._attn_implementation == PACKED
+    assert model.config._attn_implementation == SDPA
     after = model(input_ids=ids, attention_mask=(torch.arange(256) > 9)[None].long()).logits
     assert torch.equal(after, before)
     tokens = model.generate(ids[:, :5], max_new_tokens=3, do_sample=False)

@@ -117,24 +117,25 @@ def _windowed(
         stop, first = min(start + block_tokens, tokens), start - window
         if bias is None or bias.shape[0] != stop - start:
             # As what is added to scores: kernels would make that of a boolean one, and keep it, anew for each block.
-            seen = _visible(stop - start, stop - first, window, q.device)
-            bias = torch.zeros(seen.shape, dtype=q.dtype, device=q.device).masked_fill_(~seen, float("-inf"))
+            hidden = visible_keys(stop - start, stop - first, window, q.device).logical_not_()
+            bias = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden, float("-inf"))
         block = q[:, :, start:stop], k[:, :, first:stop], v[:, :, first:stop]
         y.append(F.scaled_dot_product_attention(*block, attn_mask=bias, dropout_p=dropout, scale=scale))
     return torch.cat(y, 2)
 
 
-def _visible(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
+def visible_keys(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
     """Return [queries, keys], the last of each the same token: whether a query sees a key."""
-    behind = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)
-    return behind >= 0 if window is None else (behind >= 0) & (behind < window)
+    seen, ahead = torch.ones((queries, keys), dtype=torch.bool, device=device), keys - queries
+    seen.tril_(ahead)
+    return seen if window is None else seen.triu_(ahead - window + 1)
 
 
 def _capped(
     q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float | None, softcap: float, dropout: float
 ) -> Tensor:
     scores = (q @ k.transpose(-1, -2)) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    visible = _visible(q.shape[2], k.shape[2], window, q.device)
+    visible = visible_keys(q.shape[2], k.shape[2], window, q.device)
     scores = (softcap * torch.tanh(scores / softcap)).masked_fill(~visible, float("-inf"))
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     weights = torch.softmax(scores, -1, dtype=wide).to(q.dtype)
@@ -177,7 +178,7 @@ def part_forward(
         none of the keys.
     """
     if not fused:
-        return _plain_forward(q, k, v, how, _visible(q.shape[2], k.shape[2], None, q.device) if causal else seen)
+        return _plain_forward(q, k, v, how, visible_keys(q.shape[2], k.shape[2], None, q.device) if causal else seen)
     heads, n = q.shape[1:3]
     q, k, v = _for_kernel(causal, q, k, v)
     if q.device.type != "cpu":
@@ -205,7 +206,7 @@ def part_backward(
     y, lse: of the queries over all keys, [B, heads, n, d] and [B, heads, n] wide; dy as y. Others as of `part_forward`.
     """
     if not fused:
-        visible = _visible(q.shape[2], k.shape[2], None, q.device) if causal else seen
+        visible = visible_keys(q.shape[2], k.shape[2], None, q.device) if causal else seen
         return _plain_backward(q, k, v, y, lse, dy, how, visible)
     shape, kv_heads = q.shape, k.shape[1]
     q, k, v = _for_kernel(causal, q, k, v)

@@ -16,6 +16,7 @@ from shared_specs.errors import UnsupportedError, error_text, fail_type
 from shared_specs.layers.scope import check_block_tiling, check_scope
 from tiled_torch import backends
 from tiled_torch.core import partitioned
+from tiled_torch.models.attention import attend_as_before, attend_by_windows
 from tiled_torch.models.block.families import BLOCK_FAMILIES as BLOCKS
 from tiled_torch.models.block.known import is_block
 from tiled_torch.models.block.layer import TiledBlock, TiledNorm, block_class, norm_class, reason_not_block
@@ -82,6 +83,11 @@ def tile_model(
     nothing. In other classes it does what it does in transformers: give it the label -100. For the loss, positions restart
     where one is not larger than the one before it. Steps of more than one remove no label.
 
+    Attention itself stays the model's, with one exception. If layers see a window of tokens (Mistral, Gemma 3, Qwen, Phi-3,
+    Cohere 2, OLMo 3 and the other types in `models/attention.py`) and attend by "sdpa", transformers makes a mask of all pairs
+    of tokens. `tile_model` sets the implementation "tiled_torch_sdpa", which computes the same by blocks of queries without
+    that mask. It calls "sdpa" for padded batches, caches, masks of your own and compiled code. `untile_model` sets "sdpa".
+
     Under ZeRO-3 an MLP, and the head with its loss, are gathered once around all shards. You need not mark any module. The
     DeepSpeed engine may come first, except if MLPs have adapters (LoRA). Such MLPs become leaf modules of the engine. Their
     x must require grad (`model.enable_input_require_grads()`), and one backward may run through them only once.
@@ -138,6 +144,7 @@ def tile_model(
         if isinstance(module, Tiled | TiledBlock):
             module._heard = heard  # type: ignore[misc]
     note_made(model)
+    attend_by_windows(model)
     for module, reason in (*seen.left.values(), *seen.others.values()):
         vars(module)["_left"] = reason
     _tell_what_is_left(model, seen)
@@ -283,6 +290,7 @@ def untile_model(model: nn.Module) -> nn.Module:
         raise UnsupportedError(
             error_text("untile_model", "model", "free of classes added after tiling", got, advice=advice)
         )
+    attend_as_before(model)
     for module in model.modules():
         vars(module).pop("_left", None)
     for module in made:

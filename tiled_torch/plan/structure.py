@@ -12,6 +12,7 @@ from torch import nn
 from shared_specs.app.option_fields import InputError
 from shared_specs.app.plan.decoder import FAMILIES, Decoder
 from tiled_torch.core.partitioned import whole_shape
+from tiled_torch.models.attention import WINDOWED_TYPES
 from tiled_torch.models.block.families import BlockFamily, said_of
 from tiled_torch.models.block.known import attention_of, family_of_block, has_experts, is_block, reason_more
 from tiled_torch.models.block.layer import TiledBlock
@@ -90,7 +91,8 @@ def _reason_no_ends(model: Any) -> str | None:
 def _has_formula(model: Any, layers: list[Any], path: str) -> bool:
     """Return whether the layers of a model, which are at a path, run as blocks, and nothing but them and the ends is there.
 
-    Attention with sinks, or a cap, writes the scores of all pairs; experts of an unknown form are called with all tokens.
+    Attention with sinks, or a cap, writes the scores of all pairs, and with a window of some types takes a mask of them;
+    experts of an unknown form are called with all tokens.
     """
     if any(hasattr(module, "base_layer") for module in model.modules()):  # adapters
         return False
@@ -98,7 +100,9 @@ def _has_formula(model: Any, layers: list[Any], path: str) -> bool:
     for name, parameter in model.named_parameters():
         if parameter.ndim > 1 and id(parameter) not in known and not name.startswith(f"{path}."):
             return False
-    return not getattr(model.config, "final_logit_softcapping", None) and all(map(_is_known, layers))
+    if getattr(model.config, "final_logit_softcapping", None) or not all(map(_is_known, layers)):
+        return False
+    return model.config.model_type in WINDOWED_TYPES or all(_window_of(layer) is None for layer in layers)
 
 
 def _is_known(layer: Any) -> bool:

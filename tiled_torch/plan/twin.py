@@ -14,6 +14,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tiled_torch.core.partitioned import whole_shape
+from tiled_torch.models.attention import SDPA
 from tiled_torch.models.heads.planned import without_memory
 from tiled_torch.models.tiling import untile_model
 
@@ -45,7 +46,7 @@ def twin_of(model: Any) -> Any:
 def _count_flash(config: Any) -> None:
     """Let what stands for FlashAttention attend in place of any implementation that is neither eager nor PyTorch's."""
     for each in (config, config.get_text_config()) if hasattr(config, "get_text_config") else ():
-        if getattr(each, "_attn_implementation", None) not in ("eager", "sdpa", None):
+        if getattr(each, "_attn_implementation", None) not in ("eager", "sdpa", SDPA, None):
             each._attn_implementation = _FLASH
 
 

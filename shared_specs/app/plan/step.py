@@ -255,9 +255,9 @@ def _layer_bytes(decoder: Decoder, setting: Setting, kept: int) -> tuple[int, in
             shared = replace(mlp, intermediate=decoder.shared)
             of_shared = peak_bytes(shared, setting.shards, device=setting.device, kernels=setting.fused)
             of_shard = max(_experts_bytes(decoder, setting), rows * decoder.hidden * b + of_shared)
-            found = max(((attention + exchanged) * rows, masks), (behind * rows, of_shard), key=sum)
+            found = max(((attention + exchanged) * rows, masks), (behind * rows, masks + of_shard), key=sum)
             return found[0], found[1] + MASTER * (decoder.layer_trained - decoder.mlp_trained) + of_mlp
-        found = max(((attention + exchanged) * rows, masks), (behind * rows, of_shard), key=sum)
+        found = max(((attention + exchanged) * rows, masks), (behind * rows, masks + of_shard), key=sum)
         # The sums of the weight gradients; that of gate and up is rounded as one where they are.
         fused = 2 * decoder.hidden * decoder.intermediate * b if decoder.mlp_rounded else 0
         return found[0], found[1] + MASTER * decoder.layer_trained + fused
@@ -408,20 +408,20 @@ def head_norm_row_bytes(decoder: Decoder, itemsize: int) -> int:
 def _window_row_bytes(decoder: Decoder, setting: Setting) -> int:
     """Return the bytes that one more token costs a window in attention's backward, of what attends at once.
 
-    Keys and values repeated for the query heads, with their gradients, and what blocks of queries return, apart and in one.
+    Keys and values repeated for the query heads, with their gradients; where ranks exchange tokens for heads also what blocks
+    of queries return, apart and in one.
     """
     if decoder.window is None or decoder.window >= setting.tokens:
         return 0
     turns = attention_turns(decoder.heads, decoder.kv_heads, setting.exchanging, parts=setting.ring == 1)
-    return 6 * decoder.queries // turns.count * setting.itemsize
+    return (4 if setting.exchanging == 1 else 6) * decoder.queries // turns.count * setting.itemsize
 
 
 def _window_mask_bytes(decoder: Decoder, setting: Setting) -> int:
-    """Return the bytes of what a window adds to scores where ranks exchange tokens.
-
-    In every turn once for all blocks of queries, and once for the shorter last one.
+    """Return the bytes of what a window adds to scores in PyTorch: in every turn once for all blocks of queries, and once for
+    the shorter last one.
     """
-    if decoder.window is None or decoder.window >= setting.tokens or setting.exchanging == 1 or setting.ring > 1:
+    if decoder.window is None or decoder.window >= setting.tokens or setting.ring > 1:
         return 0
     turns = attention_turns(decoder.heads, decoder.kv_heads, setting.exchanging)
     blocks = (WINDOW_BLOCK_TOKENS, (setting.tokens - decoder.window) % WINDOW_BLOCK_TOKENS)

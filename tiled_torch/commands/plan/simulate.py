@@ -1,6 +1,5 @@
 """One step of a plan under fake tensors and a fake process group, its bytes as PyTorch's own memory tracker counts them."""
 
-import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -40,12 +39,11 @@ def simulate(decoder: Decoder, setting: Setting) -> Simulated:
     return simulate_model(lambda: _untiled(decoder, setting), setting)
 
 
-def simulate_model(build: Callable[[], nn.Module], setting: Setting, *, masks: bool = False) -> Simulated:
+def simulate_model(build: Callable[[], nn.Module], setting: Setting) -> Simulated:
     """Return the same of a model that `build` makes, untiled, under fake tensors.
 
-    masks: as transformers makes them, of windows for example; else there are none, as where attention makes windows itself.
     On a GPU what a kernel of this library would hold in registers is counted as PyTorch's operators would hold it; attention
-    is FlashAttention's: its output and a log-sum-exp of every head.
+    is FlashAttention's: its output and a log-sum-exp of every head. Masks are those that a model makes of one document.
     """
     place = NAME if setting.device == "gpu" else "cpu"
     host_memory.cache_clear()  # buffers of another simulation would be used again and not be counted
@@ -54,7 +52,7 @@ def simulate_model(build: Callable[[], nn.Module], setting: Setting, *, masks: b
         mesh = _mesh(setting, place)
         with FakeTensorMode(allow_non_fake_inputs=True), ExitStack() as stack:
             model = build()
-            stack.enter_context(_usual_masks() if masks else _without_masks(type(model)))
+            stack.enter_context(_usual_masks())
             model = parallelize(_tiled(model, setting, place).train(), mesh, setting.config)
             ids = torch.zeros(setting.sequences, setting.tokens, dtype=torch.long, device=place)
             moments, collectives = _Moments(place), _Collectives()
@@ -174,17 +172,6 @@ def _tiled(model: Any, setting: Setting, place: str) -> nn.Module:
     if setting.scope != "none":
         tile_model(model, scope=setting.scope, tiling=Tiling(shard_tokens=setting.shard_tokens))
     return model
-
-
-@contextmanager
-def _without_masks(kind: type[Any]) -> Iterator[None]:
-    """transformers takes fake tensors for tracing, for which it makes a whole [S, S] mask as it does for nobody else."""
-    module = sys.modules[kind.__module__]
-    with ExitStack() as stack:
-        for name in ("create_causal_mask", "create_sliding_window_causal_mask"):
-            if hasattr(module, name):
-                stack.enter_context(patch.object(module, name, lambda **_: None))
-        yield
 
 
 @contextmanager
