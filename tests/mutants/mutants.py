@@ -169,6 +169,20 @@ MUTANTS = (
         "tests/app/test_torch_plan_structure.py -k without",
     ),
     Mutant(
+        "a window takes padding for tokens",
+        "tiled_torch/models/attention.py",
+        "has_values(padding) and bool(padding.all())",
+        "has_values(padding)",
+        "tests/models/test_torch_windows.py -x -k padding",
+    ),
+    Mutant(
+        "what a mask says beside a window is lost",
+        "tiled_torch/models/attention.py",
+        "if not _same(asked, sliding_window_causal_mask_function(window)):",
+        "if False:",
+        "tests/models/test_torch_windows.py -x -k more_than_a_window",
+    ),
+    Mutant(
         "a plan measures the first kind of layer alone",
         "tiled_torch/plan/measured.py",
         "if found.keys() == wanted:",

@@ -115,7 +115,8 @@ def _mask(**given: Any) -> Tensor | None:
 def _window_alone(given: dict[str, Any]) -> int | None:
     """Return the window, if a mask is to say that one and nothing else: every query sees keys up to its own position."""
     window, asked, padding = (given.get(name) for name in ("local_size", "mask_function", "attention_mask"))
-    tokens, offsets = given.get("q_length"), (given.get("q_offset", 0), given.get("kv_offset", 0))
+    tokens: Any = given.get("q_length")  # not in transformers' first version 5, whose masks stay
+    offsets = given.get("q_offset", 0), given.get("kv_offset", 0)
     if type(window) is not int or given.get("kv_length") != tokens or tokens <= window:
         return None
     if any(type(offset) is not int or offset for offset in offsets):
