@@ -116,10 +116,11 @@ def test_padding_has_the_mask_of_transformers(side: str, scope: Any) -> None:
 
 
 @pytest.mark.usefixtures("short_blocks")
-def test_a_mask_of_ones_costs_no_mask_of_all_pairs() -> None:
-    """Trainers hand one with every batch."""
+@pytest.mark.parametrize("window", [WINDOW, 1023, 1024])
+def test_a_mask_of_ones_costs_no_mask_of_all_pairs(window: int) -> None:
+    """Trainers hand one with every batch. Where no window ends transformers makes one, too."""
     tokens = 1024
-    model = tile_model(decoder("mistral", sliding_window=WINDOW, max_position_embeddings=tokens), num_shards=8)
+    model = tile_model(decoder("mistral", sliding_window=window, max_position_embeddings=tokens), num_shards=8)
     assert largest_in_step(model, tokens, attention_mask=torch.ones(1, tokens, dtype=torch.long)) < tokens**2
 
 
@@ -151,6 +152,13 @@ def test_attention_that_is_more_than_a_window() -> None:
     beside = [{"or_mask_function": is_first}, {"and_mask_function": is_first}]
     for more in (*beside, {"position_ids": positions}, {"block_sequence_ids": blocks}):
         assert made(**more).shape == (2, 1, LENGTH, LENGTH)
+
+
+@pytest.mark.parametrize("window", [1, LENGTH - 1, LENGTH, LENGTH + 1])
+def test_windows_at_the_edges(window: int) -> None:
+    changes = {"sliding_window": window}
+    model = tile_model(decoder("mistral", **changes), scope="block", num_shards=3)
+    assert_equal(step(model), step(decoder("mistral", **changes)))
 
 
 def test_generating_goes_on_as_before() -> None:

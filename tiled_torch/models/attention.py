@@ -117,8 +117,8 @@ def _window_alone(given: dict[str, Any]) -> int | None:
     window, asked, padding = (given.get(name) for name in ("local_size", "mask_function", "attention_mask"))
     tokens: Any = given.get("q_length")  # not in transformers' first version 5, whose masks stay
     offsets = given.get("q_offset", 0), given.get("kv_offset", 0)
-    if type(window) is not int or given.get("kv_length") != tokens or tokens <= window:
-        return None
+    if type(window) is not int or given.get("kv_length") != tokens or tokens < window:
+        return None  # transformers makes a mask also where the window has as many tokens as the sequence
     if any(type(offset) is not int or offset for offset in offsets):
         return None
     if not _same(asked, sliding_window_causal_mask_function(window)):
