@@ -9,7 +9,7 @@ import transformers
 from shared_specs import Tiling
 from shared_specs.core.rounding import relative_error
 from shared_specs.layers.block_costs import eager_block_row_bytes
-from shared_specs.tolerances import COST_BYTES, DISTRIBUTED_FLOAT64, limit
+from shared_specs.tolerances import COST_BYTES, DISTRIBUTED_FLOAT64, MODEL_FLOAT32, limit
 from tests.core.torch_counting import GemmFlop, LiveBytes
 from tests.models.test_torch_block import gradients, layer_paths
 from tests.models.test_torch_models import IDS
@@ -79,6 +79,14 @@ def test_gradients(kind: str) -> None:
     assert_gradients(model, expected, limit(0.0, "float32") if kind in FLOAT32 else DISTRIBUTED_FLOAT64)
     assert layer_paths(model) == {"tiled_block"}
     assert {path for name, path in tiling_paths(model).items() if name.endswith(".mlp.experts")} == {"tiled_experts"}
+
+
+def test_positions_as_complex_numbers_in_float32() -> None:
+    """Elements are taken as they lie, without a copy in another dtype."""
+    model = build("deepseek_v2", qk_nope_head_dim=4, kv_lora_rank=6).float()  # even, as they have to be there
+    expected = gradients(model)
+    assert_gradients(tile_model(model, scope="block", num_shards=4), expected, MODEL_FLOAT32)
+    assert layer_paths(model) == {"tiled_block"}
 
 
 class Scaled(torch.nn.Module):

@@ -64,7 +64,9 @@ def _turned(call: Any, q: Tensor, k: Tensor, tables: Sequence[Tensor]) -> tuple[
     attn, family = call.attention, call.family
     name = family.rotary if isinstance(family.rotary, str) else family.rotary(attn)
     rotate = getattr(sys.modules[type(attn).__module__], name)
-    tables = [torch.complex(*tables)] if call.complex_positions else tables
+    if call.complex_positions:  # of pairs of elements side by side, which a product without values has not
+        tables = [torch.complex(*tables)]
+        q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     if family.turned_dims is None:
         return rotate(q, k, *tables)  # type: ignore[no-any-return]
     count = getattr(attn, family.turned_dims)
