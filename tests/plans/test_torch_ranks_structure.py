@@ -52,6 +52,22 @@ def test_models_of_different_structure(two):
     assert {"tiled_experts", "tiled_linear_cross_entropy"} <= {*answers[0]["mixtral"]["paths"].values()}
 
 
+def test_positions_are_made_once_and_keep_their_dtype(two):
+    """Each layer's unit would round those that some models make in float32, and all layers keep what they are given."""
+    for found in two.run("tests.plans.ranks_torch_structure:in_16_bits", kinds=["olmo2", "ernie4_5", "llama"]):
+        assert {kind: one["dtypes"] for kind, one in found.items()} == {
+            "olmo2": ["torch.float32"],
+            "ernie4_5": ["torch.float32"],
+            "llama": ["torch.bfloat16"],
+        }
+        assert {one["tensors"] for one in found.values()} == {2}
+        assert all(one["same"] for one in found.values()), found
+
+
+def test_other_inputs_of_blocks_have_the_dtype_of_the_products(two):
+    assert two.run("tests.plans.ranks_torch_structure:wide_inputs") == ["torch.bfloat16"] * 2
+
+
 @pytest.mark.deep
 def test_other_settings(two):
     """Untiled, whole layers tiled, inputs in host memory, products kept, layers compiled, DistributedDataParallel."""

@@ -1,5 +1,6 @@
 """Data parallelism of a finished model: `fully_shard` block by block, hybrid over two axes, or DistributedDataParallel."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import Shard
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map_only
 
 from shared_specs.config import DataParallel
 from tiled_torch.linear.module import TiledLinear
@@ -33,8 +35,13 @@ def apply_data_parallel(model: nn.Module, mesh: DeviceMesh, data: DataParallel, 
     for tile in _tiles_of(model):  # units of their own, so that no layer in tiles is gathered whole
         fully_shard(tile, reshard_after_forward=data.reshard != "never" and not data.pipeline, **options)
     blocks = [block for block in plan.blocks_of(model) if block is not model]
+    own = options | {"mp_policy": replace(options["mp_policy"], cast_forward_inputs=False)}
     for block, reshard in zip(blocks, reshard_after_forward(data, len(blocks)), strict=True):
-        fully_shard(block, reshard_after_forward=reshard, **options)
+        fully_shard(block, reshard_after_forward=reshard, **own)
+        dtype = _dtype(data.param_dtype)
+        if dtype is not None:
+            cast = partial(_cast, dtype=dtype)
+            block.register_forward_pre_hook(cast, with_kwargs=True, prepend=True)  # before what keeps inputs
     ends = [model.get_submodule(path) for path in plan.ends if plan.ends_apart]
     if ends:
         fully_shard(ends[0], reshard_after_forward=data.reshard != "never" and not data.pipeline, **options)
@@ -42,6 +49,16 @@ def apply_data_parallel(model: nn.Module, mesh: DeviceMesh, data: DataParallel, 
         fully_shard(ends[1:], reshard_after_forward=data.reshard == "always", **options)
     fully_shard(model, reshard_after_forward=data.reshard == "always", **options)
     return model
+
+
+def _cast(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype) -> Any:
+    """Return a block's inputs in the dtype of its products, but for rotary positions, which some models make in float32.
+
+    `fully_shard` would round them, and anew for every block, each of which keeps what it was given until its backward.
+    """
+    others = {name: given for name, given in kwargs.items() if name != "position_embeddings"}
+    args, others = tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, (args, others))
+    return args, kwargs | others
 
 
 def placement_of(parameter: nn.Parameter, ranks: int) -> Shard | None:
