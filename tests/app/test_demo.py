@@ -190,10 +190,10 @@ def test_demo_runs_four_and_then_longer_contexts(processes, tmp_path, capsys):
         ("tiled_jax", True, "1024"),
         ("tiled_jax", False, "1024"),
         ("tiled_torch", True, "2048"),
-        ("tiled_torch", True, "4096"),
-        ("tiled_torch", False, "4096"),
-        ("tiled_torch", False, "4096"),
-        ("tiled_torch", False, "8192"),
+        ("tiled_torch", True, "3072"),
+        ("tiled_torch", False, "3072"),
+        ("tiled_torch", False, "3072"),
+        ("tiled_torch", False, "6144"),
     ]
     assert sum("--checkpointing" in words for words in processes[0]) == 2
     assert sum("block" in words for words in processes[0]) == 2

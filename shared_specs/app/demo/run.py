@@ -25,13 +25,14 @@ from shared_specs.app.progress import show_bytes
 
 OUT = Path("out/demo")
 STEPS, TOKENS, SHARDS = 2, 1024, 4
-LONG_TOKENS, LONGEST_TOKENS, LONG_SCALE = 8192, 16384, 2
-# Of each variant the contexts of single steps: together with the four short runs what ten minutes have room for.
+LONG_TOKENS, LONGEST_TOKENS, LONG_SCALE = 6144, 16384, 2
+# Of each variant the contexts of single steps: together with the four short runs what ten minutes have room for, also on a
+# machine half as fast as most.
 CONTEXTS = {
     "plain": (2048,),
-    "checkpointed": (4096,),
-    "tiled": (4096,),
-    "block-tiled": (4096, LONG_TOKENS),
+    "checkpointed": (3072,),
+    "tiled": (3072,),
+    "block-tiled": (3072, LONG_TOKENS),
 }
 LONGEST_PEAK_BYTES = 6 * 10**9  # what `--long` may take
 HALVES = {"PyTorch": "tiled_torch", "JAX": "tiled_jax"}
