@@ -62,7 +62,7 @@ def test_simulations():
     older = BASE | {"kind": "plan", "half": "tiled_torch", "results": [results[0] | {"simulated_bytes": 2**30}]}
     lines = table("plan", older, BASE | {"kind": "plan", "half": "tiled_torch", "results": results})
     assert [line.split("|")[3].strip() for line in lines[2:4]] == ["131072", "1048576"]
-    assert lines[3] == "| tiled_torch | qwen3-8b | 1048576 | 8 | 28.8 | 32.0 | 1.0 | 0.901 |"
+    assert lines[3] == "| tiled_torch | qwen3-8b | 1048576 | 8 | 28.2 | 32.0 | 1.0 | 0.882 |"
     assert table("plan") == ["No record yet."]
 
 

@@ -14,7 +14,7 @@ from shared_specs.app.plan.decoder import MODELS, Decoder
 from shared_specs.app.plan.record import recorded_setting
 from shared_specs.app.plan.step import RESERVE, Setting, parts_of
 from shared_specs.layers.block_costs import eager_block_row_bytes
-from shared_specs.tolerances import COST_BYTES, PLAN_BYTES
+from shared_specs.tolerances import COST_BYTES, PLAN_BYTES, PLAN_LONG, PLAN_SHORT
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.timeout(1200)  # of the steps that are simulated for all tests together
@@ -48,8 +48,9 @@ def simulated(cases: list[tuple[Decoder, Setting]]) -> list[dict[str, Any]]:
 def assert_predicted(decoder: Decoder, setting: Setting, found: dict[str, Any]) -> None:
     parts = parts_of(decoder, setting)
     predicted = parts.total - RESERVE
-    print(f"{predicted / found['device']:.3f}", found, parts.by_name)
-    assert predicted == pytest.approx(found["device"], rel=PLAN_BYTES)
+    ratio = predicted / found["device"]
+    print(f"{ratio:.3f}", found, parts.by_name)
+    assert 1 - PLAN_SHORT <= ratio <= 1 + PLAN_LONG
 
 
 LAYERS, HEAD = 256, 32000  # entries of the vocabulary with which a layer or the loss is the peak

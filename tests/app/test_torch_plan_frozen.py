@@ -13,7 +13,7 @@ import pytest
 from shared_specs.app.plan.decoder import Decoder
 from shared_specs.app.plan.held import Held
 from shared_specs.app.plan.step import RESERVE, Setting, parts_of
-from shared_specs.tolerances import PLAN_BYTES
+from shared_specs.tolerances import PLAN_LONG, PLAN_SHORT
 
 pytest.importorskip("torch")
 ROOT = Path(__file__).parents[2]
@@ -64,5 +64,6 @@ def test_bytes_of_a_frozen_model(of: list[tuple[Any, ...]]) -> None:
     for (_, setting, places), found in zip(given, simulated(given), strict=True):
         sizes = found["decoder"]
         parts = parts_of(Decoder(**sizes | {"held": Held(**sizes["held"])}), setting)
-        print(f"{(parts.total - RESERVE) / found['device']:.3f}", setting, places, parts.by_name)
-        assert parts.total - RESERVE == pytest.approx(found["device"], rel=PLAN_BYTES)
+        ratio = (parts.total - RESERVE) / found["device"]
+        print(f"{ratio:.3f}", setting, places, parts.by_name)
+        assert 1 - PLAN_SHORT <= ratio <= 1 + PLAN_LONG

@@ -129,7 +129,7 @@ MUTANTS = (
     Mutant(
         "a plan keeps the input of one layer alone",
         "shared_specs/app/plan/step.py",
-        "kept = 0 if setting.offload else decoder.layers",
+        "kept = 0 if setting.offload else decoder.layers - done",
         "kept = 0 if setting.offload else 1",
         "tests/app/test_plan.py -x -k inputs_of_layers_in_pytorch",
     ),
@@ -143,8 +143,8 @@ MUTANTS = (
     Mutant(
         "a plan forgets the gradient of the head",
         "shared_specs/app/plan/step.py",
-        "loss += b * decoder.hidden * entries  # the head's gradient",
-        "pass",
+        "of_head = b * decoder.hidden * entries if trained else 0",
+        "of_head = 0",
         "tests/app/test_plan.py -x -k gradient_of_the_head",
     ),
     Mutant(
@@ -226,7 +226,7 @@ MUTANTS = (
     ),
     Mutant(
         "a plan forgets what norms behind branches cost in JAX",
-        "shared_specs/app/plan/step.py",
+        "shared_specs/app/plan/layer/compiled.py",
         "own += 2 * t * decoder.intermediate * b",
         "own += 0",
         "tests/app/test_jax_plan.py -x -k 'other_families and gemma3_text-0'",
@@ -1991,9 +1991,9 @@ MUTANTS = (
     ),
     Mutant(
         "a plan sums the gradients of all experts in float32",
-        "shared_specs/app/plan/step.py",
-        "of_mlp = b * decoder.mlp_trained",
-        "of_mlp = 2 * MASTER * decoder.mlp_trained",
+        "shared_specs/app/plan/layer/eager.py",
+        "of_weights += (b - MASTER) * decoder.mlp_trained",
+        "of_weights += MASTER * decoder.mlp_trained",
         "tests/app/test_torch_plan.py -m deep -k 'experts and one'",
     ),
 )

@@ -7,6 +7,7 @@ ranks and layers are not split.
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from shared_specs.app.option_fields import InputError
@@ -16,6 +17,7 @@ from tiled_torch.models.attention import WINDOWED_TYPES
 from tiled_torch.models.block.families import BlockFamily, said_of
 from tiled_torch.models.block.known import attention_of, family_of_block, has_experts, is_block, reason_more
 from tiled_torch.models.block.layer import TiledBlock
+from tiled_torch.models.block.parts import is_norm
 from tiled_torch.models.experts.forms import experts_form_of
 from tiled_torch.plan.measured import MeasuredLayers, measured_layers
 from tiled_torch.plans.any_model import structural_plan
@@ -63,6 +65,8 @@ def decoder_by_structure(model: Any, what: str) -> Decoder:
         **ends,
         **_head_sizes(layer, family),
         **_mlp_sizes(layer, family),
+        normed=is_norm(layer, family.behind_mlp),
+        wide_positions=_has_wide_positions(inside),
         window=max(windows, default=None),
         windowed=len(windows),
     )
@@ -142,15 +146,16 @@ def _head_sizes(layer: Any, family: BlockFamily) -> dict[str, int]:
     of_output = layer.get_submodule(family.out).in_features // heads
     if family.latent:  # as many of keys as of queries
         return {"heads": heads, "kv_heads": heads, "head_dim": attention.qk_head_dim, "value_dim": of_output}
-    return {"heads": heads, "kv_heads": _count(attention, "num_key_value_heads") or heads, "head_dim": of_output}
+    columns = sum(whole_shape(layer.get_submodule(name).weight)[0] for name in family.qkv)
+    return {"heads": heads, "kv_heads": (columns // of_output - heads) // 2, "head_dim": of_output}
 
 
 def _mlp_sizes(layer: Any, family: BlockFamily) -> dict[str, Any]:
     """Return the fields of a decoder that its MLP has: of a mixture those of one expert."""
     if not has_experts(layer):
         down = layer.get_submodule(family.down)
-        sizes = {"intermediate": down.in_features, "matrices": 3 if family.gated else 2}
-        return sizes | {"fused": family.gated and len(family.up) == 1}
+        sizes: dict[str, Any] = {"intermediate": down.in_features, "fused": family.gated and len(family.up) == 1}
+        return sizes | ({} if family.gated else {"matrices": 2, "bent": _bent(getattr(layer.mlp, family.activation))})
     experts = layer.mlp.experts
     form, shape = experts_form_of(experts), whole_shape(experts.down_proj)
     assert form is not None
@@ -166,11 +171,36 @@ def _mlp_sizes(layer: Any, family: BlockFamily) -> dict[str, Any]:
     }
 
 
+def _bent(activation: Any) -> int:
+    """Return how many arrays of its input's size an activation makes in backward beside its input and that one's gradient."""
+    name = type(activation).__name__
+    if isinstance(activation, nn.GELU | nn.ReLU | nn.SiLU) or name in ("GELUActivation", "GELUTanh", "SiLUActivation"):
+        return 0
+    return 2 if name == "ReLUSquaredActivation" else 4  # several operators
+
+
 def _window_of(layer: Any) -> int | None:
     """Return the tokens that a query of a layer sees; None: all before it."""
     options = dict(family_of_block(layer).options)
     what = options.get("sliding_window")
     return None if what is None else said_of(attention_of(layer), what)
+
+
+def _has_wide_positions(model: Any) -> bool:
+    """Return whether a model's rotary positions are float32 where its products are not. Those that nobody can ask are not."""
+    rotary = next((module for name, module in model.named_modules() if name.endswith("rotary_emb")), None)
+    if rotary is None:
+        return False
+    device = next(rotary.buffers()).device
+    x, places = (
+        torch.zeros(1, 1, 1, dtype=torch.bfloat16, device=device),
+        torch.zeros(1, 1, dtype=torch.long, device=device),
+    )
+    try:
+        cos, _ = rotary(x, places)
+    except (TypeError, ValueError, RuntimeError):
+        return False
+    return isinstance(cos, torch.Tensor) and cos.dtype == torch.float32
 
 
 def _count(module: Any, name: str) -> int:

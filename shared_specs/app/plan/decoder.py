@@ -27,8 +27,11 @@ class Decoder:
         experts, chosen: of an MLP that is several experts, and of these how many a token has; `intermediate` is of one. 0, 0:
             it is one MLP.
         shared: `intermediate` of the MLP beside experts that all tokens have; 0: there is none.
-        matrices: of an MLP: gate, up and down, or without a gate two.
+        matrices: of an MLP: gate, up and down, or without a gate two. bent: without a gate, arrays that its activation makes in
+            backward beside its input and that one's gradient, where it is several operators.
         fused: whether gate and up are one matrix; of a `kind` among `DECODERS` that says it.
+        normed: whether norms are behind attention and the MLP; of a `kind` among `DECODERS` that says it.
+        wide_positions: whether cosine and sine of the positions are float32 in any dtype.
         window: tokens that a query sees in `windowed` of the layers; None where it sees all before in every one.
         by_structure: the sizes are those of a model object's layers; `kind` is none of `DECODERS`.
         measured: returns the bytes of one layer's backward without layers' inputs; None where formulas do. scope: of
@@ -53,7 +56,10 @@ class Decoder:
     chosen: int = 0
     shared: int = 0
     matrices: int = 3
+    bent: int = 0
     fused: bool = False
+    normed: bool = False
+    wide_positions: bool = False
     window: int | None = None
     windowed: int = 0
     by_structure: bool = False
@@ -151,10 +157,9 @@ class Decoder:
         return self.mlp_weights + self.router if self.held is None else self.held.mlp_trained
 
     @property
-    def mlp_rounded(self) -> bool:
-        """Return whether the gradients of gate and up are rounded as one."""
-        trained = self.held is None or self.held.mlp_trained >= self.mlp_weights
-        return trained and (self.fused if self.by_structure else len(DECODERS[self.kind].gate_up) == 1)
+    def norms_behind(self) -> bool:
+        """Return whether norms are behind attention and the MLP."""
+        return self.normed if self.by_structure else len(DECODERS[self.kind].norms) > 2
 
     @property
     def mlp_adapted(self) -> bool:

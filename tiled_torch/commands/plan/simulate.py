@@ -95,26 +95,28 @@ class _Moments:
         (*_, layers) = plan_of(model).lists_of(model)
         for number, layer in enumerate(layers):
             behind = len(layers) - number
-            name = "backward of the loss" if behind == 1 else f"backward of layer {behind - 1} from the end"
-            layer.register_forward_hook(partial(self._end_with_gradient, name))
+            names = ["backward of the loss" if behind == 1 else f"backward of layer {behind - 1} from the end"]
+            if number == 0 and behind > 2:  # of three layers one is both, so that a line through two depths has either
+                names = ["backward of the second layer", *names][: 2 if behind == 3 else 1]
+            layer.register_forward_hook(partial(self._end_with_gradient, names))
         model.register_forward_hook(lambda *_: self.end("forward and loss"))
 
-    def end(self, part: str) -> None:
-        """Note that a part has ended."""
+    def end(self, *parts: str) -> None:
+        """Note that a part has ended, by its names."""
         for device, kinds in self.tracker.get_tracker_snapshot("peak").items():
             named = {str(getattr(kind, "value", kind)).lower(): size for kind, size in kinds.items()}
             total = named.pop("total")
             if device.type == self.place:
-                self.found[part] = {name: size for name, size in named.items() if size}
+                self.found |= {part: {name: size for name, size in named.items() if size} for part in parts}
             else:
                 self.host = max(self.host, total)
         self.tracker._peak_mem.clear()
         self.tracker._peak_mem_snap.clear()
 
-    def _end_with_gradient(self, part: str, _: Any, __: Any, y: Any) -> None:
+    def _end_with_gradient(self, parts: list[str], _: Any, __: Any, y: Any) -> None:
         y = y if isinstance(y, torch.Tensor) else y[0]
         if y.requires_grad:
-            y.register_hook(lambda _: self.end(part))
+            y.register_hook(lambda _: self.end(*parts))
 
 
 def _rank(setting: Setting) -> int:

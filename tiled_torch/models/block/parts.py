@@ -154,8 +154,7 @@ class BlockParts:
 
     def is_read(self, behind: str | None) -> bool:
         """Return whether a module behind a branch wants its value for its own gradient."""
-        kinds = (nn.Dropout, nn.Identity)
-        return behind is not None and type(self.call.layer.get_submodule(behind)) not in kinds
+        return is_norm(self.call.layer, behind)
 
     def added(self, x: Tensor, branch: Tensor) -> Tensor:
         """Return x and a branch, times the layer's multiplier."""
@@ -180,6 +179,11 @@ class BlockParts:
                     self.shards.put(whole, part_of_shard[g], part, 2)
             del shard
         return groups
+
+
+def is_norm(layer: Any, behind: str | None) -> bool:
+    """Return whether a branch of a layer goes through more than dropout before it is added: a norm."""
+    return behind is not None and type(layer.get_submodule(behind)) not in (nn.Dropout, nn.Identity)
 
 
 def _whole(part: Tensor, batch: int, length: int) -> Tensor:

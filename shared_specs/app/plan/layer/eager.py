@@ -1,0 +1,175 @@
+"""Bytes of the backward of one layer in PyTorch, of all tokens and of one shard. Letters as in `step.py`; t: of a shard."""
+
+from dataclasses import replace
+from typing import Any
+
+from shared_specs.app.plan.decoder import MASTER, Decoder
+from shared_specs.app.plan.layer.ring import beside_ring_row_bytes, exchanged_row_bytes, head_norm_row_bytes
+from shared_specs.app.plan.setting import Setting
+from shared_specs.layers.block_costs import WIDE, WINDOW_BLOCK_TOKENS, eager_block_moments
+from shared_specs.layers.heads import attention_turns
+from shared_specs.mlp.costs import MLPShape, accumulator_bytes, peak_bytes
+from shared_specs.moe.costs import MoEShape, moe_peak_bytes, moe_saved_bytes
+
+# Arrays [t, I] and [T, I] at once in the backward of the gated MLP of a shard of scope="block", and of a whole untiled one.
+BLOCK_ARRAYS, PLAIN_ARRAYS = 6, 6
+UNGATED_ARRAYS = 3  # of a shard without a gate: what the activation is given, its result, and the gradient of one
+
+
+def eager_layer_bytes(decoder: Decoder, setting: Setting, kept: int) -> tuple[int, int]:
+    """Return the bytes of all tokens and of one shard in the backward of a layer, without the kept inputs of all layers.
+
+    The larger of two moments: attention's backward, in which there is no shard, and that of a shard of the MLP. Where layers
+    were measured, what was measured.
+
+    Args:
+        kept: layers whose inputs are on the device.
+    """
+    b, rows = setting.itemsize, setting.rows
+    if decoder.measured is not None:
+        # What waits on the host is there, and what comes next. The weights' gradients are the only part without tokens.
+        waited, of_weights = 2 * rows * decoder.hidden * b * (kept == 0), b * decoder.layer_trained
+        return max(0, decoder.measured(setting) - of_weights) + waited, of_weights
+    return (
+        _block_bytes(decoder, setting, kept)
+        if setting.scope == "block"
+        else _checkpointed_bytes(decoder, setting, kept)
+    )
+
+
+def _block_bytes(decoder: Decoder, setting: Setting, kept: int) -> tuple[int, int]:
+    """Return the same of a layer with scope="block"."""
+    b, rows = setting.itemsize, setting.rows
+    hidden = decoder.hidden // setting.tensor  # of a token, between the layers
+    exchanged = exchanged_row_bytes(decoder, setting)
+    sizes: dict[str, Any] = {
+        "hidden": hidden,
+        "heads": decoder.heads,
+        "kv_heads": decoder.kv_heads,
+        "itemsize": b,
+        "head_dim": decoder.head_dim,
+        "value_dim": decoder.value_dim,
+        "exchanging": setting.exchanging,
+        "ring": setting.ring > 1,
+        "kept_layers": kept,
+    }
+    positions = 2 * decoder.head_dim * (WIDE - b) if decoder.wide_positions and b < WIDE else 0
+    attention, behind = (
+        row + positions + _window_row_bytes(decoder, setting) * (moment == 0) - kept * hidden * b
+        for moment, row in enumerate(eager_block_moments(**sizes))
+    )
+    of_shard = _block_shard_bytes(decoder, setting)
+    masks = _window_mask_bytes(decoder, setting)
+    of_weights = MASTER * decoder.layer_trained  # the sums of their gradients
+    if decoder.experts:
+        of_weights += (b - MASTER) * decoder.mlp_trained
+        shared = replace(_mlp_shape(decoder, setting), intermediate=decoder.shared)
+        of_shared = peak_bytes(shared, setting.shards, device=setting.device, kernels=setting.fused)
+        of_shard = max(_experts_bytes(decoder, setting), rows * decoder.hidden * b + of_shared)
+    found = max(((attention + exchanged) * rows, masks), (behind * rows, masks + of_shard), key=sum)
+    return found[0], found[1] + of_weights
+
+
+def _checkpointed_bytes(decoder: Decoder, setting: Setting, kept: int) -> tuple[int, int]:
+    """Return the same of one of transformers' layers under a checkpoint, with its MLP tiled or as it is."""
+    b, t, rows = setting.itemsize, setting.shards.longest, setting.rows
+    exchanged, mlp = exchanged_row_bytes(decoder, setting), _mlp_shape(decoder, setting)
+    attention, around_mlp = (row + (kept == 0) * decoder.hidden * b for row in checkpointed_row_bytes(decoder, b))
+    of_mlp = b * decoder.mlp_trained
+    if setting.ring > 1:
+        attention = max(attention, beside_ring_row_bytes(decoder, b) + exchanged)
+    else:
+        attention += exchanged
+    if setting.scope == "mlp" and decoder.mlp_adapted:  # its projections are called, by autograd
+        own = t * (BLOCK_ARRAYS * decoder.intermediate + decoder.hidden) * b
+        attention += 2 * decoder.hidden * b
+        around_mlp += decoder.hidden * b
+    elif setting.scope == "mlp":
+        own = peak_bytes(mlp, setting.shards, device=setting.device, kernels=setting.fused)
+        own -= max(0, accumulator_bytes(mlp, setting.shards) - MASTER * decoder.mlp_trained)
+        own += of_mlp if b == MASTER else 0  # which is the sum
+    else:
+        own = PLAIN_ARRAYS * rows * decoder.intermediate * b + of_mlp // decoder.matrices
+        around_mlp -= decoder.hidden * b  # the gradient is not written to a place of its own
+    return max((attention * rows, of_mlp), (around_mlp * rows, own), key=sum)
+
+
+def _mlp_shape(decoder: Decoder, setting: Setting) -> MLPShape:
+    sizes: dict[str, Any] = {"hidden": decoder.hidden, "intermediate": decoder.intermediate, "tokens": setting.rows}
+    return MLPShape(**sizes, itemsize=setting.itemsize, weight_itemsize=setting.itemsize)
+
+
+def _block_shard_bytes(decoder: Decoder, setting: Setting) -> int:
+    """Return the bytes of a shard of the second part of a layer with scope="block", in its backward.
+
+    Where the gradients of gate and up are made, beside these arrays [t, I] what the norm keeps: its input, in float32, and what
+    is normed, before and after its weight; attention's rows, and the result. Layers without gates have LayerNorm, one
+    operator. Norms behind the branches keep as much, and at the one behind the MLP, in 16 bits, ten arrays [t, H] are there in
+    float32.
+    """
+    b, t = setting.itemsize, setting.shards.longest
+    own = t // setting.tensor * decoder.hidden  # rows of this rank, where every rank's are gathered for the MLP
+    gated = decoder.matrices == 3
+    arrays = BLOCK_ARRAYS if gated else UNGATED_ARRAYS + decoder.bent
+    inside = t * decoder.intermediate * b
+    found = arrays * inside + (3 * b + WIDE * gated) * own + b * t * decoder.hidden
+    if setting.device == "cpu" and b < WIDE:  # whose products of 16 bits are of float32 copies
+        found += WIDE * own
+    if not decoder.norms_behind:
+        return found
+    behind = (10 * WIDE + 3 * b) * own + (BLOCK_ARRAYS - 2) * inside if b < WIDE else 0
+    return max(found + 2 * b * own, behind)
+
+
+def _experts_bytes(decoder: Decoder, setting: Setting) -> int:
+    """Return the bytes of a mixture of experts in the backward of its layer, but for the gradients of its weights.
+
+    The choice of every token, the gradient of what the experts are given, and what `moe_peak_bytes` counts or, when the router
+    is at work behind them, the gradient of what it was given and of a shard its logits, or then the sum of both gradients.
+    """
+    shape = MoEShape(
+        tokens=setting.rows,
+        hidden=decoder.hidden,
+        intermediate=decoder.intermediate,
+        experts=decoder.experts,
+        top_k=decoder.chosen,
+        itemsize=setting.itemsize,
+        weight_itemsize=setting.itemsize,
+    )
+    given = setting.rows * decoder.hidden * setting.itemsize
+    of_router = given + max(given, setting.shards.longest * (6 * decoder.experts + decoder.hidden) * WIDE)
+    return given + moe_saved_bytes(shape) + max(moe_peak_bytes(shape, setting.shards, device=setting.device), of_router)
+
+
+def checkpointed_row_bytes(decoder: Decoder, itemsize: int) -> tuple[int, int]:
+    """Return the bytes that one more token costs the backward of one of transformers' layers: in attention, and in the MLP.
+
+    The MLP's own are not counted. In 16 bits the norms and the rotary positions work in float32 and leave more behind.
+    """
+    heads = 2 * decoder.queries + 2 * decoder.keys + 2 * decoder.head_dim
+    attention, mlp = (17, 10) if itemsize < MASTER else (8, 7)
+    both = heads * itemsize + 4 * decoder.heads + head_norm_row_bytes(decoder, itemsize)
+    return attention * decoder.hidden * itemsize + both, mlp * decoder.hidden * itemsize + both
+
+
+def _window_row_bytes(decoder: Decoder, setting: Setting) -> int:
+    """Return the bytes that one more token costs a window in attention's backward, of what attends at once.
+
+    Keys and values repeated for the query heads, with their gradients; where ranks exchange tokens for heads also what blocks
+    of queries return, apart and in one.
+    """
+    if decoder.window is None or decoder.window >= setting.tokens:
+        return 0
+    turns = attention_turns(decoder.heads, decoder.kv_heads, setting.exchanging, parts=setting.ring == 1)
+    return (4 if setting.exchanging == 1 else 6) * decoder.queries // turns.count * setting.itemsize
+
+
+def _window_mask_bytes(decoder: Decoder, setting: Setting) -> int:
+    """Return the bytes of what a window adds to scores in PyTorch: in every turn once for all blocks of queries, and once for
+    the shorter last one.
+    """
+    if decoder.window is None or decoder.window >= setting.tokens or setting.ring > 1:
+        return 0
+    turns = attention_turns(decoder.heads, decoder.kv_heads, setting.exchanging)
+    blocks = (WINDOW_BLOCK_TOKENS, (setting.tokens - decoder.window) % WINDOW_BLOCK_TOKENS)
+    return turns.count * sum(block * (block + decoder.window) for block in blocks) * setting.itemsize
