@@ -282,7 +282,8 @@ class DataParallel:
         context: how these ranks compute attention. "ulysses": each rank takes all tokens and some of the heads; the number of
             ranks must divide the query heads. "ring": each rank takes all heads of its own tokens while keys and values
             travel around the ring; the number of heads is no limit. "2d": "ulysses" inside each place of a ring.
-        param_dtype: dtype of the computation; None is the dtype of the parameters. reduce_dtype: of gradient reductions.
+        param_dtype: dtype of the computation; None is the dtype of the parameters. Rotary positions have the dtype in which the
+            model makes them. reduce_dtype: of gradient reductions.
         cpu_offload: keep sharded parameters in host memory.
         reshard: free gathered weights after forward: "always", "never", or "default" (all blocks but the last; never
             with `pipeline`).
