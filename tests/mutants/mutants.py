@@ -1992,7 +1992,7 @@ MUTANTS = (
     Mutant(
         "a plan sums the gradients of all experts in float32",
         "shared_specs/app/plan/layer/eager.py",
-        "of_weights += (b - MASTER) * decoder.mlp_trained",
+        "of_weights += (b - wide) * decoder.mlp_trained",
         "of_weights += MASTER * decoder.mlp_trained",
         "tests/app/test_torch_plan.py -m deep -k 'experts and one'",
     ),

@@ -60,9 +60,12 @@ def _block_bytes(decoder: Decoder, setting: Setting, kept: int) -> tuple[int, in
     )
     of_shard = _block_shard_bytes(decoder, setting)
     masks = _window_mask_bytes(decoder, setting)
-    of_weights = MASTER * decoder.layer_trained  # the sums of their gradients
+    wide = (
+        MASTER if len(setting.shards) > 1 else b
+    )  # of the weights' gradients, which are sums where there are several shards
+    of_weights = wide * decoder.layer_trained
     if decoder.experts:
-        of_weights += (b - MASTER) * decoder.mlp_trained
+        of_weights += (b - wide) * decoder.mlp_trained
         shared = replace(_mlp_shape(decoder, setting), intermediate=decoder.shared)
         of_shared = peak_bytes(shared, setting.shards, device=setting.device, kernels=setting.fused)
         of_shard = max(_experts_bytes(decoder, setting), rows * decoder.hidden * b + of_shared)
