@@ -28,7 +28,7 @@ from shared_specs.kernels.roofline import GPUS
 from shared_specs.layers.block_costs import block_row_bytes, cudnn_block_row_bytes
 from shared_specs.layers.ring import ring_multiple
 from shared_specs.loss.costs import LossShape, loss_peak_bytes
-from shared_specs.tolerances import PLAN_BYTES, PLAN_PUBLISHED
+from shared_specs.tolerances import PLAN_BYTES, PLAN_PUBLISHED, PLAN_RECORDED
 
 # Of the published weight files.
 PARAMETERS = {
@@ -421,7 +421,8 @@ RECORDED = [r | {"half": a["half"]} for a in read_records(RECORDS) if a["kind"] 
 def test_formulas_beside_recorded_simulations(run: dict[str, Any]) -> None:
     """At real size, of whole steps: those of today beside what was held when they were run."""
     setting = simulated_setting(run)
-    assert predicted_device(MODELS[run["model"]], setting) == pytest.approx(run["simulated_bytes"], rel=PLAN_BYTES)
+    most = PLAN_RECORDED if setting.half == "torch" else PLAN_BYTES
+    assert predicted_device(MODELS[run["model"]], setting) == pytest.approx(run["simulated_bytes"], rel=most)
     assert parts_of(MODELS[run["model"]], setting).host == pytest.approx(run["simulated_host_bytes"], rel=PLAN_BYTES)
 
 

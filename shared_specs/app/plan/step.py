@@ -94,7 +94,7 @@ def _at_layer(decoder: Decoder, setting: Setting, done: int) -> dict[str, int]:
     if setting.half == "torch":
         # The layer's weights, those of the next one on their way, the gradients of the unit before, in float32, being cut.
         before = decoder.layer_trained if done else decoder.head_trained * apart
-        gathered = (1 + (done < decoder.layers - 1)) * b * layer + MASTER * before
+        gathered = (1 + (done < decoder.layers - 1 and not _is_alone(setting))) * b * layer + MASTER * before
         gathered += 0 if apart else b * decoder.end_parameters
         moment = {"gradients": _cut_bytes(decoder, setting, done, decoder.head_trained * apart)}
     else:  # and the sums that `compiled_peak_bytes` does not count
@@ -113,6 +113,11 @@ def _cut_bytes(decoder: Decoder, setting: Setting, layers: int, more: int = 0) -
     trained = decoder.parameters if decoder.held is None else decoder.held.trained
     found = decoder.trained_bytes * (decoder.layers_trained * layers // decoder.layers + more) // max(1, trained)
     return 0 if setting.host_state else found // (setting.gpus // setting.tensor)
+
+
+def _is_alone(setting: Setting) -> bool:
+    """Return whether weights are not cut, so that none are on their way."""
+    return setting.gpus == setting.tensor
 
 
 def _id_bytes(setting: Setting) -> int:
@@ -183,7 +188,7 @@ def _at_loss(decoder: Decoder, setting: Setting) -> dict[str, int]:
         }
     # The last layer's weights, and while backward has not begun the buffer in which they came.
     ends = decoder.hidden * decoder.vocab if _head_apart(decoder, setting) else decoder.end_parameters
-    gathered = b * ((1 if plain else 2) * decoder.layer_gathered + ends)
+    gathered = b * ((1 if plain or _is_alone(setting) else 2) * decoder.layer_gathered + ends)
     # The last layer's result, normed, and its gradient; where transformers norms it, what that keeps.
     rows *= 3 + (setting.scope != "block") * (1 + (b < MASTER)) - plain
     return {"gathered": gathered, "inputs": inputs, "attention": rows + _id_bytes(setting), "shard": 0, "loss": loss}
@@ -210,14 +215,15 @@ def _compiled_loss_bytes(shape: LossShape, setting: Setting, ranks: int) -> int:
 
 
 def _at_embedding(decoder: Decoder, setting: Setting) -> dict[str, int]:
-    """In the backward of the embedding: the gradients of all layers, and of the ends, whole, and of its rows.
+    """In the backward of the embedding: the gradients of all layers, and of the ends whole and cut, and of its rows.
 
     Where it is split by vocabulary beside the gradient of a rank's own tokens that of a shard of all ranks' tokens as it came
     and without the rows of others' entries.
     """
+    ranks = setting.gpus // setting.tensor
     return {
         "gradients": _cut_bytes(decoder, setting, decoder.layers),
-        "gathered": (setting.itemsize + MASTER) * decoder.end_parameters,
+        "gathered": (MASTER + max(setting.itemsize, MASTER // ranks)) * decoder.end_parameters,
         "inputs": 0,
         "attention": setting.own_rows * decoder.hidden * setting.itemsize,
         "shard": 2 * setting.shards.longest * decoder.hidden * setting.itemsize * (setting.tensor > 1),
