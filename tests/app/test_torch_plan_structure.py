@@ -19,7 +19,7 @@ from shared_specs.tolerances import PLAN_BYTES, PLAN_LONG, PLAN_SHORT
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from tests.app.torch_structure_steps import EXPERTS, KINDS, LATENTS, MIXTURES, config_of  # noqa: E402
+from tests.app.torch_structure_steps import DENSE, EXPERTS, KINDS, LATENTS, MIXTURES, config_of  # noqa: E402
 from tiled_torch import plan, tile_model, tiling_paths  # noqa: E402
 from tiled_torch.__main__ import COMMANDS  # noqa: E402
 from tiled_torch.plan.sizes import decoder_of_model  # noqa: E402
@@ -172,9 +172,13 @@ SETTINGS: tuple[dict[str, Any], ...] = (
     {"dtype": "bfloat16", "offload": True, "tokens": 8192},
     {"dtype": "float32", "device": "cpu", "tokens": 4096},
 )
+# But Apertus, whose activation reads values, and heads of values of another size on a CPU, which then writes all scores.
 STEPS = [
-    (kind, setting) for setting in SETTINGS for kind in KINDS if kind != "apertus"
-]  # whose activation reads values
+    (kind, setting)
+    for setting in SETTINGS
+    for kind in KINDS
+    if kind != "apertus" and not (kind in LATENTS and setting.get("device") == "cpu")
+]
 SOME = [(kind, SETTINGS[0]) for kind in ("granite", "gpt_neox")]
 OTHERS = [step for step in STEPS if step not in SOME]
 
@@ -190,6 +194,7 @@ def test_bytes_of_a_step(given: list[tuple[str, dict[str, Any]]]) -> None:
         ratio = (parts.total - RESERVE) / found["device"]
         print(f"{ratio:.3f}", kind, setting, parts.by_name)
         assert parts.host == pytest.approx(found["host"], rel=PLAN_BYTES)
-        if not 1 - PLAN_SHORT <= ratio <= 1 + PLAN_LONG:
+        short, much = (PLAN_SHORT, PLAN_LONG) if kind in DENSE else (PLAN_BYTES, PLAN_BYTES)
+        if not 1 - short <= ratio <= 1 + much:
             off[kind, setting["dtype"]] = ratio
     assert not off
