@@ -1990,6 +1990,20 @@ MUTANTS = (
         "tests/app/test_plan.py -k experts",
     ),
     Mutant(
+        "layers' units round the positions that a model makes in float32",
+        "tiled_torch/plans/data.py",
+        'if name != "position_embeddings"}',
+        "if name}",
+        "tests/plans/test_torch_ranks_structure.py -x -k positions",
+    ),
+    Mutant(
+        "a simulated GPU composes the backward of SiLU of several operators",
+        "tiled_torch/commands/plan/device.py",
+        'for name in ("silu_backward", "mish_backward"):',
+        'for name in ("mish_backward",):',
+        "tests/app/test_torch_plan_structure.py -x -m deep -k 'bytes_of_a_step and some'",
+    ),
+    Mutant(
         "a plan sums the gradients of all experts in float32",
         "shared_specs/app/plan/layer/eager.py",
         "of_weights += (b - wide) * decoder.mlp_trained",

@@ -189,16 +189,17 @@ def _window_of(layer: Any) -> int | None:
 def _has_wide_positions(model: Any) -> bool:
     """Return whether a model's rotary positions are float32 where its products are not. Those that nobody can ask are not."""
     rotary = next((module for name, module in model.named_modules() if name.endswith("rotary_emb")), None)
-    if rotary is None:
+    buffer = None if rotary is None else next(rotary.buffers(), None)
+    if rotary is None or buffer is None:
         return False
-    device = next(rotary.buffers()).device
+    device = buffer.device
     x, places = (
         torch.zeros(1, 1, 1, dtype=torch.bfloat16, device=device),
         torch.zeros(1, 1, dtype=torch.long, device=device),
     )
     try:
         cos, _ = rotary(x, places)
-    except (TypeError, ValueError, RuntimeError):
+    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError):
         return False
     return isinstance(cos, torch.Tensor) and cos.dtype == torch.float32
 

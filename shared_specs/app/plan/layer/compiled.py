@@ -1,27 +1,19 @@
 """Bytes of the backward of one layer as XLA compiles it."""
 
 from math import lcm
-from typing import Any
 
 from shared_specs.app.plan.decoder import MASTER, Decoder
+from shared_specs.app.plan.layer.sizes import block_sizes, mlp_shape
 from shared_specs.app.plan.setting import Setting
 from shared_specs.collectives.costs import in_flight_bytes
 from shared_specs.layers.block_costs import WIDE, attention_groups, block_row_bytes, cudnn_block_row_bytes
-from shared_specs.mlp.costs import MLPShape, compiled_peak_bytes
+from shared_specs.mlp.costs import compiled_peak_bytes
 
 
 def compiled_layer_bytes(decoder: Decoder, setting: Setting) -> tuple[int, int]:
     """Return the bytes of all tokens and of one shard in the backward of a layer, without the inputs of layers."""
     b, t, rows = setting.itemsize, setting.shards.longest, setting.rows
-    hidden = decoder.hidden // setting.tensor  # of a token, between the layers
-    sizes: dict[str, Any] = {
-        "hidden": hidden,
-        "heads": decoder.heads,
-        "kv_heads": decoder.kv_heads,
-        "itemsize": b,
-        "head_dim": decoder.head_dim,
-    }
-    mlp = MLPShape(tokens=rows, hidden=decoder.hidden, intermediate=decoder.intermediate, itemsize=b, weight_itemsize=b)
+    sizes, mlp = block_sizes(decoder, setting), mlp_shape(decoder, setting)
     groups = cudnn_groups(decoder, setting)
     row = block_row_bytes(**sizes) if groups is None else cudnn_block_row_bytes(**sizes, groups=groups)
     row += compiled_context_row_bytes(decoder, setting)
@@ -30,7 +22,7 @@ def compiled_layer_bytes(decoder: Decoder, setting: Setting) -> tuple[int, int]:
     own -= MASTER * (mlp.weight_elements - decoder.mlp_trained)
     if decoder.norms_behind:
         # Norms behind attention and the MLP: what they norm is made again, the MLP to its end, and lies there in float32.
-        row += WIDE * hidden
+        row += WIDE * decoder.hidden // setting.tensor
         own += 2 * t * decoder.intermediate * b
     return row * rows, own + moved
 

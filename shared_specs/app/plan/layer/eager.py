@@ -1,14 +1,14 @@
 """Bytes of the backward of one layer in PyTorch, of all tokens and of one shard. Letters as in `step.py`; t: of a shard."""
 
 from dataclasses import replace
-from typing import Any
 
 from shared_specs.app.plan.decoder import MASTER, Decoder
 from shared_specs.app.plan.layer.ring import beside_ring_row_bytes, exchanged_row_bytes, head_norm_row_bytes
+from shared_specs.app.plan.layer.sizes import block_sizes, mlp_shape
 from shared_specs.app.plan.setting import Setting
 from shared_specs.layers.block_costs import WIDE, WINDOW_BLOCK_TOKENS, eager_block_moments
 from shared_specs.layers.heads import attention_turns
-from shared_specs.mlp.costs import MLPShape, accumulator_bytes, peak_bytes
+from shared_specs.mlp.costs import accumulator_bytes, peak_bytes
 from shared_specs.moe.costs import MoEShape, moe_peak_bytes, moe_saved_bytes
 
 # Arrays [t, I] and [T, I] at once in the backward of the gated MLP of a shard of scope="block", and of a whole untiled one.
@@ -42,21 +42,12 @@ def _block_bytes(decoder: Decoder, setting: Setting, kept: int) -> tuple[int, in
     b, rows = setting.itemsize, setting.rows
     hidden = decoder.hidden // setting.tensor  # of a token, between the layers
     exchanged = exchanged_row_bytes(decoder, setting)
-    sizes: dict[str, Any] = {
-        "hidden": hidden,
-        "heads": decoder.heads,
-        "kv_heads": decoder.kv_heads,
-        "itemsize": b,
-        "head_dim": decoder.head_dim,
-        "value_dim": decoder.value_dim,
-        "exchanging": setting.exchanging,
-        "ring": setting.ring > 1,
-        "kept_layers": kept,
-    }
+    sizes = block_sizes(decoder, setting) | {"value_dim": decoder.value_dim, "kept_layers": kept}
+    context = {"exchanging": setting.exchanging, "ring": setting.ring > 1}
     positions = 2 * decoder.head_dim * (WIDE - b) if decoder.wide_positions and b < WIDE else 0
     attention, behind = (
         row + positions + _window_row_bytes(decoder, setting) * (moment == 0) - kept * hidden * b
-        for moment, row in enumerate(eager_block_moments(**sizes))
+        for moment, row in enumerate(eager_block_moments(**sizes, **context))
     )
     of_shard = _block_shard_bytes(decoder, setting)
     masks = _window_mask_bytes(decoder, setting)
@@ -66,7 +57,7 @@ def _block_bytes(decoder: Decoder, setting: Setting, kept: int) -> tuple[int, in
     of_weights = wide * decoder.layer_trained
     if decoder.experts:
         of_weights += (b - wide) * decoder.mlp_trained
-        shared = replace(_mlp_shape(decoder, setting), intermediate=decoder.shared)
+        shared = replace(mlp_shape(decoder, setting), intermediate=decoder.shared)
         of_shared = peak_bytes(shared, setting.shards, device=setting.device, kernels=setting.fused)
         of_shard = max(_experts_bytes(decoder, setting), rows * decoder.hidden * b + of_shared)
     found = max(((attention + exchanged) * rows, masks), (behind * rows, masks + of_shard), key=sum)
@@ -76,7 +67,7 @@ def _block_bytes(decoder: Decoder, setting: Setting, kept: int) -> tuple[int, in
 def _checkpointed_bytes(decoder: Decoder, setting: Setting, kept: int) -> tuple[int, int]:
     """Return the same of one of transformers' layers under a checkpoint, with its MLP tiled or as it is."""
     b, t, rows = setting.itemsize, setting.shards.longest, setting.rows
-    exchanged, mlp = exchanged_row_bytes(decoder, setting), _mlp_shape(decoder, setting)
+    exchanged, mlp = exchanged_row_bytes(decoder, setting), mlp_shape(decoder, setting)
     attention, around_mlp = (row + (kept == 0) * decoder.hidden * b for row in checkpointed_row_bytes(decoder, b))
     of_mlp = b * decoder.mlp_trained
     if setting.ring > 1:
@@ -95,11 +86,6 @@ def _checkpointed_bytes(decoder: Decoder, setting: Setting, kept: int) -> tuple[
         own = PLAIN_ARRAYS * rows * decoder.intermediate * b + of_mlp // decoder.matrices
         around_mlp -= decoder.hidden * b  # the gradient is not written to a place of its own
     return max((attention * rows, of_mlp), (around_mlp * rows, own), key=sum)
-
-
-def _mlp_shape(decoder: Decoder, setting: Setting) -> MLPShape:
-    sizes: dict[str, Any] = {"hidden": decoder.hidden, "intermediate": decoder.intermediate, "tokens": setting.rows}
-    return MLPShape(**sizes, itemsize=setting.itemsize, weight_itemsize=setting.itemsize)
 
 
 def _block_shard_bytes(decoder: Decoder, setting: Setting) -> int:
