@@ -21,7 +21,8 @@ from tiled_jax.models.loss import summed_next_token_loss
 from tiled_jax.plans.api import parallelize
 
 IDS = np.random.default_rng(0).integers(1, VOCAB, (2, 12)).astype(np.int32)
-BLOCKS = ("mistral", "qwen3", "gemma2", "gemma3", "phi3-long", "smollm3")  # families that scope="block" has
+# Families whose layers differ in scope="block".
+BLOCKS = ("mistral", "qwen3", "gemma2", "gemma3", "phi3-long", "smollm3", "mixtral", "qwen3_moe", "qwen3_moe-unnormalised")
 
 
 def config_of(family: str, **changes: Any) -> dict[str, Any]:
@@ -73,19 +74,34 @@ def test_blocks_are_the_layers_with_padding_and_windows(family: str, float64: No
     assert_equal(found, expected, FLOOR["float64"])
 
 
-def test_blocks_have_no_experts() -> None:
-    config = LlamaConfig.from_hf(config_of("mixtral"))
-    with pytest.raises(UnsupportedError, match=r"^Llama: scope must be 'mlp' for a model with experts, got 'block'"):
-        Llama(config, scope="block", rngs=nnx.Rngs(0))
-
-
-def test_experts_are_refused_over_a_mesh() -> None:
+def test_experts_are_not_split_over_tensor_ranks() -> None:
     model = nnx.eval_shape(lambda: Llama(LlamaConfig.from_hf(config_of("mixtral")), rngs=nnx.Rngs(0)))
     mesh = Mesh(np.asarray(jax.devices()[:2]), ("tp",))
-    with pytest.raises(
-        UnsupportedError, match=r"^parallelize: the model must be one of one MLP a layer, got experts\. Pass"
-    ):
+    text = r"^parallelize: the model must be one of one MLP a layer with config\.tensor, got experts\. Take data"
+    with pytest.raises(UnsupportedError, match=text):
         parallelize(model, mesh, ParallelConfig(tensor=TensorParallel(axis="tp")))
+
+
+@pytest.mark.deep_but(1)
+@pytest.mark.parametrize(
+    ("scope", "data"),
+    [("block", "ulysses"), ("block", "ring"), ("mlp", "ulysses"), ("block", None)],
+    ids=["block-ulysses", "block-ring", "mlp", "block-fsdp"],
+)
+def test_experts_over_a_mesh_are_those_of_one_device(scope: str, data: str | None) -> None:
+    """Sequences, and the tokens of each, on devices that have a part of every expert's weights."""
+    graph, parameters = built("mixtral")
+    tiled, _ = built("mixtral", tiling=Tiling(shard_tokens=3), scope=scope)
+    labels = IDS.copy()
+    labels[0, :7] = -100
+    batch = {"input_ids": IDS, "labels": labels}
+    expected = jax.jit(jax.value_and_grad(lambda p: next_token_loss(nnx.merge(graph, p), batch)))(parameters)
+    shape, axes = ((2, 2), ("dp_shard", "cp")) if data else ((2,), ("dp_shard",))
+    mesh = Mesh(np.asarray(jax.devices()[: 2 * len(shape)]).reshape(shape), axes)
+    context = {"context_axis": "cp", "context": data} if data else {}
+    plan = parallelize(nnx.merge(tiled, parameters), mesh, ParallelConfig(data=DataParallel(**context)))
+    assert plan.shardings.parameters.layers.mlp.w_gate.get_value().spec[2] in (axes, *axes)
+    assert_equal(plan.gradients(plan.state.parameters, batch), expected, MODEL_FLOAT32)
 
 
 @pytest.mark.deep

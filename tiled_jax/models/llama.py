@@ -24,7 +24,7 @@ from tiled_jax.layers.documents import (
 from tiled_jax.layers.recompute import scan_layers
 from tiled_jax.mlp.module import TiledMLP
 from tiled_jax.mlp.projections import reason_not_plain
-from tiled_jax.models.block.function import block_layer, check_block_model
+from tiled_jax.models.block.function import block_layer
 from tiled_jax.models.block.plain import reason_not_block
 from tiled_jax.models.config import LlamaConfig
 from tiled_jax.models.layer import Angles, DecoderLayer, linear_of, mlp_of, norm_of
@@ -58,8 +58,8 @@ class Llama(nnx.Module):
         rngs: initialises the parameters, which `from_hf` replaces.
     Raises:
         SpecError: tiling options or scope="block" with plain=True, another dtype, scope or attention.
-        UnsupportedError: with scope="block" a tiling by more than num_shards, shard_tokens and vocab_shards, a model with
-            experts, or called on a mesh with Explicit axes; tokens that such axes cut; float64 where JAX has none.
+        UnsupportedError: with scope="block" a tiling by more than num_shards, shard_tokens and vocab_shards, or called on a
+            mesh with Explicit axes; tokens that such axes cut; float64 where JAX has none.
     Memory: all layers are one loop over stacked parameters (`layers`, leading dim num_hidden_layers), compiled once.
         With checkpointing backward keeps 4 * batch * tokens * hidden_size bytes a layer. Where some layers attend through a
         window and others do not, attention alone is compiled for both. With scope="block" the keys outside of a window are
@@ -301,8 +301,6 @@ def _check_options(
         check_block_tiling("Llama", tiling)
     if plain and scope != "mlp":
         fail("Llama", "scope", "'mlp' with plain=True", repr(scope), advice="The plain layers are not tiled.")
-    if scope == "block":
-        check_block_model(config)
     if dtype not in DTYPES:
         fail("Llama", "dtype", f"one of {', '.join(DTYPES)}", dtype)
     settings: Any = jax.config

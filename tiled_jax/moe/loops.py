@@ -37,7 +37,7 @@ class MoECall:
     """All that is static about one call; the plan of forward is the plan of backward.
 
     Args:
-        logits: whether the router's are a result.
+        logits: whether the router's are a result. rounded: whether they are rounded to the dtype of x.
         split: how a mesh cuts the tokens; None where what is here is this device's own. With it x has its leading dims, and
             every device makes a plan for its own tokens: `replan(tokens)`.
     """
@@ -51,6 +51,17 @@ class MoECall:
     steps: Steps
     split: Split | None = None
     replan: Callable[[int], ShardPlan] | None = None
+    rounded: bool = False
+
+    def logits_of(self, x: jax.Array, w_router: jax.Array) -> jax.Array:
+        """Return the router's logits [t, E] in the wide dtype."""
+        acc = wide(x.dtype)
+        return product(x, w_router, (1, 0), x.dtype if self.rounded else acc).astype(acc)
+
+    def choice_of(self, x: jax.Array, w_router: jax.Array) -> Arrays:
+        """Return the experts of every token and what each of them counts, both [t, k], by the names of `CHOICE`."""
+        found = router.choice_of(self.logits_of(x, w_router), self.top_k, self.scoring, self.normalize)
+        return found._asdict()
 
     def on_device(self, tokens: int) -> "MoECall":
         """Return the call of a device that has so many tokens."""
@@ -67,23 +78,11 @@ def forward(call: MoECall, one_by_one: bool, rows: Arrays, w: Arrays, axes: Axes
     x, call = rows["x"], call.on_device(rows["x"].shape[0])
     backends.record_run("tiled_moe", "xla")
     cast, acc = {name: a.astype(x.dtype) for name, a in w.items()}, wide(x.dtype)
-    types = varying_of([x, *w.values()])
-    experts, tokens = w["w_router"].shape[1], x.shape[0]
+    types, tokens, experts = varying_of([x, *w.values()]), x.shape[0], w["w_router"].shape[1]
 
     def shard(start: Any, t: int, found: Arrays) -> Arrays:
-        x_shard = _rows(x, start, t)
-        logits = product(x_shard, cast["w_router"], (1, 0), acc)
-        choice = router.choice_of(logits, call.top_k, call.scoring, call.normalize)
-
-        def add(pairs: jax.Array, of: jax.Array, products: Products, y: jax.Array) -> jax.Array:
-            pre = _pre(_taken(x_shard, of), cast, products)
-            h = shard_math.activated(pre, call.activation)
-            part = products.product(h, cast["w_down"], 0, acc) * _taken(choice.share.reshape(-1), pairs)[:, None]
-            return vary_over(y.at[of].add(part, mode="drop"), types)
-
-        y = vary_over(jnp.zeros(x_shard.shape, acc), types)
-        y = call.steps.each(_routes(call, choice.index, experts), add, y)
-        own = {"y": y.astype(x.dtype), "index": choice.index, "share": choice.share, "logits": logits}
+        own = shard_forward(call, _rows(x, start, t), cast, types)
+        own["y"] = own["y"].astype(x.dtype)
         return {name: _set_rows(a, vary_over(own[name], types), start, 0) for name, a in found.items()}
 
     forms: dict[str, Any] = {"y": (x.shape, x.dtype)}
@@ -106,31 +105,65 @@ def backward(call: MoECall, wanted: tuple[str, ...], rows: Arrays, w: Arrays, ax
     cast, acc = {name: a.astype(x.dtype) for name, a in w.items()}, wide(x.dtype)
     types = varying_of([*rows.values(), *w.values()])
 
-    def zeros(shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
-        return vary_over(jnp.zeros(shape, dtype), types)
-
     def shard(start: Any, t: int, carry: Arrays) -> Arrays:
         own = {name: _rows(a, start, t) for name, a in rows.items()}
-        sums = {name: carry[name] for name in EXPERTS if name in carry}
-        of_share = zeros((t, call.top_k), acc)
-        if "x" in carry:
-            sums["x"] = zeros(own["x"].shape, acc)
-        if "dy" in own:
-            sums, of_share = _of_experts(call, own, cast, sums, of_share, types)
-        if "x" in carry or "w_router" in carry:
-            d = _of_logits(call, own, cast["w_router"], of_share).astype(x.dtype)
-            if "x" in carry:
-                sums["x"] = sums["x"] + product(d, cast["w_router"], (1, 1), acc)
-            if "w_router" in carry:
-                sums["w_router"] = shard_math.added(carry["w_router"], own["x"], d)
-        of_x = {"x": sums["x"].astype(x.dtype)} if "x" in carry else {}
-        found = {name: vary_over(a, types) for name, a in (sums | of_x).items()}
-        return {name: _set_rows(carry["x"], found["x"], start, 0) if name == "x" else found[name] for name in carry}
+        found = shard_backward(call, own, cast, carry, types)
+        if "x" in found:
+            found["x"] = _set_rows(carry["x"], found["x"].astype(x.dtype), start, 0)
+        return {name: found[name] for name in carry}
 
-    carry = {name: zeros(shapes[name], x.dtype if name == "x" else acc) for name in wanted}
+    carry = {name: vary_over(jnp.zeros(shapes[name], x.dtype if name == "x" else acc), types) for name in wanted}
     body = Body(shard, _after)
     carry = for_each_shard(call.plan, call.plan.tokens, recomputed=body, kept=body, carry=carry)
     return {name: carry.pop(name) for name in ("x",) if name in carry}, carry
+
+
+def shard_forward(call: MoECall, x: jax.Array, w: Arrays, types: frozenset[str]) -> Arrays:
+    """Return y [t, H] of one shard in the wide dtype, the choice, and the router's logits.
+
+    w: the weights in the dtype of x. types: the mesh axes along which results vary.
+    """
+    acc = wide(x.dtype)
+    logits = call.logits_of(x, w["w_router"])
+    choice = router.choice_of(logits, call.top_k, call.scoring, call.normalize)
+
+    def add(pairs: jax.Array, of: jax.Array, products: Products, y: jax.Array) -> jax.Array:
+        pre = _pre(_taken(x, of), w, products)
+        h = shard_math.activated(pre, call.activation)
+        part = products.product(h, w["w_down"], 0, acc) * _taken(choice.share.reshape(-1), pairs)[:, None]
+        return vary_over(y.at[of].add(part, mode="drop"), types)
+
+    y = vary_over(jnp.zeros(x.shape, acc), types)
+    y = call.steps.each(_routes(call, choice.index, w["w_router"].shape[1]), add, y)
+    return {"y": y, "index": choice.index, "share": choice.share, "logits": logits}
+
+
+def shard_backward(call: MoECall, own: Arrays, w: Arrays, sums: Arrays, types: frozenset[str]) -> Arrays:
+    """Return the sums over tokens with what one shard adds to them, and of x, where it is among them, the shard's gradient.
+
+    own: x, and dy, dlogits or both; the choice where it is known, else it is made again. w, types: as in `shard_forward`.
+    sums: in the wide dtype by name, those that are wanted.
+    """
+    x, acc = own["x"], wide(own["x"].dtype)
+    if "index" not in own:
+        own = own | call.choice_of(x, w["w_router"])
+
+    def zeros(shape: tuple[int, ...]) -> jax.Array:
+        return vary_over(jnp.zeros(shape, acc), types)
+
+    found = {name: sums[name] for name in EXPERTS if name in sums}
+    of_share = zeros((x.shape[0], call.top_k))
+    if "x" in sums:
+        found["x"] = zeros(x.shape)
+    if "dy" in own:
+        found, of_share = _of_experts(call, own, w, found, of_share, types)
+    if "x" in sums or "w_router" in sums:
+        d = _of_logits(call, own, w["w_router"], of_share).astype(x.dtype)
+        if "x" in sums:
+            found["x"] = found["x"] + product(d, w["w_router"], (1, 1), acc)
+        if "w_router" in sums:
+            found["w_router"] = shard_math.added(sums["w_router"], x, d)
+    return {name: vary_over(a, types) for name, a in found.items()}
 
 
 def _of_experts(
@@ -165,7 +198,7 @@ def _of_logits(call: MoECall, own: Arrays, w_router: jax.Array, of_share: jax.Ar
     """Return the gradient of the logits of one shard, from those of what experts count and of the logits as a result."""
     parts = [own["dlogits"]] if "dlogits" in own else []
     if "dy" in own:
-        logits = product(own["x"], w_router, (1, 0), of_share.dtype)
+        logits = call.logits_of(own["x"], w_router)
         parts.append(router.logit_gradients(logits, own["index"], of_share, call.scoring, call.normalize))
     return sum(parts[1:], parts[0])
 

@@ -86,8 +86,12 @@ def _check_split_layers(model: Llama) -> None:
     """Refuse layers of which tensor parallelism cannot split what stands in the place of a weight.
 
     Raises:
-        UnsupportedError: a projection of the MLP is a layer; the output projection holds its bias elsewhere.
+        UnsupportedError: there are experts; a projection of the MLP is a layer; the output projection holds its bias elsewhere.
     """
+    if model.config.experts is not None:
+        _unsupported(
+            "the model", "one of one MLP a layer with config.tensor", "experts", "Take data and context parallelism."
+        )
     mlp: Any = model.layers.mlp
     for name in getattr(mlp, "_layers", tuple)():
         advice = "Put adapters on the projections of attention, or leave config.tensor out."

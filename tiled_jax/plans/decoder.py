@@ -93,12 +93,8 @@ def _check_model(model: Llama) -> None:
     """Check that these layers have all parts of a model.
 
     Raises:
-        UnsupportedError: they have experts, a head, or with scope="block" a part, that is to be called, random keys or
-            statistics.
+        UnsupportedError: they have a head, or with scope="block" a part, that is to be called, random keys or statistics.
     """
-    if model.config.experts is not None:
-        advice = "Pass tiled_jax.models.loss.summed_next_token_loss as loss_fn, with axes of data parallelism alone."
-        raise UnsupportedError(error_text(HERE, "the model", "one of one MLP a layer", "experts", advice=advice))
     reason = model.reason_not_plain_head()
     if reason is not None:
         advice = "Pass tiled_jax.models.loss.summed_next_token_loss as loss_fn, with axes of data parallelism alone."
@@ -240,6 +236,7 @@ register_rules(
             "layers.attention.[kv].*bias": ("layers", "kv_heads"),
             "layers.attention.qkv.bias": ("layers", "norm"),
             "layers.attention.o.*bias": ("layers", "norm"),
+            "layers.mlp.router.kernel": ("layers", "hidden", None),
             "layers.mlp.w_gate_up": ("layers", "hidden", None),
             "layers.mlp.w_gate": ("layers", "hidden", "intermediate"),
             "layers.mlp.w_up": ("layers", "hidden", "intermediate"),

@@ -20,6 +20,7 @@ from jax import lax
 from shared_specs.errors import UnsupportedError, error_text
 from shared_specs.layers.heads import context_heads
 from shared_specs.layers.scope import check_block_tiling
+from shared_specs.shards import ShardPlan
 from tiled_jax import backends
 from tiled_jax.collectives.conjugates import Axis, exchange_parts, mesh_axis
 from tiled_jax.core.linear_call import Arrays, Saved, barrier, differentiable
@@ -30,14 +31,17 @@ from tiled_jax.layers import attention_blocks, ring_steps
 from tiled_jax.layers.attention import cudnn_attention
 from tiled_jax.mlp.api import check_operands, make_call
 from tiled_jax.mlp.loops import MLPCall
+from tiled_jax.mlp.module import TiledMLP
 from tiled_jax.mlp.steps import XLA
 from tiled_jax.models.block import attention as block_attention
 from tiled_jax.models.block import cudnn
+from tiled_jax.models.block.experts import experts_call
 from tiled_jax.models.block.params import QKV, apart, names_apart, parameters_of, together
 from tiled_jax.models.block.ranks import Here, OverTokens, block_ranks
 from tiled_jax.models.block.steps import BEFORE_ATTENTION, MLP, TURNS, LayerSteps
-from tiled_jax.models.config import LlamaConfig
+from tiled_jax.models.experts import ExpertsMLP
 from tiled_jax.models.rope import turning
+from tiled_jax.moe.loops import MoECall
 
 Results = tuple[Arrays, Arrays]  # of rows, and sums over tokens
 # From the gradient of attention's output, and the sum of both over a head's features, to the gradients of q, k and v.
@@ -53,7 +57,7 @@ class _Block:
     """All that is static about one layer: what a shard goes through, the MLP's plan and split, and the sequences of a batch."""
 
     steps: LayerSteps
-    call: MLPCall
+    call: MLPCall | MoECall
     sequences: int
     heads_axis: str | None
     ring_axis: str | None
@@ -140,9 +144,14 @@ class _Block:
                 found[name] = jnp.sum(a.reshape(*a.shape[:2], -1, self.copies, a.shape[-1]), axis=3)
         return {name: a.reshape(-1, a.shape[2] * a.shape[3]) for name, a in found.items()}
 
+    def plan(self, tokens: int, columns: int) -> ShardPlan:
+        """Return the shards of a device that has so many tokens, and so many columns of the MLP."""
+        call = self.call
+        return (call.on_device(tokens) if isinstance(call, MoECall) else call.on_device(tokens, 0, columns)).plan
+
     def each(self, body: Callable[[Any, int, Any], Any], carry: Any, rows: Arrays, columns: int) -> Any:
         """Return the carry after every shard of the tokens that this device has."""
-        plan = self.call.on_device(rows["x"].shape[0], 0, columns).plan
+        plan = self.plan(rows["x"].shape[0], columns)
         types = varying_of([*rows.values(), *jax.tree.leaves(carry)])
 
         def typed(carry: Any) -> Any:
@@ -179,7 +188,8 @@ def block_layer(
     """Return what a `DecoderLayer` makes of x.
 
     Args:
-        layer: a DecoderLayer whose MLP is a TiledMLP; with `tensor` this device's parts of its parameters.
+        layer: a DecoderLayer with a TiledMLP, or without `tensor` with an ExpertsMLP; with `tensor` this device's parts of its
+            parameters.
         x: [T, H], the residual stream, T = sequences * tokens. positions: [T] int32.
         first: [sequences or 1, tokens] int32, for each of the tokens that attend here the place in the sequence of the first
             key that it sees; None: that of the sequence.
@@ -212,16 +222,6 @@ def block_layer(
     return _layer(_static(layer, x, of_parts, sequences, heads_axis, ring_axis, ranks), operands)["y"]
 
 
-def check_block_model(config: LlamaConfig) -> None:
-    """Check that the layers of a model have the parts that `block_layer` knows.
-
-    Raises:
-        UnsupportedError: it has experts.
-    """
-    if config.experts:
-        raise UnsupportedError(error_text(_NAME, "scope", "'mlp' for a model with experts", "'block'"))
-
-
 def _static(
     layer: Any,
     x: jax.Array,
@@ -233,12 +233,23 @@ def _static(
 ) -> _Block:
     attention, mlp = layer.attention, layer.mlp
     dtype = jnp.dtype(mlp.dtype or x.dtype)
-    check_block_tiling(_NAME, mlp.config.tiling, mlp.config.backend)
     _refuse_explicit_axes(x)
+    if isinstance(mlp, ExpertsMLP):
+        call = experts_call(_NAME, mlp, x.astype(dtype), operands)
+        steps = LayerSteps(attention.config, dtype, XLA, ranks, call)
+    else:
+        call = _mlp_call(mlp, x.astype(dtype), operands, ranks)
+        steps = LayerSteps(attention.config, dtype, call.steps, ranks)
+    return _Block(steps, call, sequences, heads_axis, ring_axis, attention.backend)
+
+
+def _mlp_call(mlp: TiledMLP, x: jax.Array, operands: Arrays, ranks: Here) -> MLPCall:
+    """Return the call of the MLP on x, in the dtype of the products."""
+    check_block_tiling(_NAME, mlp.config.tiling, mlp.config.backend)
     biases = {name: operands[f"b_{name}"] for name in ("gate", "up", "down") if f"b_{name}" in operands}
     given = check_operands(
         _NAME,
-        x.astype(dtype),
+        x,
         operands["w_gate"],
         operands["w_up"],
         operands["w_down"],
@@ -250,9 +261,7 @@ def _static(
         mlp.config.backend,
         several=False,
     )
-    call = make_call(given, mlp.config.backend, ranks.axis if isinstance(ranks, OverTokens) else None)
-    steps = LayerSteps(attention.config, dtype, call.steps, ranks)
-    return _Block(steps, call, sequences, heads_axis, ring_axis, attention.backend)
+    return make_call(given, mlp.config.backend, ranks.axis if isinstance(ranks, OverTokens) else None)
 
 
 def _refuse_explicit_axes(x: jax.Array) -> None:
@@ -354,7 +363,7 @@ def _before(block: _Block, columns: int, rows: Arrays, w: Arrays, axes: Axes) ->
 
 def _behind(block: _Block, columns: int, rows: Arrays, w: Arrays, axes: Axes) -> Results:
     """Return the layer's result."""
-    backends.record_run("tiled_mlp", block.steps.mlp.backend)
+    backends.record_run("tiled_mlp" if block.steps.experts is None else "tiled_moe", block.steps.mlp.backend)
     cast = block.cast(w)
 
     def shard(start: Any, tokens: int, y: jax.Array) -> jax.Array:

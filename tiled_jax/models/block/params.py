@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from tiled_jax.core.linear_call import Arrays
-from tiled_jax.core.params import as_operands
+from tiled_jax.core.params import as_operands, held
 from tiled_jax.models.config import LlamaConfig
+from tiled_jax.models.experts import WEIGHTS
 
 QKV = ("q", "k", "v")
 _PARTS = {"qkv": QKV, "gate_up": ("gate", "up")}
@@ -34,7 +35,10 @@ def parameters_of(layer: Any) -> Arrays:
         linear = getattr(attention, name)
         w |= {f"w_{name}": linear.kernel} | ({} if linear.bias is None else {f"b_{name}": linear.bias})
     found = {name: value[...] for name, value in w.items()}
-    found |= layer.mlp.config.held("Llama", layer.mlp)
+    if attention.config.experts is None:
+        found |= layer.mlp.config.held("Llama", layer.mlp)
+    else:
+        found |= {"w_router": layer.mlp.router.kernel[...]} | held("Llama", layer.mlp, WEIGHTS)
     if layer.mlp.dtype is None:
         return found
     return found | as_operands({name: a for name, a in found.items() if name[:2] in ("w_", "b_")}, layer.mlp.dtype)

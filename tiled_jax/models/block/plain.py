@@ -7,6 +7,7 @@ from flax import nnx
 
 from tiled_jax.mlp.module import TiledMLP
 from tiled_jax.mlp.projections import reason_not_plain, reason_of_products
+from tiled_jax.models.experts import ExpertsMLP
 from tiled_jax.models.layer import Attention, DecoderLayer, OffsetRMSNorm
 
 # What an nnx.RMSNorm computes with, beside its scale and epsilon.
@@ -40,6 +41,13 @@ def _reasons(layer: Any) -> Iterator[str | None]:
                 yield _reason_of_norm(name, norm, config)
             else:
                 yield None if norm is None else f"{name} is {type(norm).__name__}"
+    yield from _reasons_of_mlp(mlp, config) if config.experts is None else _reasons_of_experts(mlp, config)
+    for name in names:  # a block computes all products in one dtype
+        dtype = getattr(attention, name).dtype
+        yield None if dtype == mlp.dtype else f"attention.{name} has dtype={dtype!r} beside mlp's {mlp.dtype!r}"
+
+
+def _reasons_of_mlp(mlp: Any, config: Any) -> Iterator[str | None]:
     yield None if type(mlp) is TiledMLP else f"mlp is {type(mlp).__name__}"
     called = mlp._layers()
     yield f"mlp.{called[0]} is {type(getattr(mlp, called[0])).__name__}" if called else None
@@ -47,9 +55,14 @@ def _reasons(layer: Any) -> Iterator[str | None]:
     yield None if own is None else own.replace("the module", "mlp")
     same = (mlp.config.activation, mlp.config.gated) == (config.activation, True)
     yield None if same else "mlp has options of its own"
-    for name in names:  # a block computes all products in one dtype
-        dtype = getattr(attention, name).dtype
-        yield None if dtype == mlp.dtype else f"attention.{name} has dtype={dtype!r} beside mlp's {mlp.dtype!r}"
+
+
+def _reasons_of_experts(mlp: Any, config: Any) -> Iterator[str | None]:
+    yield None if type(mlp) is ExpertsMLP else f"mlp is {type(mlp).__name__}"
+    yield reason_not_plain("mlp.router", mlp.router)
+    yield None if mlp.router.bias is None else "mlp.router has a bias"
+    same = (mlp.activation, mlp.experts, mlp.router.dtype) == (config.activation, config.experts, mlp.dtype)
+    yield None if same else "mlp has options of its own"
 
 
 def _reason_of_norm(name: str, norm: Any, config: Any) -> str | None:

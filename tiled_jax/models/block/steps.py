@@ -14,30 +14,35 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from tiled_jax.core.loops import vary_like
+from tiled_jax.core.loops import vary_like, varying_of
 from tiled_jax.core.products import linear, product, product_of_rows, wide
 from tiled_jax.mlp.steps import MLPSteps
 from tiled_jax.models.block.params import QKV
 from tiled_jax.models.block.ranks import ONE_DEVICE, Here
 from tiled_jax.models.config import LlamaConfig
 from tiled_jax.models.rope import rotate, turned_by
+from tiled_jax.moe.loops import MoECall, shard_backward, shard_forward
 
 Arrays = dict[str, jax.Array]
 Norm = Callable[[jax.Array, jax.Array], jax.Array]  # of rows and a scale
 TURNS = "turns"  # how positions turn each pair of features: see `models.rope.turning`
 # What stands before attention. s_q and s_k: of a model that has them, the scales of the norms of heads, [d].
 BEFORE_ATTENTION = ("s_attention", "s_q", "s_k", *(f"{kind}_{name}" for kind in "wb" for name in QKV))
-MLP = ("w_gate", "w_up", "w_down", "b_gate", "b_up", "b_down")
+MLP = ("w_router", "w_gate", "w_up", "w_down", "b_gate", "b_up", "b_down")
 
 
 @dataclass(frozen=True)
 class LayerSteps:
-    """Compute what one shard goes through, and its derivatives. Static."""
+    """Compute what one shard goes through, and its derivatives. Static.
+
+    experts: of a layer that has them in place of one MLP. Devices do not split them.
+    """
 
     config: LlamaConfig
     dtype: np.dtype
     mlp: MLPSteps
     ranks: Here = ONE_DEVICE
+    experts: MoECall | None = None
 
     def before(self, x: jax.Array, positions: jax.Array, w: Mapping[str, jax.Array]) -> Arrays:
         """Return q [t, A], k and v [t, K], q and k turned, from x [t, H] and positions [t]; R t of them where gathered."""
@@ -75,11 +80,10 @@ class LayerSteps:
         """
         x = x + _branch(self._norm, self._projected(a, w), w.get("s_attention_out")).astype(x.dtype)
         rows = self.ranks.enter(self._norm(x, w["s_mlp"]).astype(self.dtype))
-        h, _ = self.mlp.hidden(rows, _of_mlp(w), self.config.activation)
         if not self.ranks.split or "s_mlp_out" in w:
-            y = x + _branch(self._norm, self._down(h, w), w.get("s_mlp_out")).astype(x.dtype)
+            y = x + _branch(self._norm, self._mlp(rows, w), w.get("s_mlp_out")).astype(x.dtype)
             return self.ranks.once(y)
-        y = self.mlp.linear(h, w["w_down"], None).astype(self.dtype)
+        y = self.mlp.linear(self._hidden(rows, w), w["w_down"], None).astype(self.dtype)
         y = self.ranks.leave(y) if self.ranks.gathered > 1 else y
         return self.ranks.once(_plus(x, w.get("b_down"))) + y.astype(x.dtype)
 
@@ -97,14 +101,18 @@ class LayerSteps:
         rows, ups = self.ranks.enter(rows.astype(self.dtype)), _of_mlp(w)
         alone = ("b_down",) if split else ()  # of this device's rows
         of_mlp = {name: sums[name] for name in sums if name in MLP and name not in alone} | {"x": rows}
-        pre = self.mlp.gate_and_up(rows, ups)
+        pre = self.mlp.gate_and_up(rows, ups) if self.experts is None else {}
         of_down, of_norms = dy, {}
         if "s_mlp_out" in w:
-            y = self._down(self.mlp.activated(pre, self.config.activation), w)
+            y = self._down(self.mlp.activated(pre, self.config.activation), w) if pre else self._mlp(rows, w)
             of_down, of_norms["s_mlp_out"] = _pulled(self._norm, y, w["s_mlp_out"])[1](dy)
         of_down = of_down.astype(self.dtype)
         upstream = self.ranks.enter(of_down)
-        found = self.mlp.gradients(rows, upstream, pre, ups, self.config.activation, of_mlp)
+        if self.experts is None:
+            found = self.mlp.gradients(rows, upstream, pre, ups, self.config.activation, of_mlp)
+        else:
+            own, types = {"x": rows, "dy": upstream}, varying_of([rows, upstream, *ups.values()])
+            found = shard_backward(self.experts, own, ups, of_mlp, types)
         of_x, d_scale = pull(self.ranks.leave(found.pop("x")).astype(wide(x.dtype)))
         dx = dy + of_x
         own, of_norms["s_attention_out"] = pull_attention(dx)
@@ -130,6 +138,16 @@ class LayerSteps:
         if not self.ranks.split:
             return linear(a, w["w_o"], w.get("b_o"))
         return _plus(self.ranks.leave(linear(a, w["w_o"], None)), w.get("b_o"))
+
+    def _mlp(self, rows: jax.Array, w: Mapping[str, jax.Array]) -> jax.Array:
+        """Return what the MLP, or the experts, make of normed rows, of this device's rows."""
+        if self.experts is None:
+            return self._down(self._hidden(rows, w), w)
+        ups = _of_mlp(w)
+        return shard_forward(self.experts, rows, ups, varying_of([rows, *ups.values()]))["y"].astype(self.dtype)
+
+    def _hidden(self, rows: jax.Array, w: Mapping[str, jax.Array]) -> jax.Array:
+        return self.mlp.hidden(rows, _of_mlp(w), self.config.activation)[0]
 
     def _down(self, h: jax.Array, w: Mapping[str, jax.Array]) -> jax.Array:
         """Return what the MLP returns, of this device's rows."""
