@@ -22,7 +22,17 @@ from tiled_jax.plans.api import parallelize
 
 IDS = np.random.default_rng(0).integers(1, VOCAB, (2, 12)).astype(np.int32)
 # Families whose layers differ in scope="block".
-BLOCKS = ("mistral", "qwen3", "gemma2", "gemma3", "phi3-long", "smollm3", "mixtral", "qwen3_moe", "qwen3_moe-unnormalised")
+BLOCKS = (
+    "mistral",
+    "qwen3",
+    "gemma2",
+    "gemma3",
+    "phi3-long",
+    "smollm3",
+    "mixtral",
+    "qwen3_moe",
+    "qwen3_moe-unnormalised",
+)
 
 
 def config_of(family: str, **changes: Any) -> dict[str, Any]:

@@ -90,6 +90,10 @@ class ExpertsMLP(nnx.Module):
         found, chosen = lax.top_k(probabilities, self.experts.chosen)
         return found / jnp.sum(found, axis=-1, keepdims=True) if self.experts.normalised else found, chosen
 
+    def _path(self) -> str:
+        """Return how a call runs, for `tiling_paths`."""
+        return "tiled_experts"
+
     def _call(self, tokens: int) -> "_ExpertsCall":
         """Shards have at most a quarter of what an expert has on average, so that those half filled cost an eighth."""
         plan = plan_tiling(tokens, self.tiling, device=backends.device_kind())

@@ -36,7 +36,7 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 class Llama(nnx.Module):
-    """Next-token logits of a decoder with rotary positions, grouped heads and a gated MLP: Llama and the families beside it.
+    """Next-token logits of a decoder with rotary positions and gated MLPs or experts: Llama and the families beside it.
 
     The families are Llama, Mistral, Qwen2, Qwen3, Gemma 2, Gemma 3 (its text model), Phi3, SmolLM3, Mixtral and Qwen3-MoE.
     `config` says how they differ.

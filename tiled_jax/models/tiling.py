@@ -16,6 +16,7 @@ from shared_specs.errors import UnsupportedError, error_text, fail, fail_type
 from shared_specs.layers.scope import check_scope
 from tiled_jax import backends
 from tiled_jax.mlp.module import TiledMLP
+from tiled_jax.models.experts import ExpertsMLP
 from tiled_jax.models.llama import Llama
 from tiled_jax.models.others.form import Form, difference, leaves_of, mlp_form_of, value_of
 from tiled_jax.models.others.probe import Found, probed
@@ -135,7 +136,7 @@ def tiling_paths(model: nnx.Module) -> dict[str, str]:
     """Return a mapping from the name of each part to the path that it runs.
 
     An MLP has "tiled_mlp", or "tile" and the reason why the formula does not compute it, or "untiled" and the reason. A
-    `TiledMoE` has "tiled_moe".
+    `TiledMoE` has "tiled_moe", the experts of a `Llama` "tiled_experts".
 
     In a `Llama` with scope="block", "layers" has "tiled_block", or "mlp" and the reason why only the MLP of a layer is tiled.
     In a `Llama` whose head is more than its weight, "head" has "tiled_loss" and the reason. Each path is what a call would
@@ -223,14 +224,19 @@ def _said(left: list[SeenMLP]) -> str:
 
 
 def _own(model: nnx.Module) -> list[tuple[Any, Any]]:
-    return [(path, module) for path, module in nnx.iter_modules(model) if isinstance(module, TiledMLP)]
+    """Return the library's own MLPs and experts with their paths, those that a model has tiled."""
+    return [
+        (path, module)
+        for path, module in nnx.iter_modules(model)
+        if isinstance(module, TiledMLP) or (isinstance(module, ExpertsMLP) and not module.plain)
+    ]
 
 
 def _may_be_one(module: nnx.Module) -> bool:
     """Return whether a module can be called and has parameters; a layer of Flax is no MLP, and its Sequential may be."""
     kind = kind_of(module)
     of_flax = kind.__module__.startswith("flax.nnx") and kind is not nnx.Sequential
-    return callable(module) and not of_flax and not isinstance(module, TiledMLP | TiledMoE)
+    return callable(module) and not of_flax and not isinstance(module, TiledMLP | TiledMoE | ExpertsMLP)
 
 
 def _looks_like_one(path: tuple[Any, ...], module: nnx.Module) -> bool:

@@ -58,10 +58,9 @@ class MoECall:
         acc = wide(x.dtype)
         return product(x, w_router, (1, 0), x.dtype if self.rounded else acc).astype(acc)
 
-    def choice_of(self, x: jax.Array, w_router: jax.Array) -> Arrays:
-        """Return the experts of every token and what each of them counts, both [t, k], by the names of `CHOICE`."""
-        found = router.choice_of(self.logits_of(x, w_router), self.top_k, self.scoring, self.normalize)
-        return found._asdict()
+    def choice_of(self, logits: jax.Array) -> router.Choice:
+        """Return the experts of every token and what each of them counts, both [t, k]."""
+        return router.choice_of(logits, self.top_k, self.scoring, self.normalize)
 
     def on_device(self, tokens: int) -> "MoECall":
         """Return the call of a device that has so many tokens."""
@@ -125,7 +124,7 @@ def shard_forward(call: MoECall, x: jax.Array, w: Arrays, types: frozenset[str])
     """
     acc = wide(x.dtype)
     logits = call.logits_of(x, w["w_router"])
-    choice = router.choice_of(logits, call.top_k, call.scoring, call.normalize)
+    choice = call.choice_of(logits)
 
     def add(pairs: jax.Array, of: jax.Array, products: Products, y: jax.Array) -> jax.Array:
         pre = _pre(_taken(x, of), w, products)
@@ -141,12 +140,14 @@ def shard_forward(call: MoECall, x: jax.Array, w: Arrays, types: frozenset[str])
 def shard_backward(call: MoECall, own: Arrays, w: Arrays, sums: Arrays, types: frozenset[str]) -> Arrays:
     """Return the sums over tokens with what one shard adds to them, and of x, where it is among them, the shard's gradient.
 
-    own: x, and dy, dlogits or both; the choice where it is known, else it is made again. w, types: as in `shard_forward`.
+    own: x, and dy, dlogits or both; the choice where it is kept, else the router is computed once for all that needs it.
+    w, types: as in `shard_forward`.
     sums: in the wide dtype by name, those that are wanted.
     """
     x, acc = own["x"], wide(own["x"].dtype)
     if "index" not in own:
-        own = own | call.choice_of(x, w["w_router"])
+        logits = call.logits_of(x, w["w_router"])
+        own = own | call.choice_of(logits)._asdict() | {"logits": logits}
 
     def zeros(shape: tuple[int, ...]) -> jax.Array:
         return vary_over(jnp.zeros(shape, acc), types)
@@ -198,7 +199,7 @@ def _of_logits(call: MoECall, own: Arrays, w_router: jax.Array, of_share: jax.Ar
     """Return the gradient of the logits of one shard, from those of what experts count and of the logits as a result."""
     parts = [own["dlogits"]] if "dlogits" in own else []
     if "dy" in own:
-        logits = call.logits_of(own["x"], w_router)
+        logits = own["logits"] if "logits" in own else call.logits_of(own["x"], w_router)
         parts.append(router.logit_gradients(logits, own["index"], of_share, call.scoring, call.normalize))
     return sum(parts[1:], parts[0])
 

@@ -24,6 +24,7 @@ from tiled_jax.linear.module import TiledLinear
 from tiled_jax.loss.module import TiledLinearCrossEntropy
 from tiled_jax.mlp.module import TiledMLP
 from tiled_jax.models import Llama
+from tiled_jax.models.experts import ExpertsMLP
 from tiled_jax.moe.module import TiledMoE
 from tiled_jax.plans import decoder as decoder  # registers its rules
 from tiled_jax.plans.accumulation import accumulated, mean_over_devices
@@ -209,6 +210,8 @@ def _tiled_in(model: nnx.Module, *, own: bool) -> Counter[str]:
         if isinstance(module, TiledMLP):
             weights: Any = module
             found["tiled_block" if blocks else "tiled_mlp"] += math.prod(weights.w_down.get_value().shape[:-2])
+        elif isinstance(module, ExpertsMLP) and not module.plain:
+            found["tiled_block" if blocks else "tiled_experts"] += len(module.w_down.get_value())
         elif isinstance(module, TiledMoE):
             found["tiled_moe"] += 1
         elif isinstance(module, TiledLinearCrossEntropy):

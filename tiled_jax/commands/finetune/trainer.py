@@ -27,7 +27,6 @@ from tiled_jax.commands.finetune import optimizing, processes
 from tiled_jax.layers.recompute import offload_refused
 from tiled_jax.loss.api import choose_steps
 from tiled_jax.models import Llama, LlamaConfig, from_hf, next_token_loss, to_hf
-from tiled_jax.models.loss import summed_next_token_loss
 from tiled_jax.models.weights import each_hf
 from tiled_jax.plans.api import Parallelized, TrainState, parallelize
 
@@ -108,10 +107,8 @@ class JaxTrainer:
         self._plan: Parallelized | None = None
         self._place: Any = self._device
         if options.ranks > 1 or self.sharded or options.grad_accumulation > 1:  # whose step has micro-batches in it
-            # Layers over a mesh have no experts; models with these share sequences alone.
-            own = None if llama.experts is None else summed_next_token_loss
             over = processes.mesh_and_config(options, llama.num_attention_heads)
-            self._plan = parallelize(model, *over, loss_fn=own, optimizer=self._adamw)
+            self._plan = parallelize(model, *over, optimizer=self._adamw)
             self._place = self._plan.shardings.parameters
         self._update = self._step_of_plan if self._plan else jax.jit(self._traced_update, donate_argnums=(0, 1))
         self._evaluated = self._plan.loss if self._plan else jax.jit(self._traced_loss)
