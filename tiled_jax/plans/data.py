@@ -245,7 +245,10 @@ def gather_parts(w: jax.Array, dim: int, axes: tuple[str, ...], dtype: Any, redu
 
     The sum is taken in `reduce_dtype` (None: that of the gradient).
     """
-    return lax.all_gather(w.astype(dtype), axes, axis=dim, tiled=True)
+    parts = lax.all_gather(w.astype(dtype), axes)
+    # Whole parts one behind the other, and put side by side for this layer alone: to gather along an inner dim XLA would
+    # transpose the stack of all layers, and keep that beside it.
+    return jnp.moveaxis(parts, 0, dim).reshape(*w.shape[:dim], -1, *w.shape[dim + 1 :])
 
 
 def _gather_parts_forward(
@@ -258,7 +261,8 @@ def _gather_parts_backward(
     dim: int, axes: tuple[str, ...], dtype: Any, reduce_dtype: Any, like: Like, d: jax.Array
 ) -> tuple[jax.Array]:
     d = d.astype(reduce_dtype or d.dtype)
-    return (gradient_of(like, lax.psum_scatter(d, axes, scatter_dimension=dim, tiled=True)),)
+    parts = d.reshape(*d.shape[:dim], lax.axis_size(axes), -1, *d.shape[dim + 1 :])
+    return (gradient_of(like, lax.psum_scatter(jnp.moveaxis(parts, dim, 0), axes)),)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["dtype", "axes"])

@@ -254,8 +254,8 @@ _TERMS = {
 FAMILIES = tuple(DECODERS)
 # Of which every scope has a formula; of the others scope="block".
 WHOLE = ("llama", "mistral", "qwen2", "qwen3")
-# Of which JAX has formulas: the others have experts, or caps.
-COMPILED = (*WHOLE, "phi3", "smollm3", "gemma3_text")
+# Of which JAX has formulas: the others have caps.
+COMPILED = (*WHOLE, "phi3", "smollm3", "gemma3_text", "mixtral", "qwen3_moe")
 _CUT = " parallelize cuts every parameter along them into equal parts."
 # Of which `parallelize` splits no layers, and that of PyTorch shares no sequences.
 UNCUT = ("phi3",)

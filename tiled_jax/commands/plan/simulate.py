@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from shared_specs.app.models.decoders import DECODERS
 from shared_specs.app.plan.decoder import Decoder
 from shared_specs.app.plan.simulated import Simulated, Simulator
 from shared_specs.app.plan.step import Setting
@@ -82,6 +83,9 @@ def model_of(decoder: Decoder, setting: Setting) -> Llama:
         "tie_word_embeddings": decoder.tied,
         "max_position_embeddings": setting.tokens,
     }
+    terms = DECODERS[decoder.kind].experts
+    if terms is not None:
+        config |= {terms.count: decoder.experts, terms.chosen: decoder.chosen, terms.intermediate: decoder.intermediate}
     return Llama(
         LlamaConfig.from_hf(config),
         dtype=setting.dtype,

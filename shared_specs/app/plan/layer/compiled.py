@@ -3,20 +3,26 @@
 from math import lcm
 
 from shared_specs.app.plan.decoder import MASTER, Decoder
-from shared_specs.app.plan.layer.sizes import block_sizes, mlp_shape
+from shared_specs.app.plan.layer.sizes import block_sizes, mlp_shape, moe_shape
 from shared_specs.app.plan.setting import Setting
 from shared_specs.collectives.costs import in_flight_bytes
 from shared_specs.layers.block_costs import WIDE, attention_groups, block_row_bytes, cudnn_block_row_bytes
 from shared_specs.mlp.costs import compiled_peak_bytes
+from shared_specs.moe.costs import compiled_moe_peak_bytes
 
 
 def compiled_layer_bytes(decoder: Decoder, setting: Setting) -> tuple[int, int]:
     """Return the bytes of all tokens and of one shard in the backward of a layer, without the inputs of layers."""
     b, t, rows = setting.itemsize, setting.shards.longest, setting.rows
-    sizes, mlp = block_sizes(decoder, setting), mlp_shape(decoder, setting)
+    sizes = block_sizes(decoder, setting)
     groups = cudnn_groups(decoder, setting)
     row = block_row_bytes(**sizes) if groups is None else cudnn_block_row_bytes(**sizes, groups=groups)
     row += compiled_context_row_bytes(decoder, setting)
+    if decoder.experts:
+        moe = moe_shape(decoder, setting)
+        own = compiled_moe_peak_bytes(moe, setting.shards, device=setting.device)
+        return row * rows, own - MASTER * (moe.weight_elements - decoder.mlp_trained)
+    mlp = mlp_shape(decoder, setting)
     moved = 0 if setting.tensor == 1 else in_flight_bytes(mlp, setting.split_shards, upstream=decoder.hidden)
     own = compiled_peak_bytes(mlp, setting.shards, device=setting.device)
     own -= MASTER * (mlp.weight_elements - decoder.mlp_trained)

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 from shared_specs.app.plan.decoder import MASTER, Decoder
 from shared_specs.app.plan.layer.ring import beside_ring_row_bytes, exchanged_row_bytes, head_norm_row_bytes
-from shared_specs.app.plan.layer.sizes import block_sizes, mlp_shape
+from shared_specs.app.plan.layer.sizes import block_sizes, mlp_shape, moe_shape
 from shared_specs.app.plan.setting import Setting
 from shared_specs.layers.block_costs import WIDE, WINDOW_BLOCK_TOKENS, eager_block_moments
 from shared_specs.layers.heads import attention_turns
 from shared_specs.mlp.costs import accumulator_bytes, peak_bytes
-from shared_specs.moe.costs import MoEShape, moe_peak_bytes, moe_saved_bytes
+from shared_specs.moe.costs import moe_peak_bytes, moe_saved_bytes
 
 # Arrays [t, I] and [T, I] at once in the backward of the gated MLP of a shard of scope="block", and of a whole untiled one.
 BLOCK_ARRAYS, PLAIN_ARRAYS = 6, 6
@@ -116,15 +116,7 @@ def _experts_bytes(decoder: Decoder, setting: Setting) -> int:
     The choice of every token, the gradient of what the experts are given, and what `moe_peak_bytes` counts or, when the router
     is at work behind them, the gradient of what it was given and of a shard its logits, or then the sum of both gradients.
     """
-    shape = MoEShape(
-        tokens=setting.rows,
-        hidden=decoder.hidden,
-        intermediate=decoder.intermediate,
-        experts=decoder.experts,
-        top_k=decoder.chosen,
-        itemsize=setting.itemsize,
-        weight_itemsize=setting.itemsize,
-    )
+    shape = moe_shape(decoder, setting)
     given = setting.rows * decoder.hidden * setting.itemsize
     of_router = given + max(given, setting.shards.longest * (6 * decoder.experts + decoder.hidden) * WIDE)
     return given + moe_saved_bytes(shape) + max(moe_peak_bytes(shape, setting.shards, device=setting.device), of_router)
