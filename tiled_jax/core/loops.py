@@ -95,6 +95,18 @@ def vary_like(a: jax.Array, *others: jax.Array) -> jax.Array:
     return vary_over(a, varying_of(others))
 
 
+def zeros_after(before: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Return zeros for the carry of a loop, which a compiled program makes when `before` is there.
+
+    XLA makes zeros that need nothing as early as it likes, and keeps them until their loop runs. These need one number of
+    `before`, which is never unequal and equal to itself at once.
+    """
+    if before.size == 0 or not jnp.issubdtype(before.dtype, jnp.floating):
+        return jnp.zeros(shape, dtype)
+    one = lax.slice(before, (0,) * before.ndim, (1,) * before.ndim).reshape(())
+    return jnp.broadcast_to(((one != one) & (one == one)).astype(dtype), shape)
+
+
 @dataclass(frozen=True)
 class Like:
     """The type of a primal, which its gradient is to have."""

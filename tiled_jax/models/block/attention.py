@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from tiled_jax.core.linear_call import barrier
-from tiled_jax.core.loops import vary_over, varying_of
+from tiled_jax.core.loops import vary_over, varying_of, zeros_after
 from tiled_jax.core.products import wide
 from tiled_jax.layers.attention_blocks import PLAIN, Blocks, Gradients, Scoring
 
@@ -60,8 +60,8 @@ def forward(
         jnp.full(small, pairs.lowest, acc),
         jnp.zeros(small, acc),
         jnp.zeros((*small, q.shape[-1]), acc),
-        jnp.zeros_like(q),
-        jnp.zeros(q.shape[:-1], acc),
+        zeros_after(q, q.shape, q.dtype),
+        zeros_after(q, q.shape[:-1], acc),
     )
     *_, y, lse = pairs.each(step, carry, types)
     return y, lse
@@ -107,7 +107,8 @@ def backward(
         queries = pairs.set_rows(queries, jnp.where(done, pairs.flat(dq).astype(q.dtype), of_block), at.queries)
         return dq, queries, dk, dv
 
-    carry = (jnp.zeros((*pairs.small, q.shape[-1]), acc), q, jnp.zeros(k.shape, acc), jnp.zeros(v.shape, acc))
+    keys = zeros_after(dy, k.shape, acc), zeros_after(dy, v.shape, acc)
+    carry = (jnp.zeros((*pairs.small, q.shape[-1]), acc), q, *keys)
     _, dq, dk, dv = pairs.each(step, carry, types)
     return Gradients(dq, dk, dv)
 

@@ -24,7 +24,7 @@ from shared_specs.shards import ShardPlan
 from tiled_jax import backends
 from tiled_jax.collectives.conjugates import Axis, exchange_parts, mesh_axis
 from tiled_jax.core.linear_call import Arrays, Saved, barrier, differentiable
-from tiled_jax.core.loops import Body, for_each, gradient_of, vary_over, varying_of
+from tiled_jax.core.loops import Body, for_each, gradient_of, vary_over, varying_of, zeros_after
 from tiled_jax.core.own_tokens import Axes, TokenOp, as_typed, on_own_tokens
 from tiled_jax.core.products import refuse_exchanged_products, wide
 from tiled_jax.layers import attention_blocks, ring_steps
@@ -308,7 +308,7 @@ class _LayerRules:
         rows, w = _rows_and_weights(operands)
         dy = block.ranks.varied({"y": dy})["y"]
         x, tokens = rows["x"], rows["positions"].shape[0]
-        qkv = block.qkv(_own(block, _before, rows, _of_attention(w))[0])
+        qkv = block.qkv(_own(block, _before, rows | {"after": dy}, _of_attention(w))[0])
         a, pull = block.attend(operands, qkv)
         # Attention is done before dy is written over.
         a, dy = barrier((a, dy))
@@ -344,12 +344,12 @@ def _own(block: _Block, run: Callable[..., Results], rows: Arrays, w: Arrays) ->
     return on_own_tokens(block.call.split, op)(rows, w)
 
 
-def _empty(block: _Block, rows: Arrays, columns: int, dtype: Any) -> jax.Array:
-    return jnp.zeros((rows["x"].shape[0] * block.ranks.gathered, columns), dtype)
+def _empty(block: _Block, after: jax.Array, tokens: int, columns: int, dtype: Any) -> jax.Array:
+    return zeros_after(after, (tokens * block.ranks.gathered, columns), dtype)
 
 
 def _before(block: _Block, columns: int, rows: Arrays, w: Arrays, axes: Axes) -> Results:
-    """Return q, k and v of a shard."""
+    """Return q, k and v. rows: with `after` what is there before they are."""
     cast = block.cast(w)
 
     def shard(start: Any, tokens: int, carry: Arrays) -> Arrays:
@@ -357,7 +357,8 @@ def _before(block: _Block, columns: int, rows: Arrays, w: Arrays, axes: Axes) ->
         found = block.steps.before(x, positions, cast)
         return {name: block.ranks.set_rows(carry[name], found[name], start) for name in carry}
 
-    carry = {name: _empty(block, rows, w[f"w_{name}"].shape[1], block.steps.dtype) for name in QKV}
+    empty = partial(_empty, block, rows.get("after", rows["x"]), rows["x"].shape[0])
+    carry = {name: empty(w[f"w_{name}"].shape[1], block.steps.dtype) for name in QKV}
     return block.each(shard, carry, rows | w, columns), {}
 
 
@@ -370,7 +371,7 @@ def _behind(block: _Block, columns: int, rows: Arrays, w: Arrays, axes: Axes) ->
         x, a = _rows(rows["x"], start, tokens), block.ranks.rows(rows["a"], start, tokens)
         return _set_rows(y, block.steps.behind(x, a, cast), start, 0)
 
-    y = jnp.zeros_like(rows["x"])
+    y = zeros_after(rows["a"], rows["x"].shape, rows["x"].dtype)
     return {"y": block.each(shard, y, rows | w, columns)}, {}
 
 
@@ -388,9 +389,9 @@ def _behind_backward(
         found = {name: block.ranks.set_rows(of_rows[name], d, start) for name, d in (("a", da), ("delta", delta))}
         return found | {"x": _set_rows(of_rows["x"], dx, start, 0)}, sums
 
-    delta = _empty(block, rows, block.query_heads, wide(block.steps.dtype))
+    delta = _empty(block, rows["a"], x.shape[0], block.query_heads, wide(block.steps.dtype))
     carry = {"x": rows["dy"], "a": rows["a"], "delta": delta}
-    found, sums = block.each(shard, (carry, _sums(block, w, wanted)), rows | w, columns)
+    found, sums = block.each(shard, (carry, _sums(block, rows["a"], w, wanted)), rows | w, columns)
     return found, {name: total if total.shape == w[name].shape else total[0] for name, total in sums.items()}
 
 
@@ -408,13 +409,13 @@ def _before_backward(
         dx, sums = block.steps.before_gradients(x, cut["positions"], d, cast, sums)
         return _set_rows(total, _rows(total, start, tokens) + dx, start, 0), sums
 
-    dx, sums = block.each(shard, (rows["dx"], _sums(block, w, wanted)), rows | w, columns)
+    dx, sums = block.each(shard, (rows["dx"], _sums(block, rows["d_q"], w, wanted)), rows | w, columns)
     return {"x": dx}, sums
 
 
-def _sums(block: _Block, w: Arrays, wanted: tuple[str, ...]) -> Arrays:
+def _sums(block: _Block, after: jax.Array, w: Arrays, wanted: tuple[str, ...]) -> Arrays:
     acc = {name: wide(w[name].dtype if name.startswith("s_") else block.steps.dtype) for name in w if name in wanted}
-    return {name: jnp.zeros(block.sum_shape(name, w[name].shape), acc[name]) for name in acc}
+    return {name: zeros_after(after, block.sum_shape(name, w[name].shape), acc[name]) for name in acc}
 
 
 _layer = differentiable(_LayerRules.forward, _LayerRules)
