@@ -18,7 +18,7 @@ from jax import lax
 
 from tiled_jax.collectives.conjugates import Axis
 from tiled_jax.core.linear_call import barrier
-from tiled_jax.core.loops import vary_over, varying_of
+from tiled_jax.core.loops import vary_over, varying_of, zeros_after
 from tiled_jax.layers.attention_blocks import PLAIN, Blocks, Gradients, Scoring
 
 RingCarry = Any
@@ -79,7 +79,7 @@ def forward(
         return y, ring.set_rows(lse, ring.flat(highest + jnp.log(total)), pair.queries)
 
     passed = ring.typed(_Passed(k, v))
-    carry = (jnp.zeros((*q.shape[:-1], v.shape[-1]), ring.acc), jnp.full(q.shape[:-1], ring.lowest, ring.acc))
+    carry = zeros_after(q, (*q.shape[:-1], v.shape[-1]), ring.acc), jnp.full(q.shape[:-1], ring.lowest, ring.acc)
     ahead = ring.sent(passed)
     carry = ring.own(step, ring.typed(carry), passed)
 
@@ -131,11 +131,11 @@ def backward(
         return dq, dk, dv
 
     def fresh() -> tuple[jax.Array, jax.Array]:
-        return ring.typed((jnp.zeros(k.shape, ring.acc), jnp.zeros(v.shape, ring.acc)))
+        return ring.typed((zeros_after(dy, k.shape, ring.acc), zeros_after(dy, v.shape, ring.acc)))
 
     passed = ring.typed(_Passed(k, v))
     ahead = ring.sent(passed)
-    dq, *own = ring.own(step, (ring.typed(jnp.zeros(q.shape, ring.acc)), *fresh()), passed)
+    dq, *own = ring.own(step, (ring.typed(zeros_after(dy, q.shape, ring.acc)), *fresh()), passed)
     if axis.size == 1:
         return Gradients(dq.astype(q.dtype), *own)
 

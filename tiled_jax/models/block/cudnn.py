@@ -17,7 +17,7 @@ from jax.extend import core
 
 from shared_specs.layers.block_costs import attention_groups
 from tiled_jax.core.linear_call import barrier
-from tiled_jax.core.loops import vary_over, varying_of
+from tiled_jax.core.loops import vary_over, varying_of, zeros_after
 from tiled_jax.layers.attention import even
 from tiled_jax.layers.attention_blocks import Gradients
 
@@ -45,7 +45,7 @@ def forward(
         part, kept = made.run([_part(a, i, groups) for a in (q, k, v)])
         return vary_over(_set_part(y, part, i), types), kept
 
-    y, kept = lax.scan(attended, vary_over(jnp.zeros_like(q), types), jnp.arange(groups))
+    y, kept = lax.scan(attended, vary_over(zeros_after(q, q.shape, q.dtype), types), jnp.arange(groups))
 
     def backward(dy: jax.Array) -> Gradients:
         types = varying_of((q, k, v, dy))
