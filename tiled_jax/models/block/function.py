@@ -136,9 +136,15 @@ class _Block:
         return a if self.heads_axis is None else exchange_parts(a, self.axis, 1, 2)
 
     def gradients_of_tokens(self, d: attention_blocks.Gradients) -> Arrays:
-        """Return the gradients of q, k and v of this device's tokens, [T, columns], those of a repeated head added up."""
-        found = {name: self.of_tokens(a) for name, a in d._asdict().items()}
-        if self.heads_axis is not None:
+        """Return the gradients of q, k and v of this device's tokens, [T, columns], those of a repeated head added up.
+
+        Those that need no sum are exchanged in the dtype of the products, to which they are rounded in any case.
+        """
+        found = d._asdict()
+        if self.heads_axis is not None and self.copies == 1:
+            found = {name: a.astype(self.steps.dtype) for name, a in found.items()}
+        found = {name: self.of_tokens(a) for name, a in found.items()}
+        if self.heads_axis is not None and self.copies > 1:
             for name in ("k", "v"):
                 a = found[name]
                 found[name] = jnp.sum(a.reshape(*a.shape[:2], -1, self.copies, a.shape[-1]), axis=3)
