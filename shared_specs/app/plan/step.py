@@ -90,18 +90,18 @@ def _at_layer(decoder: Decoder, setting: Setting, done: int) -> dict[str, int]:
     """
     b, layer, moment = setting.itemsize, decoder.layer_gathered, {}
     kept = 0 if setting.offload else decoder.layers - done  # inputs of layers that are on the device
-    apart = _head_apart(decoder, setting)
+    apart, gathered = _head_apart(decoder, setting), 0
     if setting.half == "torch":
         # The layer's weights, those of the next one on their way, the gradients of the unit before, in float32, being cut.
         before = decoder.layer_trained if done else decoder.head_trained * apart
         gathered = (1 + (done < decoder.layers - 1 and not _is_alone(setting))) * b * layer + MASTER * before
         gathered += 0 if apart else b * decoder.end_parameters
         moment = {"gradients": _cut_bytes(decoder, setting, done, decoder.head_trained * apart)}
-    else:  # and the sums that `compiled_peak_bytes` does not count
-        gathered = _gathered_by_xla(decoder, setting) + MASTER * (decoder.layer_trained - decoder.mlp_trained)
     inputs = kept * setting.own_rows * decoder.hidden * setting.stream
-    jax = setting.half == "jax"
-    rows, shard = compiled_layer_bytes(decoder, setting) if jax else eager_layer_bytes(decoder, setting, kept)
+    if setting.half == "torch":
+        rows, shard = eager_layer_bytes(decoder, setting, kept)
+    else:
+        rows, gathered, shard = compiled_layer_bytes(decoder, setting)
     rows += _id_bytes(setting)
     of_head = (b if setting.half == "torch" else MASTER) * decoder.head_trained // vocab_ranks(decoder, setting)
     of_head = 0 if apart else of_head
@@ -131,11 +131,11 @@ def _head_apart(decoder: Decoder, setting: Setting) -> bool:
     return setting.half == "torch" and setting.scope == "none" and not decoder.tied and not decoder.by_structure
 
 
-def _gathered_by_xla(decoder: Decoder, setting: Setting, layers: int = 1) -> int:
-    """So many layers and the head, of the table no more than the rows that are asked for; on one GPU only what is cast."""
+def _head_of_xla(decoder: Decoder, setting: Setting) -> int:
+    """Return the bytes of the head as the loss has it, of the table no more than the rows that are asked for; on one GPU only
+    what is cast."""
     alone = setting.gpus == 1 and setting.itemsize == MASTER
-    head = decoder.hidden * decoder.vocab // vocab_ranks(decoder, setting)
-    return 0 if alone else setting.itemsize * (layers * decoder.layer_gathered + head)
+    return 0 if alone else setting.itemsize * (decoder.hidden * decoder.vocab // vocab_ranks(decoder, setting))
 
 
 def vocab_ranks(decoder: Decoder, setting: Setting) -> int:
@@ -180,8 +180,8 @@ def _at_loss(decoder: Decoder, setting: Setting) -> dict[str, int]:
         loss += MASTER * decoder.hidden * entries  # zeros, to which the embedding's gradient is added later
     if setting.half == "jax":
         return {
-            "gathered": _gathered_by_xla(decoder, setting, layers=0),
-            "inputs": inputs,
+            "gathered": _head_of_xla(decoder, setting),
+            "inputs": inputs + (rows if setting.offload and b == MASTER else 0),  # the last layer's, on its way
             "attention": rows if b == MASTER else 2 * rows,
             "shard": 0,
             "loss": loss,
@@ -209,8 +209,10 @@ def _compiled_loss_bytes(shape: LossShape, setting: Setting, ranks: int) -> int:
         )
         shards, moved = gathered_plan(shared), in_flight_bytes(shape, shared)
     found = compiled_loss_peak_bytes(shape, shards, device=setting.device) + moved
-    if setting.device == "cpu" or shape.itemsize == MASTER:
+    if setting.device == "cpu":
         return found
+    if shape.itemsize == MASTER:
+        return found + shape.vocab * MASTER * shards.longest  # logits and their gradient are there at once
     return found - shape.vocab * min(shape.itemsize * shards.longest, MASTER * shape.hidden)
 
 

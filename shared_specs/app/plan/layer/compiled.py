@@ -1,6 +1,8 @@
 """Bytes of the backward of one layer as XLA compiles it."""
 
+from collections.abc import Iterator
 from math import lcm
+from typing import NamedTuple
 
 from shared_specs.app.plan.decoder import MASTER, Decoder
 from shared_specs.app.plan.layer.sizes import block_sizes, mlp_shape, moe_shape
@@ -11,26 +13,61 @@ from shared_specs.mlp.costs import compiled_peak_bytes
 from shared_specs.moe.costs import compiled_moe_peak_bytes
 
 
-def compiled_layer_bytes(decoder: Decoder, setting: Setting) -> tuple[int, int]:
-    """Return the bytes of all tokens and of one shard in the backward of a layer, without the inputs of layers."""
-    b, t, rows = setting.itemsize, setting.shards.longest, setting.rows
-    sizes = block_sizes(decoder, setting)
-    groups = cudnn_groups(decoder, setting)
+class LayerBytes(NamedTuple):
+    """Bytes of a moment in the backward of a layer: of all tokens, of weights and their gradients on their way, and of a shard
+    and the sums of gradients."""
+
+    rows: int
+    gathered: int
+    shard: int
+
+
+def compiled_layer_bytes(decoder: Decoder, setting: Setting) -> LayerBytes:
+    """Return the bytes of the highest moment in the backward of a layer, without the inputs of layers."""
+    return max(_moments(decoder, setting), key=sum)
+
+
+def _moments(decoder: Decoder, setting: Setting) -> Iterator[LayerBytes]:
+    """A shard of the MLP; attention's backward, when the MLP's weights are gone and their gradients wait; and where ranks
+    exchange tokens for heads q, k and v as they arrive, and as attention and its backward want them, and the same with the
+    gradient of attention's output."""
+    b, rows, groups = setting.itemsize, setting.rows, cudnn_groups(decoder, setting)
+    sizes, queries = block_sizes(decoder, setting), decoder.queries * b
     row = block_row_bytes(**sizes) if groups is None else cudnn_block_row_bytes(**sizes, groups=groups)
-    row += compiled_context_row_bytes(decoder, setting)
+    of_sums = 2 * decoder.keys * WIDE if groups is None else 0  # of dk and dv, which attention's backward makes
+    sums, weights = MASTER * decoder.layer_trained, b * decoder.layer_gathered
+    weights = 0 if setting.gpus == 1 and b == MASTER else weights
+    before = sums if _are_scattered_late(setting) else 0
+    behind, of_shard = _behind_bytes(decoder, setting)
+    yield LayerBytes((row - of_sums + behind) * rows, weights + before, of_shard + sums)
+    again = queries if groups is None and setting.exchanging == setting.ring == 1 else 0  # q, as its backward wants it
+    yield LayerBytes((row + again + compiled_context_row_bytes(decoder, setting)) * rows, before, sums)
+    if setting.exchanging > 1:
+        between = row - (2 * queries + 2 * decoder.keys * b + of_sums) if groups is None else 2 * sizes["hidden"] * WIDE
+        keys = lcm(decoder.kv_heads, setting.exchanging) // decoder.kv_heads * decoder.keys
+        yield LayerBytes((between + 4 * queries + 3 * keys * b) * rows, weights + before, 0)
+        yield LayerBytes((between + 3 * queries + 2 * keys * b + keys * WIDE) * rows, before, sums)
+
+
+def _are_scattered_late(setting: Setting) -> bool:
+    """Return whether the gradients of the layer before are still whole: on GPUs, where a layer loops over several shards."""
+    return setting.device == "gpu" and setting.gpus > setting.tensor and len(setting.shards) > 1
+
+
+def _behind_bytes(decoder: Decoder, setting: Setting) -> tuple[int, int]:
+    """Return the bytes of a token and of a shard in the backward of the MLP or of the experts, without sums of gradients."""
     if decoder.experts:
         moe = moe_shape(decoder, setting)
-        own = compiled_moe_peak_bytes(moe, setting.shards, device=setting.device)
-        return row * rows, own - MASTER * (moe.weight_elements - decoder.mlp_trained)
+        return 0, compiled_moe_peak_bytes(moe, setting.shards, device=setting.device) - MASTER * moe.weight_elements
     mlp = mlp_shape(decoder, setting)
-    moved = 0 if setting.tensor == 1 else in_flight_bytes(mlp, setting.split_shards, upstream=decoder.hidden)
-    own = compiled_peak_bytes(mlp, setting.shards, device=setting.device)
-    own -= MASTER * (mlp.weight_elements - decoder.mlp_trained)
-    if decoder.norms_behind:
-        # Norms behind attention and the MLP: what they norm is made again, the MLP to its end, and lies there in float32.
-        row += WIDE * decoder.hidden // setting.tensor
-        own += 2 * t * decoder.intermediate * b
-    return row * rows, own + moved
+    found = compiled_peak_bytes(mlp, setting.shards, device=setting.device) - MASTER * mlp.weight_elements
+    if setting.tensor > 1:
+        found += in_flight_bytes(mlp, setting.split_shards, upstream=decoder.hidden)
+    if not decoder.norms_behind:
+        return 0, found
+    # Norms behind attention and the MLP: what they norm is made again, the MLP to its end, and lies there in float32.
+    more = 2 * setting.shards.longest * decoder.intermediate * setting.itemsize
+    return WIDE * decoder.hidden // setting.tensor, found + more
 
 
 def cudnn_groups(decoder: Decoder, setting: Setting) -> int | None:
