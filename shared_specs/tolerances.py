@@ -38,6 +38,7 @@ GPU_PEERS = 0.1
 COST_BYTES = 0.05
 PLAN_PUBLISHED = 0.25  # what `plan` says beside a published figure
 PLAN_BYTES = 0.10  # of a whole training step: what `plan` predicts beside what is held
+PLAN_COMPILED = 0.085  # the same beside a program that XLA has compiled, which may place arrays with gaps between them
 # The same of PyTorch's formulas of dense layers beside simulated ranks: too small and, for rings of two, too large, in small
 # models; and of models of eight billion parameters.
 PLAN_SHORT, PLAN_LONG, PLAN_RECORDED = 0.025, 0.07, 0.005

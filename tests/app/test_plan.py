@@ -28,7 +28,7 @@ from shared_specs.kernels.roofline import GPUS
 from shared_specs.layers.block_costs import block_row_bytes, cudnn_block_row_bytes
 from shared_specs.layers.ring import ring_multiple
 from shared_specs.loss.costs import LossShape, loss_peak_bytes
-from shared_specs.tolerances import PLAN_BYTES, PLAN_PUBLISHED, PLAN_RECORDED
+from shared_specs.tolerances import PLAN_BYTES, PLAN_COMPILED, PLAN_PUBLISHED, PLAN_RECORDED
 
 # Of the published weight files.
 PARAMETERS = {
@@ -116,7 +116,7 @@ def test_a_config_says_windows_and_biases() -> None:
     assert biased.layer_parameters - plain.layer_parameters == 2 * 4096 + 2 * 1024
 
 
-def test_families_of_which_one_scope_has_formulas() -> None:
+def test_families_of_which_one_scope_has_formulas(tmp_path: Path) -> None:
     """Everything but attention tiled, on the ranks that can share their sequences; and in JAX, or on several GPUs, refused."""
     names = {"gemma-3-1b": 4, "phi-4": 1}
     for name, most in names.items():
@@ -131,8 +131,20 @@ def test_families_of_which_one_scope_has_formulas() -> None:
         found = plan_of(replace(given, gpus=gpus), "torch").setting
         assert found is not None
         assert found.gpus == gpus
-    with pytest.raises(InputError, match=r"plan: --model must be of llama, .*, gemma3_text in JAX, got mixtral"):
-        plan_of(replace(given, model="mixtral-8x7b"), "jax")
+    assert plan_of(replace(given, model="mixtral-8x7b", gpus=8), "jax").setting is not None
+    config = {
+        "model_type": "gemma2",
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "vocab_size": 512,
+    }
+    config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    (tmp_path / "config.json").write_text(
+        json.dumps(config | {"attn_logit_softcapping": None, "final_logit_softcapping": None})
+    )
+    with pytest.raises(InputError, match=r"plan: --model must be of llama, .*, qwen3_moe in JAX, got gemma2"):
+        plan_of(replace(given, model=str(tmp_path)), "jax")
 
 
 def test_families_that_jax_shares_or_splits_otherwise() -> None:
@@ -368,7 +380,8 @@ def test_inputs_of_layers_in_jax_are_those_of_its_formula(dtype: Any) -> None:
     sizes = {"hidden": EIGHT.hidden, "heads": EIGHT.heads, "kv_heads": EIGHT.kv_heads, "head_dim": EIGHT.head_dim}
     none, all_of = (block_row_bytes(**sizes, itemsize=kept.itemsize, kept_layers=n) for n in (0, EIGHT.layers))
     assert parts_of(EIGHT, kept).inputs == (all_of - none) * kept.rows == parts_of(EIGHT, waiting).host
-    assert parts_of(EIGHT, waiting).inputs == 0
+    # In float32 the loss is the highest point, where the last layer's is on its way.
+    assert parts_of(EIGHT, waiting).inputs == (2**17 * 4096 * 4 if dtype == "float32" else 0)
 
 
 def test_inputs_of_layers_in_pytorch_are_one_row_of_16_bits_a_token_of_every_layer() -> None:
@@ -421,7 +434,7 @@ RECORDED = [r | {"half": a["half"]} for a in read_records(RECORDS) if a["kind"] 
 def test_formulas_beside_recorded_simulations(run: dict[str, Any]) -> None:
     """At real size, of whole steps: those of today beside what was held when they were run."""
     setting = simulated_setting(run)
-    most = PLAN_RECORDED if setting.half == "torch" else PLAN_BYTES
+    most = PLAN_RECORDED if setting.half == "torch" else PLAN_COMPILED
     assert predicted_device(MODELS[run["model"]], setting) == pytest.approx(run["simulated_bytes"], rel=most)
     assert parts_of(MODELS[run["model"]], setting).host == pytest.approx(run["simulated_host_bytes"], rel=PLAN_BYTES)
 
@@ -433,11 +446,12 @@ def test_attention_by_cudnn_takes_bytes_that_blocks_do_not() -> None:
 
     def row(**changes: Any) -> float:
         changed = replace(setting, **changes)
-        return parts_of(EIGHT, changed).by_name["attention"] / changed.rows
+        return parts_of(replace(EIGHT, vocab=256), changed).by_name["attention"] / changed.rows
 
     assert row() == cudnn_block_row_bytes(**sizes, itemsize=2, groups=8)
-    assert row(attention="blocks") == row(kernels=False) == block_row_bytes(**sizes, itemsize=2)
-    assert row(dtype="float32") == block_row_bytes(**sizes, itemsize=4)
+    queries = sizes["heads"] * sizes["head_dim"]  # once more, as attention's backward wants them
+    assert row(attention="blocks") == row(kernels=False) == block_row_bytes(**sizes, itemsize=2) + 2 * queries
+    assert row(dtype="float32") == block_row_bytes(**sizes, itemsize=4) + 4 * queries
     assert ("models.Llama", 'scope="block", attention="blocks"') in what_to_set(replace(setting, attention="blocks"))
 
 

@@ -88,7 +88,9 @@ def test_few_tokens_are_gathered_instead_of_table_and_head() -> None:
         gathered.append(counted(compiled, "all-gather"))
         temporary.append(compiled.memory_analysis().temp_size_in_bytes)
     assert not any(vocab in shape for shape in gathered[0])
-    assert gathered[1][4, vocab, HIDDEN // 4] == gathered[1][4, HIDDEN // 4, vocab] == 1, "kept weights are gathered weights"
+    assert gathered[1][4, vocab, HIDDEN // 4] == gathered[1][4, HIDDEN // 4, vocab] == 1, (
+        "kept weights are gathered weights"
+    )
     end = 4 * vocab * HIDDEN
     assert temporary[0] < end // 2 + LAYERS * LAYER_BYTES, temporary
     assert temporary[1] > 2 * end

@@ -35,17 +35,19 @@ def _moments(decoder: Decoder, setting: Setting) -> Iterator[LayerBytes]:
     sizes, queries = block_sizes(decoder, setting), decoder.queries * b
     row = block_row_bytes(**sizes) if groups is None else cudnn_block_row_bytes(**sizes, groups=groups)
     of_sums = 2 * decoder.keys * WIDE if groups is None else 0  # of dk and dv, which attention's backward makes
+    keys = lcm(decoder.kv_heads, setting.exchanging) // decoder.kv_heads * decoder.keys  # repeated ones too
     sums, weights = MASTER * decoder.layer_trained, b * decoder.layer_gathered
-    weights = 0 if setting.gpus == 1 and b == MASTER else weights
     before = sums if _are_scattered_late(setting) else 0
     behind, of_shard = _behind_bytes(decoder, setting)
-    yield LayerBytes((row - of_sums + behind) * rows, weights + before, of_shard + sums)
-    again = queries if groups is None and setting.exchanging == setting.ring == 1 else 0  # q, as its backward wants it
+    found = row - of_sums + behind + 2 * (keys - decoder.keys) * b
+    yield LayerBytes(found * rows, weights + before, of_shard + sums)
+    # On a GPU q has another layout in backward than in forward.
+    again = queries if setting.device == "gpu" and groups is None and setting.exchanging == setting.ring == 1 else 0
     yield LayerBytes((row + again + compiled_context_row_bytes(decoder, setting)) * rows, before, sums)
     if setting.exchanging > 1:
         between = row - (2 * queries + 2 * decoder.keys * b + of_sums) if groups is None else 2 * sizes["hidden"] * WIDE
-        keys = lcm(decoder.kv_heads, setting.exchanging) // decoder.kv_heads * decoder.keys
-        yield LayerBytes((between + 4 * queries + 3 * keys * b) * rows, weights + before, 0)
+        arrived = (4 if setting.device == "gpu" else 3) * queries + 3 * keys * b
+        yield LayerBytes((between + arrived) * rows, weights + before, 0)
         yield LayerBytes((between + 3 * queries + 2 * keys * b + keys * WIDE) * rows, before, sums)
 
 
