@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from shared_specs.app.plan.decoder import COMPILED, FAMILIES, Decoder, decoder_of
+from shared_specs.app.plan.decoder import COMPILED, FAMILIES, Decoder, check_planned, decoder_of
 from shared_specs.app.plan.function.bad_inputs import BAD_PLANS, BadPlan
 from shared_specs.app.plan.search import memory_of, plan
 from shared_specs.app.plan.step import MOMENTS, Setting, parts_of
@@ -79,7 +79,7 @@ def test_models_that_have_no_formulas(half: Half) -> None:
 def test_families_that_only_pytorch_has_formulas_of() -> None:
     """JAX names those that it has."""
     caps = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
-    assert functions("torch")["fits"](model_of("torch", "gemma2", **caps), 4096)
+    check_planned(decoder("gemma2", **caps), "torch", 1)
     with pytest.raises(SpecError, match=f"^fits: model must be of {', '.join(COMPILED)} in JAX, got gemma2"):
         functions("jax")["fits"](model_of("jax", "gemma2"), 4096)
 

@@ -78,10 +78,30 @@ def vocab_parallel_embedding(
     found: Any = lookup(deterministic, jnp.where(mine, at, local).reshape(-1), weight)
     rows = found.reshape(shape)
     # Each device's own share of a NaN would be a NaN too; one is enough.
-    rows = jnp.where(known[..., None], rows, jnp.full_like(rows, jnp.nan))
+    rows = nan_unless(known[..., None], rows)
     if reduce_scatter_embeddings:
         return conjugates.reduce_scatter(rows, axis, dim)
     return conjugates.all_reduce(rows, axis)
+
+
+@jax.custom_vjp
+def nan_unless(known: jax.Array, rows: jax.Array) -> jax.Array:
+    """Return rows of a `lookup`, NaN where they are not known. Their gradient is for `lookup` to leave out.
+
+    That of `jnp.where` would be a choice between it and zeros of all rows, which XLA makes before the layers' backward.
+    """
+    return jnp.where(known, rows, jnp.full_like(rows, jnp.nan))
+
+
+def _nan_unless_forward(known: jax.Array, rows: jax.Array) -> tuple[jax.Array, None]:
+    return nan_unless(known, rows), None
+
+
+def _nan_unless_backward(_: None, d: jax.Array) -> tuple[None, jax.Array]:
+    return None, d
+
+
+nan_unless.defvjp(_nan_unless_forward, _nan_unless_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

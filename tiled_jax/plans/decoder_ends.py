@@ -13,7 +13,7 @@ from jax import lax
 from shared_specs.config import LossOptions
 from tiled_jax.core.products import wide
 from tiled_jax.layers.attention import precision_of
-from tiled_jax.layers.embedding import lookup, vocab_parallel_embedding
+from tiled_jax.layers.embedding import lookup, nan_unless, vocab_parallel_embedding
 from tiled_jax.loss.api import tiled_linear_cross_entropy
 from tiled_jax.loss.ranks import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
 from tiled_jax.models import Llama
@@ -53,7 +53,7 @@ def _rows(table: jax.Array, ids: jax.Array) -> jax.Array:
     """table[ids], NaN where there is no such row."""
     known = (ids >= 0) & (ids < table.shape[0])
     rows: Any = lookup(False, jnp.where(known, ids, table.shape[0]), table)
-    return jnp.where(known[:, None], rows, jnp.full_like(rows, jnp.nan))
+    return nan_unless(known[:, None], rows)
 
 
 def _by_columns(table: jax.Array, ids: jax.Array, mapped: Mapped) -> jax.Array:

@@ -41,9 +41,7 @@ def _moments(decoder: Decoder, setting: Setting) -> Iterator[LayerBytes]:
     behind, of_shard = _behind_bytes(decoder, setting)
     found = row - of_sums + behind + 2 * (keys - decoder.keys) * b
     yield LayerBytes(found * rows, weights + before, of_shard + sums)
-    # On a GPU q has another layout in backward than in forward.
-    again = queries if setting.device == "gpu" and groups is None and setting.exchanging == setting.ring == 1 else 0
-    yield LayerBytes((row + again + compiled_context_row_bytes(decoder, setting)) * rows, before, sums)
+    yield LayerBytes((row + compiled_context_row_bytes(decoder, setting)) * rows, before, sums)
     if setting.exchanging > 1:
         between = row - (2 * queries + 2 * decoder.keys * b + of_sums) if groups is None else 2 * sizes["hidden"] * WIDE
         arrived = (4 if setting.device == "gpu" else 3) * queries + 3 * keys * b
