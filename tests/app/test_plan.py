@@ -450,7 +450,9 @@ def test_attention_by_cudnn_takes_bytes_that_blocks_do_not() -> None:
 
     assert row() == cudnn_block_row_bytes(**sizes, itemsize=2, groups=8)
     assert row(attention="blocks") == row(kernels=False)
-    keys = 2 * 4 * sizes["kv_heads"] * sizes["head_dim"]  # sums of their gradients, where attention is the highest point
+    keys = (
+        2 * 4 * sizes["kv_heads"] * sizes["head_dim"]
+    )  # sums of their gradients, where attention is the highest point
     for b, found in ((2, row(attention="blocks")), (4, row(dtype="float32"))):
         assert block_row_bytes(**sizes, itemsize=b) - found in (0, keys)
     assert ("models.Llama", 'scope="block", attention="blocks"') in what_to_set(replace(setting, attention="blocks"))

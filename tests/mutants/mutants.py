@@ -1983,6 +1983,27 @@ MUTANTS = (
         "tests/models/test_both_families.py -m 'deep or not deep' -k unnormalised",
     ),
     Mutant(
+        "a block makes the weights of a token's experts add up to one",
+        "tiled_jax/models/block/experts.py",
+        "normalize=mlp.experts.normalised",
+        "normalize=True",
+        "tests/models/test_jax_block_experts.py -k gradients_of_a_layer",
+    ),
+    Mutant(
+        "zeros are a constant that XLA makes when it likes",
+        "tiled_jax/core/loops.py",
+        "jnp.broadcast_to(((one != one) & (one == one)).astype(dtype), shape)",
+        "jnp.zeros(shape, dtype)",
+        "tests/core/test_jax_zeros.py -k compiled",
+    ),
+    Mutant(
+        "a plan of JAX counts no sums of gradients beside a shard",
+        "shared_specs/app/plan/layer/compiled.py",
+        "weights + before, of_shard + sums)",
+        "weights + before, of_shard)",
+        "tests/app/test_jax_plan.py -k experts",
+    ),
+    Mutant(
         "a plan counts every expert in the products of a token",
         "shared_specs/app/plan/decoder.py",
         "of_mlps = 3 * self.intermediate * max(1, self.chosen)",

@@ -206,12 +206,14 @@ def _tiled_in(model: nnx.Module, *, own: bool) -> Counter[str]:
     """Return how modules are tiled -> how many are, layers of a stack one by one; `own`: with the loss of the model's rules."""
     found: Counter[str] = Counter()
     blocks = isinstance(model, Llama) and model.scope == "block"
+    weights: Any
     for _, module in nnx.iter_modules(model):
         if isinstance(module, TiledMLP):
-            weights: Any = module
+            weights = module
             found["tiled_block" if blocks else "tiled_mlp"] += math.prod(weights.w_down.get_value().shape[:-2])
         elif isinstance(module, ExpertsMLP) and not module.plain:
-            found["tiled_block" if blocks else "tiled_experts"] += len(module.w_down.get_value())
+            weights = module
+            found["tiled_block" if blocks else "tiled_experts"] += len(weights.w_down.get_value())
         elif isinstance(module, TiledMoE):
             found["tiled_moe"] += 1
         elif isinstance(module, TiledLinearCrossEntropy):
