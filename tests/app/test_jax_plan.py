@@ -12,6 +12,7 @@ from shared_specs.app.plan.simulated import Simulated, beside_simulation
 from shared_specs.app.plan.step import RESERVE, Setting, parts_of
 from shared_specs.tolerances import PLAN_COMPILED
 from tests.app.test_plan_settings import recommended
+from tests.models.test_jax_block import MERGES, RULE
 from tiled_jax.commands.plan.simulate import SIMULATOR, model_of, simulate
 from tiled_jax.plans.checks import check_model, checked_axes
 from tiled_jax.plans.registry import placement_of, rules_of
@@ -132,6 +133,7 @@ def test_bytes_of_experts(decoder: Decoder) -> None:
 
 
 @pytest.mark.deep
+@pytest.mark.skipif(MERGES, reason="of what XLA compiles, " + RULE)
 @pytest.mark.parametrize("context", [1, 4])
 def test_bytes_of_many_tokens(context: int) -> None:
     """Where a layer's attention, and no shard, is the highest point."""
