@@ -227,8 +227,8 @@ MUTANTS = (
     Mutant(
         "a plan forgets what norms behind branches cost in JAX",
         "shared_specs/app/plan/layer/compiled.py",
-        "own += 2 * t * decoder.intermediate * b",
-        "own += 0",
+        "return WIDE * decoder.hidden // setting.tensor, found + more",
+        "return 0, found",
         "tests/app/test_jax_plan.py -x -k 'other_families and gemma3_text-0'",
     ),
     Mutant(
