@@ -16,11 +16,10 @@ from jax.sharding import PartitionSpec as P
 from shared_specs import Tiling
 from shared_specs.layers.block_costs import block_row_bytes
 from shared_specs.moe import costs as moe_costs
-from shared_specs.tolerances import COST_BYTES, DISTRIBUTED_FLOAT64
-from tests.asserting import assert_within
+from shared_specs.tolerances import COST_BYTES
 from tests.core.jax_counting import flop, temp_bytes
 from tests.core.jax_program import counted
-from tests.models.test_jax_block import KEY_SUMS, MERGES, RATIOS, RULE, quickly, y_and_gradients
+from tests.models.test_jax_block import KEY_SUMS, MERGES, RATIOS, RULE, assert_same, quickly, rows, y_and_gradients
 from tests.tiny_model import tiny_config
 from tiled_jax import tiling_paths
 from tiled_jax.layers import attention_blocks
@@ -63,16 +62,6 @@ def both(graph: nnx.GraphDef, sequences: int, tokens: int) -> list[Callable[...,
         lambda p, x: nnx.merge(graph, p)(x, rotary_angles(CONFIG.rope, CONFIG.head_dim, tokens)),
         lambda p, x: block_layer(nnx.merge(graph, p), x, positions, sequences),
     ]
-
-
-def rows(count: int, seed: int) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).standard_normal((count, 32)))
-
-
-def assert_same(found: Any, expected: Any) -> None:
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        assert a.dtype == b.dtype
-        assert_within(np.asarray(a), np.asarray(b), DISTRIBUTED_FLOAT64, "block")
 
 
 @pytest.mark.parametrize("config", [CONFIG, NORMED], ids=["plain", "norm behind, shares as they are"])
