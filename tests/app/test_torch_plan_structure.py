@@ -19,7 +19,7 @@ from shared_specs.tolerances import PLAN_BYTES, PLAN_LONG, PLAN_SHORT
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from tests.app.torch_structure_steps import DENSE, EXPERTS, KINDS, LATENTS, MIXTURES, config_of  # noqa: E402
+from tests.app.torch_structure_steps import EXPERTS, KINDS, LATENTS, MIXTURES, config_of  # noqa: E402
 from tiled_torch import plan, tile_model, tiling_paths  # noqa: E402
 from tiled_torch.__main__ import COMMANDS  # noqa: E402
 from tiled_torch.plan.sizes import decoder_of_model  # noqa: E402
@@ -194,7 +194,6 @@ def test_bytes_of_a_step(given: list[tuple[str, dict[str, Any]]]) -> None:
         ratio = (parts.total - RESERVE) / found["device"]
         print(f"{ratio:.3f}", kind, setting, parts.by_name)
         assert parts.host == pytest.approx(found["host"], rel=PLAN_BYTES)
-        short, much = (PLAN_SHORT, PLAN_LONG) if kind in DENSE else (PLAN_BYTES, PLAN_BYTES)
-        if not 1 - short <= ratio <= 1 + much:
+        if not 1 - PLAN_SHORT <= ratio <= 1 + PLAN_LONG:
             off[kind, setting["dtype"]] = ratio
     assert not off

@@ -51,6 +51,8 @@ MEASURED: dict[str, dict[str, Any]] = {
     "qwen3_next": EXPERTS,
     "granite+adapters": {},
 }
+# Their first layer has no experts. In a deep model the second one's neighbours have.
+DENSE_FIRST = ("glm4_moe", "ernie4_5_moe", "exaone_moe", "hy_v3", "deepseek_v3", "deepseek_v2", "glm4_moe_lite")
 # No mixture first: ten of every form run in `make test`.
 KINDS = (*DENSE[:6], *MIXTURES[:3], *LATENTS[:1], *DENSE[6:], *MIXTURES[3:], *LATENTS[1:])
 
@@ -66,6 +68,8 @@ def config_of(kind: str, *, large: bool = False) -> dict[str, Any]:
         more |= {"num_key_value_heads": sizes["num_attention_heads"], "head_dim": head // 2, "v_head_dim": head}
         more |= {"q_lora_rank": 2 * head, "kv_lora_rank": head, "qk_nope_head_dim": head, "qk_rope_head_dim": head // 2}
         more |= {"n_group": 1, "topk_group": 1}
+    if large and kind in DENSE_FIRST:
+        more |= {"num_hidden_layers": 4}
     return {"model_type": name} | sizes | COMMON | more | MORE.get(kind, {}) | (MEASURED.get(kind, {}) if large else {})
 
 

@@ -100,17 +100,19 @@ class Scaled(torch.nn.Module):
         return self.experts(*given) * self.scale
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
-def test_what_multiplies_the_experts_result_gets_its_gradient(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "around"), [("mixtral", "experts"), ("qwen3_moe", "experts"), ("dots1", "shared_experts")]
+)
+def test_what_multiplies_the_experts_result_gets_its_gradient(kind: str, around: str) -> None:
     model = build(kind)
     tiled = tile_model(build(kind), scope="block", num_shards=3)
     tiled.load_state_dict(model.state_dict())
     for one in (model, tiled):
-        mlp: Any = one.model.layers[0].mlp
-        mlp.experts = Scaled(mlp.experts, model.config.hidden_size)
-    expected, name = gradients(model), "model.layers.0.mlp.experts.scale"
+        mlp: Any = one.model.layers[-1].mlp
+        setattr(mlp, around, Scaled(getattr(mlp, around), model.config.hidden_size))
+    expected, name = gradients(model), f"model.layers.{len(model.model.layers) - 1}.mlp.{around}.scale"
     assert expected[name].norm() > 0
-    assert_gradients(tiled, expected)
+    assert_gradients(tiled, expected, limit(0.0, "float32") if kind in FLOAT32 else DISTRIBUTED_FLOAT64)
     assert layer_paths(tiled) == {"tiled_block"}
 
 
@@ -126,23 +128,29 @@ def test_under_the_models_own_checkpointing(offload: bool) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:tile_model. the loss of MixtralForCausalLM")
-def test_flop_are_eleven_units_of_a_routed_token() -> None:
-    """Attention's products run once in forward and once in backward beside their two gradients; its output's and the router's
-    once more, so that what stands before the experts need not be kept."""
-    model = tile_model(build("mixtral", attn_implementation="sdpa"), scope="block", num_shards=3)
-    layer: Any = model.model.layers[0]
-    attention = sum(p.numel() for p in layer.self_attn.parameters())
-    again, expert = (
-        layer.self_attn.o_proj.weight.numel() + layer.mlp.gate.weight.numel(),
-        layer.mlp.experts.down_proj[0],
+@pytest.mark.parametrize("kind", ["mixtral", "dots1", "hunyuan_v1_moe", "hy_v3", "ernie4_5_moe"])
+def test_flop_are_eleven_units_of_a_routed_token(kind: str) -> None:
+    """And of a token of the MLP beside experts whose result is added to theirs: down is not computed again.
+
+    Attention's products run once in forward and once in backward beside their two gradients; its output's and the router's
+    once more, so that what stands before the experts need not be kept, and queries and keys where norms of heads want them.
+    """
+    model = tile_model(build(kind, attn_implementation="sdpa"), scope="block", num_shards=3)
+    layer: Any = model.model.layers[-1]
+    normed = ("q_proj", "k_proj") if any("norm" in name for name, _ in layer.self_attn.named_children()) else ()
+    sizes = {name: p.numel() for name, p in layer.named_parameters() if p.ndim > 1 and "bias" not in name}
+    attention, routed, shared, router, again = (
+        sum(size for name, size in sizes.items() if any(part in name for part in parts))
+        for parts in (["attn"], [".experts."], ["shared"], [".gate."], [".gate.", "o_proj", *normed])
     )
+    count = len(layer.mlp.experts.down_proj)
     x = torch.randn(*IDS.shape, 16, dtype=torch.float64, requires_grad=True)
     places = model.model.rotary_emb(x, torch.arange(IDS.shape[1])[None])
     with GemmFlop() as meter:
         layer(x, position_embeddings=places).sum().backward()
-    router = layer.mlp.gate.weight.numel()
     tried = 2 * 2 * router  # `tile` tries the router on two tokens
-    assert meter.flop - tried == 2 * IDS.numel() * (4 * (attention + router) + again + 2 * 11 * expert.numel())
+    of_mlps = 11 * (2 * routed // count + shared) // 3  # of the two experts of a token
+    assert meter.flop - tried == 2 * IDS.numel() * (4 * (attention + router) + again + of_mlps)
 
 
 def peak(tokens: int, layers: int) -> int:

@@ -1,7 +1,11 @@
-"""State that a shard's recomputation must find as forward found it: random numbers, autocast, cached parametrizations."""
+"""State that a shard's recomputation must find as forward found it: random numbers, autocast, cached parametrizations.
+
+And what it need not compute.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextvars import ContextVar
 from typing import Any, Protocol
 
 import torch
@@ -163,6 +167,25 @@ class Autocast:
                 torch.clear_autocast_cache()
                 stack.callback(torch.clear_autocast_cache)
             yield
+
+
+_UNREAD: ContextVar[frozenset[str]] = ContextVar("unread", default=frozenset())
+
+
+@contextmanager
+def results_unread(functions: Iterable[str]) -> Iterator[None]:
+    """Compute no results of these functions inside, where only their gradients are wanted: they are zeros, which nobody may
+    read."""
+    token = _UNREAD.set(frozenset(functions))
+    try:
+        yield
+    finally:
+        _UNREAD.reset(token)
+
+
+def is_unread(function: str) -> bool:
+    """Return whether nobody reads what a function, by its name, returns here. A compiler sees none of this."""
+    return not torch.compiler.is_compiling() and function in _UNREAD.get()
 
 
 @contextmanager

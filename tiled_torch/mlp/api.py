@@ -25,7 +25,7 @@ from tiled_torch.core import exporting, partitioned, tangents
 from tiled_torch.core.autocast import after_autocast, autocast_dtype, operand
 from tiled_torch.core.gradients import local_main_grad, main_grad_of, returned_gradient
 from tiled_torch.core.operands import check_tensor
-from tiled_torch.core.replay import refuse_transforms
+from tiled_torch.core.replay import is_unread, refuse_transforms
 from tiled_torch.core.tensors import device_kind, refuse_second_order
 from tiled_torch.mlp import compiled as mlp_compiled
 from tiled_torch.mlp import with_tangents
@@ -215,6 +215,8 @@ def run_checked(x: Tensor, weights: Weights, call: MLPCall) -> Tensor:
     if torch.compiler.is_compiling():
         x, weights = _in_one_role(x, weights)
     anchor, *both = Save.apply(x, *weights, call)
+    if is_unread(call.function):
+        return anchor
     detached = (None if a is None else a.detach() for a in (x, *weights))
     return Run.apply(anchor, *both, *detached, call)
 

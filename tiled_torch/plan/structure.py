@@ -18,6 +18,7 @@ from tiled_torch.models.block.families import BlockFamily, said_of
 from tiled_torch.models.block.known import attention_of, family_of_block, has_experts, is_block, reason_more
 from tiled_torch.models.block.layer import TiledBlock
 from tiled_torch.models.block.parts import is_norm
+from tiled_torch.models.experts.blocks import shared_that_is_added
 from tiled_torch.models.experts.forms import experts_form_of
 from tiled_torch.plan.measured import MeasuredLayers, measured_layers
 from tiled_torch.plans.any_model import structural_plan
@@ -162,8 +163,10 @@ def _mlp_sizes(layer: Any, family: BlockFamily) -> dict[str, Any]:
     chosen = (getattr(module, name, None) for module in layer.mlp.modules() for name in _CHOSEN)
     chosen = next((each for each in chosen if isinstance(each, int)), None)
     linears = (module for name, module in layer.mlp.named_modules() if "down_proj" in name)
+    shared = max((module.in_features for module in linears if isinstance(module, nn.Linear)), default=0)
     return {
-        "shared": max((module.in_features for module in linears if isinstance(module, nn.Linear)), default=0),
+        "shared": shared,
+        "shared_is_read": shared > 0 and shared_that_is_added(layer.mlp) is None,
         "intermediate": shape[1 if form.transposed else 2],
         "experts": shape[0],
         "chosen": _count(layer.mlp.experts, "num_experts_per_tok") if chosen is None else chosen,

@@ -26,7 +26,8 @@ class Decoder:
         attention_bias, mlp_bias: of all projections of attention, and of the MLP.
         experts, chosen: of an MLP that is several experts, and of these how many a token has; `intermediate` is of one. 0, 0:
             it is one MLP.
-        shared: `intermediate` of the MLP beside experts that all tokens have; 0: there is none.
+        shared: `intermediate` of the MLP beside experts that all tokens have; 0: there is none. shared_is_read: whether its
+            result is multiplied, by a gate, before it is added to theirs.
         matrices: of an MLP: gate, up and down, or without a gate two. bent: without a gate, arrays that its activation makes in
             backward beside its input and that one's gradient, where it is several operators.
         fused: whether gate and up are one matrix; of a `kind` among `DECODERS` that says it.
@@ -55,6 +56,7 @@ class Decoder:
     experts: int = 0
     chosen: int = 0
     shared: int = 0
+    shared_is_read: bool = False
     matrices: int = 3
     bent: int = 0
     fused: bool = False
@@ -93,6 +95,11 @@ class Decoder:
     def mlp_weights(self) -> int:
         """Return the parameters of one MLP, or of all experts of a layer, that are factors of products."""
         return self.matrices * self.hidden * self.intermediate * max(1, self.experts)
+
+    @property
+    def shared_weights(self) -> int:
+        """Return the parameters of the MLP beside experts."""
+        return 3 * self.hidden * self.shared
 
     @property
     def layer_products(self) -> int:

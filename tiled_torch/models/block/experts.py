@@ -6,16 +6,19 @@ Letters as in `function.py`.
 """
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
+from tiled_torch.core.replay import results_unread
 from tiled_torch.models.block.attention import AttendedRows
 from tiled_torch.models.block.parts import BlockParts, entry, part_gradients
-from tiled_torch.models.experts.function import results_unread
+from tiled_torch.models.experts.blocks import shared_that_is_added
+from tiled_torch.models.experts.function import FORMULA
 from tiled_torch.models.experts.marker import OfExperts
+from tiled_torch.models.mlps.tiled import Tiled
 
 
 def experts_forward(parts: BlockParts, x: Tensor, a: AttendedRows, y: Tensor) -> Tensor:
@@ -52,16 +55,14 @@ def experts_backward(
             rows = parts.middle(x[:, start:stop].detach(), a.rows(part), part)
             dx[:, start:stop] = parts.called(family.between, rows)
         del rows
-    # The families' mixtures reshape what experts make and add to it: no gradient depends on it but a norm's behind them. What
-    # somebody has put around the experts may multiply it.
-    experts = getattr(call.layer.mlp, "experts", None)
-    read = parts.is_read(family.behind_mlp) or not isinstance(experts, OfExperts)
-    with torch.enable_grad(), call.again(last), nullcontext() if read else results_unread():
+    unread = () if parts.is_read(family.behind_mlp) else _unread(call.layer.mlp)
+    with torch.enable_grad(), call.again(last), results_unread(unread):
         z_whole = entry(dx)
         branch = _mixed(parts, z_whole)
-    of_branch = _of_branch(parts, branch.detach(), dy, others)
-    dz, *found = torch.autograd.grad(branch, (z_whole, *own.values()), of_branch, allow_unused=True)
-    del branch, z_whole, of_branch
+    of_branch, edge = _of_branch(parts, branch.detach(), dy, others), get_gradient_edge(branch)
+    del branch
+    dz, *found = torch.autograd.grad((edge,), (z_whole, *own.values()), (of_branch,), allow_unused=True)
+    del edge, z_whole, of_branch
     for part, (start, stop) in shards:
         with torch.enable_grad(), call.again(len(shards) + 1 + part):
             x_shard, a_shard = entry(x[:, start:stop]), entry(a.rows(part))
@@ -72,6 +73,18 @@ def experts_backward(
         a.put(of_a, part)  # nobody reads these rows any more
         del x_shard, a_shard, middle, results, of_a
     return dict(zip(own, found, strict=True))
+
+
+def _unread(mixture: Any) -> tuple[str, ...]:
+    """Return the functions in a mixture whose results no gradient wants.
+
+    The families' mixtures reshape what experts make and add to it, most of them the result of an MLP for all tokens. What
+    somebody has put around the experts may multiply it.
+    """
+    if not isinstance(mixture.experts, OfExperts):
+        return ()
+    shared = isinstance(shared_that_is_added(mixture), Tiled)
+    return (FORMULA, "tiled_mlp") if shared else (FORMULA,)
 
 
 def _mixed(parts: BlockParts, z: Tensor) -> Tensor:

@@ -26,6 +26,20 @@ class SharedFirst(OfExperts):
         return routed.view(hidden_states.shape) + shared
 
 
+class RoundedSharedFirst(OfExperts):
+    """routed experts + shared_experts(x) of HY-V3, which may be rounded once: so are PyTorch's own sums of 16 bits, without
+    copies of both in float32."""
+
+    _untiled: type[nn.Module]
+
+    def forward(self: Any, hidden_states: Tensor) -> Tensor:
+        x = hidden_states.view(-1, hidden_states.shape[-1])
+        _, weights, index = self.gate(x, self.e_score_correction_bias)
+        shared = self.shared_experts(x)
+        found = self.experts(x, index, weights) + shared
+        return (found.to(x.dtype) if self.enable_moe_fp32_combine else found).reshape(hidden_states.shape)
+
+
 class GatedSharedFirst(OfExperts):
     """routed experts + sigmoid(shared_expert_gate(x)) * shared_expert(x), of Qwen2-MoE and its likes."""
 
@@ -57,8 +71,22 @@ BLOCKS: dict[str, type[Any]] = {
         ),
         GatedSharedFirst,
     ),
+    "HYV3MoE": RoundedSharedFirst,
     **dict.fromkeys(llama4.LLAMA4_BLOCKS, llama4.TiledMoe),
 }  # fmt: skip
+
+# The MLP beside the experts of a block that only adds its result to theirs, by the name of the block's class.
+_ADDED = {name: "shared_experts" for name, kind in BLOCKS.items() if kind in (SharedFirst, RoundedSharedFirst)}
+_ADDED |= {"Ernie4_5_MoeSparseMoeBlock": "shared_experts"}
+_ADDED |= {"HunYuanMoEV1Moe": "shared_mlp", "Llama4TextMoe": "shared_expert"}
+
+
+def shared_that_is_added(block: nn.Module) -> nn.Module | None:
+    """Return the MLP beside the experts of a block whose result is added to theirs, and not looked at; None where there is
+    none."""
+    home = home_of(block)
+    name = _ADDED.get(home.__name__) if is_of("transformers", home) and "forward" not in vars(block) else None
+    return None if name is None else getattr(block, name, None)
 
 
 def kind_of_block(module: nn.Module) -> type[Any] | None:

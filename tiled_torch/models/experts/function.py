@@ -4,31 +4,19 @@
 So the replay of non-reentrant checkpointing stops before the experts' products, where nothing after them saves a tensor.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tiled_torch.core.gradients import local_main_grad, main_grad_of, returned_gradient
+from tiled_torch.core.replay import is_unread
 from tiled_torch.core.tensors import refuse_second_order
 from tiled_torch.moe.loops import ExpertsCall
 from tiled_torch.moe.steps import ExpertWeights
 
+FORMULA = "tiled_experts"  # as `tiling_paths` has it
 _UNTILED = "; differentiate the untiled experts."
-_UNREAD = ContextVar("unread", default=False)
-
-
-@contextmanager
-def results_unread() -> Iterator[None]:
-    """Compute no results inside, where only their gradients are wanted: they are zeros, which nobody may read."""
-    token = _UNREAD.set(True)
-    try:
-        yield
-    finally:
-        _UNREAD.reset(token)
 
 
 def run(x: Tensor, index: Tensor, weights: Tensor, operands: ExpertWeights, call: ExpertsCall) -> Tensor:
@@ -37,7 +25,7 @@ def run(x: Tensor, index: Tensor, weights: Tensor, operands: ExpertWeights, call
     if not (torch.is_grad_enabled() and any(a is not None and a.requires_grad for a in needed)):
         return call.forward(x, index, weights, operands)
     anchor: Tensor = SaveExperts.apply(x, weights, index, *operands, call)
-    if _UNREAD.get():
+    if is_unread(FORMULA):
         return anchor
     return RunExperts.apply(
         anchor, x.detach(), weights.detach(), index, *(a if a is None else a.detach() for a in operands), call

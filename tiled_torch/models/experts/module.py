@@ -28,14 +28,12 @@ from tiled_torch.models.experts.forms import (
     reason_weights_are_lent,
     routers_in,
 )
-from tiled_torch.models.experts.function import run
+from tiled_torch.models.experts.function import FORMULA, run
 from tiled_torch.models.experts.marker import OfExperts
 from tiled_torch.models.reports import note_layers, report
 from tiled_torch.moe.loops import ExpertsCall
 from tiled_torch.moe.steps import ExpertWeights
 from tiled_torch.tile.api import tile
-
-FORMULA = "tiled_experts"
 
 
 class TiledRouter(OfExperts):

@@ -57,9 +57,7 @@ def _block_bytes(decoder: Decoder, setting: Setting, kept: int) -> tuple[int, in
     of_weights = wide * decoder.layer_trained
     if decoder.experts:
         of_weights += (b - wide) * decoder.mlp_trained
-        shared = replace(mlp_shape(decoder, setting), intermediate=decoder.shared)
-        of_shared = peak_bytes(shared, setting.shards, device=setting.device, kernels=setting.fused)
-        of_shard = max(_experts_bytes(decoder, setting), rows * decoder.hidden * b + of_shared)
+        of_shard = _mixture_bytes(decoder, setting)
     found = max(((attention + exchanged) * rows, masks), (behind * rows, masks + of_shard), key=sum)
     return found[0], found[1] + of_weights
 
@@ -110,16 +108,26 @@ def _block_shard_bytes(decoder: Decoder, setting: Setting) -> int:
     return max(found + 2 * b * own, behind)
 
 
-def _experts_bytes(decoder: Decoder, setting: Setting) -> int:
-    """Return the bytes of a mixture of experts in the backward of its layer, but for the gradients of its weights.
+def _mixture_bytes(decoder: Decoder, setting: Setting) -> int:
+    """Return the bytes of a mixture of experts in the backward of its layer, but for the gradients of all its weights.
 
-    The choice of every token, the gradient of what the experts are given, and what `moe_peak_bytes` counts or, when the router
-    is at work behind them, the gradient of what it was given and of a shard its logits, or then the sum of both gradients.
+    The largest of three moments, in all of which there are the choice of every token and the gradient of what the experts are
+    given. The experts': what `moe_peak_bytes` counts, and the result of the MLP beside them where that is read; the gradients
+    of this MLP's weights are still to come. Their router's: the gradient of what it was given, and of a shard its logits, or
+    then the sum of both gradients. And the MLP's beside them: the gradients of its input and, where it was read, of its
+    result. With norms behind the branches all have the gradient of the mixture's result besides.
     """
-    shape = moe_shape(decoder, setting)
-    given = setting.rows * decoder.hidden * setting.itemsize
-    of_router = given + max(given, setting.shards.longest * (6 * decoder.experts + decoder.hidden) * WIDE)
-    return given + moe_saved_bytes(shape) + max(moe_peak_bytes(shape, setting.shards, device=setting.device), of_router)
+    shape, b = moe_shape(decoder, setting), setting.itemsize
+    row = setting.rows * decoder.hidden * b
+    of_experts = moe_peak_bytes(shape, setting.shards, device=setting.device) + row * decoder.shared_is_read
+    of_router = row + max(row, setting.shards.longest * (6 * decoder.experts + decoder.hidden) * WIDE)
+    of_shared = 0
+    if decoder.shared:
+        shared, coming = replace(mlp_shape(decoder, setting), intermediate=decoder.shared), b * decoder.shared_weights
+        of_experts -= coming
+        of_shared = peak_bytes(shared, setting.shards, device=setting.device, kernels=setting.fused)
+        of_shared += row * (1 + decoder.shared_is_read) - coming * (accumulator_bytes(shared, setting.shards) > 0)
+    return row * (1 + decoder.norms_behind) + moe_saved_bytes(shape) + max(of_experts, of_router, of_shared)
 
 
 def checkpointed_row_bytes(decoder: Decoder, itemsize: int) -> tuple[int, int]:
