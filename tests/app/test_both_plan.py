@@ -72,8 +72,8 @@ def test_models_that_have_no_formulas(half: Half) -> None:
         functions(half)["plan"](bare, 4096)
     if half == "torch":
         known = f"{', '.join(FAMILIES)}, or layers that can run without values"
-        with pytest.raises(SpecError, match=f"^plan: model must have a model_type of {known}, got ctrl"):
-            functions(half)["plan"](model_of(half, "ctrl"), 4096)
+        with pytest.raises(SpecError, match=f"^plan: model must have a model_type of {known}, got xlm"):
+            functions(half)["plan"](model_of(half, "xlm"), 4096)
 
 
 def test_families_that_only_pytorch_has_formulas_of() -> None:

@@ -21,10 +21,14 @@ transformers = pytest.importorskip("transformers")
 from tests.app.test_torch_plan_structure import held_in_steps, on_meta  # noqa: E402
 from tests.app.torch_frozen_steps import freeze  # noqa: E402
 from tests.app.torch_structure_steps import LARGE, MEASURED, config_of  # noqa: E402
+from tests.models.supported import TEXT  # noqa: E402
+from tests.models.tiny_configs import tiny_config  # noqa: E402
+from tests.models.tiny_overrides import NOT_BUILT, OVERRIDES  # noqa: E402
 from tiled_torch import fits, plan, tile_model  # noqa: E402
 from tiled_torch.__main__ import COMMANDS  # noqa: E402
-from tiled_torch.plan.measured import measured_layers  # noqa: E402
+from tiled_torch.plan.measured import _before_layers, measured_layers  # noqa: E402
 from tiled_torch.plan.sizes import decoder_of_model  # noqa: E402
+from tiled_torch.plan.twin import twin_of  # noqa: E402
 
 GPU = Setting(tokens=FEWEST, shard_tokens=256, kernels=False)
 
@@ -189,21 +193,88 @@ def _base_layer(model: Any) -> Any:
     return model
 
 
+@pytest.mark.parametrize("kind", ["gemma2", "llama", "granite"])
+def test_what_has_formulas_is_measured_where_scores_of_all_pairs_are_written(kind: str) -> None:
+    """By eager attention, or below a cap, of which the formulas have no term."""
+    model = on_meta(small(kind))
+    model.set_attn_implementation("eager")
+    decoder = decoder_of_model("plan", model)
+    assert (decoder.kind, decoder.by_structure, decoder.scope) == (kind, True, "block")
+    found = [parts_of(decoder, replace(GPU, tokens=tokens)).attention for tokens in (512, 1024)]
+    assert (
+        found[1] - 2 * found[0] > 512 * 1024 * decoder.heads
+    )  # bytes of scores, of which there are twice as many more
+
+
+def test_several_streams_between_layers() -> None:
+    """Each layer keeps all of them; and all layers' share of a table of their own waits with its gradient."""
+    model = on_meta(small("gemma3n_text"))
+    decoder, streams = decoder_of_model("plan", model), model.config.altup_num_inputs
+    assert decoder.between == decoder.stream == streams * decoder.hidden
+    inputs = [parts_of(each, replace(GPU, tokens=256)).inputs for each in (decoder, replace(decoder, between=None))]
+    assert inputs[0] == streams * inputs[1] > 0
+    twin = twin_of(model)
+    ids = torch.zeros(1, 256, dtype=torch.long, device="meta")
+    before = _before_layers(twin, tuple(twin.model.layers), ids)
+    waiting = 256 * decoder.layers * model.config.hidden_size_per_layer_input * 4
+    assert before.count(waiting) >= 2  # what is kept, and the gradient
+
+
+def test_the_positions_that_a_model_makes_are_its_longest_sequence() -> None:
+    decoder = decoder_of_model(
+        "plan", on_meta({"model_type": "mpt", "d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 96})
+    )
+    assert decoder.positions == 96
+
+
+# Of those that are built tiny, with what their refusal says.
+NO_PLAN = {
+    "cpmant": "Its layers have other features than each other, or other tokens",
+    "dbrx": "a DbrxBlock asks for values",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.filterwarnings("ignore:tile_model")
+def test_every_causal_model_has_a_plan() -> None:
+    """But those whose layers or ends have no formula, which are told."""
+    unlike = {}
+    for kind in (kind for kind in TEXT if kind not in NOT_BUILT):
+        with torch.device("meta"):
+            config = tiny_config(kind, OVERRIDES.get(kind, {}))
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        try:
+            found = plan(model, 64).plan.decoder.held
+            assert found is not None
+            said = "" if found.count == sum(parameter.numel() for parameter in model.parameters()) else "count"
+        except SpecError as error:
+            said = str(error)
+        if (NO_PLAN.get(kind, "") not in said) or (bool(said) != (kind in NO_PLAN)):
+            unlike[kind] = said
+    assert not unlike
+
+
 REFUSED: dict[str, tuple[dict[str, Any], Callable[[Any], Any], str]] = {
     "no layers": (
-        {"model_type": "ctrl"},
+        {"model_type": "xlm"},
         lambda model: model,
-        "CTRLLMHeadModel has no list of layers of the classes in its _no_split_modules.",
+        "XLMWithLMHeadModel has no list of layers.",
     ),
     "values": (
         {"model_type": "longcat_flash"},
         lambda model: model,
         "Its layers cannot run without values: a LongcatFlashDecoderLayer asks for values, on which its sizes may depend",
     ),
-    "other features": (
-        {"model_type": "gemma3n_text", "num_kv_shared_layers": 0, "activation_sparsity_pattern": [0.0] * 3},
+    "other tokens": (
+        {"model_type": "cpmant", "dim_head": 64, "num_heads": 8, "dim_ff": 896},
         lambda model: model,
-        "Its layers have other features than its embedding, of which there is no formula.",
+        "Its layers have other features than each other, or other tokens, of which there is no formula.",
+    ),
+    "other ends": (
+        {"model_type": "rembert", "input_embedding_size": 64, "output_embedding_size": 96},
+        lambda model: model,
+        "Its embedding and its head have different features, of which there is no formula.",
     ),
     "several lists": (
         {"model_type": "hrm_text"},
@@ -214,6 +285,7 @@ REFUSED: dict[str, tuple[dict[str, Any], Callable[[Any], Any], str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore:tile_model. .* stay as they are in CpmAntForCausalLM")
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_measured_is_said(case: str) -> None:
     config, change, reason = REFUSED[case]

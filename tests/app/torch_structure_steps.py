@@ -43,12 +43,19 @@ LATENTS = ("deepseek_v3", "minicpm3", "deepseek_v2", "glm4_moe_lite", "youtu")
 # masks, as all pairs; linear attention, a state space beside attention; a table of positions.
 MEASURED: dict[str, dict[str, Any]] = {
     "stablelm": {},
+    "gemma2": {"sliding_window": 512, "query_pre_attn_scalar": 64},
     "gpt2": {"n_embd": 512, "n_head": 8, "n_layer": 3, "attn_pdrop": 0.0, "n_positions": 16384},
     "llama4_text": EXPERTS | {"attention_chunk_size": 2048, "intermediate_size_mlp": 896},
     "cohere2_moe": EXPERTS | {"sliding_window": 512},
     "gpt_oss": EXPERTS,
     "falcon_h1": {},
     "qwen3_next": EXPERTS,
+    "deepseek_v4": EXPERTS,
+    "gemma3n_text": {
+        "num_kv_shared_layers": 0,
+        "activation_sparsity_pattern": [0.0] * 3,
+        "vocab_size_per_layer_input": 256,
+    },
     "granite+adapters": {},
 }
 # Their first layer has no experts. In a deep model the second one's neighbours have.

@@ -136,8 +136,8 @@ MUTANTS = (
     Mutant(
         "a plan takes offloaded inputs for bytes of one element",
         "shared_specs/app/plan/step.py",
-        "host = decoder.layers * setting.own_rows * decoder.hidden * setting.stream if",
-        "host = decoder.layers * setting.own_rows * decoder.hidden if",
+        "host = decoder.layers * setting.own_rows * decoder.stream * setting.stream if",
+        "host = decoder.layers * setting.own_rows * decoder.stream if",
         "tests/app/test_plan.py -x -k 'inputs_of_layers'",
     ),
     Mutant(
@@ -1809,15 +1809,43 @@ MUTANTS = (
     Mutant(
         "a block computes its experts again where only their gradients are wanted",
         "tiled_torch/models/block/experts.py",
-        "nullcontext() if read else results_unread()",
-        "nullcontext()",
+        "results_unread(unread)",
+        "results_unread(())",
         "tests/models/test_torch_block_experts.py -k flop",
+    ),
+    Mutant(
+        "a block computes the MLP beside its experts again",
+        "tiled_torch/models/block/experts.py",
+        '(FORMULA, "tiled_mlp") if shared else (FORMULA,)',
+        "(FORMULA,)",
+        "tests/models/test_torch_block_experts.py -k 'flop and dots1'",
+    ),
+    Mutant(
+        "what somebody has put around the MLP beside experts reads what was not computed",
+        "tiled_torch/models/block/experts.py",
+        "shared = isinstance(shared_that_is_added(mixture), Tiled)",
+        "shared = shared_that_is_added(mixture) is not None",
+        "tests/models/test_torch_block_experts.py -k 'multiplies and dots1'",
+    ),
+    Mutant(
+        "a plan forgets what a model keeps in front of its layers",
+        "tiled_torch/plan/measured.py",
+        "for place, tensor in saved.items() if place not in known and place not in given",
+        "for place, tensor in saved.items() if place in known and place not in given",
+        "tests/app/test_torch_plan_measured.py -k streams",
+    ),
+    Mutant(
+        "a plan counts one stream between layers",
+        "shared_specs/app/plan/decoder.py",
+        "return self.between or self.hidden",
+        "return self.hidden",
+        "tests/app/test_torch_plan_measured.py -k streams",
     ),
     Mutant(
         "a norm behind the experts reads what was not computed",
         "tiled_torch/models/block/experts.py",
-        "read = parts.is_read(family.behind_mlp)",
-        "read = False",
+        "unread = () if parts.is_read(family.behind_mlp) else _unread(call.layer.mlp)",
+        "unread = _unread(call.layer.mlp)",
         "tests/models/test_torch_block_experts.py -k 'gradients and flex'",
     ),
     Mutant(

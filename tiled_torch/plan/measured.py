@@ -43,7 +43,7 @@ class MeasuredLayers:
 
     Attributes:
         what: the function and the argument that the model is of, for messages.
-        scope: of `tile_model`: "block" where some layer is one. hidden: features of what goes from layer to layer.
+        scope: of `tile_model`: "block" where some layer is one. between: features of a token that go from layer to layer.
         positions: tokens that a sequence may have at most, of a model with a table of positions; None: any number.
     """
 
@@ -51,7 +51,7 @@ class MeasuredLayers:
     twin: Any = field(repr=False)
     layers: tuple[Any, ...] = field(repr=False)
     scope: Scope
-    hidden: int
+    between: int
     positions: int | None
     _lengths: dict[tuple[int, int, int], Lengths] = field(default_factory=dict, repr=False)
 
@@ -76,12 +76,13 @@ class MeasuredLayers:
     def _measure(self, sequences: int, itemsize: int, shard: int, tokens: int) -> Measurement:
         _tile(self.twin, self.scope, shard)
         cast_parameters(self.twin, torch.bfloat16 if itemsize == torch.bfloat16.itemsize else torch.float32)
-        wanted, found, zeros = {_kind(layer) for layer in self.layers}, dict[Any, Measurement](), Zeros()
+        kinds = _kinds(self.layers)
+        wanted, found, zeros = {*kinds.values()}, dict[Any, Measurement](), Zeros()
 
         def measure(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if torch.is_grad_enabled():  # inside a measurement
                 return
-            kind = _kind(layer)
+            kind = kinds[id(layer)]
             if kind not in found:
                 zeros.asked = False
                 found[kind] = _backward(layer, args, kwargs)
@@ -91,12 +92,19 @@ class MeasuredLayers:
                 raise _Measured
 
         try:
-            with hooked(self.layers, measure), _once_a_kind(self.layers), simulated_device(), zeros, torch.no_grad():
+            with (
+                hooked(self.layers, measure),
+                _once_a_kind(kinds, self.layers),
+                simulated_device(),
+                zeros,
+                torch.no_grad(),
+            ):
                 self.twin(input_ids=_ids(sequences, tokens), use_cache=False)
         except _Measured:
             pass
         peaks, sizes, steps = zip(*found.values(), strict=True)
-        return Measurement(max(peaks), frozenset().union(*sizes), max(steps))
+        before = _before_layers(self.twin, self.layers, _ids(sequences, tokens))
+        return Measurement(max(peaks) + sum(before), frozenset().union(before, *sizes), max(steps))
 
 
 class _Measured(BaseException):
@@ -117,9 +125,9 @@ def measured_layers(model: Any, what: str) -> MeasuredLayers | str:
         scope: Scope = "block" if any(map(is_block, layers)) else "mlp"
         towers = [layer for path in plan.towers for layer in twin.get_submodule(path)]
         table = twin.get_input_embeddings()
-        measured = MeasuredLayers(what, twin, layers, scope, table.weight.shape[1], _positions(twin, table))
         _tile(twin, scope, _FEW)
-        reason = _reason_not_measured(twin, layers, towers, measured.hidden)
+        reason, between = _reason_not_measured(twin, layers, towers)
+        measured = MeasuredLayers(what, twin, layers, scope, between, _positions(twin, table))
         if reason is None:
             measured._measure(1, torch.bfloat16.itemsize, _FEW, _FEW)
     except Exception as error:  # of code that is not ours
@@ -131,31 +139,39 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
-def _reason_not_measured(twin: Any, layers: tuple[Any, ...], towers: list[Any], hidden: int) -> str | None:
-    """Return why what its layers take does not follow from one of them; None where it does."""
-    calls, widths = Counter[int](), set[int]()
+def _reason_not_measured(twin: Any, layers: tuple[Any, ...], towers: list[Any]) -> tuple[str | None, int]:
+    """Return why what its layers take does not follow from one of them, None where it does; and features of a token between
+    them."""
+    calls, widths = Counter[int](), set[float]()
 
     def count(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         calls[id(layer)] += 1
-        widths.add(_input(args, kwargs).numel() // _FEW)
+        widths.add(_input(args, kwargs).numel() / tokens)
 
-    ids = _ids(1, _FEW)
-    with hooked((*layers, *towers), count), _once_a_kind(layers), simulated_device(), Zeros(), torch.no_grad():
-        twin(input_ids=ids, labels=ids, use_cache=False)
+    for tokens in (_FEW, 2 * _FEW):
+        calls.clear()
+        ids = _ids(1, tokens)
+        once = _once_a_kind(_kinds(layers), layers)
+        with hooked((*layers, *towers), count), once, simulated_device(), Zeros(), torch.no_grad():
+            twin(input_ids=ids, labels=ids, use_cache=False)
     if any(calls[id(tower)] for tower in towers) or max(calls.values(), default=0) > 1:
-        return "It calls layers several times, or of several lists, of which there is no formula."
-    if widths != {hidden}:
-        return "Its layers have other features than its embedding, of which there is no formula."
+        return "It calls layers several times, or of several lists, of which there is no formula.", 0
+    if len(widths) != 1 or not (width := widths.pop()).is_integer():
+        return "Its layers have other features than each other, or other tokens, of which there is no formula.", 0
     path = getattr(twin, "_ran", None) or head_path(twin)
-    return None if path.startswith("tiled") else f"Its loss is not tiled, of which there is no formula: {path}"
+    reason = None if path.startswith("tiled") else f"Its loss is not tiled, of which there is no formula: {path}"
+    return reason, int(width)
 
 
 def _positions(twin: Any, table: nn.Module) -> int | None:
-    """Return how many tokens a table of learned positions has room for; None where there is none."""
+    """Return for how many tokens a model has learned positions, or makes them; None where it does not say."""
     tables = ((name, module) for name, module in twin.named_modules() if isinstance(module, nn.Embedding))
     found = [m.num_embeddings for name, m in tables if m is not table and any(part in name for part in _TABLES)]
     said = getattr(twin.config.get_text_config(), "max_position_embeddings", None)
-    return min([*found, *([said] if type(said) is int else [])]) if found else None
+    made = getattr(twin.config, "max_seq_len", None)  # for so many MPT makes its positions, in no table
+    if not found:
+        return made if type(made) is int else None
+    return min([*found, *([said] if type(said) is int else [])])
 
 
 def _window(config: Any) -> int:
@@ -204,21 +220,60 @@ def _first(result: Any, x: Tensor) -> Tensor:
     return next(each for each in tree_iter(result) if isinstance(each, Tensor) and each.shape == x.shape)
 
 
+def _before_layers(twin: Any, layers: tuple[Any, ...], ids: Tensor) -> list[int]:
+    """Return the bytes of what a model keeps for the backward of what comes before its layers, and of gradients that wait for
+    it: those of what all layers are given beside their input."""
+    known = {tensor.untyped_storage()._cdata for tensor in (*twin.parameters(), *twin.buffers(), ids)}
+    saved: dict[int, Tensor] = {}
+    given: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        saved[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    def see(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x = _input(args, kwargs)
+        known.add(x.untyped_storage()._cdata)  # counted with the inputs of layers
+        others = (each for each in tree_iter((args, kwargs)) if isinstance(each, Tensor) and each is not x)
+        given.update((each.untyped_storage()._cdata, each) for each in others)
+        raise _Measured
+
+    try:
+        with (
+            hooked(layers, see),
+            simulated_device(),
+            Zeros(),
+            torch.enable_grad(),
+            torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+        ):
+            twin(input_ids=ids, use_cache=False)
+    except _Measured:
+        pass
+    kept = (tensor for place, tensor in saved.items() if place not in known and place not in given)
+    waiting = (tensor for place, tensor in given.items() if place not in known and tensor.requires_grad)
+    return [tensor.untyped_storage().nbytes() for tensor in (*kept, *waiting)]
+
+
+def _kinds(layers: Iterable[Any]) -> dict[int, Any]:
+    """Return the kind of each layer, by its number, before it runs: some note in themselves that they did."""
+    return {id(layer): _kind(layer) for layer in layers}
+
+
 @contextmanager
-def _once_a_kind(layers: Iterable[Any]) -> Iterator[None]:
+def _once_a_kind(kinds: dict[int, Any], layers: Iterable[Any]) -> Iterator[None]:
     """Let, inside this context, the first layer of every kind compute, and all others return what that one has returned."""
     firsts: dict[Any, Any] = {}
-    others = [layer for layer in layers if firsts.setdefault(_kind(layer), layer) is not layer]
+    others = [layer for layer in layers if firsts.setdefault(kinds[id(layer)], layer) is not layer]
     results: dict[Any, Any] = {}
 
     def keep(layer: Any, _: Any, result: Any) -> None:
         if not torch.is_grad_enabled():  # else it is measured, and nobody keeps its result
-            results[_kind(layer)] = result
+            results[kinds[id(layer)]] = result
 
     handles = [layer.register_forward_hook(keep) for layer in firsts.values()]
     with ExitStack() as stack:
         for layer in others:
-            again = partial(_result_of, results, _kind(layer))
+            again = partial(_result_of, results, kinds[id(layer)])
             stack.enter_context(patch.object(layer, "forward", again, create=True))
         try:
             yield

@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from shared_specs.app.option_fields import InputError
-from shared_specs.app.plan.decoder import FAMILIES, Decoder, decoder_from
+from shared_specs.app.plan.decoder import Decoder, decoder_from, reason_no_formulas
 from shared_specs.app.plan.function.checks import fail_without_config
 from shared_specs.app.plan.held import Parameter, Place, held_of
 from tiled_torch.core.partitioned import whole_shape
@@ -24,22 +23,24 @@ def decoder_of_model(function: str, model: Any) -> Decoder:
     Args:
         model: of transformers, also on the meta device, or of peft around one.
     Raises:
-        TypeError: it is no model with a config. InputError: it is of a family without formulas, or its attention is eager.
+        TypeError: it is no model with a config. InputError: it is of a family without formulas.
     """
     config: Any = getattr(model, "config", None)
     if not isinstance(model, nn.Module) or not hasattr(config, "to_dict"):
         fail_without_config(function, model)
-    what, kind = f"{function}: model", getattr(config, "model_type", None)
-    if kind in FAMILIES:
-        decoder = decoder_from(config.to_dict(), what)
+    what, known = f"{function}: model", config.to_dict()
+    if reason_no_formulas(known) is None and not attends_eagerly(model):
+        decoder = decoder_from(known, what)
     else:
         from tiled_torch.plan.structure import decoder_by_structure  # here, since it loads transformers
 
         decoder = decoder_by_structure(model, what)
-    if decoder.measured is None and getattr(config, "_attn_implementation", None) == "eager":
-        hint = "Eager attention writes the scores of all pairs of tokens, of which there is no formula."
-        raise InputError(f"{what} must attend by sdpa or flash attention, got eager. {hint}")
     return with_parameters(model, decoder)
+
+
+def attends_eagerly(model: Any) -> bool:
+    """Return whether a model's attention writes the scores of all pairs of tokens, of which there is no formula."""
+    return getattr(model.config, "_attn_implementation", None) == "eager"
 
 
 def with_parameters(model: nn.Module, decoder: Decoder) -> Decoder:

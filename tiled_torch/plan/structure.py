@@ -57,6 +57,7 @@ def decoder_by_structure(model: Any, what: str) -> Decoder:
             **_said_sizes(inside),
             measured=measured.bytes_of,
             scope=measured.scope,
+            between=measured.between if measured.between != ends["hidden"] else None,
             positions=measured.positions,
         )
     layer = max(layers, key=has_experts)
@@ -90,14 +91,16 @@ def _reason_no_ends(model: Any) -> str | None:
     ends = model.get_input_embeddings(), model.get_output_embeddings()
     if not isinstance(ends[0], nn.Embedding) or not isinstance(ends[1], nn.Linear):
         return "It has no embedding and head that are one weight each."
+    if whole_shape(ends[0].weight)[1] != whole_shape(ends[1].weight)[1]:
+        return "Its embedding and its head have different features, of which there is no formula."
     return None
 
 
 def _has_formula(model: Any, layers: list[Any], path: str) -> bool:
     """Return whether the layers of a model, which are at a path, run as blocks, and nothing but them and the ends is there.
 
-    Attention with sinks, or a cap, writes the scores of all pairs, and with a window of some types takes a mask of them;
-    experts of an unknown form are called with all tokens.
+    Eager attention, and that with sinks or a cap, writes the scores of all pairs, and with a window of some types takes a mask
+    of them; experts of an unknown form are called with all tokens.
     """
     if any(hasattr(module, "base_layer") for module in model.modules()):  # adapters
         return False
@@ -105,6 +108,8 @@ def _has_formula(model: Any, layers: list[Any], path: str) -> bool:
     for name, parameter in model.named_parameters():
         if parameter.ndim > 1 and id(parameter) not in known and not name.startswith(f"{path}."):
             return False
+    if getattr(model.config, "_attn_implementation", None) == "eager":
+        return False
     if getattr(model.config, "final_logit_softcapping", None) or not all(map(_is_known, layers)):
         return False
     return model.config.model_type in WINDOWED_TYPES or all(_window_of(layer) is None for layer in layers)

@@ -64,15 +64,19 @@ def structural_plan(model: Any) -> Plan | str:
     """Return the plan of a model of transformers, or why it has none.
 
     Its layers are those of the lists that hold nothing but modules of the classes in `_no_split_modules`, by which accelerate
-    shards models as well; where there are several lists, the last one in its decoder, and the others are towers. No two layers,
-    and no layer and the rest, may share a parameter.
+    shards models as well, or else of the class that transformers checkpoints, or else of the only list of modules alike. Where
+    there are several lists, it is the last one in its decoder, and the others are towers. No two layers, and no layer and the
+    rest, may share a parameter.
     """
     transformers: Any = sys.modules.get("transformers")  # if it is not loaded, no model is one of its
     if transformers is None or not isinstance(model, transformers.PreTrainedModel):
         return "It is no model of transformers."
-    lists = _lists_of(model, frozenset(model._no_split_modules or ()))
+    named = (frozenset(model._no_split_modules or ()), frozenset({"GradientCheckpointingLayer"}))
+    lists = next((found for names in named if (found := _lists_of(model, names))), None) or _only_list(model)
     if not lists:
-        return f"{type(model).__name__} has no list of layers of the classes in its _no_split_modules."
+        return f"{type(model).__name__} has no list of layers."
+    if any(hasattr(layer, "backward_pass") for layers in lists.values() for layer in layers):  # Reformer's, reversible
+        return f"Layers of {type(model).__name__} are not called in backward, but parts of them."
     shared = _shared(model, lists)
     if shared is not None:
         return f"Layers of {type(model).__name__} share {shared} with other modules."
@@ -98,6 +102,21 @@ def _lists_of(model: nn.Module, wholes: frozenset[str]) -> dict[str, nn.ModuleLi
         if isinstance(module, nn.ModuleList) and len(module) and not inside and all(_is_of(m, wholes) for m in module):
             found[path] = module
     return found
+
+
+def _only_list(model: nn.Module) -> dict[str, nn.ModuleList]:
+    """Return by path the list of modules of one class that have parts; none where there are several such lists."""
+    found: dict[str, nn.ModuleList] = {}
+    for path, module in model.named_modules():
+        inside = any(path.startswith(f"{other}.") for other in found)
+        if (
+            isinstance(module, nn.ModuleList)
+            and len({*map(type, module)}) == 1
+            and not inside
+            and any(module[0].children())
+        ):
+            found[path] = module
+    return found if len(found) == 1 else {}
 
 
 def _is_of(module: nn.Module, names: frozenset[str]) -> bool:

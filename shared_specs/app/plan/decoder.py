@@ -34,9 +34,10 @@ class Decoder:
         normed: whether norms are behind attention and the MLP; of a `kind` among `DECODERS` that says it.
         wide_positions: whether cosine and sine of the positions are float32 in any dtype.
         window: tokens that a query sees in `windowed` of the layers; None where it sees all before in every one.
-        by_structure: the sizes are those of a model object's layers; `kind` is none of `DECODERS`.
+        by_structure: the sizes are those of a model object's layers; what `kind` says of `DECODERS` does not hold.
         measured: returns the bytes of one layer's backward without layers' inputs; None where formulas do. scope: of
-            `tile_model` with which it was measured. beside: parameters besides layers, embedding, head and final norm.
+            `tile_model` with which it was measured. between: features of a token between layers where they are others than the
+            embedding's, such as those of several streams. beside: parameters besides layers, embedding, head and final norm.
         positions: tokens that a sequence may have at most; None: any number.
         held: the parameters that a model object has; None: all are trained and in float32.
     """
@@ -67,9 +68,15 @@ class Decoder:
     by_structure: bool = False
     measured: Callable[[Setting], int] | None = None
     scope: Scope = "block"
+    between: int | None = None
     beside: int = 0
     positions: int | None = None
     held: Held | None = None
+
+    @property
+    def stream(self) -> int:
+        """Features of a token between layers."""
+        return self.between or self.hidden
 
     @property
     def queries(self) -> int:
@@ -273,7 +280,7 @@ def decoder_named(model: str, other: Callable[[dict[str, Any], str], Decoder] | 
 
     Args:
         model: a name of `MODELS`, the path of a config.json, or a Hugging Face folder that has one.
-        other: reads the config of a model_type beside FAMILIES, and is given the words for messages; None: it is refused.
+        other: reads a config of which there are no formulas, and is given the words for messages; None: it is refused.
     Raises:
         InputError: it is none of these, or the file is of another kind of model.
     """
@@ -289,7 +296,7 @@ def decoder_named(model: str, other: Callable[[dict[str, Any], str], Decoder] | 
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InputError(f"plan: --model {path} cannot be read: {error}.") from error
-    if other is not None and isinstance(config, dict) and config.get("model_type") not in FAMILIES:
+    if other is not None and isinstance(config, dict) and reason_no_formulas(config) is not None:
         return other(config, f"plan: --model {path}")
     return decoder_of(config, str(path))
 
@@ -311,22 +318,11 @@ def decoder_from(config: object, what: str) -> Decoder:
     """
     check_formulas(config.get("model_type") if isinstance(config, dict) else type(config).__name__, what)
     assert isinstance(config, dict)
-    kind = config["model_type"]
-    given = {term: value for term, value in config.items() if value is not None or term in _NULLABLE}
+    reason = reason_no_formulas(config)
+    if reason is not None:
+        raise InputError(f"{what} must have {reason}")
+    kind, config = config["model_type"], _whole(config)
     experts = DECODERS[kind].experts
-    config = {**DECODERS[kind].defaults, **(given if experts is None else experts.counted(given))}
-    for term, only in DECODERS[kind].fixed.items():
-        if config.get(term, only) not in (only, None):
-            raise InputError(
-                f"{what} must have {term} {only}, got {config[term]}. Of another value there is no formula."
-            )
-    if config.get("mlp_only_layers"):
-        raise InputError(
-            f"{what} must have no mlp_only_layers, got {config['mlp_only_layers']}. All layers have experts."
-        )
-    for cap in _CAPS:
-        if config.get(cap):
-            raise InputError(f"{what} must have no {cap}, got {config[cap]}. Of it there is no formula.")
     terms = {"intermediate": "intermediate_size"} | _TERMS
     if experts is not None:
         terms |= {"experts": experts.count, "chosen": experts.chosen, "intermediate": experts.intermediate}
@@ -351,6 +347,28 @@ def decoder_from(config: object, what: str) -> Decoder:
     )
 
 
+def reason_no_formulas(config: Mapping[str, Any]) -> str | None:
+    """Return what a dictionary of transformers must have to be one of which there are formulas; None where it has that."""
+    kind = config.get("model_type")
+    if kind not in FAMILIES:
+        return f"a model_type of {', '.join(FAMILIES)}, got {kind}."
+    config = _whole(config)
+    for term, only in DECODERS[kind].fixed.items():
+        if config.get(term, only) not in (only, None):
+            return f"{term} {only}, got {config[term]}. Of another value there is no formula."
+    if config.get("mlp_only_layers"):
+        return f"no mlp_only_layers, got {config['mlp_only_layers']}. All layers have experts."
+    capped = next((cap for cap in _CAPS if config.get(cap)), None)
+    return None if capped is None else f"no {capped}, got {config[capped]}. Of it there is no formula."
+
+
+def _whole(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the dictionary of a family that has formulas, with what it leaves to defaults."""
+    decoder = DECODERS[config["model_type"]]
+    given = {term: value for term, value in config.items() if value is not None or term in _NULLABLE}
+    return {**decoder.defaults, **(given if decoder.experts is None else decoder.experts.counted(given))}
+
+
 def check_formulas(kind: object, what: str) -> None:
     """Refuse a model_type of which there are no formulas. what: the function and the argument that it is of, for messages.
 
@@ -358,7 +376,7 @@ def check_formulas(kind: object, what: str) -> None:
         InputError: with those of which there are.
     """
     if kind not in FAMILIES:
-        raise InputError(f"{what} must have a model_type of {', '.join(FAMILIES)}, got {kind}.")
+        raise InputError(f"{what} must have {reason_no_formulas({'model_type': kind})}")
 
 
 def tensor_ranks(decoder: Decoder, gpus: int, half: Half) -> list[int]:

@@ -163,7 +163,7 @@ def levers_of(decoder: Decoder, setting: Setting) -> tuple[Lever, ...]:
     levers = _LEVERS[setting.half]
     if decoder.measured is not None and decoder.scope == "mlp":
         return _MEASURED
-    if decoder.window is not None or decoder.kind not in WHOLE or setting.tensor > 1:
+    if decoder.window is not None or decoder.by_structure or decoder.kind not in WHOLE or setting.tensor > 1:
         return tuple(lever for lever in levers if lever.changes["scope"] == "block")
     return levers if setting.ring == 1 else tuple(lever for lever in levers if lever.changes["scope"] != "none")
 

@@ -60,7 +60,7 @@ def parts_of(decoder: Decoder, setting: Setting) -> Parts:
     """Return the bytes of one step, at the highest of its high points: the last layer's backward, the first one's, the loss;
     and the embedding's where it is split."""
     decoder = decoder.split(setting.tensor)
-    host = decoder.layers * setting.own_rows * decoder.hidden * setting.stream if setting.offload else 0
+    host = decoder.layers * setting.own_rows * decoder.stream * setting.stream if setting.offload else 0
     ranks = setting.gpus // setting.tensor
     weights, trained = decoder.weight_bytes // ranks, decoder.trained_bytes // ranks
     state = {"weights": weights, "gradients": trained, "optimizer": MOMENTS[setting.optimizer] * trained}
@@ -97,7 +97,7 @@ def _at_layer(decoder: Decoder, setting: Setting, done: int) -> dict[str, int]:
         gathered = (1 + (done < decoder.layers - 1 and not _is_alone(setting))) * b * layer + MASTER * before
         gathered += 0 if apart else b * decoder.end_parameters
         moment = {"gradients": _cut_bytes(decoder, setting, done, decoder.head_trained * apart)}
-    inputs = kept * setting.own_rows * decoder.hidden * setting.stream
+    inputs = kept * setting.own_rows * decoder.stream * setting.stream
     if setting.half == "torch":
         rows, shard = eager_layer_bytes(decoder, setting, kept)
     else:
@@ -170,7 +170,7 @@ def _at_loss(decoder: Decoder, setting: Setting) -> dict[str, int]:
     if not trained and not plain:
         loss -= loss_accumulator_bytes(shape)  # nor, where it is compiled, a shard's part of that sum
         loss -= max(MASTER, b) * decoder.hidden * entries if setting.half == "jax" else 0
-    inputs = (0 if setting.offload else decoder.layers) * rows
+    inputs = (0 if setting.offload else decoder.layers) * rows * decoder.stream // decoder.hidden
     of_head = b * decoder.hidden * entries if trained else 0
     if b == MASTER and not (plain and setting.half == "torch"):  # in 16 bits JAX has but the sum that makes it
         loss += of_head
