@@ -136,26 +136,21 @@ def layer_paths(model: Any) -> list[str]:
     return sorted({path for name, path in tiling_paths(model).items() if name.rsplit(".", 1)[-1].isdigit()})
 
 
-def peak(rank: int, world: int, sequence_parallel: bool, offload: bool, layers: int) -> float:
-    """Bytes of one step that one more token costs, without those in host memory, of a decoder with the heads of Llama-3-8B.
-
-    Of each length the lesser of two peaks: a thread of gloo may let go of what was exchanged a moment later.
-    """
-    mesh, found = mesh_of(("tp",), world), {1024: list[int](), 2048: list[int]()}
+def peak(rank: int, world: int, sequence_parallel: bool, offload: bool, layers: int, tokens: int) -> int:
+    """Bytes of one step, without those in host memory, of a decoder with the heads of Llama-3-8B."""
+    mesh = mesh_of(("tp",), world)
     sizes = {"hidden_size": 128, "intermediate_size": 64, "num_attention_heads": 16, "num_key_value_heads": 4}
-    for tokens in (1024, 2048, 1024, 2048):
-        torch.manual_seed(0)
-        config = LlamaConfig(**sizes, num_hidden_layers=layers, vocab_size=64)
-        model = LlamaForCausalLM(config).train()
-        tile_model(model, scope="block", tiling=Tiling(shard_tokens=32))
-        tensor = TensorParallel(sequence_parallel=sequence_parallel)
-        parallelize(model, mesh, ParallelConfig(tensor=tensor, checkpointing=Checkpointing(offload=offload)))
-        ids = torch.arange(tokens)[None] % 64
-        host_memory.cache_clear()
-        with LiveBytes() as live:
-            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-        found[tokens].append(live.peak - host_memory(torch.device("cpu")).bytes)
-    return (min(found[2048]) - min(found[1024])) / 1024
+    torch.manual_seed(0)
+    config = LlamaConfig(**sizes, num_hidden_layers=layers, vocab_size=64)
+    model = LlamaForCausalLM(config).train()
+    tile_model(model, scope="block", tiling=Tiling(shard_tokens=32))
+    tensor = TensorParallel(sequence_parallel=sequence_parallel)
+    parallelize(model, mesh, ParallelConfig(tensor=tensor, checkpointing=Checkpointing(offload=offload)))
+    ids = torch.arange(tokens)[None] % 64
+    host_memory.cache_clear()
+    with LiveBytes() as live:
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    return live.peak - host_memory(torch.device("cpu")).bytes
 
 
 def loss_of(model: Any, ids: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
