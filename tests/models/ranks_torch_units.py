@@ -20,7 +20,9 @@ Step = tuple[Tensor, Tensor, dict[str, Any]]
 def in_units(
     rank: int, world: int, kind: str, units: str, policy: tuple[str | None, str | None], reshard: bool
 ) -> dict[str, Any]:
-    """Relative errors of the loss, the logits and the gradients of two micro-batches, tiled and untiled in the same units.
+    """Relative errors of losses, the logits and the gradients of two micro-batches, tiled and untiled in the same units.
+
+    Of several losses, since the error of one number may be none by chance.
 
     units: "own": the head is one. "tail": with what is before it, as accelerate makes it. policy: dtypes of parameters and
     outputs.
@@ -53,8 +55,11 @@ def _shard(model: Any, units: str, policy: tuple[str | None, str | None], reshar
 
 
 def _step(model: Any, rows: slice) -> Step:
-    """The second of two micro-batches, whose gradients are reduced together."""
+    """The second of two micro-batches, whose gradients are reduced together; its loss, and those of other tokens."""
     model.zero_grad()
+    with torch.no_grad():
+        others = [(IDS[rows] * factor) % 50 + 3 for factor in (3, 7, 9, 11, 13, 17, 19)]
+        losses = [model(input_ids=ids, labels=ids, use_cache=False).loss for ids in others]
     for last in (False, True):
         if hasattr(model, "set_requires_gradient_sync"):
             model.set_requires_gradient_sync(last)
@@ -62,7 +67,7 @@ def _step(model: Any, rows: slice) -> Step:
         logits = 1 * outputs.logits.detach()  # read after forward
         (outputs.loss / 2).backward()
     gradients = {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
-    return outputs.loss.detach(), logits, gradients
+    return torch.stack([outputs.loss.detach(), *losses]), logits, gradients
 
 
 def refused(rank: int, world: int, kind: str) -> dict[str, str]:
