@@ -1,22 +1,28 @@
 """`plan` beside the JAX half's own step, whole models of eight billion parameters compiled for one H200 to sixty-four."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import jax.numpy as jnp
 import pytest
+from flax import nnx
 
-from shared_specs.app.plan.decoder import MODELS
+from shared_specs.app.plan.decoder import MODELS, Decoder
 from shared_specs.app.plan.record import RECORDED_GPUS, RECORDED_MODELS, RECORDED_TOKENS, recorded_setting
 from shared_specs.app.plan.simulated import predicted_device, simulated_step
 from shared_specs.app.plan.step import Setting, parts_of
 from shared_specs.tolerances import PLAN_BYTES, PLAN_COMPILED
+from tests.models.jax_adapters import ATTENTION, MLP, adapt
+from tiled_jax.commands.plan import simulate
 from tiled_jax.commands.plan.simulate import SIMULATOR
+from tiled_jax.plan.sizes import decoder_of_model
 
 
-def assert_predicted(model: str, setting: Setting) -> None:
-    decoder = MODELS[model]
+def assert_predicted(model: str, setting: Setting, decoder: Decoder | None = None) -> None:
+    decoder = decoder or MODELS[model]
     found, predicted = (
-        simulated_step(decoder, setting, SIMULATOR),
+        simulated_step(MODELS[model], setting, SIMULATOR),
         predicted_device(decoder, SIMULATOR.setting_simulated(setting)),
     )
     print(f"{predicted / found.device:.3f}", found, parts_of(decoder, setting).by_name)
@@ -102,6 +108,37 @@ EXPERTS: list[tuple[str, int, int, dict[str, Any]]] = [
 @pytest.mark.parametrize(("model", "tokens", "gpus", "more"), EXPERTS)
 def test_experts(model: str, tokens: int, gpus: int, more: dict[str, Any]) -> None:
     assert_predicted(model, replace(recorded_setting(tokens, gpus, "jax"), **more))
+
+
+# Adapters around projections of a frozen base: of all, of two. The peak is a layer, or the loss without its head's gradient.
+ADAPTERS: list[tuple[str, int, int, dict[str, Any], tuple[str, ...]]] = [
+    ("llama-3-8b", 2**20, 8, {}, ATTENTION + MLP),
+    ("llama-3-8b", 2**17, 8, {"context": 1}, ATTENTION + MLP),
+    ("llama-3-8b", 2**16, 1, {}, ATTENTION + MLP),
+    ("qwen3-8b", 2**17, 8, {}, ATTENTION + MLP),
+    ("qwen3-8b", 2**18, 8, {"offload": False}, ATTENTION + MLP),
+    ("qwen3-8b", 2**20, 8, {}, ("q", "v")),
+    ("qwen3-8b", 2**19, 8, RING, ATTENTION + MLP),
+]
+
+
+@pytest.mark.parametrize(("model", "tokens", "gpus", "more", "names"), ADAPTERS)
+def test_adapters(
+    model: str, tokens: int, gpus: int, more: dict[str, Any], names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Theirs alone are trained."""
+    plain = simulate.model_of
+
+    def adapted(decoder: Decoder, setting: Setting) -> Any:
+        found = plain(decoder, setting)
+        adapt(found.layers, names, jnp.dtype(setting.dtype))
+        return found
+
+    monkeypatch.setattr(simulate, "model_of", adapted)
+    monkeypatch.setattr(simulate, "parallelize", partial(simulate.parallelize, wrt=nnx.LoRAParam))
+    setting = replace(recorded_setting(tokens, gpus, "jax"), **more)
+    shapes = nnx.eval_shape(lambda: adapted(MODELS[model], setting))
+    assert_predicted(model, setting, decoder_of_model("plan", shapes, nnx.LoRAParam))
 
 
 @pytest.mark.parametrize(("model", "tokens", "gpus", "more"), FAMILIES)

@@ -210,17 +210,29 @@ def test_adapters_in_pytorch() -> None:
     assert {reach.setting.tensor for reach in found.reach} == {1}
 
 
-def test_adapters_in_jax_are_refused() -> None:
-    """With them no layer is a block, of which there are formulas; `parallelize` says the same."""
+def test_adapters_in_jax() -> None:
+    """Theirs alone are trained, and layers are not split."""
+    found = functions("jax")["plan"](with_lora(), TOKENS, devices=8).plan
+    held, of_q = found.decoder.held, 4 * (64 + 64)
+    assert (held.trained, held.layer_trained, held.mlp_trained) == (3 * of_q, of_q, 0)
+    assert held.bytes == 4 * (found.decoder.parameters + held.trained)
+    assert held.trained_bytes == 4 * held.trained
+    assert (found.decoder.adapted, found.decoder.mlp_adapted, held.trains_head) == (True, False, False)
+    assert {reach.setting.tensor for reach in found.reach} == {1}
+
+
+def test_adapters_with_which_no_layer_is_a_block_are_refused() -> None:
+    """Of blocks there are formulas; `parallelize` says the same."""
     with pytest.raises(
-        UnsupportedError, match=r"^plan: a layer's parts must be plain in JAX, got attention\.q is LoRA\. There are"
+        UnsupportedError,
+        match=r"^plan: a layer's parts must be plain in JAX, got attention\.q has an adapter with dtype=.*\. There are",
     ):
-        functions("jax")["plan"](with_lora(), 4096)
+        functions("jax")["plan"](with_lora("bfloat16"), 4096)
     with pytest.raises(TypeError, match=r"^plan: wrt must be a filter of nnx or None, got int\."):
         functions("jax")["plan"](model_of("jax"), 4096, wrt=3)
 
 
-def with_lora() -> Any:
+def with_lora(dtype: str | None = None) -> Any:
     from tiled_jax.models import Llama, LlamaConfig
 
     def made() -> Any:
@@ -230,7 +242,7 @@ def with_lora() -> Any:
         @nnx.vmap(in_axes=(0, 0), out_axes=0)
         def adapted(layer: Any, rngs: Any) -> Any:
             q = layer.attention.q
-            layer.attention.q = nnx.LoRA(q.in_features, 4, q.out_features, base_module=q, rngs=rngs)
+            layer.attention.q = nnx.LoRA(q.in_features, 4, q.out_features, base_module=q, dtype=dtype, rngs=rngs)
             return layer
 
         model.layers = adapted(model.layers, nnx.Rngs(1))

@@ -229,7 +229,7 @@ def test_the_first_setting_that_fits() -> None:
     assert scarce.context > long.context
 
 
-MEMORY = {"torch": 26 * 2**30, "jax": 30 * 2**30}  # in which a million tokens of eight ranks fit, and no half of them
+MEMORY = {"torch": 26 * 2**30, "jax": 32 * 2**30}  # in which a million tokens of eight ranks fit, and no half of them
 
 
 @pytest.mark.parametrize("half", HALVES)
@@ -382,6 +382,23 @@ def test_inputs_of_layers_in_jax_are_those_of_its_formula(dtype: Any) -> None:
     assert parts_of(EIGHT, kept).inputs == (all_of - none) * kept.rows == parts_of(EIGHT, waiting).host
     # In float32 the loss is the highest point, where the last layer's is on its way.
     assert parts_of(EIGHT, waiting).inputs == (2**17 * 4096 * 4 if dtype == "float32" else 0)
+
+
+def test_arrays_of_the_loss_in_the_room_of_results_in_jax() -> None:
+    """The last layer's result and its input, in float32, the hidden states and their gradient: not a byte of those that fit
+    into the gradients of weights, one in each."""
+    sizes: dict[str, Any] = {"hidden": 1024, "layers": 8, "heads": 8, "kv_heads": 8, "head_dim": 128, "vocab": 151936}
+    large, small = (Decoder(**sizes, intermediate=intermediate) for intermediate in (4096, 64))
+    setting = Setting(tokens=2**13, half="jax", offload=True)
+    row = 2**13 * 1024 * 4
+    assert row == 4 * 8 * 1024 * 1024  # as large as the gradients of q, k, v and o
+
+    def of_loss(decoder: Decoder, tokens: int) -> int:
+        return parts_of(decoder, replace(setting, tokens=tokens)).loss
+
+    assert of_loss(large, 2**13) == of_loss(small, 2**13)
+    # Those in float32 have room in the gradients of the MLP alone.
+    assert of_loss(small, 2**14) - of_loss(large, 2**14) == 2 * 2 * row
 
 
 def test_inputs_of_layers_in_pytorch_are_one_row_of_16_bits_a_token_of_every_layer() -> None:

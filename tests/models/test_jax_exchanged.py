@@ -30,10 +30,17 @@ def stacked(make: Callable[[nnx.Rngs], Any]) -> Any:
     return nnx.split_rngs(splits=LAYERS)(nnx.vmap(make, in_axes=0, out_axes=0))(nnx.Rngs(1))
 
 
+class ScaledLinear(nnx.LoRALinear):
+    """An adapter with a scale, which Flax's have not."""
+
+    def __call__(self, x: Any, **options: Any) -> jax.Array:
+        return nnx.Linear.__call__(self, x, **options) + 8.0 * self.lora(x)
+
+
 def adapter(model: Any) -> None:
     plain = model.layers.attention.q
     sizes = plain.in_features, plain.out_features
-    made = stacked(lambda rngs: nnx.LoRALinear(*sizes, lora_rank=4, use_bias=False, rngs=rngs))
+    made = stacked(lambda rngs: ScaledLinear(*sizes, lora_rank=4, use_bias=False, rngs=rngs))
     made.kernel = plain.kernel
     made.lora.lora_b[...] = jnp.asarray(np.random.default_rng(0).standard_normal(made.lora.lora_b.shape), jnp.float32)
     model.layers.attention.q = made
@@ -73,7 +80,7 @@ def own_dtype(model: Any) -> None:
 
 # What is exchanged -> the reason that is given.
 EXCHANGED: dict[str, tuple[Callable[[Any], None], str]] = {
-    "adapter": (adapter, "attention.q is LoRALinear"),
+    "adapter": (adapter, "attention.q is ScaledLinear"),
     "epsilon": (epsilon, "mlp_norm has epsilon=0.5"),
     "dot_general": (own_product, "attention.o has a dot_general of its own"),
     "norm": (other_norm, "attention_norm is LayerNorm"),
@@ -142,6 +149,6 @@ def test_plain_layers_run_as_blocks() -> None:
 def test_over_devices_they_are_refused_by_name() -> None:
     config = ParallelConfig(data=DataParallel())
     with pytest.raises(
-        UnsupportedError, match=r"a layer's parts must be plain with scope='block', got attention\.q is LoRA"
+        UnsupportedError, match=r"a layer's parts must be plain with scope='block', got attention\.q is ScaledLinear"
     ):
         parallelize(model_with(adapter, "block"), mesh_of(dp_shard=2), config)

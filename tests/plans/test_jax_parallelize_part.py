@@ -107,6 +107,12 @@ ROWS = [
     ("adapters", "micro-batches"),
     ("adapters of MLPs", "fsdp 2"),
 ]
+BLOCKS = (
+    ("type", "fsdp 2 x sp 2"),
+    ("adapters", "fsdp 2 x sp 2"),
+    ("adapters", "micro-batches"),
+    ("adapters of MLPs", "fsdp 2"),
+)
 CALLED = ("type", "adapters of MLPs")  # only tiled MLPs hold these
 
 
@@ -123,7 +129,7 @@ def expected_of(model: Any, wrt: Any, loss_fn: Any, batch: Any) -> tuple[jax.Arr
 def test_what_wrt_takes_is_trained(how: str, where: str) -> None:
     change, wrt, count = CHOSEN[how]
     axes, config = MESHES[where]
-    scope = "block" if (how, where) == ("type", "fsdp 2 x sp 2") else "mlp"
+    scope = "block" if (how, where) in BLOCKS else "mlp"
     model, tokens = change(llama(scope=scope, num_hidden_layers=LAYERS)), padded(token_ids(4, 8))
     loss, gradients = expected_of(
         model if how in CALLED else change(llama(plain=True, num_hidden_layers=LAYERS)), wrt, next_token_loss, tokens

@@ -23,9 +23,12 @@ OF_FLAX = {
 }
 
 
-def reason_not_plain(name: str, layer: nnx.Module) -> str | None:
-    """Return why a projection is more than x kernel + bias with the numerics of `tiled_mlp`; None where that is all."""
-    if type(layer) is not nnx.Linear:
+def reason_not_plain(name: str, layer: nnx.Module, kind: type[nnx.Linear] = nnx.Linear) -> str | None:
+    """Return why a projection is more than x kernel + bias with the numerics of `tiled_mlp`; None where that is all.
+
+    kind: the class that it must be of; of another one than nnx.Linear what that adds is not looked at.
+    """
+    if type(layer) is not kind:
         return f"{name} is {type(layer).__name__}"
     try:
         check_precision(name, layer.precision)
@@ -111,7 +114,7 @@ def as_layer(module: Any, name: str) -> nnx.Module | None:
     bias = getattr(module, f"b_{name}", None)
     options = {"dtype": module.dtype, "param_dtype": weight.dtype, **_products_of(module)}
     layer = nnx.Linear(1, 1, use_bias=bias is not None, **options, rngs=nnx.Rngs(0))
-    layer.in_features, layer.out_features = weight.shape
+    layer.in_features, layer.out_features = weight.shape[-2:]  # of a stack of layers too
     layer.kernel = weight
     if bias is not None:
         layer.bias = bias

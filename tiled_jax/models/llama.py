@@ -46,9 +46,10 @@ class Llama(nnx.Module):
         tiling: how the tokens of the MLP and of the loss are cut; None chooses. See shared_specs.config.Tiling.
         plain: compute MLP and loss without tiling, for comparison. Excludes `tiling`.
         scope: "mlp" tiles only the MLP and the loss. "block" tiles everything in a layer except attention, and every layer
-            keeps only its input. It excludes `plain`. If a part of the layers was replaced by more than its formula (an
-            adapter, a subclass, a custom `dot_general`, another norm or epsilon), "block" tiles only their MLP, with a
-            warning. `tiling_paths` gives the reason.
+            keeps only its input. It excludes `plain`. Projections may be in an nnx.LoRA, or be an nnx.LoRALinear, that
+            computes in their dtype. If a part of the layers was replaced by more than its formula (a subclass, a custom
+            `dot_general`, another norm or epsilon), "block" tiles only their MLP, with a warning. `tiling_paths` gives the
+            reason.
         checkpointing: recompute each layer in backward; only the layers' inputs are kept. A `Checkpointing` has further
             options, such as offloading these inputs to host memory.
         dtype: of the products, float32, bfloat16 or float16, as jax.numpy has them or by name; parameters, norms and the

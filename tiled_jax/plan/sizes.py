@@ -14,7 +14,7 @@ from shared_specs.errors import UnsupportedError, error_text, fail_type
 from tiled_jax.models.block.plain import reason_not_block
 from tiled_jax.models.config import LlamaConfig
 
-_BLOCKS = "There are formulas of layers that run as blocks alone. Adapters have them in PyTorch."
+_BLOCKS = "There are formulas of layers that run as blocks alone."
 
 
 def decoder_of_model(function: str, model: Any, wrt: Any) -> Decoder:
@@ -25,7 +25,7 @@ def decoder_of_model(function: str, model: Any, wrt: Any) -> Decoder:
         wrt: a filter of the parameters that are trained; None: the adapters where there are any, else all.
     Raises:
         TypeError: it is no model with a config, or wrt is no filter. InputError: it is of a family without formulas.
-        UnsupportedError: its layers have adapters, with which no layer runs as one block.
+        UnsupportedError: its layers have adapters with which no layer runs as one block.
     """
     config = getattr(model, "config", None)
     if not isinstance(model, nnx.Module) or not isinstance(config, LlamaConfig):
@@ -33,8 +33,8 @@ def decoder_of_model(function: str, model: Any, wrt: Any) -> Decoder:
     decoder = _decoder(config)
     check_formulas(decoder.kind, f"{function}: model")
     held = replace(decoder, held=held_of(_parameters(function, model, decoder, wrt), tied=decoder.tied))
-    if held.adapted:
-        reason = reason_not_block(getattr(model, "layers", None)) or "more parameters"
+    reason = reason_not_block(getattr(model, "layers", None)) if held.adapted else None
+    if reason is not None:
         raise UnsupportedError(error_text(function, "a layer's parts", "plain in JAX", reason, advice=_BLOCKS))
     return held
 

@@ -209,8 +209,8 @@ def _tiled_in(model: nnx.Module, *, own: bool) -> Counter[str]:
     weights: Any
     for _, module in nnx.iter_modules(model):
         if isinstance(module, TiledMLP):
-            weights = module
-            found["tiled_block" if blocks else "tiled_mlp"] += math.prod(weights.w_down.get_value().shape[:-2])
+            path = "tiled_block" if blocks else module._path().partition(":")[0]
+            found[path] += math.prod(_matrix_of(module)[:-2])
         elif isinstance(module, ExpertsMLP) and not module.plain:
             weights = module
             found["tiled_block" if blocks else "tiled_experts"] += len(weights.w_down.get_value())
@@ -223,6 +223,13 @@ def _tiled_in(model: nnx.Module, *, own: bool) -> Counter[str]:
     if own and isinstance(model, Llama) and not model.plain:
         found["tiled_linear_cross_entropy"] += 1
     return found
+
+
+def _matrix_of(mlp: nnx.Module) -> tuple[int, ...]:
+    """Return the shape of a weight of an MLP, or of a stack of MLPs; of one whose projections are layers a kernel's."""
+    weights = (leaf for path, leaf in nnx.to_flat_state(nnx.state(mlp)) if str(path[-1]).startswith(("w_", "kernel")))
+    leaf = next(weights, None)
+    return () if leaf is None else leaf.get_value().shape
 
 
 def _metadata(leaf: nnx.Variable) -> Any:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shared_specs.app.plan.decoder import MASTER as MASTER
-from shared_specs.app.plan.decoder import Decoder
+from shared_specs.app.plan.decoder import UNCUT, Decoder
 from shared_specs.app.plan.layer.compiled import compiled_layer_bytes
 from shared_specs.app.plan.layer.eager import eager_layer_bytes
 from shared_specs.app.plan.setting import Scope as Scope
@@ -165,7 +165,7 @@ def _at_loss(decoder: Decoder, setting: Setting) -> dict[str, int]:
     elif setting.half == "torch":
         loss = loss_peak_bytes(shape, setting.shards, device=setting.device, kernels=setting.fused)
     else:
-        loss = _compiled_loss_bytes(shape, setting, ranks)
+        loss = _compiled_loss_bytes(shape, setting, ranks, decoder.head_trained > 0)
     trained = decoder.head_trained > 0
     if not trained and not plain:
         loss -= loss_accumulator_bytes(shape)  # nor, where it is compiled, a shard's part of that sum
@@ -179,9 +179,14 @@ def _at_loss(decoder: Decoder, setting: Setting) -> dict[str, int]:
     if setting.half == "jax" and setting.tensor > 1 and setting.device == "cpu":
         loss += MASTER * decoder.hidden * entries  # zeros, to which the embedding's gradient is added later
     if setting.half == "jax":
+        on_its_way = rows if setting.offload else 0  # the last layer's input
+        if setting.device == "gpu" and b < MASTER:
+            # The last layer's result, and it normed, with that one's gradient.
+            found = [on_its_way, rows, *[setting.own_rows * decoder.hidden * b] * 2]
+            loss -= _elsewhere_bytes(decoder, setting, found)
         return {
             "gathered": _head_of_xla(decoder, setting),
-            "inputs": inputs + (rows if setting.offload and b == MASTER else 0),  # the last layer's, on its way
+            "inputs": inputs + on_its_way,
             "attention": rows * (2 if b < MASTER else 3 if setting.device == "cpu" and setting.tensor == 1 else 1),
             "shard": 0,
             "loss": loss,
@@ -194,11 +199,31 @@ def _at_loss(decoder: Decoder, setting: Setting) -> dict[str, int]:
     return {"gathered": gathered, "inputs": inputs, "attention": rows + _id_bytes(setting), "shard": 0, "loss": loss}
 
 
-def _compiled_loss_bytes(shape: LossShape, setting: Setting, ranks: int) -> int:
+def _elsewhere_bytes(decoder: Decoder, setting: Setting, arrays: list[int]) -> int:
+    """Return the bytes of those arrays that XLA has in the room of the program's results, the gradients of all layers' weights,
+    which come later: one of these holds one array that is no larger."""
+    if decoder.layer_trained < decoder.layer_parameters:
+        return 0
+    of_mlp, queries, keys = decoder.mlp_weights // 3, decoder.hidden * decoder.queries, decoder.hidden * decoder.keys
+    weights = [of_mlp, of_mlp, of_mlp, queries, queries, keys, keys]
+    if decoder.kind in UNCUT:  # gate and up are one, and q, k and v
+        weights = [2 * of_mlp, of_mlp, queries + 2 * keys, queries]
+    ranks, found = setting.gpus // setting.tensor, 0
+    room = sorted(MASTER * decoder.layers * weight // ranks for weight in weights)
+    for array in sorted(arrays, reverse=True):
+        taken = next((size for size in room if size >= array), None)
+        if taken is not None:
+            room.remove(taken)
+            found += array
+    return found
+
+
+def _compiled_loss_bytes(shape: LossShape, setting: Setting, ranks: int, trained: bool) -> int:
     """Return the temporary bytes of the compiled loss, with the sum of the head's gradient in 16 bits.
 
     Ranks that split the vocabulary, those of the layers or else `ranks`, have a shard's tokens of all. On a GPU logits in 16
-    bits are gone when the product of their gradient is made, of which the formula counts both.
+    bits are gone when the product of their gradient is made, of which the formula counts both. Of a head that is not trained
+    that product is not made.
     """
     shards, moved = setting.shards, 0
     if setting.tensor > 1:
@@ -213,7 +238,7 @@ def _compiled_loss_bytes(shape: LossShape, setting: Setting, ranks: int) -> int:
         return found
     if shape.itemsize == MASTER:
         return found + shape.vocab * MASTER * shards.longest  # logits and their gradient are there at once
-    return found - shape.vocab * min(shape.itemsize * shards.longest, MASTER * shape.hidden)
+    return found - trained * shape.vocab * min(shape.itemsize * shards.longest, MASTER * shape.hidden)
 
 
 def _at_embedding(decoder: Decoder, setting: Setting) -> dict[str, int]:

@@ -35,6 +35,7 @@ from tiled_jax.mlp.module import TiledMLP
 from tiled_jax.mlp.steps import XLA
 from tiled_jax.models.block import attention as block_attention
 from tiled_jax.models.block import cudnn
+from tiled_jax.models.block.adapters import dtype_of_products, steps_with_adapters, without_kernels
 from tiled_jax.models.block.experts import experts_call
 from tiled_jax.models.block.params import QKV, apart, names_apart, parameters_of, together
 from tiled_jax.models.block.ranks import Here, OverTokens, block_ranks
@@ -238,14 +239,14 @@ def _static(
     ranks: Here,
 ) -> _Block:
     attention, mlp = layer.attention, layer.mlp
-    dtype = jnp.dtype(mlp.dtype or x.dtype)
+    dtype = jnp.dtype(dtype_of_products(mlp) or x.dtype)
     _refuse_explicit_axes(x)
     if isinstance(mlp, ExpertsMLP):
         call = experts_call(_NAME, mlp, x.astype(dtype), operands)
         steps = LayerSteps(attention.config, dtype, XLA, ranks, call)
     else:
         call = _mlp_call(mlp, x.astype(dtype), operands, ranks)
-        steps = LayerSteps(attention.config, dtype, call.steps, ranks)
+        steps = LayerSteps(attention.config, dtype, steps_with_adapters(call.steps, operands), ranks)
     return _Block(steps, call, sequences, heads_axis, ring_axis, attention.backend)
 
 
@@ -297,8 +298,8 @@ class _LayerRules:
 
     @staticmethod
     def tangents(block: _Block, saved: Saved, t: Arrays, results: tuple[str, ...]) -> Arrays:
-        # Kernels have no tangents.
-        block = replace(block, steps=replace(block.steps, mlp=XLA), attention="blocks")
+        steps = replace(block.steps, mlp=without_kernels(block.steps.mlp))
+        block = replace(block, steps=steps, attention="blocks")
 
         def moved(of: Arrays) -> Arrays:
             return _LayerRules.forward(block, saved.arrays | of)

@@ -1,7 +1,7 @@
 """The parameters of a decoder layer by the names that its steps have for them, and projections that are one parameter.
 
 These stay one in what is kept for backward, where they are the model's own arrays, and are copied into their parts where a
-layer computes. s_* are the scales of norms, w_* and b_* matrices and biases.
+layer computes. s_* are the scales of norms, w_* and b_* matrices and biases, l_* and r_* the two matrices of an adapter.
 """
 
 from typing import Any
@@ -11,6 +11,8 @@ import jax.numpy as jnp
 
 from tiled_jax.core.linear_call import Arrays
 from tiled_jax.core.params import as_operands, held
+from tiled_jax.mlp.projections import ORDER, check_once
+from tiled_jax.models.block.adapters import dtype_of_products, mlp_projections, projection_of
 from tiled_jax.models.config import LlamaConfig
 from tiled_jax.models.experts import WEIGHTS
 
@@ -32,16 +34,24 @@ def parameters_of(layer: Any) -> Arrays:
     norms |= {"s_q": attention.q_norm, "s_k": attention.k_norm}
     w: dict[str, Any] = {name: norm.scale for name, norm in norms.items() if norm is not None}
     for name in ("qkv", "o") if attention.config.fused else (*QKV, "o"):
-        linear = getattr(attention, name)
-        w |= {f"w_{name}": linear.kernel} | ({} if linear.bias is None else {f"b_{name}": linear.bias})
-    found = {name: value[...] for name, value in w.items()}
+        w |= projection_of(getattr(attention, name)).parameters(name)
     if attention.config.experts is None:
-        found |= layer.mlp.config.held("Llama", layer.mlp)
-    else:
+        called = mlp_projections(layer.mlp)
+        for name, projection in called.items():
+            w |= projection.parameters(name)
+    found = {name: value[...] for name, value in w.items()}
+    if attention.config.experts is not None:
         found |= {"w_router": layer.mlp.router.kernel[...]} | held("Llama", layer.mlp, WEIGHTS)
-    if layer.mlp.dtype is None:
+    elif called:
+        check_once("Llama", layer.mlp, tuple(called))
+        others = [name for name in ORDER if name not in called]
+        found |= held("Llama", layer.mlp, [f"w_{name}" for name in others], [f"b_{name}" for name in others])
+    else:
+        found |= layer.mlp.config.held("Llama", layer.mlp)
+    dtype = dtype_of_products(layer.mlp)
+    if dtype is None:
         return found
-    return found | as_operands({name: a for name, a in found.items() if name[:2] in ("w_", "b_")}, layer.mlp.dtype)
+    return found | as_operands({name: a for name, a in found.items() if not name.startswith("s_")}, dtype)
 
 
 def apart(config: LlamaConfig, operands: Arrays) -> Arrays:

@@ -7,6 +7,7 @@ from flax import nnx
 
 from tiled_jax.mlp.module import TiledMLP
 from tiled_jax.mlp.projections import reason_not_plain, reason_of_products
+from tiled_jax.models.block.adapters import dtype_of_products, mlp_projections, projection_of, reason_not_projection
 from tiled_jax.models.experts import ExpertsMLP
 from tiled_jax.models.layer import Attention, DecoderLayer, OffsetRMSNorm
 
@@ -17,8 +18,8 @@ _OF_NORM = {"dtype": None, "use_scale": True, "axis_name": None, "reduction_axes
 def reason_not_block(layer: Any) -> str | None:
     """Return which part of a `DecoderLayer`, or of a stack of them, is more than its formula; None where all are plain.
 
-    A part that was exchanged, such as a projection with an adapter, or an option that was changed, such as a norm's epsilon,
-    would have no effect in a block.
+    A part that was exchanged, such as a norm by another one, or an option that was changed, such as a norm's epsilon, would
+    have no effect in a block. Projections that are parameters of their own may have adapters, Flax's as they are.
     """
     return next((reason for reason in _reasons(layer) if reason is not None), None)
 
@@ -31,7 +32,8 @@ def _reasons(layer: Any) -> Iterator[str | None]:
     config = attention.config
     names = ("qkv", "o") if config.fused else ("q", "k", "v", "o")
     for name in names:
-        yield reason_not_plain(f"attention.{name}", getattr(attention, name))
+        reason_of = reason_not_plain if config.fused else reason_not_projection
+        yield reason_of(f"attention.{name}", getattr(attention, name))
     norms = {name: getattr(layer, name) for name in ("attention_norm", "mlp_norm")}
     branches = {name: getattr(layer, name) for name in ("attention_out_norm", "mlp_out_norm")}
     heads = {f"attention.{name}": getattr(attention, name) for name in ("q_norm", "k_norm")}
@@ -43,14 +45,20 @@ def _reasons(layer: Any) -> Iterator[str | None]:
                 yield None if norm is None else f"{name} is {type(norm).__name__}"
     yield from _reasons_of_mlp(mlp, config) if config.experts is None else _reasons_of_experts(mlp, config)
     for name in names:  # a block computes all products in one dtype
-        dtype = getattr(attention, name).dtype
-        yield None if dtype == mlp.dtype else f"attention.{name} has dtype={dtype!r} beside mlp's {mlp.dtype!r}"
+        dtype, of_mlp = projection_of(getattr(attention, name)).base.dtype, dtype_of_products(mlp)
+        yield None if dtype == of_mlp else f"attention.{name} has dtype={dtype!r} beside mlp's {of_mlp!r}"
 
 
 def _reasons_of_mlp(mlp: Any, config: Any) -> Iterator[str | None]:
     yield None if type(mlp) is TiledMLP else f"mlp is {type(mlp).__name__}"
-    called = mlp._layers()
-    yield f"mlp.{called[0]} is {type(getattr(mlp, called[0])).__name__}" if called else None
+    for name, projection in mlp_projections(mlp).items():
+        layer = getattr(mlp, name)
+        plain = projection.adapter is None or config.fused
+        yield f"mlp.{name} is {type(layer).__name__}" if plain else reason_not_projection(f"mlp.{name}", layer)
+        dtype, of_mlp = projection.base.dtype, dtype_of_products(mlp)
+        yield None if dtype == of_mlp else f"mlp.{name} has dtype={dtype!r} beside mlp's {of_mlp!r}"
+        kernels = mlp.config.backend == "pallas"
+        yield "mlp has backend='pallas', whose kernels compute no adapters" if kernels else None
     own = reason_of_products(mlp)
     yield None if own is None else own.replace("the module", "mlp")
     same = (mlp.config.activation, mlp.config.gated) == (config.activation, True)

@@ -15,8 +15,10 @@ import numpy as np
 from jax import lax
 
 from tiled_jax.core.loops import vary_like, varying_of
-from tiled_jax.core.products import linear, product, product_of_rows, wide
+from tiled_jax.core.products import product_of_rows, wide
+from tiled_jax.mlp.projections import ORDER
 from tiled_jax.mlp.steps import MLPSteps
+from tiled_jax.models.block.adapters import adapter_gradients, input_gradient, projected, with_adapter
 from tiled_jax.models.block.params import QKV
 from tiled_jax.models.block.ranks import ONE_DEVICE, Here
 from tiled_jax.models.config import LlamaConfig
@@ -27,8 +29,8 @@ Arrays = dict[str, jax.Array]
 Norm = Callable[[jax.Array, jax.Array], jax.Array]  # of rows and a scale
 TURNS = "turns"  # how positions turn each pair of features: see `models.rope.turning`
 # What stands before attention. s_q and s_k: of a model that has them, the scales of the norms of heads, [d].
-BEFORE_ATTENTION = ("s_attention", "s_q", "s_k", *(f"{kind}_{name}" for kind in "wb" for name in QKV))
-MLP = ("w_router", "w_gate", "w_up", "w_down", "b_gate", "b_up", "b_down")
+BEFORE_ATTENTION = ("s_attention", "s_q", "s_k", *(f"{kind}_{name}" for kind in "wblr" for name in QKV))
+MLP = ("w_router", *(f"{kind}_{name}" for kind in "wblr" for name in ORDER))
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class LayerSteps:
     def before(self, x: jax.Array, positions: jax.Array, w: Mapping[str, jax.Array]) -> Arrays:
         """Return q [t, A], k and v [t, K], q and k turned, from x [t, H] and positions [t]; R t of them where gathered."""
         rows = self.ranks.enter(self._norm(x, w["s_attention"]).astype(self.dtype))
-        found = {name: linear(rows, w[f"w_{name}"], w.get(f"b_{name}")) for name in QKV}
+        found = {name: projected(rows, w, name) for name in QKV}
         found = {name: self._of_heads(a, w.get(f"s_{name}")) for name, a in found.items()}
         return {name: a if name == "v" else self._turned(a, positions, w[TURNS], 1) for name, a in found.items()}
 
@@ -65,13 +67,13 @@ class LayerSteps:
         d = {name: a if name == "v" else self._turned(a, positions, w[TURNS], -1) for name, a in d.items()}
         scales = {}
         for name in (name for name in QKV if f"s_{name}" in w):
-            raw = linear(rows, w[f"w_{name}"], w.get(f"b_{name}"))
+            raw = projected(rows, w, name)
             d[name], scales[f"s_{name}"] = jax.vjp(self._of_heads, raw, _own(w[f"s_{name}"], raw))[1](d[name])
-        of_q, of_k, of_v = (product(d[name], w[f"w_{name}"], (1, 1), acc) for name in QKV)
+        of_q, of_k, of_v = (input_gradient(d[name], w, name, acc) for name in QKV)
         of_rows = (of_q + of_k + of_v).astype(self.dtype)
         of_rows = self.ranks.leave(of_rows) if self.ranks.gathered > 1 else of_rows
         dx, d_scale = pull(of_rows.astype(wide(x.dtype)))
-        return dx, self._added(sums, {name: (rows, d[name]) for name in QKV}, scales | {"s_attention": d_scale})
+        return dx, self._added(sums, w, {name: (rows, d[name]) for name in QKV}, scales | {"s_attention": d_scale})
 
     def behind(self, x: jax.Array, a: jax.Array, w: Mapping[str, jax.Array]) -> jax.Array:
         """Return the layer's result [t, H] from x and attention's output a [t, A].
@@ -83,7 +85,7 @@ class LayerSteps:
         if not self.ranks.split or "s_mlp_out" in w:
             y = x + _branch(self._norm, self._mlp(rows, w), w.get("s_mlp_out")).astype(x.dtype)
             return self.ranks.once(y)
-        y = self.mlp.linear(self._hidden(rows, w), w["w_down"], None).astype(self.dtype)
+        y = self._down_product(self._hidden(rows, w), w).astype(self.dtype)
         y = self.ranks.leave(y) if self.ranks.gathered > 1 else y
         return self.ranks.once(_plus(x, w.get("b_down"))) + y.astype(x.dtype)
 
@@ -118,7 +120,7 @@ class LayerSteps:
         own, of_norms["s_attention_out"] = pull_attention(dx)
         own = own.astype(self.dtype)
         d_out = self.ranks.enter(own)
-        da = product(d_out, w["w_o"], (1, 1), self.dtype)
+        da = input_gradient(d_out, w, "o", self.dtype)
         by_head = (a.astype(wide(a.dtype)) * da.astype(wide(a.dtype))).reshape(a.shape[0], -1, self.config.head_dim)
         of_norms["s_mlp"] = d_scale
         others = {name: self.ranks.once(d) for name, d in of_norms.items() if name in w}
@@ -130,14 +132,14 @@ class LayerSteps:
             self.ranks.once(dx),
             da,
             jnp.sum(by_head, axis=-1),
-            found | self._added(rest, {"o": (a, d_out)}, others),
+            found | self._added(rest, w, {"o": (a, d_out)}, others),
         )
 
     def _projected(self, a: jax.Array, w: Mapping[str, jax.Array]) -> jax.Array:
         """Return what attention returns, of this device's rows."""
         if not self.ranks.split:
-            return linear(a, w["w_o"], w.get("b_o"))
-        return _plus(self.ranks.leave(linear(a, w["w_o"], None)), w.get("b_o"))
+            return projected(a, w, "o")
+        return _plus(self.ranks.leave(projected(a, w, "o", bias=False)), w.get("b_o"))
 
     def _mlp(self, rows: jax.Array, w: Mapping[str, jax.Array]) -> jax.Array:
         """Return what the MLP, or the experts, make of normed rows, of this device's rows."""
@@ -152,8 +154,12 @@ class LayerSteps:
     def _down(self, h: jax.Array, w: Mapping[str, jax.Array]) -> jax.Array:
         """Return what the MLP returns, of this device's rows."""
         if not self.ranks.split:
-            return self.mlp.linear(h, w["w_down"], w.get("b_down"))
-        return _plus(self.ranks.leave(self.mlp.linear(h, w["w_down"], None).astype(self.dtype)), w.get("b_down"))
+            return with_adapter(self.mlp.linear(h, w["w_down"], w.get("b_down")), h, w, "down")
+        return _plus(self.ranks.leave(self._down_product(h, w).astype(self.dtype)), w.get("b_down"))
+
+    def _down_product(self, h: jax.Array, w: Mapping[str, jax.Array]) -> jax.Array:
+        """Return this device's part of a sum over devices, without a bias."""
+        return with_adapter(self.mlp.linear(h, w["w_down"], None), h, w, "down")
 
     def _norm(self, x: jax.Array, scale: jax.Array) -> jax.Array:
         x = x.astype(wide(x.dtype))
@@ -173,15 +179,20 @@ class LayerSteps:
         return rotate(a.reshape(1, a.shape[0], -1, self.config.head_dim), cos, way * sin).reshape(a.shape)
 
     def _added(
-        self, sums: Mapping[str, jax.Array], linears: Mapping[str, tuple[jax.Array, jax.Array]], others: Arrays
+        self,
+        sums: Mapping[str, jax.Array],
+        w: Mapping[str, jax.Array],
+        linears: Mapping[str, tuple[jax.Array, jax.Array]],
+        others: Arrays,
     ) -> Arrays:
-        """The sums with the gradients of some linear layers, by (input, gradient of the output), and of others."""
+        """The sums with the gradients of some projections, by (input, gradient of the output), and of others."""
         parts = {name: d.astype(sums[name].dtype) for name, d in others.items() if name in sums}
         for name, (rows, d) in linears.items():
             if f"w_{name}" in sums:
                 parts[f"w_{name}"] = product_of_rows(rows, d, wide(d.dtype))
             if f"b_{name}" in sums and f"b_{name}" not in parts:
                 parts[f"b_{name}"] = _over_rows(d)
+            parts |= adapter_gradients(rows, d, w, name, sums)
         return {name: sums[name] + part for name, part in parts.items()}
 
 

@@ -63,6 +63,9 @@ def _behind_bytes(decoder: Decoder, setting: Setting) -> tuple[int, int]:
     found = compiled_peak_bytes(mlp, setting.shards, device=setting.device) - MASTER * mlp.weight_elements
     if setting.tensor > 1:
         found += in_flight_bytes(mlp, setting.split_shards, upstream=decoder.hidden)
+    if decoder.mlp_adapted and setting.device == "cpu":
+        # What adapters add to gate, up and the gradient of h, which a GPU's products add to what is there.
+        found += 3 * setting.shards.longest * decoder.intermediate * setting.itemsize
     if not decoder.norms_behind:
         return 0, found
     # Norms behind attention and the MLP: what they norm is made again, the MLP to its end, and lies there in float32.
