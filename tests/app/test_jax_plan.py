@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from flax import nnx
 
-from shared_specs.app.plan.decoder import COMPILED, MODELS, Decoder
+from shared_specs.app.plan.decoder import CAPS, MODELS, Decoder
 from shared_specs.app.plan.simulated import Simulated, beside_simulation
 from shared_specs.app.plan.step import RESERVE, Setting, parts_of
 from shared_specs.tolerances import PLAN_COMPILED
@@ -101,6 +101,7 @@ KINDS = [
     replace(SMALL, kind="smollm3", tied=True),
     replace(SMALL, kind="gemma3_text", tied=True, window=512, windowed=2),
     replace(SMALL, kind="gemma3_text"),
+    replace(SMALL, kind="gemma2", tied=True, window=512, windowed=2, caps=CAPS),
 ]
 
 
@@ -146,7 +147,7 @@ def test_norms_of_heads_cost_no_token_more() -> None:
 
 
 @pytest.mark.deep_but(2)
-@pytest.mark.parametrize("name", [name for name, decoder in MODELS.items() if decoder.kind in COMPILED])
+@pytest.mark.parametrize("name", MODELS)
 def test_every_parameter_of_a_recommendation_has_a_place(name: str) -> None:
     """The model itself, as shapes, and where the mesh splits it, as `parallelize` asks before it compiles anything."""
     settings = list(dict.fromkeys(recommended(name, "jax")))

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from shared_specs.app.plan.decoder import Decoder, check_formulas
+from shared_specs.app.plan.decoder import CAPS, Decoder
 from shared_specs.app.plan.function.checks import fail_without_config
 from shared_specs.app.plan.held import Parameter, Place, held_of
 from shared_specs.errors import UnsupportedError, error_text, fail_type
@@ -24,14 +24,13 @@ def decoder_of_model(function: str, model: Any, wrt: Any) -> Decoder:
         model: a `tiled_jax.models.Llama` of arrays or of shapes.
         wrt: a filter of the parameters that are trained; None: the adapters where there are any, else all.
     Raises:
-        TypeError: it is no model with a config, or wrt is no filter. InputError: it is of a family without formulas.
+        TypeError: it is no model with a config, or wrt is no filter.
         UnsupportedError: its layers have adapters with which no layer runs as one block.
     """
     config = getattr(model, "config", None)
     if not isinstance(model, nnx.Module) or not isinstance(config, LlamaConfig):
         fail_without_config(function, model)
     decoder = _decoder(config)
-    check_formulas(decoder.kind, f"{function}: model")
     held = replace(decoder, held=held_of(_parameters(function, model, decoder, wrt), tied=decoder.tied))
     reason = reason_not_block(getattr(model, "layers", None)) if held.adapted else None
     if reason is not None:
@@ -42,6 +41,7 @@ def decoder_of_model(function: str, model: Any, wrt: Any) -> Decoder:
 def _decoder(config: LlamaConfig) -> Decoder:
     windows = [config.kinds[kind].window for kind in config.kind_of_layer]
     windowed = [window for window in windows if window is not None]
+    caps = config.attention_softcap, config.logit_softcap
     return Decoder(
         hidden=config.hidden_size,
         intermediate=config.intermediate_size,
@@ -54,6 +54,7 @@ def _decoder(config: LlamaConfig) -> Decoder:
         kind=_kind(config),
         attention_bias=config.attention_out_bias,
         mlp_bias=config.mlp_bias,
+        caps=tuple(cap for cap, value in zip(CAPS, caps, strict=True) if value is not None),
         experts=0 if config.experts is None else config.experts.count,
         chosen=0 if config.experts is None else config.experts.chosen,
         window=windowed[0] if windowed else None,
@@ -62,7 +63,7 @@ def _decoder(config: LlamaConfig) -> Decoder:
 
 
 def _kind(config: LlamaConfig) -> str:
-    """Return the model_type whose decoder has all this; one of those without formulas in JAX where it has more."""
+    """Return the model_type whose decoder has all this."""
     if config.experts is not None:
         return "qwen3_moe" if config.head_norms else "mixtral"
     if config.attention_softcap is not None or config.logit_softcap is not None:

@@ -33,6 +33,8 @@ class Decoder:
         fused: whether gate and up are one matrix; of a `kind` among `DECODERS` that says it.
         normed: whether norms are behind attention and the MLP; of a `kind` among `DECODERS` that says it.
         wide_positions: whether cosine and sine of the positions are float32 in any dtype.
+        caps: the terms of a config that say below what scores of attention, or logits, stay; of a half that has formulas of
+            them.
         window: tokens that a query sees in `windowed` of the layers; None where it sees all before in every one.
         by_structure: the sizes are those of a model object's layers; what `kind` says of `DECODERS` does not hold.
         measured: returns the bytes of one layer's backward without layers' inputs; None where formulas do. scope: of
@@ -63,6 +65,7 @@ class Decoder:
     fused: bool = False
     normed: bool = False
     wide_positions: bool = False
+    caps: tuple[str, ...] = ()
     window: int | None = None
     windowed: int = 0
     by_structure: bool = False
@@ -255,10 +258,12 @@ MODELS: Mapping[str, Decoder] = {
     "smollm2-1.7b": _of((2048, 8192, 24, 32, 32, 49152), 64, tied=True),
 }
 
-# Scores, or logits, below a cap: transformers writes the scores of all pairs, of which there is no formula here.
-_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+# Scores of attention, or logits, that stay below a cap. In PyTorch transformers writes the scores of all pairs, of which there
+# is no formula.
+SCORE_CAP, LOGIT_CAP = "attn_logit_softcapping", "final_logit_softcapping"
+CAPS = SCORE_CAP, LOGIT_CAP
 # Of which null is a value: as many as query heads, no window, no cap.
-_NULLABLE = ("num_key_value_heads", "sliding_window", *_CAPS)
+_NULLABLE = ("num_key_value_heads", "sliding_window", *CAPS)
 _TERMS = {
     "hidden": "hidden_size",
     "layers": "num_hidden_layers",
@@ -268,8 +273,6 @@ _TERMS = {
 FAMILIES = tuple(DECODERS)
 # Of which every scope has a formula; of the others scope="block".
 WHOLE = ("llama", "mistral", "qwen2", "qwen3")
-# Of which JAX has formulas: the others have caps.
-COMPILED = (*WHOLE, "phi3", "smollm3", "gemma3_text", "mixtral", "qwen3_moe")
 _CUT = " parallelize cuts every parameter along them into equal parts."
 # Of which `parallelize` splits no layers, and that of PyTorch shares no sequences.
 UNCUT = ("phi3",)
@@ -318,7 +321,7 @@ def decoder_from(config: object, what: str) -> Decoder:
     """
     check_formulas(config.get("model_type") if isinstance(config, dict) else type(config).__name__, what)
     assert isinstance(config, dict)
-    reason = reason_no_formulas(config)
+    reason = _reason_unknown(config)
     if reason is not None:
         raise InputError(f"{what} must have {reason}")
     kind, config = config["model_type"], _whole(config)
@@ -342,13 +345,23 @@ def decoder_from(config: object, what: str) -> Decoder:
         kind=kind,
         attention_bias=biases(config).out,
         mlp_bias=biases(config).mlp,
+        caps=tuple(cap for cap in CAPS if config.get(cap)),
         window=windows[0] if windows else None,
         windowed=len(windows),
     )
 
 
 def reason_no_formulas(config: Mapping[str, Any]) -> str | None:
-    """Return what a dictionary of transformers must have to be one of which there are formulas; None where it has that."""
+    """Return what a dictionary of transformers must have to be one of which PyTorch has formulas; None where it has that."""
+    reason = _reason_unknown(config)
+    if reason is not None:
+        return reason
+    capped = next((cap for cap in CAPS if _whole(config).get(cap)), None)
+    return None if capped is None else f"no {capped}, got {_whole(config)[capped]}. Of it there is no formula."
+
+
+def _reason_unknown(config: Mapping[str, Any]) -> str | None:
+    """Return what it must have to be one of which a half has formulas."""
     kind = config.get("model_type")
     if kind not in FAMILIES:
         return f"a model_type of {', '.join(FAMILIES)}, got {kind}."
@@ -358,8 +371,7 @@ def reason_no_formulas(config: Mapping[str, Any]) -> str | None:
             return f"{term} {only}, got {config[term]}. Of another value there is no formula."
     if config.get("mlp_only_layers"):
         return f"no mlp_only_layers, got {config['mlp_only_layers']}. All layers have experts."
-    capped = next((cap for cap in _CAPS if config.get(cap)), None)
-    return None if capped is None else f"no {capped}, got {config[capped]}. Of it there is no formula."
+    return None
 
 
 def _whole(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -436,9 +448,8 @@ def check_planned(
         InputError: with what it can.
     """
     model, many = names or ("--model", "--gpus" if command == "plan" else "the devices")
-    if half == "jax" and decoder.kind not in COMPILED:
-        hint = "Of the others the formulas are PyTorch's."
-        raise InputError(f"{command}: {model} must be of {', '.join(COMPILED)} in JAX, got {decoder.kind}. {hint}")
+    if half == "torch" and decoder.caps:
+        raise InputError(f"{command}: {model} must have no {decoder.caps[0]} in PyTorch. Of it there is no formula.")
     if not tensor_ranks(decoder, gpus, half):
         raise InputError(
             f"{command}: {many} must divide the model's {decoder.hidden} hidden features in JAX, got {gpus}.{_CUT}"

@@ -87,7 +87,7 @@ def plan_of(options: PlanOptions, half: Half, other: Callable[[dict[str, Any], s
 def as_json(found: Plan) -> dict[str, Any]:
     """Return the plan as plain values; bytes and seconds are numbers."""
     sizes = asdict(found.decoder)
-    sizes["measured"] = found.decoder.measured is not None
+    sizes |= {"measured": found.decoder.measured is not None, "caps": list(found.decoder.caps)}
     if found.decoder.held is None:
         del sizes["held"]
     return {

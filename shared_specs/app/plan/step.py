@@ -7,8 +7,8 @@ in another dtype, every layer checkpointed. Letters: T tokens of a rank, H hidde
 from dataclasses import dataclass
 from typing import Any
 
+from shared_specs.app.plan.decoder import LOGIT_CAP, UNCUT, Decoder
 from shared_specs.app.plan.decoder import MASTER as MASTER
-from shared_specs.app.plan.decoder import UNCUT, Decoder
 from shared_specs.app.plan.layer.compiled import compiled_layer_bytes
 from shared_specs.app.plan.layer.eager import eager_layer_bytes
 from shared_specs.app.plan.setting import Scope as Scope
@@ -156,7 +156,9 @@ def _at_loss(decoder: Decoder, setting: Setting) -> dict[str, int]:
     ranks = vocab_ranks(decoder, setting)
     entries = -(-decoder.vocab // ranks)
     sizes: dict[str, Any] = {"hidden": decoder.hidden, "vocab": entries, "itemsize": b, "weight_itemsize": b}
-    shape = LossShape(tokens=setting.rows, copied=setting.tensor > 1, **sizes)
+    # What bends logits is fused with what follows on a GPU.
+    bends = ("logit_softcap",) * (LOGIT_CAP in decoder.caps and setting.device == "cpu")
+    shape = LossShape(tokens=setting.rows, copied=setting.tensor > 1, bends=bends, **sizes)
     plain = setting.scope == "none" and not setting.chunked_loss
     if plain:  # transformers lets its 16-bit logits go
         loss = 3 * MASTER * setting.rows * decoder.vocab

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from math import lcm
 from typing import NamedTuple
 
-from shared_specs.app.plan.decoder import MASTER, Decoder
+from shared_specs.app.plan.decoder import MASTER, SCORE_CAP, Decoder
 from shared_specs.app.plan.layer.sizes import block_sizes, mlp_shape, moe_shape
 from shared_specs.app.plan.setting import Setting
 from shared_specs.collectives.costs import in_flight_bytes
@@ -76,7 +76,7 @@ def _behind_bytes(decoder: Decoder, setting: Setting) -> tuple[int, int]:
 def cudnn_groups(decoder: Decoder, setting: Setting) -> int | None:
     """Return in how many groups of heads cuDNN attends in JAX; None where attention is in blocks of the library's own.
 
-    These are there for float32, windows in any layer, rings, head dims that are no multiple of 8 and what has no cuDNN.
+    These are there for float32, windows in any layer, caps, rings, head dims that are no multiple of 8 and what has no cuDNN.
     """
     windowed = decoder.window is not None and decoder.window < setting.tokens
     if (
@@ -86,6 +86,7 @@ def cudnn_groups(decoder: Decoder, setting: Setting) -> int | None:
         or windowed
         or setting.ring > 1
         or decoder.head_dim % 8
+        or SCORE_CAP in decoder.caps
     ):
         return None
     copies = lcm(decoder.kv_heads, setting.exchanging) // decoder.kv_heads
