@@ -22,7 +22,7 @@ from tiled_jax.plan.sizes import decoder_of_model
 def assert_predicted(model: str, setting: Setting, decoder: Decoder | None = None) -> None:
     decoder = decoder or MODELS[model]
     found, predicted = (
-        simulated_step(MODELS[model], setting, SIMULATOR),
+        simulated_step(decoder, setting, SIMULATOR),
         predicted_device(decoder, SIMULATOR.setting_simulated(setting)),
     )
     print(f"{predicted / found.device:.3f}", found, parts_of(decoder, setting).by_name)

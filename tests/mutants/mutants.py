@@ -1455,8 +1455,8 @@ MUTANTS = (
     Mutant(
         "JAX: a low-rank adapter of a projection is left out",
         "tiled_jax/mlp/projections.py",
-        "    if type(layer) is not nnx.Linear:\n        return f",
-        "    if not isinstance(layer, nnx.Linear):\n        return f",
+        "    if type(layer) is not kind:\n        return f",
+        "    if not isinstance(layer, kind):\n        return f",
         "tests/mlp/test_jax_lora.py -x -k projection_with",
     ),
     Mutant(
