@@ -5,10 +5,12 @@ import logging
 import os
 import re
 import sys
+import time
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import CoroutineType
 from typing import Any
 
 import jax
@@ -18,6 +20,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 _NAME, _COUNT = "state", "count"
+_PATIENCE = 20  # seconds for writes that are under way when one fails
 _OS_ERROR = re.compile(r"\[os_error_code='(\d+)'\]")  # in the text of TensorStore's errors
 
 
@@ -44,16 +47,22 @@ def save(folder: Path, states: Mapping[str, nnx.State], count: jax.Array) -> Non
 
 
 def _forget() -> None:
-    """Collect the writes that were under way, which else show a traceback each when the interpreter ends."""
+    """Collect the writes that were under way, which else show a traceback each when the interpreter ends; some end later."""
     logger, shown = logging.getLogger("asyncio"), sys.unraisablehook
     level = logger.level
     logger.setLevel(logging.CRITICAL)
     sys.unraisablehook = lambda _: None
+    patience = time.monotonic() + _PATIENCE
     try:
-        gc.collect()
+        while gc.collect() >= 0 and any(map(_is_write, gc.get_objects())) and time.monotonic() < patience:
+            time.sleep(0.05)
     finally:
         sys.unraisablehook = shown
         logger.setLevel(level)
+
+
+def _is_write(found: object) -> bool:
+    return type(found) is CoroutineType and "orbax" in found.cr_code.co_filename
 
 
 @contextmanager
