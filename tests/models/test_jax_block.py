@@ -294,14 +294,12 @@ def test_projections_that_are_one_parameter_are_kept_as_one() -> None:
     assert found["phi3"] - found["llama"] < 2 * 4 * 3 * 128 * 448 // 10, found
 
 
-@pytest.mark.ranks
-def test_sequences_over_a_mesh_reduce_every_gradient_once(float64: None) -> None:
-    """A layer whose sequences eight devices share: derivatives as on one, and no collective inside of a loop."""
-    graph, p = layer_of(4)
-    x, dy = rows(8 * 12, 1), rows(8 * 12, 2)
-    _, fn = both(graph, 8, 12)
+def assert_reduced_once(fn: Callable[..., jax.Array], p: nnx.State, devices: int) -> None:
+    """Of a layer whose sequences of twelve tokens some devices share, under plain jit: derivatives are as on one, and no
+    collective is inside of a loop."""
+    x, dy = rows(devices * 12, 1), rows(devices * 12, 2)
     expected = quickly(partial(y_and_gradients, fn), p, x, dy)
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    mesh = jax.make_mesh((devices,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
     x, dy = (jax.device_put(a, NamedSharding(mesh, P("data"))) for a in (x, dy))
     p = jax.device_put(p, NamedSharding(mesh, P()))
     with jax.set_mesh(mesh):
@@ -312,6 +310,12 @@ def test_sequences_over_a_mesh_reduce_every_gradient_once(float64: None) -> None
     assert not inside
     assert outside["all-gather"] == 0
     assert outside["all-reduce"] <= len(jax.tree.leaves(p))
+
+
+@pytest.mark.ranks
+def test_sequences_over_a_mesh_reduce_every_gradient_once(float64: None) -> None:
+    graph, p = layer_of(4)
+    assert_reduced_once(both(graph, 8, 12)[1], p, 8)
 
 
 def over_columns(sequence_parallel: bool, config: LlamaConfig = CONFIG) -> list[Any]:

@@ -10,16 +10,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from shared_specs import Tiling
 from shared_specs.layers.block_costs import block_row_bytes
 from shared_specs.moe import costs as moe_costs
 from shared_specs.tolerances import COST_BYTES
 from tests.core.jax_counting import flop, temp_bytes
-from tests.core.jax_program import counted
-from tests.models.test_jax_block import KEY_SUMS, MERGES, RATIOS, RULE, assert_same, quickly, rows, y_and_gradients
+from tests.models.test_jax_block import (
+    KEY_SUMS,
+    MERGES,
+    RATIOS,
+    RULE,
+    assert_reduced_once,
+    assert_same,
+    quickly,
+    rows,
+    y_and_gradients,
+)
 from tests.tiny_model import tiny_config
 from tiled_jax import tiling_paths
 from tiled_jax.layers import attention_blocks
@@ -123,22 +130,8 @@ def test_bytes_a_token_are_those_of_a_layer_with_one_mlp(dtype: str, monkeypatch
 
 @pytest.mark.ranks
 def test_sequences_over_a_mesh_reduce_every_gradient_once(float64: None) -> None:
-    """Under plain jit, of sequences that four devices share: as on one, and no collective inside of a loop."""
     graph, p = layer_of(4)
-    x, dy = rows(4 * 12, 1), rows(4 * 12, 2)
-    _, fn = both(graph, 4, 12)
-    expected = quickly(partial(y_and_gradients, fn), p, x, dy)
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
-    x, dy = (jax.device_put(a, NamedSharding(mesh, P("data"))) for a in (x, dy))
-    p = jax.device_put(p, NamedSharding(mesh, P()))
-    with jax.set_mesh(mesh):
-        step = jax.jit(partial(y_and_gradients, fn)).lower(p, x, dy).compile()
-        found = step(p, x, dy)
-    outside, inside, _ = counted(step.as_text())
-    assert_same(found, expected)
-    assert not inside
-    assert outside["all-gather"] == 0
-    assert outside["all-reduce"] <= len(jax.tree.leaves(p))
+    assert_reduced_once(both(graph, 4, 12)[1], p, 4)
 
 
 class _ScaledRouter(nnx.Linear):

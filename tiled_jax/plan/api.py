@@ -45,9 +45,8 @@ def plan(
         `plan`; as text, a summary.
     Memory: none but the names of the parameters.
     Raises:
-        SpecError, TypeError: an argument is wrong, or there are no formulas of the model's family.
-        UnsupportedError: the model's layers have adapters, with which they do not run as blocks. All before anything of the
-            model is read but its config.
+        SpecError, TypeError: an argument is wrong. Before anything of the model is read.
+        UnsupportedError: the model's layers have adapters with which they do not run as blocks.
     Source: the formulas of each capability (`costs.py` in shared_specs), put together in shared_specs/app/plan/step.py.
     Example:
         >>> from tiled_jax.models import Llama, LlamaConfig

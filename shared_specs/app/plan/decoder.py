@@ -319,10 +319,8 @@ def decoder_from(config: object, what: str) -> Decoder:
     Raises:
         InputError: it is of another kind of model, or a size is missing or none.
     """
-    check_formulas(config.get("model_type") if isinstance(config, dict) else type(config).__name__, what)
-    assert isinstance(config, dict)
-    reason = _reason_unknown(config)
-    if reason is not None:
+    reason = _reason_unknown(config if isinstance(config, dict) else {"model_type": type(config).__name__})
+    if reason is not None or not isinstance(config, dict):
         raise InputError(f"{what} must have {reason}")
     kind, config = config["model_type"], _whole(config)
     experts = DECODERS[kind].experts
@@ -379,16 +377,6 @@ def _whole(config: Mapping[str, Any]) -> dict[str, Any]:
     decoder = DECODERS[config["model_type"]]
     given = {term: value for term, value in config.items() if value is not None or term in _NULLABLE}
     return {**decoder.defaults, **(given if decoder.experts is None else decoder.experts.counted(given))}
-
-
-def check_formulas(kind: object, what: str) -> None:
-    """Refuse a model_type of which there are no formulas. what: the function and the argument that it is of, for messages.
-
-    Raises:
-        InputError: with those of which there are.
-    """
-    if kind not in FAMILIES:
-        raise InputError(f"{what} must have {reason_no_formulas({'model_type': kind})}")
 
 
 def tensor_ranks(decoder: Decoder, gpus: int, half: Half) -> list[int]:

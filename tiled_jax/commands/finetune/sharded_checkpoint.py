@@ -54,8 +54,10 @@ def _forget() -> None:
     sys.unraisablehook = lambda _: None
     patience = time.monotonic() + _PATIENCE
     try:
-        while gc.collect() >= 0 and any(map(_is_write, gc.get_objects())) and time.monotonic() < patience:
+        gc.collect()
+        while any(map(_is_write, gc.get_objects())) and time.monotonic() < patience:
             time.sleep(0.05)
+            gc.collect()
     finally:
         sys.unraisablehook = shown
         logger.setLevel(level)
