@@ -30,7 +30,9 @@ SIZES |= {
     "num_attention_heads": 2,
     "moe_latent_size": None,
 }
-# One model for each form: gated; biases, transposed and interleaved; no gate; transposed; another gate; not declared.
+SIZES |= {"expert_ffn_hidden_size": I, "zero_expert_num": 2}
+# One model for each form: gated; biases, transposed and interleaved; no gate; transposed; another gate; not declared; choices
+# that are handed on; three matrices of a child.
 FORMS = {
     "mixtral": ("mixtral", "MixtralExperts"),
     "gpt_oss": ("gpt_oss", "GptOssExperts"),
@@ -39,14 +41,18 @@ FORMS = {
     "deepseek_v4": ("deepseek_v4", "DeepseekV4Experts"),
     "granitemoe": ("granitemoe", "GraniteMoeExperts"),
     "step3p5": ("step3p7", "Step3p7Experts"),
+    "longcat_flash": ("longcat_flash", "LongcatFlashExperts"),
+    "dbrx": ("dbrx", "DbrxExperts"),
 }
+DBRX = {"hidden_size": H, "ffn_hidden_size": I, "moe_num_experts": E, "moe_top_k": K}
 
 
 def experts_of(kind: str, implementation: str = "eager", dtype: torch.dtype = torch.float64) -> Any:
     torch.manual_seed(0)
     folder, name = FORMS[kind]
     module = __import__(f"transformers.models.{folder}.modeling_{folder}", fromlist=[name])
-    config = transformers.AutoConfig.for_model(kind, **SIZES)
+    config = transformers.AutoConfig.for_model(kind, **SIZES, d_model=H, ffn_config=DBRX)
+    config = config.ffn_config if kind == "dbrx" else config
     config._experts_implementation = implementation
     experts = getattr(module, name)(config)
     for parameter in experts.parameters():
@@ -80,7 +86,7 @@ def assert_same(found: list[Tensor], expected: list[Tensor], limit: float = DIST
 
 @pytest.mark.parametrize("kind", FORMS)
 def test_every_form(kind: str) -> None:
-    experts, given = experts_of(kind), choice(37)
+    experts, given = experts_of(kind), choice(37, experts=E + 2 * (kind == "longcat_flash"))
     expected = gradients(experts, *given)
     keys = list(experts.state_dict())
     for shards in (1, 5, 37):
@@ -211,6 +217,18 @@ def test_peak_bytes() -> None:
     assert grown <= rows
     untile_model(experts)
     assert peak(experts, many) - peak(experts, few) > 512 * K * I * 4 * 4
+
+
+def test_no_gradient_of_a_view_is_copied() -> None:
+    """DBRX's last matrix is read transposed. Its gradient is made as the parameter lies: of few tokens the peak is that of the
+    gradients and the largest is one of them.
+    """
+    experts, given = tile_model(experts_of("dbrx"), num_shards=1), choice(1)
+    sizes = sum(parameter.nbytes for parameter in experts.parameters())
+    with LiveBytes() as live:
+        experts(*given).sum().backward()
+    assert live.peak < sizes * 4 / 3
+    assert all(parameter.grad.is_contiguous() for parameter in experts.parameters())
 
 
 class Largest(TorchDispatchMode):
@@ -359,6 +377,18 @@ def test_what_is_more_than_the_formula_is_said() -> None:
     experts.scale = nn.Buffer(torch.ones(1))
     gradients(experts, *given)
     assert tiling_paths(experts) == {"": "tile: it has scale"}
+
+
+@pytest.mark.parametrize(("name", "said"), [("mlp", "mlp has hooks"), ("mlp.activation_fn", "mlp.activation_fn has hooks")])
+def test_parts_of_dbrx_that_are_more_are_called(name: str, said: str) -> None:
+    experts, (x, index, weights) = experts_of("dbrx"), choice(12)
+    experts.get_submodule(name).register_forward_hook(lambda _, __, result: 2 * result)
+    x = x.detach().view(2, 6, H).requires_grad_()
+    expected = gradients(experts, x, index, weights)
+    assert_same(gradients(tile_model(experts, num_shards=3), x, index, weights), expected)
+    assert tiling_paths(experts) == {"": f"tile: {said}"}
+    with pytest.raises(AssertionError):  # the hook is seen
+        assert_same(gradients(experts_of("dbrx"), x, index, weights), expected)
 
 
 def test_a_forward_that_was_replaced_is_refused() -> None:

@@ -54,6 +54,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "afmoe": {"num_dense_layers": 1},
     "axk1": LATENT,
     "bailing_hybrid": GROUPS,
+    "dbrx": {"d_model": 16, "n_heads": 2, "n_layers": 2, "max_seq_len": 32,
+             "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
+             "ffn_config": {"hidden_size": 16, "ffn_hidden_size": 20, "moe_num_experts": 4, "moe_top_k": 2}},
     "deepseek_v2": LATENT,
     "deepseek_v3": LATENT,
     "deepseek_v32": LATENT | INDEXER,
@@ -132,7 +135,7 @@ def test_family(kind: str) -> None:
     paths = tiling_paths(model)
     assert paths.pop("lm_head") == "tiled_linear_cross_entropy"
     experts = {path for name, path in paths.items() if name.endswith(".experts")}
-    assert experts == {"tile: its formula is not the declared one" if kind == "longcat_flash" else "tiled_experts"}
+    assert experts == {"tiled_experts"}
     assert "tile" in {path for name, path in paths.items() if name.endswith(("gate", "router"))}
     assert {path for name, path in paths.items() if name.endswith("shared_experts")} <= {"tiled_mlp"}
     assert list(model.state_dict()) == keys
@@ -143,7 +146,7 @@ def test_family(kind: str) -> None:
 def test_of_every_known_loss_most_are_built() -> None:
     """Those that are not have the same forward, word by word, in transformers."""
     mapping = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    built = {mapping[kind] for kind in KINDS}
+    built = {mapping[kind] for kind in KINDS} - {"DbrxForCausalLM"}  # whose loss is found by running it
     assert built <= WITH_EXPERTS
     assert len(WITH_EXPERTS - built) < 14
 

@@ -194,7 +194,7 @@ class ExpertsCall:
 
     def _routes(self, index: Tensor, w: ExpertWeights, group_tokens: int) -> Routes:
         several = takes_several(w, self.dtype)
-        return Routes(index, w.up.shape[0], group_tokens, self.shard_tokens, several=several)
+        return Routes(index, w.down.shape[0], group_tokens, self.shard_tokens, several=several)
 
 
 def _zeros_for(whole: Tensor, rows: slice, wide: torch.dtype) -> Tensor:

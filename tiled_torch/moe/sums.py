@@ -26,7 +26,7 @@ class ExpertSum:
             self.whole = main_grad.view(parameter.shape)
         else:
             dtype = self.dtype if once else wide
-            self.whole = torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
+            self.whole = torch.empty_like(parameter, dtype=dtype)  # in its layout, which a view's own gradient keeps
         self.begun = [self.into_main] * parameter.shape[0]
         self.scratch: Tensor | None = None
         self.current, self.first = self.whole[:0], True

@@ -6,11 +6,12 @@ of all pairs.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from math import ceil
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -43,15 +44,20 @@ class MeasuredLayers:
 
     Attributes:
         what: the function and the argument that the model is of, for messages.
-        scope: of `tile_model`: "block" where some layer is one. between: features of a token that go from layer to layer.
+        scope: of `tile_model`: "block" where some layer is one. layers: in the order in which they are called. paths: of the
+        lists in which they are.
+        between: features of a token that a layer keeps as its input, of all calls together. more: numbers that all layers keep
+        beside those, whatever the tokens.
         positions: tokens that a sequence may have at most, of a model with a table of positions; None: any number.
     """
 
     what: str
     twin: Any = field(repr=False)
-    layers: tuple[Any, ...] = field(repr=False)
     scope: Scope
+    layers: tuple[Any, ...] = field(repr=False)
+    paths: tuple[str, ...]
     between: int
+    more: int
     positions: int | None
     _lengths: dict[tuple[int, int, int], Lengths] = field(default_factory=dict, repr=False)
 
@@ -71,7 +77,8 @@ class MeasuredLayers:
         except Exception as error:  # of code that is not ours
             sizes = f"{setting.sequences} x {setting.tokens}"
             raise InputError(f"{self.what} must run {sizes} tokens without values: {_first_line(error)}") from error
-        return found + sum(buffer.nbytes for buffer in self.twin.buffers())
+        more = 0 if setting.offload else self.more * setting.itemsize
+        return found + more + sum(buffer.nbytes for buffer in self.twin.buffers())
 
     def _measure(self, sequences: int, itemsize: int, shard: int, tokens: int) -> Measurement:
         _tile(self.twin, self.scope, shard)
@@ -121,46 +128,76 @@ def measured_layers(model: Any, what: str) -> MeasuredLayers | str:
         plan = structural_plan(twin)
         if isinstance(plan, str):
             return plan
-        layers = tuple(twin.get_submodule(plan.blocks))
-        scope: Scope = "block" if any(map(is_block, layers)) else "mlp"
-        towers = [layer for path in plan.towers for layer in twin.get_submodule(path)]
+        lists = {path: tuple(twin.get_submodule(path)) for path in (plan.blocks, *plan.towers)}
+        scope: Scope = "block" if any(map(is_block, lists[plan.blocks])) else "mlp"
         table = twin.get_input_embeddings()
         _tile(twin, scope, _FEW)
-        reason, between = _reason_not_measured(twin, layers, towers)
-        measured = MeasuredLayers(what, twin, layers, scope, between, _positions(twin, table))
-        if reason is None:
-            measured._measure(1, torch.bfloat16.itemsize, _FEW, _FEW)
+        found = _kept(twin, lists)
+        if isinstance(found, str):
+            return found
+        measured = MeasuredLayers(what, twin, scope, *found, _positions(twin, table))
+        _measure_few(measured)
     except Exception as error:  # of code that is not ours
         return f"Its layers cannot run without values: {_first_line(error)}"
-    return measured if reason is None else reason
+    return measured
+
+
+def _measure_few(measured: MeasuredLayers) -> None:
+    """Measure a few tokens, in 16 bits or, where layers compute in float32 whatever their weights are, in that.
+
+    Raises:
+        Exception: the layers run in neither; of code that is not ours.
+    """
+    try:
+        measured._measure(1, torch.bfloat16.itemsize, _FEW, _FEW)
+    except RuntimeError:
+        measured._measure(1, torch.float32.itemsize, _FEW, _FEW)
 
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
-def _reason_not_measured(twin: Any, layers: tuple[Any, ...], towers: list[Any]) -> tuple[str | None, int]:
-    """Return why what its layers take does not follow from one of them, None where it does; and features of a token between
-    them."""
-    calls, widths = Counter[int](), set[float]()
+class _Kept(NamedTuple):
+    """What the layers of a model keep as their inputs: fields of `MeasuredLayers`."""
+
+    layers: tuple[Any, ...]
+    paths: tuple[str, ...]
+    between: int
+    more: int
+
+
+def _kept(twin: Any, lists: Mapping[str, tuple[Any, ...]]) -> _Kept | str:
+    """Return what the layers keep, of those lists that are called; or why that does not follow from one of them.
+
+    lists: by path, first that of the layers of text. A call without gradients keeps nothing.
+    """
+    every = tuple(layer for layers in lists.values() for layer in layers)
+    calls, kept, sizes = Counter[int](), list[int](), set[int]()
 
     def count(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         calls[id(layer)] += 1
-        widths.add(_input(args, kwargs).numel() / tokens)
+        sizes.add(size := _input(args, kwargs).numel())
+        kept[-1] += size * torch.is_grad_enabled()
 
     for tokens in (_FEW, 2 * _FEW):
-        calls.clear()
+        kept.append(0)
+        sizes.clear()
         ids = _ids(1, tokens)
-        once = _once_a_kind(_kinds(layers), layers)
-        with hooked((*layers, *towers), count), once, simulated_device(), Zeros(), torch.no_grad():
+        once = _once_a_kind(_kinds(every), every, lambda: True)
+        with hooked(every, count), once, simulated_device(), Zeros(), torch.enable_grad():
             twin(input_ids=ids, labels=ids, use_cache=False)
-    if any(calls[id(tower)] for tower in towers) or max(calls.values(), default=0) > 1:
-        return "It calls layers several times, or of several lists, of which there is no formula.", 0
-    if len(widths) != 1 or not (width := widths.pop()).is_integer():
-        return "Its layers have other features than each other, or other tokens, of which there is no formula.", 0
-    path = getattr(twin, "_ran", None) or head_path(twin)
-    reason = None if path.startswith("tiled") else f"Its loss is not tiled, of which there is no formula: {path}"
-    return reason, int(width)
+        if len(sizes) != 1:
+            return "Its layers have other features than each other, or other tokens, of which there is no formula."
+    paths = tuple(path for path, layers in lists.items() if any(calls[id(layer)] for layer in layers))
+    run = getattr(twin, "_ran", None) or head_path(twin)
+    if not run.startswith("tiled"):
+        return f"Its loss is not tiled, of which there is no formula: {run}"
+    grows = (kept[1] - kept[0]) / _FEW
+    order = {number: place for place, number in enumerate(calls)}
+    layers = [layer for path in paths for layer in lists[path]]
+    layers = tuple(sorted(layers, key=lambda layer: order.get(id(layer), len(order))))
+    return _Kept(layers, paths, ceil(grows / len(layers)), kept[0] - int(grows * _FEW))
 
 
 def _positions(twin: Any, table: nn.Module) -> int | None:
@@ -260,20 +297,25 @@ def _kinds(layers: Iterable[Any]) -> dict[int, Any]:
 
 
 @contextmanager
-def _once_a_kind(kinds: dict[int, Any], layers: Iterable[Any]) -> Iterator[None]:
-    """Let, inside this context, the first layer of every kind compute, and all others return what that one has returned."""
+def _once_a_kind(
+    kinds: dict[int, Any], layers: Iterable[Any], keeps: Callable[[], bool] = lambda: not torch.is_grad_enabled()
+) -> Iterator[None]:
+    """Let, inside this context, the first layer of every kind compute, and all others return what that one has returned.
+
+    keeps: whether a result is one to return; while a layer is measured it is not.
+    """
     firsts: dict[Any, Any] = {}
     others = [layer for layer in layers if firsts.setdefault(kinds[id(layer)], layer) is not layer]
     results: dict[Any, Any] = {}
 
     def keep(layer: Any, _: Any, result: Any) -> None:
-        if not torch.is_grad_enabled():  # else it is measured, and nobody keeps its result
+        if keeps():
             results[kinds[id(layer)]] = result
 
     handles = [layer.register_forward_hook(keep) for layer in firsts.values()]
     with ExitStack() as stack:
         for layer in others:
-            again = partial(_result_of, results, kinds[id(layer)])
+            again = partial(_result_of, results, layer, kinds[id(layer)])
             stack.enter_context(patch.object(layer, "forward", again, create=True))
         try:
             yield
@@ -282,7 +324,9 @@ def _once_a_kind(kinds: dict[int, Any], layers: Iterable[Any]) -> Iterator[None]
                 handle.remove()
 
 
-def _result_of(results: dict[Any, Any], kind: Any, *_: Any, **__: Any) -> Any:
+def _result_of(results: dict[Any, Any], layer: Any, kind: Any, *args: Any, **kwargs: Any) -> Any:
+    if kind not in results:  # the first of the kind is called later
+        results[kind] = type(layer).forward(layer, *args, **kwargs)
     return results[kind]
 
 

@@ -14,7 +14,6 @@ from shared_specs.app.plan.held import Parameter, Place, held_of
 from tiled_torch.core.partitioned import whole_shape
 
 _HEADS = ("lm_head", "embed_out")
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 def decoder_of_model(function: str, model: Any) -> Decoder:
@@ -50,18 +49,16 @@ def with_parameters(model: nn.Module, decoder: Decoder) -> Decoder:
     if decoder.measured is None:
         return replace(decoder, held=held)
     outside = sum(parameter.count for parameter in found if parameter.layer is None)
-    return replace(decoder, held=held, beside=max(0, outside - decoder.end_parameters))
+    return replace(decoder, held=held, beside=outside - decoder.end_parameters)
 
 
 def _parameters(model: nn.Module, decoder: Decoder) -> Iterator[Parameter]:
-    layers = _LAYER
-    if decoder.measured is not None:
-        from tiled_torch.plan.structure import path_of_layers
-
-        layers = re.compile(rf"(?:^|\.){re.escape(path_of_layers(model))}\.(\d+)\.")
+    places: dict[tuple[str, ...], int] = {}
+    lists = "|".join(map(re.escape, decoder.lists)) or "layers"
+    layers = re.compile(rf"(?:^|\.)({lists})\.(\d+)\.")
     for name, parameter in model.named_parameters():
         found = layers.search(name)
-        layer = None if found is None else int(found[1])
+        layer = None if found is None else places.setdefault(found.groups(), len(places))
         count = math.prod(whole_shape(parameter))
         place = _in_layer(name) if found else _at_ends(name, count == decoder.hidden * decoder.vocab)
         yield Parameter(place, layer, count, parameter.element_size(), parameter.requires_grad)

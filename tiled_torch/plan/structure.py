@@ -44,8 +44,7 @@ def decoder_by_structure(model: Any, what: str) -> Decoder:
         raise InputError(f"{what} must have {known}, got {model.config.model_type}. {reason}")
     head, table = inside.get_output_embeddings(), inside.get_input_embeddings()
     ends: dict[str, Any] = {
-        "hidden": whole_shape(table.weight)[1],
-        "layers": len(layers),
+        "hidden": whole_shape(head.weight)[1],
         "vocab": whole_shape(head.weight)[0],
         "tied": head.weight is table.weight,
         "kind": model.config.model_type,
@@ -55,8 +54,10 @@ def decoder_by_structure(model: Any, what: str) -> Decoder:
         return Decoder(
             **ends,
             **_said_sizes(inside),
+            layers=len(measured.layers),
             measured=measured.bytes_of,
             scope=measured.scope,
+            lists=measured.paths,
             between=measured.between if measured.between != ends["hidden"] else None,
             positions=measured.positions,
         )
@@ -65,6 +66,7 @@ def decoder_by_structure(model: Any, what: str) -> Decoder:
     windows = [window for each in layers if (window := _window_of(each)) is not None]
     return Decoder(
         **ends,
+        layers=len(layers),
         **_head_sizes(layer, family),
         **_mlp_sizes(layer, family),
         normed=is_norm(layer, family.behind_mlp),
@@ -79,20 +81,11 @@ def text_model(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def path_of_layers(model: Any) -> str:
-    """Return where in a model of transformers, or in peft's, the layers of text are."""
-    found = structural_plan(text_model(model))
-    assert not isinstance(found, str)
-    return found.blocks
-
-
 def _reason_no_ends(model: Any) -> str | None:
     """Return why the ends of a model, the embedding and the head with the loss, have no formula; None where they have."""
     ends = model.get_input_embeddings(), model.get_output_embeddings()
     if not isinstance(ends[0], nn.Embedding) or not isinstance(ends[1], nn.Linear):
         return "It has no embedding and head that are one weight each."
-    if whole_shape(ends[0].weight)[1] != whole_shape(ends[1].weight)[1]:
-        return "Its embedding and its head have different features, of which there is no formula."
     return None
 
 
@@ -104,7 +97,10 @@ def _has_formula(model: Any, layers: list[Any], path: str) -> bool:
     """
     if any(hasattr(module, "base_layer") for module in model.modules()):  # adapters
         return False
-    known = {id(end.weight) for end in (model.get_input_embeddings(), model.get_output_embeddings())}
+    table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    if whole_shape(table) != whole_shape(head):
+        return False
+    known = {id(table), id(head)}
     for name, parameter in model.named_parameters():
         if parameter.ndim > 1 and id(parameter) not in known and not name.startswith(f"{path}."):
             return False

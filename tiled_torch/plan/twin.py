@@ -31,7 +31,7 @@ def twin_of(model: Any) -> Any:
     _count_flash(config)
     with warnings.catch_warnings(), simulated_device(), torch.device("meta"):
         warnings.simplefilter("ignore")
-        twin = untiled(config)
+        twin = untiled(config).to("meta")  # where torch.normal makes none
     sizes = {name: whole_shape(parameter) for name, parameter in model.named_parameters()}
     if sizes != {name: tuple(parameter.shape) for name, parameter in twin.named_parameters()}:
         twin = untile_model(without_memory(model))
@@ -40,6 +40,9 @@ def twin_of(model: Any) -> Any:
     trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     for name, parameter in twin.named_parameters():
         parameter.requires_grad_(trained[name])
+    dtypes = {name: buffer.dtype for name, buffer in model.named_buffers()}
+    for name, buffer in twin.named_buffers():
+        buffer.data = buffer.data.to(dtypes.get(name, buffer.dtype))
     return twin.train()
 
 

@@ -38,8 +38,9 @@ class Decoder:
         window: tokens that a query sees in `windowed` of the layers; None where it sees all before in every one.
         by_structure: the sizes are those of a model object's layers; what `kind` says of `DECODERS` does not hold.
         measured: returns the bytes of one layer's backward without layers' inputs; None where formulas do. scope: of
-            `tile_model` with which it was measured. between: features of a token between layers where they are others than the
-            embedding's, such as those of several streams. beside: parameters besides layers, embedding, head and final norm.
+            `tile_model` with which it was measured. lists: where its layers are. between: features of a token that a layer keeps
+            where they are others than the head's, such as those of several streams. beside: parameters besides layers,
+            embedding, head and final norm; less than 0 where the embedding is smaller than the head.
         positions: tokens that a sequence may have at most; None: any number.
         held: the parameters that a model object has; None: all are trained and in float32.
     """
@@ -71,6 +72,7 @@ class Decoder:
     by_structure: bool = False
     measured: Callable[[Setting], int] | None = None
     scope: Scope = "block"
+    lists: tuple[str, ...] = ()
     between: int | None = None
     beside: int = 0
     positions: int | None = None

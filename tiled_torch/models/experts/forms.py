@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 from transformers.integrations.moe import use_experts_implementation
 
 from tiled_torch.core.operands import PLAIN_TENSORS
-from tiled_torch.models.experts import llama4
+from tiled_torch.models.experts import dbrx, llama4, longcat
 from tiled_torch.models.family import home_of, is_of, reason_called
 from tiled_torch.moe.steps import ExpertWeights
 
@@ -22,8 +22,6 @@ from tiled_torch.moe.steps import ExpertWeights
 PRODUCTS = ("eager", "grouped_mm", "batched_mm", None)
 # Not declared, but the same formula from the same attributes.
 LIKE_DECLARED = frozenset({"Step3p7Experts"})
-# Called with the same arguments, with more than the formula in it.
-CALLED = frozenset({"LongcatFlashExperts"})
 
 
 @dataclass(frozen=True)
@@ -31,6 +29,7 @@ class ExpertsForm:
     """Where experts keep their weights.
 
     gated: `_apply_gate` stands between the products, else `act_fn`. normed: a norm follows them. dense: as in `llama4.py`.
+    flat: as in `dbrx.py`. passing: as in `longcat.py`.
     """
 
     up: str
@@ -39,10 +38,12 @@ class ExpertsForm:
     gated: bool
     normed: bool = False
     dense: bool = False
+    flat: bool = False
+    passing: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
-        return (self.up, "down_proj", *(self.biases or ()))
+        return dbrx.NAMES if self.flat else (self.up, "down_proj", *(self.biases or ()))
 
 
 @use_experts_implementation
@@ -52,16 +53,21 @@ class _Declared(nn.Module):
 
 def is_experts(module: nn.Module) -> bool:
     """Return whether a module is one of experts that is tiled, also after tiling or sharding changed its class."""
-    home = home_of(module)
-    return experts_form_of(module) is not None or (home.__name__ in CALLED and is_of("transformers", home))
+    return experts_form_of(module) is not None
 
 
 def experts_form_of(module: Any) -> ExpertsForm | None:
     """Return the form of a module of experts; None of any other module, and of experts that have to be called."""
-    if not (hasattr(module, "down_proj") and hasattr(module, "num_experts")) or isinstance(module.down_proj, nn.Module):
-        return None
     home = home_of(module)
     theirs = is_of("transformers", home)
+    if theirs and home.__name__ in dbrx.FLAT:
+        return ExpertsForm("v1", None, transposed=False, gated=True, flat=True)
+    if isinstance(getattr(module, "down_proj", None), nn.Module | None):
+        return None
+    if theirs and home.__name__ in longcat.PASSING:
+        return ExpertsForm("gate_up_proj", None, transposed=False, gated=True, passing=True)
+    if not hasattr(module, "num_experts"):
+        return None
     if theirs and home.__name__ in llama4.DENSE:
         return ExpertsForm("gate_up_proj", None, transposed=True, gated=True, dense=True)
     declared = getattr(vars(home)["forward"], "__code__", None) is vars(_Declared)["forward"].__code__
@@ -76,7 +82,7 @@ def experts_form_of(module: Any) -> ExpertsForm | None:
 
 def operands_of(module: Any, form: ExpertsForm) -> ExpertWeights:
     """Return the weights of experts, read once: under a parametrization (LoRA) each look computes them."""
-    return ExpertWeights(*(getattr(module, name) for name in form.names))
+    return dbrx.operands_of(module) if form.flat else ExpertWeights(*(getattr(module, name) for name in form.names))
 
 
 def reason_not_formula(module: Any, form: ExpertsForm) -> str | None:
@@ -88,11 +94,12 @@ def reason_not_formula(module: Any, form: ExpertsForm) -> str | None:
         return "a norm follows every expert"
     if form.dense and (reason := llama4.reason_not_zero(module)) is not None:
         return reason
+    if form.flat:
+        return dbrx.reason_called(module)
     expected = {*form.names, "parametrizations"}
     more = [name for name, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))]
-    more += [
-        name for name, child in module.named_children() if name != "act_fn" or any(True for _ in child.parameters())
-    ]
+    known = ("act_fn", *longcat.IDENTITY * form.passing)
+    more += [name for name, child in module.named_children() if name not in known or any(True for _ in child.parameters())]
     found = next((name for name in more if name not in expected), None)
     if found is not None:
         return f"it has {found}"
@@ -102,7 +109,7 @@ def reason_not_formula(module: Any, form: ExpertsForm) -> str | None:
 
 def reason_operands_are_not_plain(form: ExpertsForm, operands: ExpertWeights) -> str | None:
     """Return why products cannot take a weight: a DTensor, say, or a quantised one."""
-    for name, operand in zip(form.names, operands, strict=False):
+    for name, operand in zip(form.names, dbrx.matrices(operands) if form.flat else operands, strict=False):
         if operand is None or not isinstance(operand, Tensor):
             return f"{name} is {type(operand).__name__}"
         if type(operand) not in (*PLAIN_TENSORS, FakeTensor) or not operand.is_floating_point():
@@ -111,11 +118,11 @@ def reason_operands_are_not_plain(form: ExpertsForm, operands: ExpertWeights) ->
 
 
 def reason_weights_are_lent(module: nn.Module) -> str | None:
-    """Return why a module's weights may be others in backward; None where they are its own.
+    """Return why a module's weights, or those of its parts, may be others in backward; None where they are its own.
 
     LoRA of a parameter, peft's, parametrizes it for one call, in the context `parametrize.cached`.
     """
-    lent = parametrize._cache_enabled and parametrize.is_parametrized(module)
+    lent = parametrize._cache_enabled and any(map(parametrize.is_parametrized, module.modules()))
     return "its weights are parametrized for this call" if lent else None
 
 

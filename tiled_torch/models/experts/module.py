@@ -16,7 +16,7 @@ from tiled_torch.core import replay, tangents
 from tiled_torch.core.autocast import after_autocast, autocast_dtype
 from tiled_torch.core.partitioned import gathers
 from tiled_torch.core.tensors import device_kind
-from tiled_torch.models.experts import llama4
+from tiled_torch.models.experts import dbrx, llama4, longcat
 from tiled_torch.models.experts.blocks import BLOCKS, kind_of_block
 from tiled_torch.models.experts.forms import (
     ExpertsForm,
@@ -46,6 +46,8 @@ class TiledRouter(OfExperts):
     def path_now(self: Any) -> str:
         if any(map(gathers, self.modules())):
             return "untiled: ZeRO-3 gathers its weights"
+        if self.training and getattr(self, "moe_jitter_eps", None) is not None:  # DBRX's
+            return "untiled: it changes its input in place"
         reason = reason_weights_are_lent(self)
         return "tile" if reason is None else f"untiled: {reason}"
 
@@ -95,6 +97,9 @@ def _forward(experts: Any, *args: Any, **kwargs: Any) -> Any:
             report(experts, "untiled: it was called with all tokens for every expert")
             return whole(*args, **kwargs)
         whole = partial(llama4.of_all_tokens, experts, whole)
+    if form is not None and form.flat and args and isinstance(args[0], Tensor) and args[0].dim() == 3:
+        y = _forward(experts, args[0].flatten(0, 1), *args[1:], **kwargs)
+        return y.view(args[0].shape)
     given = _arguments(experts, form, args, kwargs)
     path, operands = _path_of_call(experts, form, given)
     report(experts, path)
@@ -107,9 +112,19 @@ def _forward(experts: Any, *args: Any, **kwargs: Any) -> Any:
     # Autocast does not reach the grouped products; elsewhere x is cast to the weights as it is for those.
     grouped = getattr(getattr(experts, "config", None), "_experts_implementation", None) == "grouped_mm"
     dtype = operands.up.dtype if grouped else after_autocast(operands.up, autocast_dtype(x))
-    gate = llama4.gate_of(experts) if form.dense else experts._apply_gate if form.gated else experts.act_fn
     length = shard_tokens(x, operands, form, dtype, experts._tiling)
-    return run(x, index, weights, operands, ExpertsCall(dtype, length, gate, form.transposed, form.dense))
+    y = run(x, index, weights, operands, ExpertsCall(dtype, length, _gate_of(experts, form), form.transposed, form.dense))
+    if form.passing:
+        y = y + longcat.handed_on(experts, x, index, weights, _without_bytes(experts._tiling))
+    return y[:, None] if form.flat else y
+
+
+def _gate_of(experts: Any, form: ExpertsForm) -> Any:
+    if form.flat:
+        return dbrx.gate_of(experts)
+    if form.dense or form.passing:
+        return llama4.gate_of(experts)
+    return experts._apply_gate if form.gated else experts.act_fn
 
 
 def _path_of_call(experts: Any, form: ExpertsForm | None, given: Any) -> tuple[str, ExpertWeights | None]:
