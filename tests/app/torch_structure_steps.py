@@ -57,6 +57,41 @@ MEASURED: dict[str, dict[str, Any]] = {
         "vocab_size_per_layer_input": 256,
     },
     "granite+adapters": {},
+    "diffllama": {},
+    "minimax": EXPERTS,
+    "dbrx": {
+        "d_model": 512,
+        "n_heads": 8,
+        "n_layers": 3,
+        "max_seq_len": 16384,
+        "attn_config": {"kv_n_heads": 4, "rope_theta": 1e4, "clip_qkv": 8.0},
+        "ffn_config": {"ffn_hidden_size": 896, "moe_num_experts": 4, "moe_top_k": 2, "moe_loss_weight": 0.0},
+    },
+    "longcat_flash": EXPERTS
+    | {
+        "q_lora_rank": 128,
+        "kv_lora_rank": 64,
+        "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 32,
+        "v_head_dim": 64,
+        "head_dim": 32,
+        "ffn_hidden_size": 1792,
+        "expert_ffn_hidden_size": 896,
+        "zero_expert_num": 2,
+        "moe_topk": 2,
+        "num_layers": 3,
+        "num_key_value_heads": 8,
+        "num_hidden_layers": 6,
+    },
+    "rembert": {
+        "is_decoder": True,
+        "input_embedding_size": 64,
+        "output_embedding_size": 96,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+    },
+    "cpmant": {"dim_head": 64, "num_heads": 8, "dim_ff": 1792, "dropout_p": 0.0},
+    "hrm_text": {"num_layers_per_stack": 2, "H_cycles": 2, "L_cycles": 2, "L_bp_cycles": [1, 2]},
 }
 # Their first layer has no experts. In a deep model the second one's neighbours have.
 DENSE_FIRST = ("glm4_moe", "ernie4_5_moe", "exaone_moe", "hy_v3", "deepseek_v3", "deepseek_v2", "glm4_moe_lite")

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from shared_specs.app.option_fields import InputError
 from shared_specs.tolerances import MODEL_FLOAT32
 from tests.models.tiny_configs import tiny_config, tiny_model
 from tests.models.tiny_overrides import (
@@ -31,6 +32,7 @@ from tests.models.tiny_overrides import (
 )
 from tiled_torch import tile_model, tiling_paths, untile_model
 from tiled_torch.models.experts.module import TiledRouter
+from tiled_torch.plan.sizes import decoder_of_model
 
 transformers = pytest.importorskip("transformers")
 
@@ -45,17 +47,20 @@ LABELS = torch.where(IDS % 4 == 0, -100, IDS)
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table: the paths of the loss and of the MLPs, and what stays as it is."""
+    """One line of the table: the paths of the loss and of the MLPs, what stays as it is, and how `plan` reads the model; None
+    where it is not in the table."""
 
     kind: str
     model: str
     loss: str
     mlps: str
     left: str = ""
+    plan: str | None = None
 
     @property
     def line(self) -> str:
-        return "| " + " | ".join((self.kind, self.model, self.loss, self.mlps, self.left)) + " |"
+        cells = (self.kind, self.model, self.loss, self.mlps, self.left, self.plan)
+        return "| " + " | ".join(cell for cell in cells if cell is not None) + " |"
 
 
 @contextmanager
@@ -135,6 +140,21 @@ def checked(kind: str, *, images: bool = False, saved: bool = True) -> Row:
     untile_model(model)
     assert tiling_paths(model) == {}
     return row
+
+
+def planned(kind: str) -> str:
+    """How `plan` reads a tiny model of a type: its layers by formulas, or measured; or why it does not."""
+    if kind in NOT_BUILT:
+        return NOT_TRIED
+    with torch.device("meta"):
+        config = tiny_config(kind, OVERRIDES.get(kind, {}))
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    try:
+        decoder = decoder_of_model("plan", model)
+    except InputError as error:
+        reason = str(error).partition(f"got {kind}. ")[2].rstrip(".")
+        return f"no: {reason[:1].lower() if reason[1:2].islower() else reason[:1]}{reason[1:]}"
+    return "measured" if decoder.measured is not None else "formulas"
 
 
 def check_use(kind: str) -> None:
@@ -224,9 +244,14 @@ after tiling. Written by `python -m tests.models.supported`; do not edit it.
   chose them (their routers run through `tile`), `tile` where a module is computed token by token as it is. In training dropout
   between the layers (0 here) leaves an MLP untiled whose layers its decoder layer calls itself.
 * Left: what stays as it is, and why. A model may have both.
+* Plan: how `plan` knows what the layers take: by formulas, or measured, where one of each kind runs without values; or why it
+  does not.
 
 """
-COLUMNS = "| Type | Class | Loss | MLPs | Left |\n| --- | --- | --- | --- | --- |\n"
+COLUMNS = {
+    False: "| Type | Class | Loss | MLPs | Left | Plan |\n| --- | --- | --- | --- | --- | --- |\n",
+    True: "| Type | Class | Loss | MLPs | Left |\n| --- | --- | --- | --- | --- |\n",
+}
 TITLES = {False: "Causal language models", True: "Images and text, given text"}
 
 
@@ -238,13 +263,24 @@ def table(found: list[str], images: list[str]) -> str:
 def section(lines: list[str], images: bool) -> str:
     losses, mlps = counts(lines)
     text = f"## {TITLES[images]}\n\nOf {len(lines)} types {losses} have their loss tiled and {mlps} MLPs.\n\n"
-    return text + COLUMNS + "".join(f"{line}\n" for line in lines)
+    if not images:
+        text = text.replace(" MLPs.", f" MLPs, and `plan` knows {plans(lines)}.")
+    return text + COLUMNS[images] + "".join(f"{line}\n" for line in lines)
 
 
 def counts(lines: list[str]) -> tuple[int, int]:
     """How many of the table's lines have a tiled loss, and a tiled MLP."""
-    cells = [[cell.strip() for cell in line.strip("| \n").split(" | ")] for line in lines]
+    cells = [*map(cells_of, lines)]
     return sum(c[2].startswith(("`tiled_", "tiled_")) for c in cells), sum("`" in c[3] for c in cells)
+
+
+def plans(lines: list[str]) -> int:
+    """How many of the table's lines `plan` reads."""
+    return sum(cells_of(line)[-1] in ("formulas", "measured") for line in lines)
+
+
+def cells_of(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip().removeprefix("|").removesuffix("|").split(" | ")]
 
 
 def table_lines(*, images: bool = False) -> dict[str, str]:
@@ -259,7 +295,8 @@ def main(kinds: list[str]) -> None:
     found: dict[bool, list[str]] = {False: [], True: []}
     for images, mapping in ((False, TEXT), (True, IMAGES)):
         for kind in [kind for kind in kinds or mapping if kind in mapping]:
-            found[images].append(checked(kind, images=images, saved=not images).line)
+            row = checked(kind, images=images, saved=not images)
+            found[images].append((row if images else replace(row, plan=planned(kind))).line)
             print(found[images][-1], flush=True)
     if not kinds:
         TABLE.parent.mkdir(exist_ok=True)

@@ -192,6 +192,17 @@ def test_flop(mode: str) -> None:
     assert counter.flop == FLOP[mode] * 32 * K * H * I
 
 
+def test_what_is_handed_on_costs_no_products() -> None:
+    experts, (x, index, weights) = tile_model(experts_of("longcat_flash"), num_shards=4), choice(32)
+    with GemmFlop() as counter:
+        y = experts(x, torch.full_like(index, E), weights)
+        y.sum().backward()
+    assert counter.flop == 0
+    given = weights.detach().sum(-1, keepdim=True)
+    assert_same([y.detach(), x.grad], [x.detach() * given, given.expand(-1, H)])
+    assert not experts.down_proj.grad.any()
+
+
 def test_saved_bytes() -> None:
     """Nothing but what the call was given."""
     experts, given = tile_model(experts_of("mixtral"), num_shards=4), choice(40)
@@ -379,7 +390,9 @@ def test_what_is_more_than_the_formula_is_said() -> None:
     assert tiling_paths(experts) == {"": "tile: it has scale"}
 
 
-@pytest.mark.parametrize(("name", "said"), [("mlp", "mlp has hooks"), ("mlp.activation_fn", "mlp.activation_fn has hooks")])
+@pytest.mark.parametrize(
+    ("name", "said"), [("mlp", "mlp has hooks"), ("mlp.activation_fn", "mlp.activation_fn has hooks")]
+)
 def test_parts_of_dbrx_that_are_more_are_called(name: str, said: str) -> None:
     experts, (x, index, weights) = experts_of("dbrx"), choice(12)
     experts.get_submodule(name).register_forward_hook(lambda _, __, result: 2 * result)

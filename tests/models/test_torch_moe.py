@@ -143,6 +143,19 @@ def test_family(kind: str) -> None:
     assert all(len(logits) == IDS.numel() for logits in recorded)
 
 
+def test_a_router_that_changes_its_input_is_called() -> None:
+    """With noise DBRX's does so in place, which its experts see."""
+    model = build("dbrx", ffn_config=KINDS["dbrx"]["ffn_config"] | {"moe_jitter_eps": 0.2})
+    torch.manual_seed(3)
+    expected = step(model)
+    tile_model(model, num_shards=4)
+    torch.manual_seed(3)
+    assert_same(step(model), expected)
+    assert tiling_paths(model)["transformer.blocks.0.ffn.router"] == "untiled: it changes its input in place"
+    model.eval()
+    assert tiling_paths(model)["transformer.blocks.0.ffn.experts"] == "tiled_experts"
+
+
 def test_of_every_known_loss_most_are_built() -> None:
     """Those that are not have the same forward, word by word, in transformers."""
     mapping = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES

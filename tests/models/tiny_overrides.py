@@ -24,6 +24,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "glm_moe_dsa": {"mlp_layer_types": ["dense", "sparse"]},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "longcat_flash": {"zero_expert_num": 2},  # of its 256 hardly a token would choose another
     "mamba2": {"num_heads": 8},
     "mimo_v2_flash": {"num_key_value_heads": 2},
     "nemotron_h": {"n_groups": 2, "mamba_num_heads": 4, "mamba_head_dim": 8},

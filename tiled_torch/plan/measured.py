@@ -5,18 +5,18 @@ checkpoint, as it would on a GPU without the library's kernels; attention is Fla
 of all pairs.
 """
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from math import ceil
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_iter
+from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from shared_specs.app.option_fields import InputError
@@ -35,6 +35,7 @@ from tiled_torch.plans.any_model import structural_plan
 _FEW = 8  # tokens of the forward that shows which layers are called
 _WINDOWS = ("window", "chunk")  # in names of settings that say how far a query sees
 _TABLES = ("position", "wpe")  # in names of tables of positions
+_VALUES = ("meta tensor", "torch.nonzero")  # in what PyTorch says where code asks a tensor without memory for values
 _PLACES = ("idx", "index", "number", "layer_id")  # in names of attributes that say where a layer is, not what it is
 
 
@@ -46,8 +47,8 @@ class MeasuredLayers:
         what: the function and the argument that the model is of, for messages.
         scope: of `tile_model`: "block" where some layer is one. layers: in the order in which they are called. paths: of the
         lists in which they are.
-        between: features of a token that a layer keeps as its input, of all calls together. more: numbers that all layers keep
-        beside those, whatever the tokens.
+        calls: of layers, after which nothing is kept but by the loss; 1 where nothing is kept between layers. inputs: that
+        layers keep. between: features of a token in one of them. more: numbers that they hold together beside those of tokens.
         positions: tokens that a sequence may have at most, of a model with a table of positions; None: any number.
     """
 
@@ -56,6 +57,8 @@ class MeasuredLayers:
     scope: Scope
     layers: tuple[Any, ...] = field(repr=False)
     paths: tuple[str, ...]
+    calls: int
+    inputs: int
     between: int
     more: int
     positions: int | None
@@ -110,7 +113,7 @@ class MeasuredLayers:
         except _Measured:
             pass
         peaks, sizes, steps = zip(*found.values(), strict=True)
-        before = _before_layers(self.twin, self.layers, _ids(sequences, tokens))
+        before = _beside_layers(self.twin, self.layers, _ids(sequences, tokens), self.calls)
         return Measurement(max(peaks) + sum(before), frozenset().union(before, *sizes), max(steps))
 
 
@@ -155,6 +158,8 @@ def _measure_few(measured: MeasuredLayers) -> None:
 
 
 def _first_line(error: Exception) -> str:
+    if isinstance(error, NotImplementedError) and any(text in str(error) for text in _VALUES):
+        return "one of them asks for values, on which its sizes may depend"
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
@@ -163,6 +168,8 @@ class _Kept(NamedTuple):
 
     layers: tuple[Any, ...]
     paths: tuple[str, ...]
+    calls: int
+    inputs: int
     between: int
     more: int
 
@@ -173,31 +180,49 @@ def _kept(twin: Any, lists: Mapping[str, tuple[Any, ...]]) -> _Kept | str:
     lists: by path, first that of the layers of text. A call without gradients keeps nothing.
     """
     every = tuple(layer for layers in lists.values() for layer in layers)
-    calls, kept, sizes = Counter[int](), list[int](), set[int]()
+    calls, kept, passed = Counter[int](), list[int](), Counter[bool]()
+    sizes, widths, last = set[int](), list[int](), list[Any]()
 
     def count(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x = _input(args, kwargs)
         calls[id(layer)] += 1
-        sizes.add(size := _input(args, kwargs).numel())
-        kept[-1] += size * torch.is_grad_enabled()
+        sizes.add(x.numel())
+        kept[-1] += torch.is_grad_enabled()
+        passed[not last or any(x.untyped_storage()._cdata == each for each in last)] += 1
+
+    def note(_: Any, __: Any, result: Any) -> None:
+        last[:] = [each.untyped_storage()._cdata for each in tree_iter(result) if isinstance(each, Tensor)]
 
     for tokens in (_FEW, 2 * _FEW):
         kept.append(0)
         sizes.clear()
+        calls.clear()
+        last.clear()
         ids = _ids(1, tokens)
         once = _once_a_kind(_kinds(every), every, lambda: True)
-        with hooked(every, count), once, simulated_device(), Zeros(), torch.enable_grad():
+        with (
+            hooked(every, count),
+            hooked(every, note, after=True),
+            once,
+            simulated_device(),
+            Zeros(),
+            torch.enable_grad(),
+        ):
             twin(input_ids=ids, labels=ids, use_cache=False)
+        widths += sizes
         if len(sizes) != 1:
             return "Its layers have other features than each other, or other tokens, of which there is no formula."
     paths = tuple(path for path, layers in lists.items() if any(calls[id(layer)] for layer in layers))
     run = getattr(twin, "_ran", None) or head_path(twin)
     if not run.startswith("tiled"):
         return f"Its loss is not tiled, of which there is no formula: {run}"
-    grows = (kept[1] - kept[0]) / _FEW
     order = {number: place for place, number in enumerate(calls)}
-    layers = [layer for path in paths for layer in lists[path]]
-    layers = tuple(sorted(layers, key=lambda layer: order.get(id(layer), len(order))))
-    return _Kept(layers, paths, ceil(grows / len(layers)), kept[0] - int(grows * _FEW))
+    layers = tuple(
+        sorted((each for path in paths for each in lists[path]), key=lambda each: order.get(id(each), len(order)))
+    )
+    stop = calls.total() if passed[False] else 1
+    between = (widths[1] - widths[0]) // _FEW
+    return _Kept(layers, paths, stop, kept[0], between, kept[0] * (widths[0] - between * _FEW))
 
 
 def _positions(twin: Any, table: nn.Module) -> int | None:
@@ -218,7 +243,9 @@ def _window(config: Any) -> int:
 
 
 def _tile(twin: Any, scope: Scope, shard: int) -> None:
-    tile_model(untile_model(twin), scope="block" if scope == "block" else "mlp", tiling=Tiling(shard_tokens=shard))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what it leaves is told where the model itself is tiled
+        tile_model(untile_model(twin), scope="block" if scope == "block" else "mlp", tiling=Tiling(shard_tokens=shard))
 
 
 def _ids(sequences: int, tokens: int) -> Tensor:
@@ -257,12 +284,13 @@ def _first(result: Any, x: Tensor) -> Tensor:
     return next(each for each in tree_iter(result) if isinstance(each, Tensor) and each.shape == x.shape)
 
 
-def _before_layers(twin: Any, layers: tuple[Any, ...], ids: Tensor) -> list[int]:
-    """Return the bytes of what a model keeps for the backward of what comes before its layers, and of gradients that wait for
-    it: those of what all layers are given beside their input."""
+def _beside_layers(twin: Any, layers: tuple[Any, ...], ids: Tensor, calls: int = 1) -> list[int]:
+    """Return the bytes of what a model keeps for the backward of what comes before its layers, and between so many calls of
+    them, and of gradients that wait for it: those of what all layers are given beside their input."""
     known = {tensor.untyped_storage()._cdata for tensor in (*twin.parameters(), *twin.buffers(), ids)}
     saved: dict[int, Tensor] = {}
     given: dict[int, Tensor] = {}
+    seen: list[Any] = []
 
     def keep(tensor: Tensor) -> Tensor:
         saved[tensor.untyped_storage()._cdata] = tensor
@@ -271,13 +299,17 @@ def _before_layers(twin: Any, layers: tuple[Any, ...], ids: Tensor) -> list[int]
     def see(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x = _input(args, kwargs)
         known.add(x.untyped_storage()._cdata)  # counted with the inputs of layers
-        others = (each for each in tree_iter((args, kwargs)) if isinstance(each, Tensor) and each is not x)
-        given.update((each.untyped_storage()._cdata, each) for each in others)
-        raise _Measured
+        if not seen:
+            others = (each for each in tree_iter((args, kwargs)) if isinstance(each, Tensor) and each is not x)
+            given.update((each.untyped_storage()._cdata, each) for each in others)
+        seen.append(x)
+        if len(seen) == calls:
+            raise _Measured
 
     try:
         with (
             hooked(layers, see),
+            _nothing_kept_in(layers),
             simulated_device(),
             Zeros(),
             torch.enable_grad(),
@@ -324,10 +356,36 @@ def _once_a_kind(
                 handle.remove()
 
 
+@contextmanager
+def _nothing_kept_in(layers: Iterable[Any]) -> Iterator[None]:
+    """Let every layer keep nothing inside this context, as a checkpoint whose input is counted elsewhere."""
+    results: dict[Any, Any] = {}
+
+    def run(layer: Any, kind: Any, *args: Any, **kwargs: Any) -> Any:
+        x = _input(args, kwargs)
+        with torch.no_grad():
+            result = _result_of(results, layer, kind, *args, **kwargs)
+        return tree_map_only(Tensor, lambda each: _After.apply(x, each) if each.is_floating_point() else each, result)
+
+    kinds = _kinds(layers)
+    with ExitStack() as stack:
+        for layer in layers:
+            stack.enter_context(patch.object(layer, "forward", partial(run, layer, kinds[id(layer)]), create=True))
+        yield
+
+
 def _result_of(results: dict[Any, Any], layer: Any, kind: Any, *args: Any, **kwargs: Any) -> Any:
     if kind not in results:  # the first of the kind is called later
         results[kind] = type(layer).forward(layer, *args, **kwargs)
     return results[kind]
+
+
+class _After(torch.autograd.Function):
+    """Stands for a result of a layer: it depends on x, and keeps nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, result: Tensor) -> Tensor:
+        return torch.empty_like(result)
 
 
 class _Result(torch.autograd.Function):

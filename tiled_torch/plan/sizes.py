@@ -53,6 +53,7 @@ def with_parameters(model: nn.Module, decoder: Decoder) -> Decoder:
 
 
 def _parameters(model: nn.Module, decoder: Decoder) -> Iterator[Parameter]:
+    ends = _ends_of(model, decoder.tied)
     places: dict[tuple[str, ...], int] = {}
     lists = "|".join(map(re.escape, decoder.lists)) or "layers"
     layers = re.compile(rf"(?:^|\.)({lists})\.(\d+)\.")
@@ -60,8 +61,21 @@ def _parameters(model: nn.Module, decoder: Decoder) -> Iterator[Parameter]:
         found = layers.search(name)
         layer = None if found is None else places.setdefault(found.groups(), len(places))
         count = math.prod(whole_shape(parameter))
-        place = _in_layer(name) if found else _at_ends(name, count == decoder.hidden * decoder.vocab)
+        place = ends.get(id(parameter)) or _at_ends(name, count == decoder.hidden * decoder.vocab)
+        place = _in_layer(name) if found else place
         yield Parameter(place, layer, count, parameter.element_size(), parameter.requires_grad)
+
+
+def _ends_of(model: Any, tied: bool) -> dict[int, Place]:
+    """Return the place of the weights that a model, or adapters around one, says are its table and its head."""
+    found: dict[int, Place] = {}
+    places: tuple[tuple[str, Place], ...] = (("get_output_embeddings", "head"), ("get_input_embeddings", "embedding"))
+    for function, place in places[tied:]:
+        try:
+            found[id(getattr(model, function)().weight)] = place
+        except (AttributeError, NotImplementedError):  # it does not say
+            continue
+    return found
 
 
 def _in_layer(name: str) -> Place:

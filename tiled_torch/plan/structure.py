@@ -58,6 +58,7 @@ def decoder_by_structure(model: Any, what: str) -> Decoder:
             measured=measured.bytes_of,
             scope=measured.scope,
             lists=measured.paths,
+            kept=measured.inputs,
             between=measured.between if measured.between != ends["hidden"] else None,
             positions=measured.positions,
         )

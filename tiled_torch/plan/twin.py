@@ -61,9 +61,13 @@ def cast_parameters(twin: nn.Module, dtype: torch.dtype) -> None:
 
 
 @contextmanager
-def hooked(modules: Iterable[nn.Module], hook: Callable[..., Any]) -> Iterator[None]:
-    """Call a hook before the forward of each of these modules inside this context, with module, args and kwargs."""
-    handles = [module.register_forward_pre_hook(hook, with_kwargs=True) for module in modules]
+def hooked(modules: Iterable[nn.Module], hook: Callable[..., Any], *, after: bool = False) -> Iterator[None]:
+    """Call a hook before the forward of each of these modules inside this context, with module, args and kwargs; or after it,
+    with module, args and its result."""
+    if after:
+        handles = [module.register_forward_hook(hook) for module in modules]
+    else:
+        handles = [module.register_forward_pre_hook(hook, with_kwargs=True) for module in modules]
     try:
         yield
     finally:

@@ -38,9 +38,10 @@ class Decoder:
         window: tokens that a query sees in `windowed` of the layers; None where it sees all before in every one.
         by_structure: the sizes are those of a model object's layers; what `kind` says of `DECODERS` does not hold.
         measured: returns the bytes of one layer's backward without layers' inputs; None where formulas do. scope: of
-            `tile_model` with which it was measured. lists: where its layers are. between: features of a token that a layer keeps
-            where they are others than the head's, such as those of several streams. beside: parameters besides layers,
-            embedding, head and final norm; less than 0 where the embedding is smaller than the head.
+            `tile_model` with which it was measured. lists: where its layers are. kept: inputs that the layers keep where some
+            are called several times. between: features of a token between layers where they are others than the head's, such
+            as those of several streams. beside: parameters besides layers, embedding, head and final norm; less than 0 where
+            the embedding is smaller than the head.
         positions: tokens that a sequence may have at most; None: any number.
         held: the parameters that a model object has; None: all are trained and in float32.
     """
@@ -73,10 +74,16 @@ class Decoder:
     measured: Callable[[Setting], int] | None = None
     scope: Scope = "block"
     lists: tuple[str, ...] = ()
+    kept: int | None = None
     between: int | None = None
     beside: int = 0
     positions: int | None = None
     held: Held | None = None
+
+    @property
+    def inputs(self) -> int:
+        """Inputs that the layers keep."""
+        return self.kept or self.layers
 
     @property
     def stream(self) -> int:

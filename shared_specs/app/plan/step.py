@@ -60,7 +60,7 @@ def parts_of(decoder: Decoder, setting: Setting) -> Parts:
     """Return the bytes of one step, at the highest of its high points: the last layer's backward, the first one's, the loss;
     and the embedding's where it is split."""
     decoder = decoder.split(setting.tensor)
-    host = decoder.layers * setting.own_rows * decoder.stream * setting.stream if setting.offload else 0
+    host = decoder.inputs * setting.own_rows * decoder.stream * setting.stream if setting.offload else 0
     ranks = setting.gpus // setting.tensor
     weights, trained = decoder.weight_bytes // ranks, decoder.trained_bytes // ranks
     state = {"weights": weights, "gradients": trained, "optimizer": MOMENTS[setting.optimizer] * trained}
@@ -89,7 +89,7 @@ def _at_layer(decoder: Decoder, setting: Setting, done: int) -> dict[str, int]:
     done: layers behind it, whose backward has been. In JAX, where all layers are one loop, 0.
     """
     b, layer, moment = setting.itemsize, decoder.layer_gathered, {}
-    kept = 0 if setting.offload else decoder.layers - done  # inputs of layers that are on the device
+    kept = 0 if setting.offload else decoder.inputs - done  # of layers, on the device
     apart, gathered = _head_apart(decoder, setting), 0
     if setting.half == "torch":
         # The layer's weights, those of the next one on their way, the gradients of the unit before, in float32, being cut.
@@ -172,7 +172,7 @@ def _at_loss(decoder: Decoder, setting: Setting) -> dict[str, int]:
     if not trained and not plain:
         loss -= loss_accumulator_bytes(shape)  # nor, where it is compiled, a shard's part of that sum
         loss -= max(MASTER, b) * decoder.hidden * entries if setting.half == "jax" else 0
-    inputs = (0 if setting.offload else decoder.layers) * rows * decoder.stream // decoder.hidden
+    inputs = (0 if setting.offload else decoder.inputs) * rows * decoder.stream // decoder.hidden
     of_head = b * decoder.hidden * entries if trained else 0
     if b == MASTER and not (plain and setting.half == "torch"):  # in 16 bits JAX has but the sum that makes it
         loss += of_head

@@ -99,7 +99,9 @@ def reason_not_formula(module: Any, form: ExpertsForm) -> str | None:
     expected = {*form.names, "parametrizations"}
     more = [name for name, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))]
     known = ("act_fn", *longcat.IDENTITY * form.passing)
-    more += [name for name, child in module.named_children() if name not in known or any(True for _ in child.parameters())]
+    more += [
+        name for name, child in module.named_children() if name not in known or any(True for _ in child.parameters())
+    ]
     found = next((name for name in more if name not in expected), None)
     if found is not None:
         return f"it has {found}"

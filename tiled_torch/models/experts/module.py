@@ -113,7 +113,9 @@ def _forward(experts: Any, *args: Any, **kwargs: Any) -> Any:
     grouped = getattr(getattr(experts, "config", None), "_experts_implementation", None) == "grouped_mm"
     dtype = operands.up.dtype if grouped else after_autocast(operands.up, autocast_dtype(x))
     length = shard_tokens(x, operands, form, dtype, experts._tiling)
-    y = run(x, index, weights, operands, ExpertsCall(dtype, length, _gate_of(experts, form), form.transposed, form.dense))
+    y = run(
+        x, index, weights, operands, ExpertsCall(dtype, length, _gate_of(experts, form), form.transposed, form.dense)
+    )
     if form.passing:
         y = y + longcat.handed_on(experts, x, index, weights, _without_bytes(experts._tiling))
     return y[:, None] if form.flat else y
