@@ -9,7 +9,7 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tiled_jax.commands.plan.device import TARGET as TARGET
+from tiled_jax.plan.described import TARGET as TARGET
 
 SHARED_LIMIT = 232_448
 

@@ -56,7 +56,7 @@ ONLY_TORCH = {
     "experts that transformers makes one parameter of; JAX: models/weights.py": "commands/finetune/experts.py",
     "checkpointing of a finished model": "plans/recompute.py",
     "models of any family of transformers, whose layers say their sizes or are measured": (
-        "plan/structure.py plan/measured.py plan/twin.py commands/plan/any_config.py"
+        "plan/structure.py plan/twin.py commands/plan/any_config.py"
     ),
     "layers that are called one by one; a compiled program tells of them from inside": "commands/finetune/watched_layers.py",
     "XLA says itself what a program needs": "check/live_bytes.py",
@@ -83,6 +83,9 @@ ONLY_JAX = {
     ),
     "one program for many devices": "commands/bench/mesh.py",
     "Triton's launch wrappers take block sizes from a table": "commands/gpu/candidates.py",
+    "programs that are compiled for GPUs that are not there; filters of parameters, which PyTorch's hold themselves": (
+        "plan/described.py plan/trained.py"
+    ),
     "plans of a function of arrays: PyTorch's are of modules": (
         "plans/accumulation.py plans/checks.py plans/decoder_ends.py plans/decoder_layers.py "
         "plans/decoder_tokens.py plans/variables.py"

@@ -6,12 +6,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
 from shared_specs.config import DataParallel, ParallelConfig
 from shared_specs.errors import UnsupportedError
 from tests.plans.jax_parallel_models import assert_same, loss_and_gradients, mesh_of
+from tiled_jax import tiled_model_loss
 from tiled_jax.parallel import parallelize
 
 pytestmark = pytest.mark.ranks
@@ -50,6 +52,27 @@ def test_weights_shared_with_a_module_outside(x64: None) -> None:
     plan = parallelize(model, mesh_of(dp_shard=4), ParallelConfig(data=FSDP), loss_fn=loss_fn)
     assert plan.state is not None
     assert_same(plan.gradients(plan.state.parameters, x), loss_and_gradients(model, loss_fn, x))
+
+
+def logits_loss(model: Layers, x: jax.Array) -> jax.Array:
+    return optax.softmax_cross_entropy_with_integer_labels(model(x), targets_of(x)).mean()
+
+
+def tiled_logits_loss(model: Layers, x: jax.Array) -> jax.Array:
+    found: jax.Array = tiled_model_loss(model, targets_of(x), x, num_shards=2)
+    return found
+
+
+def targets_of(x: jax.Array) -> jax.Array:
+    return jnp.argmax(x, -1)
+
+
+def test_the_loss_of_logits_that_are_never_made(x64: None) -> None:
+    """`tiled_model_loss` traces the model, whose modules in a list gather their parameters themselves."""
+    model, x = Layers(), inputs()
+    plan = parallelize(model, mesh_of(dp_shard=4), ParallelConfig(data=FSDP), loss_fn=tiled_logits_loss)
+    assert plan.state is not None
+    assert_same(plan.gradients(plan.state.parameters, x), loss_and_gradients(model, logits_loss, x))
 
 
 USES: dict[str, Callable[[Layers], Any]] = {

@@ -15,6 +15,7 @@ from flax import nnx
 from shared_specs.config import Checkpointing, DataParallel, ParallelConfig, TensorParallel
 from shared_specs.errors import SpecError, UnsupportedError
 from tests.plans.jax_parallel_models import LEARNING_RATE, QUICKLY, assert_same, mesh_of, run_quickly
+from tiled_jax import tiled_model_loss
 from tiled_jax.parallel import ModelRules, parallelize, register_rules
 
 pytestmark = pytest.mark.ranks
@@ -147,6 +148,43 @@ def test_gradients_of_a_model_with_variables(x64: None) -> None:
     expected = by_hand(model, 2)(nnx.split(model, nnx.Param, ...)[2], x)
     assert_same(found[:2], expected[:2])
     assert_same(without_keys(found[2]), without_keys(expected[2]))
+
+
+class WithHead(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.model, self.head = Model(rngs), nnx.Linear(8, 5, param_dtype=jnp.float64, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.head(self.model(x))
+
+
+def test_the_loss_of_logits_that_are_never_made(x64: None) -> None:
+    """Statistics and random streams of modules in a list are afterwards what they are with the logits."""
+    x = inputs()
+
+    def targets(x: jax.Array) -> jax.Array:
+        return jnp.argmax(x[..., :5], -1)
+
+    def whole(model: WithHead, x: jax.Array) -> jax.Array:
+        return optax.softmax_cross_entropy_with_integer_labels(model(x), targets(x)).mean()
+
+    def tiled(model: WithHead, x: jax.Array) -> jax.Array:
+        found: jax.Array = tiled_model_loss(model, targets(x), x, num_shards=2)
+        return found
+
+    found = []
+    for loss in (tiled, whole):
+        plan = parallelize(WithHead(nnx.Rngs(0)), mesh_of(dp_shard=2), ParallelConfig(data=FSDP), loss_fn=loss)
+        assert plan.state is not None
+        found.append(plan.gradients(plan.state.parameters, x, plan.state.variables))
+    assert_same(found[0][:2], found[1][:2])
+    assert_same(without_keys(found[0][2]), without_keys(found[1][2]))
+    before = nnx.split(WithHead(nnx.Rngs(0)), nnx.Param, ...)[2]
+    changed = [
+        not np.array_equal(a, b)
+        for a, b in zip(*map(jax.tree.leaves, map(without_keys, (before, found[0][2]))), strict=True)
+    ]
+    assert sum(changed) >= 5  # two statistics, three counts
 
 
 def test_the_loss_alone_draws_as_a_step_does_and_takes_a_batch_that_no_micro_batch_divides(x64: None) -> None:

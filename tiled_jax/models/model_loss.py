@@ -91,13 +91,16 @@ class _ModelCall:
         everything = [model, *args, *kwargs.values()]
         self._modules = [each for each in everything if isinstance(each, nnx.Module)]
         graph, state = nnx.split(self._modules)
+        held, self._kept = _values(
+            state
+        )  # what stands for a parameter that its module gathers, in `parallelize`, is kept
         arguments = [None if isinstance(each, nnx.Module) else each for each in (*args, *kwargs.values())]
         leaves, form = jax.tree.flatten(arguments)
         given = [isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves]
         arrays = [leaf for leaf, is_array in zip(leaves, given, strict=True) if is_array]
 
-        def call(state: Any, arrays: list[Any]) -> Any:
-            modules = nnx.merge(graph, state)
+        def call(held: list[Any], arrays: list[Any]) -> Any:
+            modules = nnx.merge(graph, self._kept(held))
             fed, own = iter(arrays), iter(modules)
             rest = [next(fed) if is_array else leaf for leaf, is_array in zip(leaves, given, strict=True)]
             filled = jax.tree.unflatten(form, rest)
@@ -108,12 +111,12 @@ class _ModelCall:
             ]
             result = fn(*placed[: len(args)], **dict(zip(kwargs, placed[len(args) :], strict=True)))
             logits, aux = _apart(result, has_aux)
-            return logits, aux, nnx.split(modules)[1]
+            after, self._after = _values(nnx.split(modules)[1])
+            return logits, aux, after
 
-        closed, shape = jax.make_jaxpr(call, return_shape=True)(state, arrays)
+        closed, shape = jax.make_jaxpr(call, return_shape=True)(held, arrays)
         self._form = jax.tree.structure(shape[1:])
         self._logits, *self._rest = closed.jaxpr.outvars
-        held = jax.tree.leaves(state)
         self._program = Equations(closed, [*held, *arrays])
         after = self._rest[len(jax.tree.leaves(shape[1])) :]
         before = closed.jaxpr.invars[: len(held)]
@@ -133,10 +136,28 @@ class _ModelCall:
 
     def others(self) -> Any:
         """Return aux, and update the modules."""
-        aux, state = jax.tree.unflatten(self._form, self._program.values(self._rest))
+        aux, after = jax.tree.unflatten(self._form, self._program.values(self._rest))
         if self._changed:
-            nnx.update(self._modules, state)
+            nnx.update(self._modules, self._after(after))
         return aux
+
+
+def _values(state: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """Return the values of a state, and a function that puts others in their place, beside what is no value."""
+    leaves, form = jax.tree.flatten(state)
+    places = [
+        place
+        for place, leaf in enumerate(leaves)
+        if isinstance(leaf, jax.Array | np.ndarray | np.generic | float | int)
+    ]
+
+    def filled(values: list[Any]) -> Any:
+        found = list(leaves)
+        for place, value in zip(places, values, strict=True):
+            found[place] = value
+        return jax.tree.unflatten(form, found)
+
+    return [leaves[place] for place in places], filled
 
 
 def _apart(result: Any, has_aux: bool) -> tuple[Any, Any]:

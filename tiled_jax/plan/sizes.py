@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import jax
 from flax import nnx
 
 from shared_specs.app.plan.decoder import CAPS, Decoder
@@ -13,23 +12,31 @@ from shared_specs.app.plan.held import Parameter, Place, held_of
 from shared_specs.errors import UnsupportedError, error_text, fail_type
 from tiled_jax.models.block.plain import reason_not_block
 from tiled_jax.models.config import LlamaConfig
+from tiled_jax.plan.measured import measured_decoder
+from tiled_jax.plan.trained import parameters_of
 
-_BLOCKS = "There are formulas of layers that run as blocks alone."
+_BLOCKS = "There are formulas of layers that run as blocks alone; with loss_fn the model's own step is measured."
 
 
-def decoder_of_model(function: str, model: Any, wrt: Any) -> Decoder:
-    """Return the sizes that the model's config says, with the parameters that the model has.
+def decoder_of_model(function: str, model: Any, wrt: Any, loss_fn: Any = None, tokens: int = 0) -> Decoder:
+    """Return the sizes that the model's config says, with the parameters that the model has; of a model of others, and with a
+    loss of its own, one whose step is measured.
 
     Args:
-        model: a `tiled_jax.models.Llama` of arrays or of shapes.
+        model: a `tiled_jax.models.Llama`, or another nnx.Module, of arrays or of shapes. loss_fn: as in `parallelize`.
+        tokens: for which a step that is measured is compiled, and not its neighbours.
         wrt: a filter of the parameters that are trained; None: the adapters where there are any, else all.
     Raises:
-        TypeError: it is no model with a config, or wrt is no filter.
+        TypeError: it is no model, wrt is no filter or loss_fn no function.
         UnsupportedError: its layers have adapters with which no layer runs as one block.
     """
-    config = getattr(model, "config", None)
-    if not isinstance(model, nnx.Module) or not isinstance(config, LlamaConfig):
+    if not isinstance(model, nnx.Module):
         fail_without_config(function, model)
+    if loss_fn is not None and not callable(loss_fn):
+        fail_type(function, "loss_fn", "a function or None", type(loss_fn).__name__)
+    config = getattr(model, "config", None)
+    if not isinstance(config, LlamaConfig) or loss_fn is not None:
+        return measured_decoder(function, model, wrt, loss_fn, tokens)
     decoder = _decoder(config)
     held = replace(decoder, held=held_of(_parameters(function, model, decoder, wrt), tied=decoder.tied))
     reason = reason_not_block(getattr(model, "layers", None)) if held.adapted else None
@@ -81,15 +88,7 @@ def _kind(config: LlamaConfig) -> str:
 
 def _parameters(function: str, model: nnx.Module, decoder: Decoder, wrt: Any) -> Iterator[Parameter]:
     """Layers are one stack: every parameter of theirs has all layers' part."""
-    held = nnx.to_flat_state(nnx.state(model, nnx.Param))
-    adapters = any(isinstance(leaf, nnx.LoRAParam) for _, leaf in held)
-    try:
-        takes = nnx.filterlib.to_predicate(wrt if wrt is not None else nnx.LoRAParam if adapters else nnx.Param)
-    except (TypeError, ValueError):  # as in `parallelize`
-        fail_type(function, "wrt", "a filter of nnx or None", type(wrt).__name__)
-    for path, leaf in held:
-        value: jax.Array = leaf.get_value()
-        trained = bool(takes(path, leaf))
+    for path, value, trained in parameters_of(function, model, wrt):
         if path[0] == "layers":
             place: Place = "mlp" if path[1] == "mlp" else "attention"
             for layer in range(decoder.layers):

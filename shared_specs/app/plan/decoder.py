@@ -42,6 +42,8 @@ class Decoder:
             are called several times. between: features of a token between layers where they are others than the head's, such
             as those of several streams. beside: parameters besides layers, embedding, head and final norm; less than 0 where
             the embedding is smaller than the head.
+        whole: returns the bytes of one device in forward and backward, of a model that is measured as one program and has no
+            other sizes than those of its parameters; None of every other one.
         positions: tokens that a sequence may have at most; None: any number.
         held: the parameters that a model object has; None: all are trained and in float32.
     """
@@ -77,8 +79,14 @@ class Decoder:
     kept: int | None = None
     between: int | None = None
     beside: int = 0
+    whole: Callable[[Setting], int] | None = None
     positions: int | None = None
     held: Held | None = None
+
+    @property
+    def has_formulas(self) -> bool:
+        """Return whether formulas know all of a step."""
+        return self.measured is None and self.whole is None
 
     @property
     def inputs(self) -> int:

@@ -46,6 +46,8 @@ _MEASURED = (
     Lever("MLP and loss tiled", {"scope": "mlp"}),
     Lever("MLP and loss tiled, inputs on the host", {"scope": "mlp", "offload": True}),
 )
+# Of a model that is measured whole: it is what it is.
+_WHOLE = (Lever("the model as it is", {"scope": "none"}),)
 # What is tried where nothing else fits. A compiled step of JAX reads its parameters from the devices' memory (`parallelize`
 # refuses cpu_offload); its attention in blocks takes several times as long as cuDNN's.
 _LAST: dict[Half, Lever] = {
@@ -90,7 +92,9 @@ class Plan:
     @property
     def note(self) -> str:
         """Return where the numbers come from."""
-        if self.decoder.measured is None:
+        if self.decoder.whole is not None:
+            return "From the model's own step, compiled at a few lengths, and from lines through what it takes there."
+        if self.decoder.has_formulas:
             return "From formulas: nothing was run."
         most = self.decoder.positions
         return (
@@ -138,8 +142,10 @@ def plan(
     last = Lever(_LAST[half].name, levers[-1].changes | _LAST[half].changes)
     if levers is _MEASURED:
         last = last._replace(name="MLP and loss tiled, inputs and all state on the host")
-    differs = half == "torch" or cudnn_groups(decoder.split(widest.tensor), widest) is not None
-    levers = (*levers, *(last,) * differs)
+    differs = (
+        half == "torch" or decoder.whole is not None or cudnn_groups(decoder.split(widest.tensor), widest) is not None
+    )
+    levers = (*levers, *(last,) * (differs and decoder.whole is None))
     found = (_reach(decoder, lever, widest, fits) for lever in levers)
     return Plan(
         decoder=decoder,
@@ -148,7 +154,7 @@ def plan(
         memory=memory,
         setting=setting,
         parts=None if setting is None else parts_of(decoder, setting),
-        seconds=None if setting is None or gpu is None or decoder.measured else step_seconds(decoder, setting, gpu),
+        seconds=step_seconds(decoder, setting, gpu) if setting and gpu and decoder.has_formulas else None,
         reach=tuple(reach for reach in found if reach is not None),
     )
 
@@ -161,6 +167,8 @@ def levers_of(decoder: Decoder, setting: Setting) -> tuple[Lever, ...]:
     Where layers are split it is as well: there are formulas of that alone.
     """
     levers = _LEVERS[setting.half]
+    if decoder.whole is not None:
+        return _WHOLE
     if decoder.measured is not None and decoder.scope == "mlp":
         return _MEASURED
     if decoder.window is not None or decoder.by_structure or decoder.kind not in WHOLE or setting.tensor > 1:
@@ -201,7 +209,7 @@ def contexts(decoder: Decoder, base: Setting) -> list[Setting]:
     place of a ring (as `finetune.context.context_axes`).
     """
     gpus = base.gpus // base.tensor
-    most = 1 if decoder.uncut and base.half == "torch" else gpus
+    most = 1 if decoder.whole is not None or (decoder.uncut and base.half == "torch") else gpus
     numbers = [n for n in range(1, most + 1) if gpus % n == 0]
     heads = decoder.split(base.tensor).heads
     return [_attending(replace(base, context=n), gcd(n, heads)) for n in numbers]
@@ -225,7 +233,7 @@ def parts_of_sequence(setting: Setting) -> int:
 
 
 def _settings(decoder: Decoder, base: Setting, tensors: Sequence[int]) -> Iterator[Setting]:
-    for last in ({}, _LAST[base.half].changes):
+    for last in ({},) if decoder.whole is not None else ({}, _LAST[base.half].changes):
         for tensor in tensors:
             for shared in contexts(decoder, replace(base, tensor=tensor)):
                 if base.tokens % parts_of_sequence(shared) == 0:

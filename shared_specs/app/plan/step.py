@@ -32,6 +32,7 @@ class Parts:
         gathered: whole weights of the layers at work, of embedding and head, and their gradients before they are cut.
         inputs: of the layers, as checkpointing keeps them. attention: all tokens of one layer's backward, and their ids.
         shard: what one shard of a layer takes beside these. loss: logits of a shard and the sums of the head's gradient.
+        program: of a model that is measured whole, all but its parameters and gradients; 0 of others.
         host: beside the GPU, not part of its total.
     """
 
@@ -45,11 +46,12 @@ class Parts:
     loss: int
     reserve: int
     host: int
+    program: int = 0
 
     @property
     def by_name(self) -> dict[str, int]:
         """Return every part that is on the GPU."""
-        return {name: size for name, size in vars(self).items() if name != "host"}
+        return {name: size for name, size in vars(self).items() if name != "host" and (size or name != "program")}
 
     @property
     def total(self) -> int:
@@ -64,6 +66,10 @@ def parts_of(decoder: Decoder, setting: Setting) -> Parts:
     ranks = setting.gpus // setting.tensor
     weights, trained = decoder.weight_bytes // ranks, decoder.trained_bytes // ranks
     state = {"weights": weights, "gradients": trained, "optimizer": MOMENTS[setting.optimizer] * trained}
+    if decoder.whole is not None:
+        rest = max(0, decoder.whole(setting) - weights - trained)
+        names = ("gathered", "inputs", "attention", "shard", "loss", "host")
+        return Parts(**state, **dict.fromkeys(names, 0), program=rest, reserve=RESERVE)
     if setting.host_state:
         host += sum(state.values())
         state = dict.fromkeys(state, 0)

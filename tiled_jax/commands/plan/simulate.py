@@ -16,9 +16,10 @@ from shared_specs.app.plan.simulated import Simulated, Simulator
 from shared_specs.app.plan.step import Setting
 from shared_specs.config import Checkpointing, Tiling
 from shared_specs.shards import TARGET_TOKENS
-from tiled_jax.commands.plan.device import compiles_for_gpus, mesh_of, prepare
+from tiled_jax.commands.plan.device import mesh_of, prepare
 from tiled_jax.layers import attention_blocks
 from tiled_jax.models import Llama, LlamaConfig
+from tiled_jax.plan.described import UNTUNED, compiles_for_gpus
 from tiled_jax.plans.api import parallelize
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
@@ -43,9 +44,7 @@ def simulate(decoder: Decoder, setting: Setting) -> Simulated:
         model = nnx.eval_shape(lambda: model_of(decoder, setting))
         made = parallelize(model, mesh_of(setting.axes), setting.config)
         batch = jax.ShapeDtypeStruct((setting.sequences * setting.data, setting.tokens + 1), jnp.int32)
-        # Without a device there is nothing to tune on, and Triton's products have no sizes but those that tuning finds.
-        tuned: Any = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
-        options = tuned if compiles_for_gpus() else None
+        options = UNTUNED if compiles_for_gpus() else None
         program = made.gradients.lower(made.shapes.parameters, batch).compile(options)
     return _of_program(program)
 

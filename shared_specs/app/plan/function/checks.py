@@ -13,7 +13,7 @@ from shared_specs.config import Half
 from shared_specs.errors import SpecError, fail, fail_type
 from shared_specs.kernels.roofline import GPU, GPUS
 
-_MODELS = "Pass a model of transformers in PyTorch, a tiled_jax.models.Llama in JAX."
+_MODELS = "Pass a model of transformers in PyTorch, an nnx.Module in JAX."
 
 
 def planned(

@@ -26,7 +26,10 @@ class ModelPlan:
     @property
     def what_to_set(self) -> dict[str, str]:
         """Return each call that makes the setting, and what it is set to; empty where nothing fits."""
-        return {} if self.plan.setting is None else dict(what_to_set(self.plan.setting, self.bytes["host"]))
+        if self.plan.setting is None:
+            return {}
+        found = dict(what_to_set(self.plan.setting, self.bytes["host"]))
+        return found if self.plan.decoder.whole is None else {name: found[name] for name in ("mesh", "Checkpointing")}
 
     @property
     def bytes(self) -> dict[str, int]:
