@@ -151,11 +151,11 @@ def test_a_llama_with_a_loss_of_its_own_is_measured() -> None:
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "16 bits": (
         {"dtype": "bfloat16"},
-        r"^plan: dtype must be float32 without GPUs, got bfloat16\. JAX's CUDA plugin compiles for GPUs that are not there, .*\.$",
+        r"^plan: dtype must be float32 without GPUs, got bfloat16\. JAX's CUDA plugin compiles for GPUs that are not .*\.$",
     ),
     "devices": (
         {"devices": 1024},
-        r"^plan: devices must be at most \d+, for which the model's step can be compiled here, got 1024\. JAX's CUDA plugin .*\.$",
+        r"^plan: devices must be at most \d+, for which .* can be compiled here, got 1024\. JAX's CUDA plugin .*\.$",
     ),
     "no logits": (
         {"model": nnx.Linear(2, 3, rngs=nnx.Rngs(0))},

@@ -129,15 +129,15 @@ MUTANTS = (
     Mutant(
         "a plan keeps the input of one layer alone",
         "shared_specs/app/plan/step.py",
-        "kept = 0 if setting.offload else decoder.layers - done",
+        "kept = 0 if setting.offload else decoder.inputs - done",
         "kept = 0 if setting.offload else 1",
         "tests/app/test_plan.py -x -k inputs_of_layers_in_pytorch",
     ),
     Mutant(
         "a plan takes offloaded inputs for bytes of one element",
         "shared_specs/app/plan/step.py",
-        "host = decoder.layers * setting.own_rows * decoder.stream * setting.stream if",
-        "host = decoder.layers * setting.own_rows * decoder.stream if",
+        "host = decoder.inputs * setting.own_rows * decoder.stream * setting.stream if",
+        "host = decoder.inputs * setting.own_rows * decoder.stream if",
         "tests/app/test_plan.py -x -k 'inputs_of_layers'",
     ),
     Mutant(

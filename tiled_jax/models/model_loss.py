@@ -91,16 +91,16 @@ class _ModelCall:
         everything = [model, *args, *kwargs.values()]
         self._modules = [each for each in everything if isinstance(each, nnx.Module)]
         graph, state = nnx.split(self._modules)
-        held, self._kept = _values(
-            state
-        )  # what stands for a parameter that its module gathers, in `parallelize`, is kept
+        # What stands for a parameter that its module gathers, in `parallelize`, is no value.
+        held, self._before = _values(state)
+        self._after = self._before
         arguments = [None if isinstance(each, nnx.Module) else each for each in (*args, *kwargs.values())]
         leaves, form = jax.tree.flatten(arguments)
         given = [isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves]
         arrays = [leaf for leaf, is_array in zip(leaves, given, strict=True) if is_array]
 
         def call(held: list[Any], arrays: list[Any]) -> Any:
-            modules = nnx.merge(graph, self._kept(held))
+            modules = nnx.merge(graph, self._before(held))
             fed, own = iter(arrays), iter(modules)
             rest = [next(fed) if is_array else leaf for leaf, is_array in zip(leaves, given, strict=True)]
             filled = jax.tree.unflatten(form, rest)

@@ -24,7 +24,7 @@ from shared_specs.app.plan.setting import Setting
 from shared_specs.errors import SpecError
 from tiled_jax.models.model_loss import tiled_model_loss
 from tiled_jax.plan.described import UNCHECKED, UNTUNED, compiles_for_gpus, described_mesh
-from tiled_jax.plan.trained import parameters_of, trained_filter
+from tiled_jax.plan.trained import trained_filter, with_trained
 from tiled_jax.plans.api import Loss, parallelize
 
 # Tokens of the longest sequence that is compiled where another is asked for: what grows with them does so as before.
@@ -106,7 +106,7 @@ def measured_decoder(function: str, model: nnx.Module, wrt: Any, loss_fn: Loss |
     Raises:
         TypeError: wrt is no filter.
     """
-    found = parameters_of(function, model, wrt)
+    found = with_trained(function, model, wrt)
     parameters = [Parameter("ends", None, value.size, value.dtype.itemsize, trained) for _, value, trained in found]
     graph, state = nnx.split(model)
     shapes = nnx.merge(graph, jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), state))

@@ -13,7 +13,7 @@ from shared_specs.errors import UnsupportedError, error_text, fail_type
 from tiled_jax.models.block.plain import reason_not_block
 from tiled_jax.models.config import LlamaConfig
 from tiled_jax.plan.measured import measured_decoder
-from tiled_jax.plan.trained import parameters_of
+from tiled_jax.plan.trained import with_trained
 
 _BLOCKS = "There are formulas of layers that run as blocks alone; with loss_fn the model's own step is measured."
 
@@ -88,7 +88,7 @@ def _kind(config: LlamaConfig) -> str:
 
 def _parameters(function: str, model: nnx.Module, decoder: Decoder, wrt: Any) -> Iterator[Parameter]:
     """Layers are one stack: every parameter of theirs has all layers' part."""
-    for path, value, trained in parameters_of(function, model, wrt):
+    for path, value, trained in with_trained(function, model, wrt):
         if path[0] == "layers":
             place: Place = "mlp" if path[1] == "mlp" else "attention"
             for layer in range(decoder.layers):

@@ -16,7 +16,7 @@ def trained_filter(model: nnx.Module, wrt: Any) -> Any:
     return nnx.LoRAParam if any(isinstance(leaf, nnx.LoRAParam) for _, leaf in held) else nnx.Param
 
 
-def parameters_of(function: str, model: nnx.Module, wrt: Any) -> Iterator[tuple[tuple[Any, ...], Any, bool]]:
+def with_trained(function: str, model: nnx.Module, wrt: Any) -> Iterator[tuple[tuple[Any, ...], Any, bool]]:
     """Yield the path of every parameter, its value, or that one's shape, and whether it is trained.
 
     Raises:

@@ -12,7 +12,7 @@ FLAT = frozenset({"DbrxExperts"})
 NAMES = ("mlp.v1", "mlp.w2", "mlp.w1")  # as `matrices`
 
 
-def operands_of(experts: Any) -> ExpertWeights:
+def flat_operands(experts: Any) -> ExpertWeights:
     """Return views of the weights. down, w2, is the only one that is not [out, in]."""
     mlp, shape = experts.mlp, (-1, experts.ffn_hidden_size, experts.hidden_size)
     return ExpertWeights(up=mlp.v1.view(shape), down=mlp.w2.view(shape).mT, gate=mlp.w1.view(shape))
@@ -22,7 +22,7 @@ def matrices(operands: ExpertWeights) -> tuple[Any, ...]:
     return operands.up, operands.down, operands.gate
 
 
-def gate_of(experts: Any) -> Any:
+def flat_gate(experts: Any) -> Any:
     def gate(gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return experts.mlp.activation_fn(gate) * up
@@ -30,7 +30,7 @@ def gate_of(experts: Any) -> Any:
     return gate
 
 
-def reason_called(experts: Any) -> str | None:
+def reason_not_flat(experts: Any) -> str | None:
     """Return why experts are more than their formula; None where they are not."""
     mlp = experts.mlp
     if gathers(mlp):

@@ -82,7 +82,7 @@ def experts_form_of(module: Any) -> ExpertsForm | None:
 
 def operands_of(module: Any, form: ExpertsForm) -> ExpertWeights:
     """Return the weights of experts, read once: under a parametrization (LoRA) each look computes them."""
-    return dbrx.operands_of(module) if form.flat else ExpertWeights(*(getattr(module, name) for name in form.names))
+    return dbrx.flat_operands(module) if form.flat else ExpertWeights(*(getattr(module, name) for name in form.names))
 
 
 def reason_not_formula(module: Any, form: ExpertsForm) -> str | None:
@@ -95,7 +95,7 @@ def reason_not_formula(module: Any, form: ExpertsForm) -> str | None:
     if form.dense and (reason := llama4.reason_not_zero(module)) is not None:
         return reason
     if form.flat:
-        return dbrx.reason_called(module)
+        return dbrx.reason_not_flat(module)
     expected = {*form.names, "parametrizations"}
     more = [name for name, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))]
     known = ("act_fn", *longcat.IDENTITY * form.passing)

@@ -123,7 +123,7 @@ def _forward(experts: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _gate_of(experts: Any, form: ExpertsForm) -> Any:
     if form.flat:
-        return dbrx.gate_of(experts)
+        return dbrx.flat_gate(experts)
     if form.dense or form.passing:
         return llama4.gate_of(experts)
     return experts._apply_gate if form.gated else experts.act_fn
