@@ -390,6 +390,17 @@ def test_what_is_more_than_the_formula_is_said() -> None:
     assert tiling_paths(experts) == {"": "tile: it has scale"}
 
 
+def test_weights_of_dbrx_that_zero_3_gathers_are_left() -> None:
+    """Where its engine looks for them is the forward of DBRX itself."""
+    experts, (x, index, weights) = experts_of("dbrx"), choice(12)
+    x = x.detach().view(2, 6, H).requires_grad_()
+    expected = gradients(experts, x, index, weights)
+    tile_model(experts, num_shards=3)
+    experts.mlp.ds_id = 0
+    assert_same(gradients(experts, x, index, weights), expected)
+    assert tiling_paths(experts) == {"": "untiled: ZeRO-3 gathers its weights"}
+
+
 @pytest.mark.parametrize(
     ("name", "said"), [("mlp", "mlp has hooks"), ("mlp.activation_fn", "mlp.activation_fn has hooks")]
 )

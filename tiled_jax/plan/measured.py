@@ -6,7 +6,6 @@ those of this process; where these are no GPUs and JAX's CUDA plugin is installe
 
 import re
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
@@ -29,7 +28,7 @@ from tiled_jax.plans.api import Loss, parallelize
 
 # Tokens of the longest sequence that is compiled where another is asked for: what grows with them does so as before.
 MOST = FEWEST << 3
-_PLUGIN = f"JAX's CUDA plugin compiles for GPUs that are not there, where {UNCHECKED}=1 is set before JAX starts."
+_PLUGIN = f"JAX's CUDA plugin compiles for GPUs that are not there, if {UNCHECKED}=1 is set before JAX starts."
 _SHAPE = re.compile(r"\b[a-z]+\d*\[([\d,]+)\]")
 
 
@@ -89,8 +88,13 @@ class MeasuredStep:
         """Return the mesh of so many devices that the step is compiled for."""
         function, gpus, cpu = self.what.partition(":")[0], setting.gpus, jax.default_backend() == "cpu"
         if cpu and compiles_for_gpus():
-            with suppress(Exception):  # of JAX, which has started without the plugin
+            try:
                 return described_mesh(setting.axes)
+            except Exception as error:  # of JAX
+                said = (
+                    f"{function}: JAX must have started with {UNCHECKED}=1, without which its CUDA plugin needs a GPU"
+                )
+                raise InputError(f"{said}: {error}") from error
         if cpu and setting.dtype != "float32":
             raise InputError(f"{function}: dtype must be float32 without GPUs, got {setting.dtype}. {_PLUGIN}")
         if jax.device_count() < gpus:

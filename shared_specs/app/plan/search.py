@@ -142,10 +142,8 @@ def plan(
     last = Lever(_LAST[half].name, levers[-1].changes | _LAST[half].changes)
     if levers is _MEASURED:
         last = last._replace(name="MLP and loss tiled, inputs and all state on the host")
-    differs = (
-        half == "torch" or decoder.whole is not None or cudnn_groups(decoder.split(widest.tensor), widest) is not None
-    )
-    levers = (*levers, *(last,) * (differs and decoder.whole is None))
+    if decoder.whole is None and (half == "torch" or cudnn_groups(decoder.split(widest.tensor), widest) is not None):
+        levers = (*levers, last)
     found = (_reach(decoder, lever, widest, fits) for lever in levers)
     return Plan(
         decoder=decoder,

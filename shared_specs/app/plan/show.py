@@ -88,12 +88,9 @@ def as_json(found: Plan) -> dict[str, Any]:
     """Return the plan as plain values; bytes and seconds are numbers."""
     sizes = asdict(found.decoder)
     sizes |= {"measured": found.decoder.measured is not None, "caps": list(found.decoder.caps)}
-    for name in (
-        "lists",
-        "whole",
-        *["held"] * (found.decoder.held is None),
-    ):  # functions, and paths in the code of a model
-        del sizes[name]
+    del sizes["lists"], sizes["whole"]  # paths in the code of a model, and a function
+    if found.decoder.held is None:
+        del sizes["held"]
     return {
         "model": sizes | {"parameters": found.decoder.parameters},
         "tokens": found.tokens,

@@ -1,4 +1,4 @@
-"""DBRX: the weights of all experts are three matrices of a child, one expert's rows after the other's; y has three dims."""
+"""DBRX: the weights of all experts are three matrices of a child, the rows of one expert after another; x has three dims."""
 
 from typing import Any
 
@@ -30,11 +30,14 @@ def flat_gate(experts: Any) -> Any:
     return gate
 
 
+def reason_not_whole(experts: Any) -> str | None:
+    """Return why the weights are not there when experts are called; None where they are."""
+    return "ZeRO-3 gathers its weights" if gathers(experts.mlp) else None
+
+
 def reason_not_flat(experts: Any) -> str | None:
     """Return why experts are more than their formula; None where they are not."""
     mlp = experts.mlp
-    if gathers(mlp):
-        return "ZeRO-3 gathers its weights where mlp is called"
     more = [name for name, _ in (*experts.named_parameters(), *experts.named_buffers()) if name not in NAMES]
     more += [name for name, _ in experts.named_children() if name != "mlp"]
     if more:

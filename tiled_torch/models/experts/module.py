@@ -77,6 +77,8 @@ class TiledExperts(OfExperts):
 
     def path_now(self: Any) -> str:
         form = experts_form_of(self)
+        if form is not None and form.flat and (reason := dbrx.reason_not_whole(self)) is not None:
+            return f"untiled: {reason}"
         reason = "its formula is not the declared one" if form is None else reason_not_formula(self, form)
         return FORMULA if reason is None else f"tile: {reason}"
 

@@ -58,7 +58,11 @@ class ModelPlan:
             lines += ["bytes of each device at the peak", *_rows(sizes)]
         if self.seconds is not None:
             lines.append(f"a step takes {self.seconds:.3g} s at least")
-        lines += ["longest context, all devices in one", *_rows({r.lever: f"{r.tokens} tokens" for r in plan.reach})]
+        shared = all(reach.setting.data == 1 for reach in plan.reach)
+        lines += [
+            f"longest context, {'all devices in one' if shared else 'of each device its own'}",
+            *_rows({r.lever: f"{r.tokens} tokens" for r in plan.reach}),
+        ]
         return "\n".join([*lines, f"{plan.note} {_NOTE}"])
 
 
