@@ -26,6 +26,7 @@ from tests.models.tiny_configs import tiny_config  # noqa: E402
 from tests.models.tiny_overrides import NOT_BUILT, OVERRIDES  # noqa: E402
 from tiled_torch import fits, plan, tile_model  # noqa: E402
 from tiled_torch.__main__ import COMMANDS  # noqa: E402
+from tiled_torch.plan.inputs import inputs_of  # noqa: E402
 from tiled_torch.plan.measured import _beside_layers, measured_layers  # noqa: E402
 from tiled_torch.plan.sizes import decoder_of_model  # noqa: E402
 from tiled_torch.plan.twin import twin_of  # noqa: E402
@@ -239,8 +240,7 @@ def test_several_streams_between_layers() -> None:
     inputs = [parts_of(each, replace(GPU, tokens=256)).inputs for each in (decoder, replace(decoder, between=None))]
     assert inputs[0] == streams * inputs[1] > 0
     twin = twin_of(model)
-    ids = torch.zeros(1, 256, dtype=torch.long, device="meta")
-    before = _beside_layers(twin, tuple(twin.model.layers), ids)
+    before = _beside_layers(twin, tuple(twin.model.layers), inputs_of(twin, 1, 256))
     waiting = 256 * decoder.layers * model.config.hidden_size_per_layer_input * 4
     assert before.count(waiting) >= 2  # what is kept, and the gradient
 
@@ -256,8 +256,8 @@ def test_layers_that_are_called_several_times() -> None:
     layers = measured_layers(model, "plan: model")
     assert not isinstance(layers, str)
     assert layers.calls == 12
-    ids, norms, row = torch.zeros(1, 256, dtype=torch.long, device="meta"), 4, decoder.hidden * 4
-    found = [_beside_layers(layers.twin, layers.layers, ids, calls).count(256 * row) for calls in (1, layers.calls)]
+    inputs, norms, row = inputs_of(layers.twin, 1, 256), 4, decoder.hidden * 4
+    found = [_beside_layers(layers.twin, layers.layers, inputs, calls).count(256 * row) for calls in (1, layers.calls)]
     assert found[1] - found[0] >= norms
 
 
@@ -290,11 +290,9 @@ def test_the_positions_that_a_model_makes_are_its_longest_sequence() -> None:
 
 # Of those that are built tiny, with what their refusal says.
 NO_PLAN = {
-    **dict.fromkeys(("jetmoe", "git", "xmod"), "Its layers cannot run without values"),
     "prophetnet": "Its loss is not tiled",
     "reformer": "are not called in backward, but parts of them",
     "xlm": "has no list of layers",
-    "zamba": "share model.layers.3.shared_transf.self_attn.q_proj.weight with other modules",
 }
 # Which compute in float32 beside weights in 16 bits: all three would fail under `fully_shard` in 16 bits as well.
 WIDE = ("minimax", "openai-gpt", "xlstm")

@@ -13,6 +13,7 @@ from tests.models.supported import IDS, build, exact_losses
 from tests.plans.ranks_torch_plans import full
 from tiled_torch import tile_model, tiling_paths
 from tiled_torch.parallel import parallelize
+from tiled_torch.plans.data import sharing_layers
 from tiled_torch.plans.registry import Plan, plan_of, register_plan
 
 # As many labels count in every sequence, so that the mean over ranks is the mean over all.
@@ -49,7 +50,8 @@ def sharded(
             warnings.simplefilter("ignore")  # of what tile_model leaves
             if scope is not None:
                 tile_model(model, num_shards=2, scope=scope)  # type: ignore[arg-type]
-            layers = plan_of(model).blocks_of(model)
+            plan = plan_of(model)
+            layers, sharing = plan.blocks_of(model), sharing_layers(model, (*plan.towers, plan.blocks))
             data = DataParallel(reduce_dtype=None, **options)
             config = ParallelConfig(
                 data=data, checkpointing=CONFIGS[checkpointing], compile=Compile() if compiled else None
@@ -64,6 +66,7 @@ def sharded(
             "gradients": _error(found, expected),
             "units": sum("FSDP" in type(module).__name__ for module in model.modules()),
             "layers": len(layers),
+            "sharing": len(sharing),
             "recomputed": sum(hasattr(layer, "_checkpoint_contexts") for layer in layers),
             "paths": tiling_paths(getattr(model, "module", model)),
         }

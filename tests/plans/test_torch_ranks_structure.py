@@ -20,8 +20,8 @@ from tiled_torch.plans.registry import Plan, plan_of
 
 pytestmark = pytest.mark.ranks
 SHARDED = "tests.plans.ranks_torch_structure:sharded"
-# Whose layers are in several lists, share parameters, or are not called in backward.
-WITHOUT = frozenset({"xlm", "zamba", "reformer"})
+# Whose layers are in several lists, or are not called in backward.
+WITHOUT = frozenset({"xlm", "reformer"})
 # Whose classes name no layers: those that transformers checkpoints, or the only list.
 UNNAMED = "blenderbot electra ctrl".split()
 # Of images and text: one tower, several, a list of layers of two kinds.
@@ -35,12 +35,13 @@ def two():
 
 
 def check(answers: list[dict[str, dict[str, Any]]], *, recomputed: bool = True) -> None:
-    """Losses and gradients are those of one process; every layer is a unit, beside the rest, and is recomputed."""
+    """Losses and gradients are those of one process; every layer that shares no weights is a unit, beside the rest, and every
+    one is recomputed."""
     for found in answers:
         for kind, one in found.items():
             assert one["loss"] <= MODEL_FLOAT32, kind
             assert one["gradients"] <= MODEL_FLOAT32, kind
-            assert one["units"] == one["layers"] + 1, kind
+            assert one["units"] == one["layers"] - one["sharing"] + 1, kind
             assert one["recomputed"] == (one["layers"] if recomputed else 0), kind
 
 
@@ -65,6 +66,13 @@ def test_positions_are_made_once_and_keep_their_dtype(two):
 
 def test_other_inputs_of_blocks_have_the_dtype_of_the_products(two):
     assert two.run("tests.plans.ranks_torch_structure:wide_inputs") == ["torch.bfloat16"] * 2
+
+
+def test_layers_that_share_weights(two):
+    """Of Zamba all that attend have one transformer."""
+    answers = two.run(SHARDED, kinds=["zamba"])
+    check(answers)
+    assert [(found["zamba"]["layers"], found["zamba"]["sharing"]) for found in answers] == [(4, 2)] * 2
 
 
 @pytest.mark.deep
@@ -128,7 +136,6 @@ def test_what_has_no_plan_by_structure_is_told():
         (Own(), "It is no model of transformers"),
         (build("xlm"), "XLMWithLMHeadModel has no list of layers"),
         (build("reformer"), "Layers of ReformerModelWithLMHead are not called in backward, but parts of them"),
-        (_shared(), r"Layers of BloomForCausalLM share transformer\.h\..* with other modules"),
     ):
         with pytest.raises(UnsupportedError, match=rf"^parallelize: model must be of a kind .* {reason}\. Add a plan"):
             plan_of(model)
@@ -149,12 +156,6 @@ def test_a_model_around_one_of_transformers_is_refused():
     match = r"^parallelize: model must be the MixtralForCausalLM in it, got Around\. Pass what its get_base_model\(\)"
     with pytest.raises(UnsupportedError, match=match):
         plan_of(Around())
-
-
-def _shared() -> Any:
-    model = build("bloom")
-    model.transformer.h[1].mlp = model.transformer.h[0].mlp
-    return model
 
 
 def test_the_lists_of_a_model_of_images_and_text():

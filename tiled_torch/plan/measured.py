@@ -29,7 +29,8 @@ from tiled_torch.models.block.known import is_block
 from tiled_torch.models.block.layer import TiledBlock
 from tiled_torch.models.heads.planned import Zeros
 from tiled_torch.models.tiling import head_path, tile_model, untile_model
-from tiled_torch.plan.twin import cast_parameters, hooked, simulated_device, twin_of
+from tiled_torch.plan.inputs import inputs_of, without_values
+from tiled_torch.plan.twin import cast_parameters, hooked, twin_of
 from tiled_torch.plans.any_model import structural_plan
 
 _FEW = 8  # tokens of the forward that shows which layers are called
@@ -105,15 +106,15 @@ class MeasuredLayers:
             with (
                 hooked(self.layers, measure),
                 _once_a_kind(kinds, self.layers),
-                simulated_device(),
+                without_values(self.twin),
                 zeros,
                 torch.no_grad(),
             ):
-                self.twin(input_ids=_ids(sequences, tokens), use_cache=False)
+                self.twin(**inputs_of(self.twin, sequences, tokens))
         except _Measured:
             pass
         peaks, sizes, steps = zip(*found.values(), strict=True)
-        before = _beside_layers(self.twin, self.layers, _ids(sequences, tokens), self.calls)
+        before = _beside_layers(self.twin, self.layers, inputs_of(self.twin, sequences, tokens), self.calls)
         return Measurement(max(peaks) + sum(before), frozenset().union(before, *sizes), max(steps))
 
 
@@ -177,41 +178,42 @@ class _Kept(NamedTuple):
 def _kept(twin: Any, lists: Mapping[str, tuple[Any, ...]]) -> _Kept | str:
     """Return what the layers keep, of those lists that are called; or why that does not follow from one of them.
 
-    lists: by path, first that of the layers of text. A call without gradients keeps nothing.
+    lists: by path, first that of the layers of text. A call without gradients keeps nothing. What layers keep of an image, as
+    many numbers for any text, counts among those beside tokens.
     """
     every = tuple(layer for layers in lists.values() for layer in layers)
-    calls, kept, passed = Counter[int](), list[int](), Counter[bool]()
-    sizes, widths, last = set[int](), list[int](), list[Any]()
+    calls, passed, kept, last = Counter[int](), Counter[bool](), list[list[int]](), list[Any]()
 
     def count(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x = _input(args, kwargs)
         calls[id(layer)] += 1
-        sizes.add(x.numel())
-        kept[-1] += torch.is_grad_enabled()
+        if torch.is_grad_enabled():
+            kept[-1].append(x.numel())
         passed[not last or any(x.untyped_storage()._cdata == each for each in last)] += 1
 
     def note(_: Any, __: Any, result: Any) -> None:
         last[:] = [each.untyped_storage()._cdata for each in tree_iter(result) if isinstance(each, Tensor)]
 
     for tokens in (_FEW, 2 * _FEW):
-        kept.append(0)
-        sizes.clear()
+        kept.append([])
         calls.clear()
         last.clear()
-        ids = _ids(1, tokens)
+        given = inputs_of(twin, 1, tokens)
         once = _once_a_kind(_kinds(every), every, lambda: True)
         with (
             hooked(every, count),
             hooked(every, note, after=True),
             once,
-            simulated_device(),
+            without_values(twin),
             Zeros(),
             torch.enable_grad(),
         ):
-            twin(input_ids=ids, labels=ids, use_cache=False)
-        widths += sizes
-        if len(sizes) != 1:
-            return "Its layers have other features than each other, or other tokens, of which there is no formula."
+            twin(**given, labels=given["input_ids"])
+    few, more = kept
+    grows = [(after - before) // _FEW for before, after in zip(few, more, strict=True)]
+    of_tokens = [each for each in grows if each]
+    if len({*of_tokens}) != 1:
+        return "Its layers have other features than each other, or other tokens, of which there is no formula."
     paths = tuple(path for path, layers in lists.items() if any(calls[id(layer)] for layer in layers))
     run = getattr(twin, "_ran", None) or head_path(twin)
     if not run.startswith("tiled"):
@@ -221,8 +223,7 @@ def _kept(twin: Any, lists: Mapping[str, tuple[Any, ...]]) -> _Kept | str:
         sorted((each for path in paths for each in lists[path]), key=lambda each: order.get(id(each), len(order)))
     )
     stop = calls.total() if passed[False] else 1
-    between = (widths[1] - widths[0]) // _FEW
-    return _Kept(layers, paths, stop, kept[0], between, kept[0] * (widths[0] - between * _FEW))
+    return _Kept(layers, paths, stop, len(of_tokens), of_tokens[0], sum(few) - sum(grows) * _FEW)
 
 
 def _positions(twin: Any, table: nn.Module) -> int | None:
@@ -233,7 +234,9 @@ def _positions(twin: Any, table: nn.Module) -> int | None:
     made = getattr(twin.config, "max_seq_len", None)  # for so many MPT makes its positions, in no table
     if not found:
         return made if type(made) is int else None
-    return min([*found, *([said] if type(said) is int else [])])
+    if type(said) is not int:
+        return min(found)
+    return min([each for each in found if each >= said] or [*found, said])  # others are of parts of an image
 
 
 def _window(config: Any) -> int:
@@ -246,10 +249,6 @@ def _tile(twin: Any, scope: Scope, shard: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what it leaves is told where the model itself is tiled
         tile_model(untile_model(twin), scope="block" if scope == "block" else "mlp", tiling=Tiling(shard_tokens=shard))
-
-
-def _ids(sequences: int, tokens: int) -> Tensor:
-    return torch.zeros(sequences, tokens, dtype=torch.long, device="meta")
 
 
 def _input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -284,10 +283,10 @@ def _first(result: Any, x: Tensor) -> Tensor:
     return next(each for each in tree_iter(result) if isinstance(each, Tensor) and each.shape == x.shape)
 
 
-def _beside_layers(twin: Any, layers: tuple[Any, ...], ids: Tensor, calls: int = 1) -> list[int]:
+def _beside_layers(twin: Any, layers: tuple[Any, ...], inputs: dict[str, Any], calls: int = 1) -> list[int]:
     """Return the bytes of what a model keeps for the backward of what comes before its layers, and between so many calls of
     them, and of gradients that wait for it: those of what all layers are given beside their input."""
-    known = {tensor.untyped_storage()._cdata for tensor in (*twin.parameters(), *twin.buffers(), ids)}
+    known = {tensor.untyped_storage()._cdata for tensor in (*twin.parameters(), *twin.buffers(), *tree_iter(inputs)) if isinstance(tensor, Tensor)}
     saved: dict[int, Tensor] = {}
     given: dict[int, Tensor] = {}
     seen: list[Any] = []
@@ -310,12 +309,12 @@ def _beside_layers(twin: Any, layers: tuple[Any, ...], ids: Tensor, calls: int =
         with (
             hooked(layers, see),
             _nothing_kept_in(layers),
-            simulated_device(),
+            without_values(twin),
             Zeros(),
             torch.enable_grad(),
             torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
         ):
-            twin(input_ids=ids, use_cache=False)
+            twin(**inputs)
     except _Measured:
         pass
     kept = (tensor for place, tensor in saved.items() if place not in known and place not in given)

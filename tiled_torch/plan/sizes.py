@@ -12,6 +12,7 @@ from shared_specs.app.plan.decoder import Decoder, decoder_from, reason_no_formu
 from shared_specs.app.plan.function.checks import fail_without_config
 from shared_specs.app.plan.held import Parameter, Place, held_of
 from tiled_torch.core.partitioned import whole_shape
+from tiled_torch.plans.data import sharing_layers
 
 _HEADS = ("lm_head", "embed_out")
 
@@ -57,8 +58,9 @@ def _parameters(model: nn.Module, decoder: Decoder) -> Iterator[Parameter]:
     places: dict[tuple[str, ...], int] = {}
     lists = "|".join(map(re.escape, decoder.lists)) or "layers"
     layers = re.compile(rf"(?:^|\.)({lists})\.(\d+)\.")
+    together = tuple(f"{path}." for path in sharing_layers(model, decoder.lists))
     for name, parameter in model.named_parameters():
-        found = layers.search(name)
+        found = None if name.startswith(together) else layers.search(name)
         layer = None if found is None else places.setdefault(found.groups(), len(places))
         count = math.prod(whole_shape(parameter))
         place = ends.get(id(parameter)) or _at_ends(name, count == decoder.hidden * decoder.vocab)

@@ -5,7 +5,6 @@ need to know what a layer computes.
 """
 
 import sys
-from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -65,8 +64,7 @@ def structural_plan(model: Any) -> Plan | str:
 
     Its layers are those of the lists that hold nothing but modules of the classes in `_no_split_modules`, by which accelerate
     shards models as well, or else of the class that transformers checkpoints, or else of the only list of modules alike. Where
-    there are several lists, it is the last one in its decoder, and the others are towers. No two layers, and no layer and the
-    rest, may share a parameter.
+    there are several lists, it is the last one in its decoder, and the others are towers.
     """
     transformers: Any = sys.modules.get("transformers")  # if it is not loaded, no model is one of its
     if transformers is None or not isinstance(model, transformers.PreTrainedModel):
@@ -77,9 +75,6 @@ def structural_plan(model: Any) -> Plan | str:
         return f"{type(model).__name__} has no list of layers."
     if any(hasattr(layer, "backward_pass") for layers in lists.values() for layer in layers):  # Reformer's, reversible
         return f"Layers of {type(model).__name__} are not called in backward, but parts of them."
-    shared = _shared(model, lists)
-    if shared is not None:
-        return f"Layers of {type(model).__name__} share {shared} with other modules."
     of_text = {id(module) for module in _decoder_of(model).modules()}
     blocks = [path for path, layers in lists.items() if id(layers) in of_text][-1:] or [[*lists][-1]]
     return Plan(blocks=blocks[0], towers=tuple(path for path in lists if path != blocks[0]), ends_apart=False)
@@ -121,14 +116,3 @@ def _only_list(model: nn.Module) -> dict[str, nn.ModuleList]:
 
 def _is_of(module: nn.Module, names: frozenset[str]) -> bool:
     return any(base.__name__ in names for base in type(module).__mro__)
-
-
-def _shared(model: nn.Module, lists: Mapping[str, nn.ModuleList]) -> str | None:
-    """Return the name of a parameter that a layer and another module have in common; None where there is none."""
-    owners: dict[int, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        path = next((f"{path}." for path in lists if name.startswith(f"{path}.")), "")
-        owner = path + name[len(path) :].partition(".")[0] if path else ""
-        if owners.setdefault(id(parameter), owner) != owner:
-            return name
-    return None

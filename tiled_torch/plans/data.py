@@ -1,5 +1,6 @@
 """Data parallelism of a finished model: `fully_shard` block by block, hybrid over two axes, or DistributedDataParallel."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -35,9 +36,11 @@ def apply_data_parallel(model: nn.Module, mesh: DeviceMesh, data: DataParallel, 
     for tile in _tiles_of(model):  # units of their own, so that no layer in tiles is gathered whole
         fully_shard(tile, reshard_after_forward=data.reshard != "never" and not data.pipeline, **options)
     blocks = [block for block in plan.blocks_of(model) if block is not model]
+    together = {model.get_submodule(path) for path in sharing_layers(model, (*plan.towers, plan.blocks))}
     own = options | {"mp_policy": replace(options["mp_policy"], cast_forward_inputs=False)}
     for block, reshard in zip(blocks, reshard_after_forward(data, len(blocks)), strict=True):
-        fully_shard(block, reshard_after_forward=reshard, **own)
+        if block not in together:
+            fully_shard(block, reshard_after_forward=reshard, **own)
         dtype = _dtype(data.param_dtype)
         if dtype is not None:
             cast = partial(_cast, dtype=dtype)
@@ -49,6 +52,17 @@ def apply_data_parallel(model: nn.Module, mesh: DeviceMesh, data: DataParallel, 
         fully_shard(ends[1:], reshard_after_forward=data.reshard == "always", **options)
     fully_shard(model, reshard_after_forward=data.reshard == "always", **options)
     return model
+
+
+def sharing_layers(model: nn.Module, lists: Sequence[str]) -> frozenset[str]:
+    """Return the paths of the layers in these lists that share a parameter with another module: no unit of their own, they are
+    gathered with all that is in none, for the whole step. lists: paths."""
+    owners: dict[int, set[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        inside = next((f"{path}." for path in lists if path and name.startswith(f"{path}.")), None)
+        owner = "" if inside is None else inside + name[len(inside) :].partition(".")[0]
+        owners.setdefault(id(parameter), set()).add(owner)
+    return frozenset(owner for found in owners.values() if len(found) > 1 for owner in found if owner)
 
 
 def _cast(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype) -> Any:

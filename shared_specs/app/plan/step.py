@@ -95,7 +95,7 @@ def _at_layer(decoder: Decoder, setting: Setting, done: int) -> dict[str, int]:
     done: layers behind it, whose backward has been. In JAX, where all layers are one loop, 0.
     """
     b, layer, moment = setting.itemsize, decoder.layer_gathered, {}
-    kept = 0 if setting.offload else decoder.inputs - done  # of layers, on the device
+    kept = 0 if setting.offload else max(0, decoder.inputs - done)  # of layers, on the device
     apart, gathered = _head_apart(decoder, setting), 0
     if setting.half == "torch":
         # The layer's weights, those of the next one on their way, the gradients of the unit before, in float32, being cut.

@@ -28,7 +28,7 @@ def eager_layer_bytes(decoder: Decoder, setting: Setting, kept: int) -> tuple[in
     b, rows = setting.itemsize, setting.rows
     if decoder.measured is not None:
         # What waits on the host is there, and what comes next. The weights' gradients are the only part without tokens.
-        waited, of_weights = 2 * rows * decoder.stream * b * (kept == 0), b * decoder.layer_trained
+        waited, of_weights = 2 * rows * decoder.stream * b * setting.offload, b * decoder.layer_trained
         return max(0, decoder.measured(setting) - of_weights) + waited, of_weights
     return (
         _block_bytes(decoder, setting, kept)
