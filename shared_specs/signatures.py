@@ -63,7 +63,7 @@ _PLAN = (
     keyword("dtype", "bfloat16"),
     keyword("optimizer", "adamw"),
     keyword("wrt", None, ONLY_JAX),
-    keyword("loss_fn", None, ONLY_JAX),
+    keyword("loss_fn", None),
 )
 
 # path inside the package -> arguments in order. "Class" stands for the arguments of its constructor.

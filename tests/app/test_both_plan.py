@@ -15,10 +15,11 @@ from shared_specs.app.plan.function.bad_inputs import BAD_PLANS, BadPlan
 from shared_specs.app.plan.search import memory_of, plan
 from shared_specs.app.plan.step import MOMENTS, Setting, parts_of
 from shared_specs.config import HALVES, Half
-from shared_specs.errors import SpecError, UnsupportedError
+from shared_specs.errors import UnsupportedError
 
 torch = pytest.importorskip("torch")
 nnx = pytest.importorskip("flax.nnx")
+jnp = pytest.importorskip("jax.numpy")
 transformers = pytest.importorskip("transformers")
 
 ROOT = Path(__file__).parents[2]
@@ -67,16 +68,18 @@ def test_a_bad_input_is_one_sentence(half: Half, case: BadPlan, models: dict[str
 
 @pytest.mark.parametrize("half", HALVES)
 def test_models_that_have_no_formulas(half: Half) -> None:
-    """One without a config, and one of another family. In JAX any module is a model, and a function is none."""
-    bare = torch.nn.Linear(2, 2) if half == "torch" else nnx.silu
-    with pytest.raises(
-        TypeError, match=r"^plan: model must be a model whose config says its .*, got (Linear|\w*[fF]unction)\."
-    ):
+    """Any module is a model, whose own step is measured, and a function is none."""
+    bare = torch.nn.functional.silu if half == "torch" else nnx.silu
+    with pytest.raises(TypeError, match=r"^plan: model must be a module, got \w*[fF]unction\."):
         functions(half)["plan"](bare, 4096)
+    sizes = {"torch": lambda: torch.nn.Linear(2, 2), "jax": lambda: nnx.Linear(2, 2, rngs=nnx.Rngs(0))}
+    ends: Any = {"loss_fn": lambda model, batch: model(batch[..., None].astype(jnp.float32) * jnp.ones(2)).sum()}
     if half == "torch":
-        known = f"{', '.join(FAMILIES)}, or layers that can run without values"
-        with pytest.raises(SpecError, match=f"^plan: model must have a model_type of {known}, got xlm"):
-            functions(half)["plan"](model_of(half, "xlm"), 4096)
+        ends = {"loss_fn": lambda model, batch: model(batch[..., None].float().expand(-1, -1, 2)).sum()}
+    found = functions(half)["plan"](sizes[half](), 4096, dtype="float32", **ends)
+    assert found.fits
+    assert found.plan.decoder.whole is not None
+    assert found.plan.decoder.parameters == 6
 
 
 def test_caps_of_which_only_jax_has_formulas() -> None:

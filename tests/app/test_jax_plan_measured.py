@@ -98,7 +98,7 @@ def test_a_plan_of_such_a_model() -> None:
     }
     assert [reach.lever for reach in found.plan.reach] == ["the model as it is"]
     assert found.longest > 2 * MOST
-    assert "compiled at a few lengths" in str(found)
+    assert "without values at a few lengths" in str(found)
     count = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
     assert f"{count} parameters, of which {count} are trained" in str(found)
     assert not fits(model, found.longest + 2**16, device_memory="24GB", optimizer="sgd", sequences=2, **FLOAT32)

@@ -93,6 +93,18 @@ MEASURED: dict[str, dict[str, Any]] = {
     "cpmant": {"dim_head": 64, "num_heads": 8, "dim_ff": 1792, "dropout_p": 0.0},
     "hrm_text": {"num_layers_per_stack": 2, "H_cycles": 2, "L_cycles": 2, "L_bp_cycles": [1, 2]},
 }
+# Whose step is measured whole: its loss is not tiled; it has a loss_fn; its layers are in a list, of which nothing is known.
+WHOLE: dict[str, dict[str, Any]] = {
+    "prophetnet": {
+        "num_hidden_layers": None,
+        "num_attention_heads": None,
+        "num_decoder_layers": 3,
+        "num_decoder_attention_heads": 8,
+        "decoder_ffn_dim": 1792,
+    },
+    "gpt_neox": {},
+    "gpt_neox+unit": {},  # from then on in a process
+}
 # Their first layer has no experts. In a deep model the second one's neighbours have.
 DENSE_FIRST = ("glm4_moe", "ernie4_5_moe", "exaone_moe", "hy_v3", "deepseek_v3", "deepseek_v2", "glm4_moe_lite")
 # No mixture first: ten of every form run in `make test`.
@@ -104,7 +116,7 @@ def config_of(kind: str, *, large: bool = False) -> dict[str, Any]:
     sizes, name = LARGE if large else SIZES, kind.partition("+")[0]
     inside, head = sizes["intermediate_size"] // 2, sizes["head_dim"]
     more: dict[str, Any] = {}
-    if kind not in (*DENSE, *MEASURED):
+    if kind not in (*DENSE, *MEASURED, *WHOLE):
         more = EXPERTS | {"intermediate_size": inside, "moe_intermediate_size": inside}
     if kind in LATENTS:
         more |= {"num_key_value_heads": sizes["num_attention_heads"], "head_dim": head // 2, "v_head_dim": head}
@@ -112,7 +124,17 @@ def config_of(kind: str, *, large: bool = False) -> dict[str, Any]:
         more |= {"n_group": 1, "topk_group": 1}
     if large and kind in DENSE_FIRST:
         more |= {"num_hidden_layers": 4}
-    return {"model_type": name} | sizes | COMMON | more | MORE.get(kind, {}) | (MEASURED.get(kind, {}) if large else {})
+    more = more | MORE.get(kind, {}) | ((MEASURED | WHOLE).get(kind, {}) if large else {})
+    left_out = {key for key, value in more.items() if value is None}
+    found = {"model_type": name} | sizes | COMMON | more
+    return {key: value for key, value in found.items() if key not in left_out}
+
+
+def as_one_unit(kind: str) -> None:
+    """Let the layers of a type of models be unknown in this process."""
+    from tiled_torch.parallel import Plan, register_plan
+
+    register_plan(kind.partition("+")[0], Plan(blocks="", no_layers="Nobody knows them."), replace=True)
 
 
 def main() -> None:
@@ -131,7 +153,9 @@ def main() -> None:
             config = transformers.AutoConfig.for_model(**config_of(kind, large=True))
             auto = transformers.AutoModelForCausalLM
             model = auto.from_config(config, dtype=torch.float32)
-            if "+" in kind:
+            if kind.endswith("+unit"):
+                as_one_unit(kind)
+            elif "+" in kind:
                 freeze(model, ["self_attn", "mlp"])
             return model
 

@@ -56,7 +56,7 @@ ONLY_TORCH = {
     "experts that transformers makes one parameter of; JAX: models/weights.py": "commands/finetune/experts.py",
     "checkpointing of a finished model": "plans/recompute.py",
     "models of any family of transformers, whose layers say their sizes or are measured": (
-        "plan/structure.py plan/twin.py commands/plan/any_config.py"
+        "plan/inputs.py plan/structure.py plan/twin.py plan/units.py plan/whole.py commands/plan/any_config.py"
     ),
     "layers that are called one by one; a compiled program tells of them from inside": "commands/finetune/watched_layers.py",
     "XLA says itself what a program needs": "check/live_bytes.py",

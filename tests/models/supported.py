@@ -47,20 +47,19 @@ LABELS = torch.where(IDS % 4 == 0, -100, IDS)
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table: the paths of the loss and of the MLPs, what stays as it is, and how `plan` reads the model; None
-    where it is not in the table."""
+    """One line of the table: the paths of the loss and of the MLPs, what stays as it is, and how `plan` reads the model."""
 
     kind: str
     model: str
     loss: str
     mlps: str
     left: str = ""
-    plan: str | None = None
+    plan: str = NOT_TRIED
 
     @property
     def line(self) -> str:
         cells = (self.kind, self.model, self.loss, self.mlps, self.left, self.plan)
-        return "| " + " | ".join(cell for cell in cells if cell is not None) + " |"
+        return f"| {' | '.join(cells)} |"
 
 
 @contextmanager
@@ -142,18 +141,20 @@ def checked(kind: str, *, images: bool = False, saved: bool = True) -> Row:
     return row
 
 
-def planned(kind: str) -> str:
-    """How `plan` reads a tiny model of a type: its layers by formulas, or measured; or why it does not."""
+def planned(kind: str, *, images: bool = False) -> str:
+    """How `plan` reads a tiny model of a type: its layers by formulas, or measured, or its whole step; or why it does not."""
     if kind in NOT_BUILT:
         return NOT_TRIED
+    auto = transformers.AutoModelForImageTextToText if images else transformers.AutoModelForCausalLM
     with torch.device("meta"):
-        config = tiny_config(kind, OVERRIDES.get(kind, {}))
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = auto.from_config(tiny_config(kind, OVERRIDES.get(kind, {})), dtype=torch.float32)
     try:
-        decoder = decoder_of_model("plan", model)
+        decoder = decoder_of_model("plan", model, tokens=IDS.shape[1])
     except InputError as error:
-        reason = str(error).partition(f"got {kind}. ")[2].rstrip(".")
+        reason = str(error).partition(f"got {kind}. ")[2].partition(" Or pass a loss_fn")[0].rstrip(".")
         return f"no: {reason[:1].lower() if reason[1:2].islower() else reason[:1]}{reason[1:]}"
+    if decoder.whole is not None:
+        return "whole step"
     return "measured" if decoder.measured is not None else "formulas"
 
 
@@ -244,14 +245,11 @@ after tiling. Written by `python -m tests.models.supported`; do not edit it.
   chose them (their routers run through `tile`), `tile` where a module is computed token by token as it is. In training dropout
   between the layers (0 here) leaves an MLP untiled whose layers its decoder layer calls itself.
 * Left: what stays as it is, and why. A model may have both.
-* Plan: how `plan` knows what the layers take: by formulas, or measured, where one of each kind runs without values; or why it
-  does not.
+* Plan: how `plan` knows what a step takes: by formulas; or its layers are measured, where one of each kind runs without
+  values; or its whole step is; or why it does not.
 
 """
-COLUMNS = {
-    False: "| Type | Class | Loss | MLPs | Left | Plan |\n| --- | --- | --- | --- | --- | --- |\n",
-    True: "| Type | Class | Loss | MLPs | Left |\n| --- | --- | --- | --- | --- |\n",
-}
+COLUMNS = "| Type | Class | Loss | MLPs | Left | Plan |\n| --- | --- | --- | --- | --- | --- |\n"
 TITLES = {False: "Causal language models", True: "Images and text, given text"}
 
 
@@ -262,10 +260,8 @@ def table(found: list[str], images: list[str]) -> str:
 
 def section(lines: list[str], images: bool) -> str:
     losses, mlps = counts(lines)
-    text = f"## {TITLES[images]}\n\nOf {len(lines)} types {losses} have their loss tiled and {mlps} MLPs.\n\n"
-    if not images:
-        text = text.replace(" MLPs.", f" MLPs, and `plan` knows {plans(lines)}.")
-    return text + COLUMNS[images] + "".join(f"{line}\n" for line in lines)
+    found = f"Of {len(lines)} types {losses} have their loss tiled and {mlps} MLPs, and `plan` knows {plans(lines)}."
+    return f"## {TITLES[images]}\n\n{found}\n\n{COLUMNS}" + "".join(f"{line}\n" for line in lines)
 
 
 def counts(lines: list[str]) -> tuple[int, int]:
@@ -276,7 +272,7 @@ def counts(lines: list[str]) -> tuple[int, int]:
 
 def plans(lines: list[str]) -> int:
     """How many of the table's lines `plan` reads."""
-    return sum(cells_of(line)[-1] in ("formulas", "measured") for line in lines)
+    return sum(cells_of(line)[-1] in ("formulas", "measured", "whole step") for line in lines)
 
 
 def cells_of(line: str) -> list[str]:
@@ -296,7 +292,8 @@ def main(kinds: list[str]) -> None:
     for images, mapping in ((False, TEXT), (True, IMAGES)):
         for kind in [kind for kind in kinds or mapping if kind in mapping]:
             row = checked(kind, images=images, saved=not images)
-            found[images].append((row if images else replace(row, plan=planned(kind))).line)
+            plan = NOT_TRIED if row.loss == NOT_TRIED else planned(kind, images=images)
+            found[images].append(replace(row, plan=plan).line)
             print(found[images][-1], flush=True)
     if not kinds:
         TABLE.parent.mkdir(exist_ok=True)

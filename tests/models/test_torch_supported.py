@@ -9,6 +9,7 @@ pytest.importorskip("transformers")
 
 from tests.models.supported import (
     IMAGES,
+    NOT_TRIED,
     TABLE,
     TEXT,
     cells_of,
@@ -38,7 +39,7 @@ def first(kinds: list[str], types: Collection[str]) -> list[Any]:
 @pytest.mark.parametrize("kind", first(REPRESENTATIVE, TEXT))
 def test_a_tiny_model_trains_as_its_untiled_self(kind: str) -> None:
     saved = kind not in REPRESENTATIVE or kind in ("gpt2", "falcon_h1", "bert")
-    assert cells_of(checked(kind, saved=saved).line) == cells_of(table_lines()[kind])[:-1]
+    assert cells_of(checked(kind, saved=saved).line)[:-1] == cells_of(table_lines()[kind])[:-1]
 
 
 @pytest.mark.parametrize("kind", first(["llama", "gpt_neox", "xlm"], TEXT))
@@ -48,7 +49,15 @@ def test_plan_reads_it(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", first(WITH_IMAGES, IMAGES))
 def test_a_tiny_model_of_images_and_text_does(kind: str) -> None:
-    assert checked(kind, images=True, saved=False).line == table_lines(images=True)[kind]
+    found = cells_of(checked(kind, images=True, saved=False).line)
+    assert found[:-1] == cells_of(table_lines(images=True)[kind])[:-1]
+
+
+@pytest.mark.parametrize("kind", first(["llava"], IMAGES))
+def test_plan_reads_one_of_images_and_text(kind: str) -> None:
+    """Given text; where tiling was not tried it is not either."""
+    line = cells_of(table_lines(images=True)[kind])
+    assert line[-1] == (NOT_TRIED if line[2] == NOT_TRIED else planned(kind, images=True))
 
 
 # Of kimi_linear that takes most of a minute.
@@ -57,16 +66,17 @@ def test_it_generates_and_is_checkpointed_as_its_untiled_self(kind: str) -> None
     check_use(kind)
 
 
-@pytest.mark.parametrize(("images", "types", "least"), [(False, TEXT, (150, 170)), (True, IMAGES, (70, 70))])
-def test_the_table_has_every_type_and_says_enough(images: bool, types: dict[str, str], least: tuple[int, int]) -> None:
+@pytest.mark.parametrize(("images", "types", "least"), [(False, TEXT, (150, 170, 182)), (True, IMAGES, (70, 70, 69))])
+def test_the_table_has_every_type_and_says_enough(
+    images: bool, types: dict[str, str], least: tuple[int, int, int]
+) -> None:
     lines = table_lines(images=images)
     assert lines.keys() == types.keys()
     losses, mlps = counts([*lines.values()])
     assert losses >= least[0]
     assert mlps >= least[1]
     assert f"Of {len(lines)} types {losses} have their loss tiled and {mlps} MLPs" in TABLE.read_text()
-    if not images:
-        assert plans([*lines.values()]) >= 175
+    assert plans([*lines.values()]) >= least[2]
 
 
 def test_the_page_is_what_its_lines_make() -> None:

@@ -384,7 +384,7 @@ REFUSED: dict[str, tuple[tuple[str, ...], ParallelConfig, dict[str, Any]]] = {
     "activation": (("tp",), ParallelConfig(tensor=TENSOR), {"tiled": True, "activation": True}),
     "embedding": (("tp",), ParallelConfig(tensor=TENSOR), {"max_norm": 1.0}),
     "fused": (("tp",), ParallelConfig(tensor=TENSOR), {"kind": "phi3"}),
-    "no plan": (("dp_shard",), ParallelConfig(data=SHARDED), {"unknown": True}),
+    "no layers": (("dp_shard",), ParallelConfig(data=SHARDED, checkpointing=Checkpointing()), {"unknown": True}),
     "meta ddp": (("dp_shard",), ParallelConfig(data=DataParallel(engine="ddp")), {"meta": True}),
     "donate": (("dp_shard",), ParallelConfig(data=SHARDED, donate=False), {}),
     "offloaded products": ((), ParallelConfig(checkpointing=Checkpointing(mode="products", offload=True)), {}),
@@ -393,7 +393,7 @@ REFUSED: dict[str, tuple[tuple[str, ...], ParallelConfig, dict[str, Any]]] = {
 
 
 class Unknown(torch.nn.Module):
-    """Of no registered kind."""
+    """Whose layers are not known."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -46,8 +46,8 @@ def sharded(
     for kind in kinds:
         expected_loss, expected = step(build(kind, images=images), slice(None))
         model = build(kind, images=images)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of what tile_model leaves
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")  # of what tile_model leaves
             if scope is not None:
                 tile_model(model, num_shards=2, scope=scope)  # type: ignore[arg-type]
             plan = plan_of(model)
@@ -68,6 +68,7 @@ def sharded(
             "layers": len(layers),
             "sharing": len(sharing),
             "recomputed": sum(hasattr(layer, "_checkpoint_contexts") for layer in layers),
+            "told": [text for each in told if (text := str(each.message)).startswith("parallelize: ")],
             "paths": tiling_paths(getattr(model, "module", model)),
         }
     return answers

@@ -380,7 +380,7 @@ REFUSALS = {
         "UnsupportedError",
         "layers.1.mlp must be of tiled_mlp's formula where it is tiled, got act_fn is Softplus. Or untile_model(model) first.",
     ),
-    "no plan": ("UnsupportedError", "model must be of a kind that has a plan: "),
+    "no layers": ("UnsupportedError", "config.checkpointing must be None for a model whose layers are not known"),
     "meta ddp": ("SpecError", 'model must be on a device with engine="ddp", got one on the meta device'),
     "donate": ("SpecError", "config.donate must be left at True in tiled_torch, got False"),
     "offloaded products": (

@@ -8,12 +8,13 @@ import torch
 pytest.importorskip("transformers")
 
 from shared_specs import UnsupportedError
-from shared_specs.config import TensorParallel
+from shared_specs.config import Checkpointing, ParallelConfig, TensorParallel
 from shared_specs.tolerances import MODEL_FLOAT32
 from tests.models.supported import IMAGES, TEXT, build
 from tests.models.test_torch_supported import REPRESENTATIVE
 from tests.models.tiny_overrides import INPUTS, NOT_BUILT
 from tests.ranks import Ranks
+from tiled_torch.parallel import apply_checkpointing, parallelize
 from tiled_torch.plans.any_model import structural_plan
 from tiled_torch.plans.data import placement_of
 from tiled_torch.plans.registry import Plan, plan_of
@@ -118,7 +119,7 @@ def test_models_that_do_not_name_their_layers(two):
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("part", range(4))
 def test_every_model(part, two):
-    """But those that are told to have no layers to shard."""
+    """But those whose layers are not known, which are one unit."""
     kinds = [kind for kind in TEXT if kind not in {*INPUTS, *NOT_BUILT}]
     assert len(kinds) - len(WITHOUT) >= 170
     for kind in kinds[part::4]:
@@ -128,17 +129,50 @@ def test_every_model(part, two):
             check(two.run(SHARDED, kinds=[kind]))
 
 
-def test_what_has_no_plan_by_structure_is_told():
-    class Own(torch.nn.Module):
-        pass
+class Own(torch.nn.Module):
+    pass
 
-    for model, reason in (
-        (Own(), "It is no model of transformers"),
-        (build("xlm"), "XLMWithLMHeadModel has no list of layers"),
-        (build("reformer"), "Layers of ReformerModelWithLMHead are not called in backward, but parts of them"),
+
+WITHOUT_LAYERS: dict[str, tuple[Any, str]] = {
+    "of others": (Own, "It is no model of transformers."),
+    "several lists": (lambda: build("xlm"), "XLMWithLMHeadModel has no list of layers."),
+    "reversible": (
+        lambda: build("reformer"),
+        "Layers of ReformerModelWithLMHead are not called in backward, but parts of them.",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WITHOUT_LAYERS)
+def test_a_model_whose_layers_are_not_known_is_not_checkpointed(case):
+    make, reason = WITHOUT_LAYERS[case]
+    advice = f"{reason} Tell where they are with tiled_torch.parallel.register_plan."
+    said = "must be None for a model whose layers are not known, got Checkpointing."
+    model, checkpointing = make(), Checkpointing()
+    for function, run in (
+        ("parallelize", lambda: parallelize(model, None, ParallelConfig(checkpointing=checkpointing))),
+        ("apply_checkpointing", lambda: apply_checkpointing(model, checkpointing)),
     ):
-        with pytest.raises(UnsupportedError, match=rf"^parallelize: model must be of a kind .* {reason}\. Add a plan"):
-            plan_of(model)
+        with pytest.raises(UnsupportedError) as caught:
+            run()
+        assert str(caught.value) == f"{function}: config.checkpointing {said} {advice}"
+
+
+def test_a_model_whose_layers_are_not_known_is_one_unit(two):
+    """With one warning, of the first rank."""
+    answers = two.run(SHARDED, kinds=["xlm", "reformer"], checkpointing="none")
+    for found in answers:
+        for kind, one in found.items():
+            assert max(one["loss"], one["gradients"]) <= MODEL_FLOAT32, kind
+            assert (one["units"], one["recomputed"]) == (1, 0), kind
+    told = [found["xlm"]["told"] for found in answers]
+    assert told == [
+        [
+            "parallelize: XLMWithLMHeadModel has no list of layers. So the model is one unit: each rank gathers all of its "
+            "weights for the whole step. Tell where they are with tiled_torch.parallel.register_plan."
+        ],
+        [],
+    ]
 
 
 def test_a_model_around_one_of_transformers_is_refused():

@@ -7,9 +7,9 @@ from typing import Any
 from flax import nnx
 
 from shared_specs.app.plan.decoder import CAPS, Decoder
-from shared_specs.app.plan.function.checks import fail_without_config
+from shared_specs.app.plan.function.checks import check_loss_fn, fail_no_module
 from shared_specs.app.plan.held import Parameter, Place, held_of
-from shared_specs.errors import UnsupportedError, error_text, fail_type
+from shared_specs.errors import UnsupportedError, error_text
 from tiled_jax.models.block.plain import reason_not_block
 from tiled_jax.models.config import LlamaConfig
 from tiled_jax.plan.measured import measured_decoder
@@ -31,9 +31,8 @@ def decoder_of_model(function: str, model: Any, wrt: Any, loss_fn: Any = None, t
         UnsupportedError: its layers have adapters with which no layer runs as one block.
     """
     if not isinstance(model, nnx.Module):
-        fail_without_config(function, model)
-    if loss_fn is not None and not callable(loss_fn):
-        fail_type(function, "loss_fn", "a function or None", type(loss_fn).__name__)
+        fail_no_module(function, model)
+    check_loss_fn(function, loss_fn)
     config = getattr(model, "config", None)
     if not isinstance(config, LlamaConfig) or loss_fn is not None:
         return measured_decoder(function, model, wrt, loss_fn, tokens)

@@ -1,5 +1,7 @@
 """`plan` and `fits`: whether a step of a model fits into the memory of some devices, and what to set for it."""
 
+from typing import Any
+
 from torch import nn
 
 from shared_specs.app.plan.function.checks import planned
@@ -17,6 +19,7 @@ def plan(
     sequences: int = 1,
     dtype: str = "bfloat16",
     optimizer: str = "adamw",
+    loss_fn: Any = None,
 ) -> ModelPlan:
     """Return what to set so that a training step of a model fits, bytes by part and the longest context.
 
@@ -25,8 +28,12 @@ def plan(
     parameters are those of the model: each counts in its own dtype, and one that does not require grad has no gradient, no
     float32 sum and no optimizer state. So the base of a model with adapters (LoRA) costs its weights alone.
 
+    Of modules of others, with loss_fn, and where a model has its layers in no list or a loss that is not tiled, the whole step
+    runs on the meta device, at a few lengths. Such a model is planned as it is, so tile it first (`tile_model`).
+
     Args:
-        model: a causal language model of transformers, also on the meta device, also with adapters, or peft's around one.
+        model: a causal language model of transformers, also on the meta device, also with adapters, or peft's around one. Or
+            any other nn.Module that returns logits [batch, tokens, V] for int64 [batch, tokens], or that loss_fn takes.
         tokens: of a sequence, >= 1.
         devices: GPUs, >= 1, over which parameters, gradients and optimizer state are sharded.
         device_memory: of one device: the name of a GPU, such as "h100", a size, such as "80GB", or a number of bytes. With a
@@ -35,13 +42,14 @@ def plan(
         sequences: that a device, or the devices that share a sequence, work on at a time, >= 1.
         dtype: "bfloat16" or "float32", in which parameters are gathered and products made.
         optimizer: "adamw" keeps two moments of every trained parameter, in its dtype; "sgd" keeps none.
+        loss_fn: loss_fn(model, batch) -> the mean, of int64 [sequences, tokens + 1]. None: the model's own loss, and of other
+            modules `tiled_model_loss` of each token's next one.
     Returns:
         shared_specs.app.plan.function.report.ModelPlan: `fits`, `what_to_set`, `bytes`, `longest` (tokens), `seconds`,
         `plan`; as text, a summary.
     Memory: none but the names of the parameters.
     Raises:
-        SpecError, TypeError: an argument is wrong, or there are no formulas of the model's family and its layers cannot run
-            without values.
+        SpecError, TypeError: an argument is wrong, or there are no formulas of the model and it cannot run without values.
     Source: the formulas of each capability (`costs.py` in shared_specs), put together in shared_specs/app/plan/step.py.
     Example:
         >>> import torch
@@ -55,7 +63,7 @@ def plan(
     return planned(
         "plan",
         "torch",
-        lambda: decoder_of_model("plan", model),
+        lambda: decoder_of_model("plan", model, loss_fn, tokens),
         tokens,
         devices=devices,
         device_memory=device_memory,
@@ -76,11 +84,12 @@ def fits(
     sequences: int = 1,
     dtype: str = "bfloat16",
     optimizer: str = "adamw",
+    loss_fn: Any = None,
 ) -> bool:
     """Return whether a training step of a model fits with some setting. Arguments and errors are those of `plan`.
 
     Args:
-        model, tokens, devices, device_memory, host_memory, sequences, dtype, optimizer: see `plan`.
+        model, tokens, devices, device_memory, host_memory, sequences, dtype, optimizer, loss_fn: see `plan`.
     Returns:
         bool.
     Raises:
@@ -97,7 +106,7 @@ def fits(
     return planned(
         "fits",
         "torch",
-        lambda: decoder_of_model("fits", model),
+        lambda: decoder_of_model("fits", model, loss_fn, tokens),
         tokens,
         devices=devices,
         device_memory=device_memory,

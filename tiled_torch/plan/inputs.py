@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
 
@@ -41,8 +42,8 @@ _MORE: dict[str, Callable[[Any, int], dict[str, Any]]] = {"xmod": _language, "gi
 
 @contextmanager
 def without_values(twin: nn.Module) -> Iterator[None]:
-    """Let a model run on the meta device inside this context (`simulated_device`), with as many tokens for each expert where its
-    router asks how many each has."""
+    """Let a model run on the meta device inside this context (`simulated_device`), with as many tokens for each expert where
+    its router asks how many each has."""
     routers = (module for module in twin.modules() if type(module).__name__ in _ASKING)
     with simulated_device(), ExitStack() as stack:
         for router in routers:
@@ -56,6 +57,6 @@ _ASKING = ("JetMoeTopKGating",)
 def _route(router: Any, x: Tensor) -> Any:
     chosen, experts = len(x) * router.top_k, router.num_experts
     places = [chosen * expert // experts for expert in range(experts + 1)]
-    parts = [end - start for start, end in zip(places, places[1:], strict=False)]
+    parts = [end - start for start, end in pairwise(places)]
     with patch.object(Tensor, "tolist", lambda _: parts):
         return type(router).forward(router, x)

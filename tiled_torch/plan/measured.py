@@ -30,13 +30,11 @@ from tiled_torch.models.block.layer import TiledBlock
 from tiled_torch.models.heads.planned import Zeros
 from tiled_torch.models.tiling import head_path, tile_model, untile_model
 from tiled_torch.plan.inputs import inputs_of, without_values
-from tiled_torch.plan.twin import cast_parameters, hooked, twin_of
+from tiled_torch.plan.twin import cast_parameters, first_line, hooked, positions_of, twin_of
 from tiled_torch.plans.any_model import structural_plan
 
 _FEW = 8  # tokens of the forward that shows which layers are called
 _WINDOWS = ("window", "chunk")  # in names of settings that say how far a query sees
-_TABLES = ("position", "wpe")  # in names of tables of positions
-_VALUES = ("meta tensor", "torch.nonzero")  # in what PyTorch says where code asks a tensor without memory for values
 _PLACES = ("idx", "index", "number", "layer_id")  # in names of attributes that say where a layer is, not what it is
 
 
@@ -80,7 +78,9 @@ class MeasuredLayers:
             found = self._lengths[key].bytes_at(setting.tokens)
         except Exception as error:  # of code that is not ours
             sizes = f"{setting.sequences} x {setting.tokens}"
-            raise InputError(f"{self.what} must run {sizes} tokens without values: {_first_line(error)}") from error
+            raise InputError(
+                f"{self.what} must run {sizes} tokens without values: {first_line(error, 'one of them')}"
+            ) from error
         more = 0 if setting.offload else self.more * setting.itemsize
         return found + more + sum(buffer.nbytes for buffer in self.twin.buffers())
 
@@ -134,15 +134,15 @@ def measured_layers(model: Any, what: str) -> MeasuredLayers | str:
             return plan
         lists = {path: tuple(twin.get_submodule(path)) for path in (plan.blocks, *plan.towers)}
         scope: Scope = "block" if any(map(is_block, lists[plan.blocks])) else "mlp"
-        table = twin.get_input_embeddings()
+        positions = positions_of(twin)
         _tile(twin, scope, _FEW)
         found = _kept(twin, lists)
         if isinstance(found, str):
             return found
-        measured = MeasuredLayers(what, twin, scope, *found, _positions(twin, table))
+        measured = MeasuredLayers(what, twin, scope, *found, positions)
         _measure_few(measured)
     except Exception as error:  # of code that is not ours
-        return f"Its layers cannot run without values: {_first_line(error)}"
+        return f"Its layers cannot run without values: {first_line(error, 'one of them')}"
     return measured
 
 
@@ -156,12 +156,6 @@ def _measure_few(measured: MeasuredLayers) -> None:
         measured._measure(1, torch.bfloat16.itemsize, _FEW, _FEW)
     except RuntimeError:
         measured._measure(1, torch.float32.itemsize, _FEW, _FEW)
-
-
-def _first_line(error: Exception) -> str:
-    if isinstance(error, NotImplementedError) and any(text in str(error) for text in _VALUES):
-        return "one of them asks for values, on which its sizes may depend"
-    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 class _Kept(NamedTuple):
@@ -226,19 +220,6 @@ def _kept(twin: Any, lists: Mapping[str, tuple[Any, ...]]) -> _Kept | str:
     return _Kept(layers, paths, stop, len(of_tokens), of_tokens[0], sum(few) - sum(grows) * _FEW)
 
 
-def _positions(twin: Any, table: nn.Module) -> int | None:
-    """Return for how many tokens a model has learned positions, or makes them; None where it does not say."""
-    tables = ((name, module) for name, module in twin.named_modules() if isinstance(module, nn.Embedding))
-    found = [m.num_embeddings for name, m in tables if m is not table and any(part in name for part in _TABLES)]
-    said = getattr(twin.config.get_text_config(), "max_position_embeddings", None)
-    made = getattr(twin.config, "max_seq_len", None)  # for so many MPT makes its positions, in no table
-    if not found:
-        return made if type(made) is int else None
-    if type(said) is not int:
-        return min(found)
-    return min([each for each in found if each >= said] or [*found, said])  # others are of parts of an image
-
-
 def _window(config: Any) -> int:
     """Return the longest window, or chunk, of attention that a configuration says."""
     found = (value for name, value in vars(config).items() if type(value) is int and any(w in name for w in _WINDOWS))
@@ -286,7 +267,11 @@ def _first(result: Any, x: Tensor) -> Tensor:
 def _beside_layers(twin: Any, layers: tuple[Any, ...], inputs: dict[str, Any], calls: int = 1) -> list[int]:
     """Return the bytes of what a model keeps for the backward of what comes before its layers, and between so many calls of
     them, and of gradients that wait for it: those of what all layers are given beside their input."""
-    known = {tensor.untyped_storage()._cdata for tensor in (*twin.parameters(), *twin.buffers(), *tree_iter(inputs)) if isinstance(tensor, Tensor)}
+    known = {
+        tensor.untyped_storage()._cdata
+        for tensor in (*twin.parameters(), *twin.buffers(), *tree_iter(inputs))
+        if isinstance(tensor, Tensor)
+    }
     saved: dict[int, Tensor] = {}
     given: dict[int, Tensor] = {}
     seen: list[Any] = []

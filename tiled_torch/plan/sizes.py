@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from shared_specs.app.plan.decoder import Decoder, decoder_from, reason_no_formulas
-from shared_specs.app.plan.function.checks import fail_without_config
+from shared_specs.app.plan.function.checks import check_loss_fn, fail_no_module
 from shared_specs.app.plan.held import Parameter, Place, held_of
 from tiled_torch.core.partitioned import whole_shape
 from tiled_torch.plans.data import sharing_layers
@@ -17,25 +17,32 @@ from tiled_torch.plans.data import sharing_layers
 _HEADS = ("lm_head", "embed_out")
 
 
-def decoder_of_model(function: str, model: Any) -> Decoder:
-    """Return the sizes that the model's config says, or its layers, with the parameters that the model has.
+def decoder_of_model(function: str, model: Any, loss_fn: Any = None, tokens: int = 0) -> Decoder:
+    """Return the sizes that the model's config says, or its layers, with the parameters that the model has; of a model of
+    others, with a loss of its own and where no formula knows layers or loss, one whose step is measured.
 
     Args:
-        model: of transformers, also on the meta device, or of peft around one.
+        model: a module, also on the meta device; of transformers, or of peft around one. loss_fn: see `plan`.
+        tokens: of a sequence, for a step of a model that takes no other ones.
     Raises:
-        TypeError: it is no model with a config. InputError: it is of a family without formulas.
+        TypeError: it is no module, or loss_fn no function. InputError: no formula knows it, and it cannot run without values.
     """
+    if not isinstance(model, nn.Module):
+        fail_no_module(function, model)
+    check_loss_fn(function, loss_fn)
     config: Any = getattr(model, "config", None)
-    if not isinstance(model, nn.Module) or not hasattr(config, "to_dict"):
-        fail_without_config(function, model)
+    if loss_fn is not None or not hasattr(config, "to_dict"):
+        from tiled_torch.plan.whole import whole_decoder  # here, since it loads transformers
+
+        return whole_decoder(function, model, loss_fn, tokens)
     what, known = f"{function}: model", config.to_dict()
     if reason_no_formulas(known) is None and not attends_eagerly(model):
         decoder = decoder_from(known, what)
     else:
-        from tiled_torch.plan.structure import decoder_by_structure  # here, since it loads transformers
+        from tiled_torch.plan.structure import decoder_by_structure
 
-        decoder = decoder_by_structure(model, what)
-    return with_parameters(model, decoder)
+        decoder = decoder_by_structure(model, what, tokens)
+    return decoder if decoder.whole is not None else with_parameters(model, decoder)
 
 
 def attends_eagerly(model: Any) -> bool:

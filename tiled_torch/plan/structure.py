@@ -21,16 +21,23 @@ from tiled_torch.models.block.parts import is_norm
 from tiled_torch.models.experts.blocks import shared_that_is_added
 from tiled_torch.models.experts.forms import experts_form_of
 from tiled_torch.plan.measured import MeasuredLayers, measured_layers
+from tiled_torch.plan.twin import table_of
+from tiled_torch.plan.whole import whole_decoder
 from tiled_torch.plans.any_model import structural_plan
 
+_ADVICE = "Or pass a loss_fn that calls the model with all that it needs."
 _CHOSEN = ("top_k", "num_experts_per_tok")  # experts of a token, as routers and mixtures call them
 
 
-def decoder_by_structure(model: Any, what: str) -> Decoder:
-    """Return the sizes of a model by its layers, still without its parameters. what: the function and argument, for messages.
+def decoder_by_structure(model: Any, what: str, tokens: int | None = None) -> Decoder:
+    """Return the sizes of a model by its layers, still without its parameters; or with them, and its step measured, where its
+    layers cannot be.
 
+    Args:
+        what: the function and argument, for messages. tokens: of a sequence, for a step of a model that takes no other ones;
+            None: no step is measured.
     Raises:
-        InputError: its layers have no formula and cannot be measured either.
+        InputError: its layers have no formula, and neither they nor its step can be measured.
     """
     inside = text_model(model)
     found, measured = structural_plan(inside), None
@@ -41,7 +48,14 @@ def decoder_by_structure(model: Any, what: str) -> Decoder:
         reason = measured
     if isinstance(reason, str):
         known = f"a model_type of {', '.join(FAMILIES)}, or layers that can run without values"
-        raise InputError(f"{what} must have {known}, got {model.config.model_type}. {reason}")
+        if tokens is None:
+            raise InputError(f"{what} must have {known}, got {model.config.model_type}. {reason}")
+        try:
+            return whole_decoder(what.partition(":")[0], inside, None, tokens)
+        except InputError as error:
+            step = f"Nor does its step: {str(error).partition('values: ')[2]}"
+            told = f"{reason.rstrip('.')}. {step.rstrip('.')}. {_ADVICE}"
+            raise InputError(f"{what} must have {known}, got {model.config.model_type}. {told}") from error
     head, table = inside.get_output_embeddings(), inside.get_input_embeddings()
     ends: dict[str, Any] = {
         "hidden": whole_shape(head.weight)[1],
@@ -84,7 +98,7 @@ def text_model(model: Any) -> Any:
 
 def _reason_no_ends(model: Any) -> str | None:
     """Return why the ends of a model, the embedding and the head with the loss, have no formula; None where they have."""
-    ends = model.get_input_embeddings(), model.get_output_embeddings()
+    ends = table_of(model), model.get_output_embeddings()
     if not isinstance(ends[0], nn.Embedding) or not isinstance(ends[1], nn.Linear):
         return "It has no embedding and head that are one weight each."
     return None

@@ -19,6 +19,8 @@ from tiled_torch.models.heads.planned import without_memory
 from tiled_torch.models.tiling import untile_model
 
 _FLASH = "counted_attention"  # what stands for FlashAttention among transformers' attention functions
+_VALUES = ("meta tensor", "torch.nonzero")  # in what PyTorch says where code asks a tensor without memory for values
+_TABLES = ("position", "wpe")  # in names of tables of positions
 
 
 def twin_of(model: Any) -> Any:
@@ -28,7 +30,7 @@ def twin_of(model: Any) -> Any:
     """
     untiled = getattr(type(model), "_untiled", type(model))
     config = copy.deepcopy(model.config)
-    _count_flash(config)
+    count_flash(config)
     with warnings.catch_warnings(), simulated_device(), torch.device("meta"):
         warnings.simplefilter("ignore")
         twin = untiled(config).to("meta")  # where torch.normal makes none
@@ -36,7 +38,7 @@ def twin_of(model: Any) -> Any:
     if sizes != {name: tuple(parameter.shape) for name, parameter in twin.named_parameters()}:
         twin = untile_model(without_memory(model))
         for module in twin.modules():
-            _count_flash(getattr(module, "config", None))
+            count_flash(getattr(module, "config", None))
     trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     for name, parameter in twin.named_parameters():
         parameter.requires_grad_(trained[name])
@@ -46,11 +48,35 @@ def twin_of(model: Any) -> Any:
     return twin.train()
 
 
-def _count_flash(config: Any) -> None:
+def count_flash(config: Any) -> None:
     """Let what stands for FlashAttention attend in place of any implementation that is neither eager nor PyTorch's."""
     for each in (config, config.get_text_config()) if hasattr(config, "get_text_config") else ():
         if getattr(each, "_attn_implementation", None) not in ("eager", "sdpa", SDPA, None):
             each._attn_implementation = _FLASH
+
+
+def table_of(model: Any) -> Any:
+    """Return the table of a model's tokens; None where it does not say."""
+    try:
+        return model.get_input_embeddings()
+    except (AttributeError, NotImplementedError):
+        return None
+
+
+def positions_of(twin: Any) -> int | None:
+    """Return for how many tokens a model of transformers has learned positions, or makes them; None where it does not say."""
+    if not hasattr(getattr(twin, "config", None), "get_text_config"):
+        return None
+    table = table_of(twin)
+    tables = ((name, module) for name, module in twin.named_modules() if isinstance(module, nn.Embedding))
+    found = [m.num_embeddings for name, m in tables if m is not table and any(part in name for part in _TABLES)]
+    said = getattr(twin.config.get_text_config(), "max_position_embeddings", None)
+    made = getattr(twin.config, "max_seq_len", None)  # for so many MPT makes its positions, in no table
+    if not found:
+        return made if type(made) is int else None
+    if type(said) is not int:
+        return min(found)
+    return min([each for each in found if each >= said] or [*found, said])  # others are of parts of an image
 
 
 def cast_parameters(twin: nn.Module, dtype: torch.dtype) -> None:
@@ -95,6 +121,13 @@ def simulated_device() -> Iterator[None]:
         stack.enter_context(patch.dict(ALL_ATTENTION_FUNCTIONS._global_mapping, {_FLASH: _attend_by_flash}))
         stack.enter_context(patch.dict(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, {_FLASH: lambda *_, **__: None}))
         yield
+
+
+def first_line(error: Exception, who: str) -> str:
+    """Return what an error of code that is not ours says first. who: asks for values, where it says that."""
+    if isinstance(error, NotImplementedError) and any(text in str(error) for text in _VALUES):
+        return f"{who} asks for values, on which its sizes may depend"
+    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 class _CountedAttention(torch.autograd.Function):

@@ -1,8 +1,8 @@
 """`parallelize`: one configuration applied to a finished model, in a fixed order, after everything was checked."""
 
 import logging
+import warnings
 from collections import Counter
-from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -34,12 +34,13 @@ from tiled_torch.plans.compile import apply_compile, check_compile
 from tiled_torch.plans.data import apply_data_parallel
 from tiled_torch.plans.float8 import check_float8, reason_no_float8, use_float8
 from tiled_torch.plans.recompute import apply_checkpointing, check_checkpointing, is_tiled_block, reason_not_offloaded
-from tiled_torch.plans.registry import Plan, plan_of
+from tiled_torch.plans.registry import REGISTER, Plan, plan_of
 from tiled_torch.plans.tensor import apply_tensor_parallel, reason_not_asynchronous
 
 _LOG = logging.getLogger("tiled_torch")
 _NAME = "parallelize"
 _MARK = "_parallel_config"
+_ONE_UNIT = "So the model is one unit: each rank gathers all of its weights for the whole step."
 
 
 def parallelize(model: nn.Module, mesh: DeviceMesh | None, config: ParallelConfig) -> nn.Module:
@@ -61,8 +62,9 @@ def parallelize(model: nn.Module, mesh: DeviceMesh | None, config: ParallelConfi
     Args:
         model: a model that has a plan: Hugging Face Llama, Mistral, Qwen and Gemma models (also after `tile_model`), Mixtral
             and Qwen3-MoE without tensor parallelism, any other model of transformers whose layers are in a list without tensor
-            and context parallelism, a `TiledMLP`, a `TiledLinearCrossEntropy`, or any kind registered with `register_plan`. It
-            is changed in place and may be on the meta device (see `materialize`).
+            and context parallelism, a `TiledMLP`, a `TiledLinearCrossEntropy`, or any kind registered with `register_plan`. Any
+            other module is one unit, whose weights are gathered at once, with a warning; without tensor and context parallelism
+            and checkpointing. It is changed in place and may be on the meta device (see `materialize`).
         mesh: a mesh with named axes. The configuration must use all of them. None if it uses no axis.
         config: see `shared_specs.config.ParallelConfig`.
     Returns:
@@ -72,7 +74,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh | None, config: ParallelConfi
     Raises:
         SpecError, TypeError: the configuration cannot work on this mesh, or the model's sizes do not divide, or it was
             parallelized before.
-        UnsupportedError: a model without a plan, or an option that this machine does not support. In all of these cases no
+        UnsupportedError: an option that this model or this machine does not support. In all of these cases no
             rank has changed anything. If one rank refuses, or gets different arguments, it is an error on all ranks.
     Source: the order is torchtitan's, arXiv 2410.06511.
     Example:
@@ -85,6 +87,9 @@ def parallelize(model: nn.Module, mesh: DeviceMesh | None, config: ParallelConfi
     plan = check_everywhere(_NAME, mesh, lambda: _checked(model, mesh, config), lambda: _said(model, mesh, config))
     submesh: Any = mesh
     inside = model
+    first = mesh is None or not any(mesh.get_coordinate() or ())
+    if first and plan.no_layers is not None and config.data is not None and config.data.engine == "fsdp":
+        warnings.warn(f"{_NAME}: {plan.no_layers} {_ONE_UNIT} {REGISTER}", stacklevel=2)
     tiled = _tiled_in(model)
     if config.float8:
         use_float8(model, plan)
@@ -104,7 +109,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh | None, config: ParallelConfi
     for hook in reversed(fronts):
         inside._forward_pre_hooks.move_to_end(hook, last=False)  # type: ignore[attr-defined]
     setattr(model, _MARK, config)
-    if mesh is None or not any(mesh.get_coordinate() or ()):
+    if first:
         for line in applied_lines(config, mesh_sizes(mesh), tiled):
             _LOG.info("%s: %s", _NAME, line)
     return model
@@ -181,7 +186,7 @@ def _checked(model: Any, mesh: Any, config: Any) -> Plan:
     _check_reductions(model, config)
     plan = plan_of(model)
     _check_paths(model, plan, config)
-    _check_blocks(plan.blocks_of(model), config)
+    _check_blocks(plan, model, config)
     if config.float8:
         check_float8(_NAME, config, model, plan)
     if config.tensor is not None:
@@ -206,12 +211,11 @@ def _checked(model: Any, mesh: Any, config: Any) -> Plan:
     return plan
 
 
-def _check_blocks(blocks: Sequence[nn.Module], config: ParallelConfig) -> None:
-    """Check what cannot be asked of layers that are one function each."""
-    if not any(map(is_tiled_block, blocks)):
-        return
-    check_checkpointing(_NAME, config.checkpointing, blocks)
-    if config.float8:
+def _check_blocks(plan: Plan, model: nn.Module, config: ParallelConfig) -> None:
+    """Check what cannot be asked of layers that are one function each, or are not known."""
+    blocks = plan.blocks_of(model)
+    check_checkpointing(_NAME, config.checkpointing, blocks, plan.no_layers)
+    if config.float8 and any(map(is_tiled_block, blocks)):
         advice = "Such a layer is one function, which makes its products itself. Or use scope='mlp'."
         raise UnsupportedError(error_text(_NAME, "config.float8", "False with scope='block'", True, advice=advice))
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed._functional_collectives as functional
@@ -14,6 +14,7 @@ from torch.distributed.tensor import Shard
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
+from torch.utils.hooks import RemovableHandle
 
 from shared_specs.config import DataParallel
 from tiled_torch.linear.module import TiledLinear
@@ -33,25 +34,54 @@ def apply_data_parallel(model: nn.Module, mesh: DeviceMesh, data: DataParallel, 
         if data.cpu_offload
         else OffloadPolicy(),
     }
-    for tile in _tiles_of(model):  # units of their own, so that no layer in tiles is gathered whole
-        fully_shard(tile, reshard_after_forward=data.reshard != "never" and not data.pipeline, **options)
-    blocks = [block for block in plan.blocks_of(model) if block is not model]
-    together = {model.get_submodule(path) for path in sharing_layers(model, (*plan.towers, plan.blocks))}
     own = options | {"mp_policy": replace(options["mp_policy"], cast_forward_inputs=False)}
-    for block, reshard in zip(blocks, reshard_after_forward(data, len(blocks)), strict=True):
-        if block not in together:
-            fully_shard(block, reshard_after_forward=reshard, **own)
-        dtype = _dtype(data.param_dtype)
-        if dtype is not None:
-            cast = partial(_cast, dtype=dtype)
-            block.register_forward_pre_hook(cast, with_kwargs=True, prepend=True)  # before what keeps inputs
-    ends = [model.get_submodule(path) for path in plan.ends if plan.ends_apart]
-    if ends:
-        fully_shard(ends[0], reshard_after_forward=data.reshard != "never" and not data.pipeline, **options)
-    if ends[1:]:  # used last: backward would gather them again at once
-        fully_shard(ends[1:], reshard_after_forward=data.reshard == "always", **options)
-    fully_shard(model, reshard_after_forward=data.reshard == "always", **options)
+    for modules, reshard, is_layer in units_of(model, data, plan):
+        what: Any = modules if len(modules) > 1 else modules[0]
+        fully_shard(what, reshard_after_forward=reshard, **(own if is_layer else options))
+    cast_inputs(model, data, plan)
     return model
+
+
+class Unit(NamedTuple):
+    """Modules whose weights are gathered together, but for those of units inside of them.
+
+    Attributes:
+        reshard: whether they are freed after forward. is_layer: whether it is one of the plan's blocks.
+    """
+
+    modules: list[nn.Module]
+    reshard: bool
+    is_layer: bool = False
+
+
+def units_of(model: nn.Module, data: DataParallel, plan: Plan) -> list[Unit]:
+    """Return the units of `fully_shard`, each before those around it."""
+    blocks = _layers_of(model, plan)
+    together = {model.get_submodule(path) for path in sharing_layers(model, (*plan.towers, plan.blocks))}
+    ends = [model.get_submodule(path) for path in plan.ends if plan.ends_apart]
+    early, always = data.reshard != "never" and not data.pipeline, data.reshard == "always"
+    resharded = zip(blocks, reshard_after_forward(data, len(blocks)), strict=True)
+    return [
+        # Units of their own, so that no layer in tiles is gathered whole.
+        *(Unit([tile], early) for tile in _tiles_of(model)),
+        *(Unit([block], reshard, is_layer=True) for block, reshard in resharded if block not in together),
+        *(Unit([end], early) for end in ends[:1]),
+        *(Unit(last, always) for last in [ends[1:]] if last),  # used last: backward would gather them again at once
+        Unit([model], always),
+    ]
+
+
+def cast_inputs(model: nn.Module, data: DataParallel, plan: Plan) -> list[RemovableHandle]:
+    """Let every layer take its inputs in the dtype of its products, before anything keeps them."""
+    dtype = _dtype(data.param_dtype)
+    if dtype is None:
+        return []
+    cast = partial(_cast, dtype=dtype)
+    return [block.register_forward_pre_hook(cast, with_kwargs=True, prepend=True) for block in _layers_of(model, plan)]
+
+
+def _layers_of(model: nn.Module, plan: Plan) -> list[nn.Module]:
+    return [block for block in plan.blocks_of(model) if block is not model]
 
 
 def sharing_layers(model: nn.Module, lists: Sequence[str]) -> frozenset[str]:

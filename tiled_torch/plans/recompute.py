@@ -17,7 +17,7 @@ from shared_specs.errors import UnsupportedError, error_text
 from tiled_torch.collectives.conjugates import KeptParts
 from tiled_torch.layers.random import RandomStates, Together, living, replay_contexts
 from tiled_torch.models.block.offload import asked_to_offload, input_on_host
-from tiled_torch.plans.registry import Plan, plan_of
+from tiled_torch.plans.registry import REGISTER, Plan, plan_of
 
 _PRODUCTS = frozenset({torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._scaled_mm.default})
 _REDUCE_SCATTERS = frozenset(
@@ -41,7 +41,7 @@ def apply_checkpointing(model: nn.Module, checkpointing: Checkpointing, plan: Pl
     """Make the layers of a model keep less for backward and recompute the rest. The layers' classes change in place.
 
     Args:
-        model: of a kind that has a plan. plan: used instead of that plan.
+        model: one whose layers a plan knows. plan: used instead of that plan.
         checkpointing: mode "full": every layer keeps its input; with `offload` the input is in host memory, and backward
             fetches it one layer ahead. "layers": every `every`-th layer keeps its input, the others keep everything.
             "products": a layer keeps its input and the results of its first, third, ... matrix product (of linear layers;
@@ -55,11 +55,16 @@ def apply_checkpointing(model: nn.Module, checkpointing: Checkpointing, plan: Pl
     Memory: what a layer keeps for B x S tokens of hidden size H. "full": B S H of its dtype. "products": also the outputs of
         every second linear layer. "op": also B S heads d of attention, 4 B S heads bytes of its log-sum-exp, and for each
         reduce-scatter this rank's part of B S H.
+    Raises:
+        UnsupportedError: the model's layers are not known.
     Source: modes "products" and "op" are torchtitan's, arXiv 2410.06511.
     """
     every = checkpointing.every or 1
     context = {"products": every_second_product, "op": most_expensive}.get(checkpointing.mode)
-    for blocks in (plan or plan_of(model, "apply_checkpointing")).lists_of(model):
+    if plan is None:
+        plan = plan_of(model, name := "apply_checkpointing")
+        check_checkpointing(name, checkpointing, (), plan.no_layers)
+    for blocks in plan.lists_of(model):
         for number, block in enumerate(blocks, start=1):
             if is_tiled_block(block):
                 block._offload = checkpointing.offload  # type: ignore[assignment]
@@ -81,12 +86,20 @@ def reason_not_offloaded(checkpointing: Checkpointing | None) -> str | None:
     return f"Of mode {checkpointing.mode!r} more is kept than the layers' inputs; take full."
 
 
-def check_checkpointing(function: str, checkpointing: Checkpointing | None, blocks: Iterable[nn.Module]) -> None:
+def check_checkpointing(
+    function: str, checkpointing: Checkpointing | None, blocks: Iterable[nn.Module], no_layers: str | None = None
+) -> None:
     """Check that layers can be recomputed as asked.
 
+    Args:
+        no_layers: of the model's plan.
     Raises:
-        UnsupportedError: they are their own checkpoints, and another one is asked for than of each of them.
+        UnsupportedError: they are not known, or are their own checkpoints, and another one is asked for than of each of them.
     """
+    if checkpointing is not None and no_layers is not None:
+        rule = "None for a model whose layers are not known"
+        advice = f"{no_layers} {REGISTER}"
+        raise UnsupportedError(error_text(function, "config.checkpointing", rule, "Checkpointing", advice=advice))
     if checkpointing is None or checkpointing.mode == "full" or not any(map(is_tiled_block, blocks)):
         return
     rule, got = "full with scope='block'", checkpointing.mode

@@ -12,6 +12,8 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from shared_specs.config import ContextKind, TensorParallel
 from shared_specs.errors import UnsupportedError, error_text, fail
 
+REGISTER = "Tell where they are with tiled_torch.parallel.register_plan."
+
 
 def _nothing(*_: Any) -> None:
     pass
@@ -43,6 +45,8 @@ class Plan:
             the context axis last; a ring counts as 1.
         token_mean: (model, meshes of one axis each) -> None; makes the model's loss the mean over the labels of all ranks of
             these axes, the same on each rank. None: the model does not compute the loss. See `DataParallel.loss_mean`.
+        no_layers: why the layers of a model that nobody registered are not known. It is then one unit, with a warning, and
+            has no checkpointing. None: they are known.
     """
 
     blocks: str
@@ -57,6 +61,7 @@ class Plan:
     context_kinds: tuple[ContextKind, ...] = ("ulysses",)
     check_context: Callable[[Any, Mapping[str, int]], None] = _nothing
     token_mean: Callable[[Any, Sequence[DeviceMesh]], None] | None = None
+    no_layers: str | None = None
 
     def blocks_of(self, model: nn.Module) -> list[nn.Module]:
         """Return the layers of this model, in order, those of towers first."""
@@ -104,7 +109,11 @@ def plan_by_structure(find: Callable[[nn.Module], Plan | str]) -> Callable[[nn.M
 
 def plan_of(model: nn.Module, function: str = "parallelize") -> Plan:
     """Return the plan of a model: of its class or the nearest base class with a plan, else of its `config.model_type`, else by
-    its structure (`any_model.structural_plan`)."""
+    its structure (`any_model.structural_plan`), else as one unit.
+
+    Raises:
+        UnsupportedError: it is a wrapper of peft's. function: for the message.
+    """
     _load_own_plans()
     for base in type(model).__mro__:
         if base in _BUILDERS:
@@ -120,13 +129,7 @@ def plan_of(model: nn.Module, function: str = "parallelize") -> Plan:
         return _BUILDERS[kind](model)
     (find,) = _BY_STRUCTURE
     found = find(model)
-    if isinstance(found, Plan):
-        return found
-    rule = (
-        f"of a kind that has a plan: {', '.join(sorted(map(_name, _BUILDERS)))}, or transformers' with layers in a list"
-    )
-    advice = f"{found} Add a plan with tiled_torch.parallel.register_plan."
-    raise UnsupportedError(error_text(function, "model", rule, kind or type(model).__name__, advice=advice))
+    return found if isinstance(found, Plan) else Plan(blocks="", no_layers=found)
 
 
 def _load_own_plans() -> None:

@@ -43,7 +43,8 @@ class Decoder:
             as those of several streams. beside: parameters besides layers, embedding, head and final norm; less than 0 where
             the embedding is smaller than the head.
         whole: returns the bytes of one device in forward and backward, of a model that is measured as one program and has no
-            other sizes than those of its parameters; None of every other one.
+            other sizes than those of its parameters; None of every other one. recomputed: whether `parallelize` recomputes its
+            layers; not where it knows none.
         positions: tokens that a sequence may have at most; None: any number.
         held: the parameters that a model object has; None: all are trained and in float32.
     """
@@ -80,6 +81,7 @@ class Decoder:
     between: int | None = None
     beside: int = 0
     whole: Callable[[Setting], int] | None = None
+    recomputed: bool = True
     positions: int | None = None
     held: Held | None = None
 

@@ -93,7 +93,7 @@ class Plan:
     def note(self) -> str:
         """Return where the numbers come from."""
         if self.decoder.whole is not None:
-            return "From the model's own step, compiled at a few lengths, and from lines through what it takes there."
+            return "From the model's own step, without values at a few lengths, and from lines through what it takes there."
         if self.decoder.has_formulas:
             return "From formulas: nothing was run."
         most = self.decoder.positions

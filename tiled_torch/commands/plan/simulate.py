@@ -53,7 +53,10 @@ def simulate_model(build: Callable[[], nn.Module], setting: Setting) -> Simulate
         with FakeTensorMode(allow_non_fake_inputs=True), ExitStack() as stack:
             model = build()
             stack.enter_context(_usual_masks())
-            model = parallelize(_tiled(model, setting, place).train(), mesh, setting.config)
+            config = setting.config
+            if plan_of(model).no_layers is not None:
+                config = replace(config, checkpointing=None)
+            model = parallelize(_tiled(model, setting, place).train(), mesh, config)
             ids = torch.zeros(setting.sequences, setting.tokens, dtype=torch.long, device=place)
             moments, collectives = _Moments(place), _Collectives()
             moments.follow(model, ids)

@@ -19,19 +19,24 @@ NOT_CALLED = "unknown: it was not called with labels yet"
 class Zeros(TorchDispatchMode):
     """Every number that code asks a tensor without memory for is 0, and nothing in it differs from 0.
 
-    asked: whether code did so.
+    asked: whether code did so. answer: 1 instead of 0, and one place that differs, to see whether anything depends on it.
     """
 
     asked = False
+
+    def __init__(self, answer: int = 0) -> None:
+        super().__init__()
+        self._answer = answer
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if args and isinstance(args[0], torch.Tensor) and args[0].is_meta:
             if func is torch.ops.aten._local_scalar_dense.default:
                 self.asked = True
-                return False if args[0].dtype == torch.bool else 0.0 if args[0].is_floating_point() else 0
+                kind = bool if args[0].dtype == torch.bool else float if args[0].is_floating_point() else int
+                return kind(self._answer)
             if func is torch.ops.aten.nonzero.default:
                 self.asked = True
-                return torch.empty((0, args[0].dim()), dtype=torch.long, device="meta")
+                return torch.empty((self._answer, args[0].dim()), dtype=torch.long, device="meta")
         return func(*args, **(kwargs or {}))
 
 
@@ -66,12 +71,20 @@ def _built(untiled: type[Any], config: Any) -> Any:
 
 def without_memory(model: nn.Module) -> Any:
     """Return a copy of a model of which nobody knows how it is made: all but its parameters and buffers, untiled."""
-    found: dict[int, Any] = {id(p): _empty(p) for p in model.parameters()}
-    found |= {id(buffer): torch.empty_like(buffer, device="meta") for buffer in model.buffers()}
-    twin = copy.deepcopy(model, found)
+    twin = copied_without_memory(model)
     for module in twin.modules():
         module.__class__ = getattr(type(module), "_untiled", type(module))
     return twin
+
+
+def copied_without_memory(model: nn.Module) -> Any:
+    """Return a copy of a model as it is on the meta device: its parameters, buffers and other tensors have no values."""
+    plain = (value for module in model.modules() for value in vars(module).values() if isinstance(value, torch.Tensor))
+    found: dict[int, Any] = {
+        id(tensor): torch.empty_like(tensor, device="meta") for tensor in (*plain, *model.buffers())
+    }
+    found |= {id(parameter): _empty(parameter) for parameter in model.parameters()}
+    return copy.deepcopy(model, found)
 
 
 def _empty(parameter: nn.Parameter) -> nn.Parameter:

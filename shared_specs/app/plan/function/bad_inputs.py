@@ -33,8 +33,7 @@ BAD_PLANS = (
     BadPlan(
         id="model-is-a-name",
         arguments={"model": "llama-3-8b"},
-        message="model must be a model whose config says its sizes, got str. Pass a model of transformers in PyTorch, an "
-        "nnx.Module in JAX.",
+        message="model must be a module, got str. Pass an nn.Module in PyTorch, an nnx.Module in JAX.",
         error=TypeError,
     ),
     _value("tokens", 0, f"between 1 and {LONGEST}"),

@@ -13,7 +13,7 @@ from shared_specs.config import Half
 from shared_specs.errors import SpecError, fail, fail_type
 from shared_specs.kernels.roofline import GPU, GPUS
 
-_MODELS = "Pass a model of transformers in PyTorch, an nnx.Module in JAX."
+_MODELS = "Pass an nn.Module in PyTorch, an nnx.Module in JAX."
 
 
 def planned(
@@ -62,9 +62,15 @@ def planned(
     return ModelPlan(plan=found)
 
 
-def fail_without_config(function: str, model: object) -> Never:
-    """Raise TypeError for what is no model, or one without a config that says its sizes."""
-    fail_type(function, "model", "a model whose config says its sizes", type(model).__name__, advice=_MODELS)
+def fail_no_module(function: str, model: object) -> Never:
+    """Raise TypeError for what is no model."""
+    fail_type(function, "model", "a module", type(model).__name__, advice=_MODELS)
+
+
+def check_loss_fn(function: str, loss_fn: object) -> None:
+    """Raise TypeError for a loss that is no function."""
+    if loss_fn is not None and not callable(loss_fn):
+        fail_type(function, "loss_fn", "a function or None", type(loss_fn).__name__)
 
 
 def _check_count(function: str, name: str, value: object) -> None:

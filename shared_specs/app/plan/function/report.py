@@ -29,7 +29,10 @@ class ModelPlan:
         if self.plan.setting is None:
             return {}
         found = dict(what_to_set(self.plan.setting, self.bytes["host"]))
-        return found if self.plan.decoder.whole is None else {name: found[name] for name in ("mesh", "Checkpointing")}
+        if self.plan.decoder.whole is None:
+            return found
+        names = ("mesh", "Checkpointing") if self.plan.decoder.recomputed else ("mesh",)
+        return {name: found[name] for name in names}
 
     @property
     def bytes(self) -> dict[str, int]:
