@@ -9,7 +9,7 @@ import pytest
 
 from shared_specs.app.plan.step import RESERVE, Setting, parts_of
 from shared_specs.errors import SpecError
-from shared_specs.tolerances import COST_BYTES, PLAN_RECORDED
+from shared_specs.tolerances import COST_BYTES, PLAN_BYTES, PLAN_RECORDED
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -143,6 +143,25 @@ def test_the_model_is_planned_as_it_is_and_stays() -> None:
     found = decoder_of_model("plan", model).held
     assert found is not None
     assert found.trained == HIDDEN * VOCAB < found.count
+
+
+def test_a_config_that_is_not_transformers() -> None:
+    """As models of many have one."""
+    model = own()
+    bytes_before = program(model)
+    model.config = Setting(tokens=1)  # type: ignore[assignment]
+    assert program(model) == bytes_before
+
+
+def test_gradients_have_the_dtype_of_the_parameters(known: None) -> None:
+    """They are summed in float32, and a device keeps its part of each in the dtype of its weight."""
+    models = own(Known, 32), own(Known, 32).bfloat16()
+    wide, narrow = (parts_of(decoder_of_model("plan", model), replace(ALONE, tokens=8)) for model in models)
+    count = sum(parameter.numel() for parameter in models[0].parameters())
+    assert (wide.gradients, narrow.gradients) == (4 * count, 2 * count)
+    assert wide.total - narrow.total == pytest.approx(
+        4 * count, rel=PLAN_BYTES
+    )  # of weights and of gradients, half of each
 
 
 def test_fits() -> None:

@@ -96,6 +96,7 @@ MEASURED: dict[str, dict[str, Any]] = {
 # Whose step is measured whole: its loss is not tiled; it has a loss_fn; its layers are in a list, of which nothing is known.
 WHOLE: dict[str, dict[str, Any]] = {
     "prophetnet": {
+        "pad_token_id": 0,
         "num_hidden_layers": None,
         "num_attention_heads": None,
         "num_decoder_layers": 3,

@@ -5,7 +5,7 @@ weights come before its forward, the next unit's in backward while this one's ar
 `reduce_dtype` when its backward is done.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,6 +26,7 @@ class _Gathering:
 
     ranks: int
     itemsize: int
+    own: Mapping[int, int]
     order: list["_GatheredUnit"] = field(
         default_factory=list
     )  # forwards that have been, of which backward takes the last
@@ -112,7 +113,9 @@ class _GatheredUnit:
             self.shared.cut = _bytes(count * _SUM)
             for parameter in trained:
                 parameter.grad = None
-            self.kept.append(_bytes(-(-count * _SUM // self.shared.ranks)))
+            part = _bytes(-(-count * _SUM // self.shared.ranks))  # summed, and then as the parameters are
+            own = sum(parameter.numel() * self.shared.own[id(parameter)] for parameter in trained)
+            self.kept.append(part if own == count * _SUM else _bytes(-(-own // self.shared.ranks)))
 
 
 class _Before(torch.autograd.Function):
@@ -130,19 +133,22 @@ class _Before(torch.autograd.Function):
 
 
 @contextmanager
-def gathered_units(units: Sequence[Unit], ranks: int, itemsize: int) -> Iterator[Callable[[], None]]:
+def gathered_units(
+    units: Sequence[Unit], ranks: int, itemsize: int, own: Mapping[int, int]
+) -> Iterator[Callable[[], None]]:
     """Let, inside this context, the units of a model on the meta device be gathered and cut.
 
     Args:
         units: in the order of `fully_shard`, so the model comes last. itemsize: bytes of a weight in products.
+        own: bytes of an element of each parameter that ranks keep, by its id.
     Yields:
         What is to be called when backward is done. Gradients are gone then.
     """
-    shared, taken, made, handles = _Gathering(ranks, itemsize), set[int](), [], []
+    shared, taken, made, handles = _Gathering(ranks, itemsize, own), set[int](), [], []
     for modules, reshard, _ in units:
-        own = {id(p): p for module in modules for p in module.parameters() if id(p) not in taken}
-        taken.update(own)
-        unit = _GatheredUnit(tuple(own.values()), reshard, modules[0] is units[-1].modules[0], shared)
+        found = {id(p): p for module in modules for p in module.parameters() if id(p) not in taken}
+        taken.update(found)
+        unit = _GatheredUnit(tuple(found.values()), reshard, modules[0] is units[-1].modules[0], shared)
         made.append(unit)
         left: set[nn.Module] = set()
         for module in modules:

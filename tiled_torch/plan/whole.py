@@ -56,7 +56,11 @@ class MeasuredStep:
     held: int
     positions: int | None
     only: int | None = None
+    _itemsizes: dict[int, int] = field(init=False, repr=False)
     _lengths: dict[tuple[int, int, str], Lengths] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        self._itemsizes = {id(parameter): parameter.element_size() for parameter in self.twin.parameters()}
 
     def bytes_of(self, setting: Setting) -> int:
         """Return the bytes of one device: its part of weights and gradients, and all of forward and backward.
@@ -101,7 +105,7 @@ class MeasuredStep:
                 without_values(twin),
                 zeros or Zeros(),
                 LiveBytes() as live,
-                gathered_units(units, setting.gpus, setting.itemsize) as end,
+                gathered_units(units, setting.gpus, setting.itemsize, self._itemsizes) as end,
             ):
                 self._loss(setting.sequences, tokens).backward()
                 end()
@@ -115,7 +119,7 @@ class MeasuredStep:
         twin, ids = self.twin, torch.zeros(sequences, tokens + 1, dtype=torch.long, device="meta")
         if self.loss_fn is not None:
             return self.loss_fn(twin, ids)
-        if not hasattr(twin, "config"):
+        if not hasattr(getattr(twin, "config", None), "to_dict"):  # none of transformers'
             found: Tensor = tiled_model_loss(twin, ids[:, 1:], ids[:, :-1])
             return found
         inputs = inputs_of(twin, sequences, tokens)
