@@ -323,6 +323,17 @@ def test_each_expert_has_as_many_tokens() -> None:
     assert decoder_of_model("plan", model).measured is not None
 
 
+class _Around(torch.nn.Module):
+    """As peft's modules are, whose names of parameters have theirs in front."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.base_model, self.config = model, model.config
+
+    def get_base_model(self) -> Any:
+        return self.base_model
+
+
 def test_layers_that_share_weights_are_gathered_with_the_rest() -> None:
     """Of Zamba all that attend: their weights count once, outside of the layers."""
     model = tiny("zamba")
@@ -333,6 +344,7 @@ def test_layers_that_share_weights_are_gathered_with_the_rest() -> None:
     assert decoder.held.layer == max(sum(p.numel() for p in layer.parameters()) for layer in alone)
     inside = sum(p.numel() for layer in alone for p in layer.parameters())
     assert decoder.end_parameters == decoder.held.count - inside
+    assert decoder_of_model("plan", _Around(model)).held == decoder.held
 
 
 def test_the_positions_that_a_model_makes_are_its_longest_sequence() -> None:

@@ -223,6 +223,17 @@ def test_what_has_no_step_is_said(case: str) -> None:
     assert str(caught.value) == f"plan: model must have a step that runs without values: {reason}"
 
 
+class _InParts(Own):
+    """Takes whole parts of 64 tokens alone."""
+
+    def forward(self, ids: Any) -> Any:
+        return super().forward(ids.unflatten(1, (-1, 64)).flatten(1))
+
+
+def test_a_model_that_takes_no_short_sequences_has_a_longest_one() -> None:
+    assert plan(own(_InParts), 4096, device_memory="4GB").longest > 4096
+
+
 def test_values_on_which_nothing_depends() -> None:
     assert plan(_Asking(False), 64).fits
 

@@ -2202,7 +2202,7 @@ MUTANTS = (
     Mutant(
         "a plan counts layers that share weights apart",
         "tiled_torch/plan/sizes.py",
-        "found = None if name.startswith(together) else layers.search(name)",
+        'found = None if any(path in f".{name}" for path in together) else layers.search(name)',
         "found = layers.search(name)",
         "tests/app/test_torch_plan_measured.py -k share_weights",
     ),

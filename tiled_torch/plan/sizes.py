@@ -60,14 +60,15 @@ def with_parameters(model: nn.Module, decoder: Decoder) -> Decoder:
     return replace(decoder, held=held, beside=outside - decoder.end_parameters)
 
 
-def _parameters(model: nn.Module, decoder: Decoder) -> Iterator[Parameter]:
+def _parameters(model: Any, decoder: Decoder) -> Iterator[Parameter]:
     ends = _ends_of(model, decoder.tied)
     places: dict[tuple[str, ...], int] = {}
     lists = "|".join(map(re.escape, decoder.lists)) or "layers"
     layers = re.compile(rf"(?:^|\.)({lists})\.(\d+)\.")
-    together = tuple(f"{path}." for path in sharing_layers(model, decoder.lists))
+    inside = model.get_base_model() if hasattr(model, "get_base_model") else model  # peft's puts names in front
+    together = [f".{path}." for path in sharing_layers(inside, decoder.lists)]
     for name, parameter in model.named_parameters():
-        found = None if name.startswith(together) else layers.search(name)
+        found = None if any(path in f".{name}" for path in together) else layers.search(name)
         layer = None if found is None else places.setdefault(found.groups(), len(places))
         count = math.prod(whole_shape(parameter))
         place = ends.get(id(parameter)) or _at_ends(name, count == decoder.hidden * decoder.vocab)

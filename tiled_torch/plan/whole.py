@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shared_specs.app.option_fields import InputError
 from shared_specs.app.plan.decoder import Decoder
-from shared_specs.app.plan.function.measured import Lengths, Measurement
+from shared_specs.app.plan.function.measured import FEWEST, Lengths, Measurement
 from shared_specs.app.plan.held import Parameter, held_of
 from shared_specs.app.plan.setting import Setting
 from shared_specs.config import Checkpointing
@@ -31,7 +31,7 @@ from tiled_torch.plans.data import cast_inputs, units_of
 from tiled_torch.plans.recompute import apply_checkpointing
 from tiled_torch.plans.registry import Plan, plan_of
 
-_FEW = 8  # tokens of the step that shows whether there is one without values
+_FEW = 8  # tokens of the step that shows first whether there is one without values
 
 Loss = Callable[[Any, Tensor], Tensor]
 """loss_fn(model, int64 [sequences, tokens + 1]) -> the mean."""
@@ -126,6 +126,22 @@ class MeasuredStep:
         return twin(**inputs, labels=inputs["input_ids"]).loss  # type: ignore[no-any-return]
 
 
+def _only_length(step: MeasuredStep, tokens: int) -> int | None:
+    """Return the tokens of a sequence for a model that takes no others; None for one that takes others, if not all.
+
+    Raises:
+        Exception: of code that is not ours, or as `MeasuredStep.check`: it takes none.
+    """
+    for length in (_FEW, FEWEST):
+        try:
+            step.check(length)
+        except Exception:  # of code that is not ours
+            continue
+        return None
+    step.check(tokens or _FEW)
+    return tokens
+
+
 def whole_decoder(function: str, model: nn.Module, loss_fn: Loss | None, tokens: int) -> Decoder:
     """Return a decoder of no sizes but its parameters, whose step is measured. The model is not changed.
 
@@ -147,13 +163,8 @@ def whole_decoder(function: str, model: nn.Module, loss_fn: Loss | None, tokens:
         step = MeasuredStep(what, twin, loss_fn, layers, held.bytes, positions_of(twin))
         if layers.no_layers is None:
             apply_checkpointing(twin, Checkpointing(), layers)
-        try:
-            step.check(_FEW)
-        except Exception:  # of code that is not ours, which may take this length alone
-            if tokens == 0:
-                raise
-            step.check(tokens)
-            step.only = step.positions = tokens
+        step.only = _only_length(step, tokens)
+        step.positions = step.only or step.positions
     except SpecError:
         raise
     except Exception as error:  # of code that is not ours

@@ -92,15 +92,17 @@ class Plan:
     @property
     def note(self) -> str:
         """Return where the numbers come from."""
-        if self.decoder.whole is not None:
-            return "From the model's own step, without values at a few lengths, and from lines through what it takes there."
         if self.decoder.has_formulas:
             return "From formulas: nothing was run."
+        if self.decoder.whole is not None:
+            found = "From the model's own step, without values at a few lengths, and from lines through what it takes there."
+        else:
+            found = (
+                "From formulas, but for the layers: one of each kind ran without values, by transformers' own code and "
+                "without kernels of other packages."
+            )
         most = self.decoder.positions
-        return (
-            "From formulas, but for the layers: one of each kind ran without values, by transformers' own code and without "
-            "kernels of other packages."
-        ) + ("" if most is None else f" The model has {most} positions: no sequence is longer.")
+        return found + ("" if most is None else f" The model has {most} positions: no sequence is longer.")
 
 
 def plan(
