@@ -1694,6 +1694,13 @@ MUTANTS = (
         "tests/plans/test_jax_parallelize_part.py -k loss_of_a_part",
     ),
     Mutant(
+        "the layers of a tiled MLP gather for themselves on a mesh, and it runs through tile",
+        "tiled_jax/plans/any_model.py",
+        "if path[:length] in tiled)",
+        "if path[:length] in ())",
+        "tests/plans/test_jax_parallelize_units.py -k kept",
+    ),
+    Mutant(
         "parameters of another type are no parameters of a Llama on a mesh",
         "tiled_jax/plans/api.py",
         "held = nnx.Any(nnx.Param, filter_of(wrt)) if loss is None else nnx.Not(is_state)",

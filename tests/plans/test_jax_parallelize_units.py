@@ -10,10 +10,10 @@ import optax
 import pytest
 from flax import nnx
 
-from shared_specs.config import DataParallel, ParallelConfig
+from shared_specs.config import Checkpointing, DataParallel, ParallelConfig
 from shared_specs.errors import UnsupportedError
 from tests.plans.jax_parallel_models import assert_same, loss_and_gradients, mesh_of
-from tiled_jax import tiled_model_loss
+from tiled_jax import tile_model, tiled_model_loss, tiling_paths
 from tiled_jax.parallel import parallelize
 
 pytestmark = pytest.mark.ranks
@@ -73,6 +73,49 @@ def test_the_loss_of_logits_that_are_never_made(x64: None) -> None:
     plan = parallelize(model, mesh_of(dp_shard=4), ParallelConfig(data=FSDP), loss_fn=tiled_logits_loss)
     assert plan.state is not None
     assert_same(plan.gradients(plan.state.parameters, x), loss_and_gradients(model, logits_loss, x))
+
+
+class Sequentials(nnx.Module):
+    """MLPs that are lists of layers: one outside of any other list, one in it."""
+
+    def __init__(self) -> None:
+        rngs = nnx.Rngs(0)
+        self.first, *last = (
+            nnx.Sequential(
+                nnx.Linear(8, 32, param_dtype=jnp.float64, rngs=rngs),
+                nnx.silu,
+                nnx.Linear(32, 8, param_dtype=jnp.float64, rngs=rngs),
+            )
+            for _ in range(2)
+        )
+        self.layers = nnx.List(last)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.layers[0](x + self.first(x))
+
+
+def sequentials_loss(model: Sequentials, x: jax.Array) -> jax.Array:
+    return jnp.mean(model(x) ** 2)
+
+
+@pytest.mark.parametrize("checkpointing", [None, Checkpointing()], ids=["kept", "checkpointed"])
+def test_a_tiled_mlp_that_is_a_list_of_layers(checkpointing: Checkpointing | None, x64: None) -> None:
+    """Its layers do not gather for themselves: it would not be what was probed, and run through `tile` with a warning."""
+    model, x = tile_model(Sequentials(), num_shards=2), inputs()
+    expected = loss_and_gradients(Sequentials(), sequentials_loss, x)
+    assert tiling_paths(model) == {"first": "tiled_mlp", "layers.0": "tiled_mlp"}
+    config = ParallelConfig(data=FSDP, checkpointing=checkpointing)
+    plan = parallelize(model, mesh_of(dp_shard=4), config, loss_fn=sequentials_loss)
+    assert plan.state is not None
+    assert_same(plan.gradients(plan.state.parameters, x), expected)
+
+
+def test_a_tiled_mlp_that_is_the_model(x64: None) -> None:
+    model, x = tile_model(Sequentials().first, num_shards=2), inputs()
+    plan = parallelize(model, mesh_of(dp_shard=4), ParallelConfig(data=FSDP), loss_fn=sequentials_loss)
+    assert plan.state is not None
+    expected = loss_and_gradients(Sequentials().first, sequentials_loss, x)
+    assert_same(plan.gradients(plan.state.parameters, x), expected)
 
 
 USES: dict[str, Callable[[Layers], Any]] = {

@@ -7,6 +7,7 @@ import jax
 from flax import nnx
 
 from shared_specs.errors import UnsupportedError, error_text
+from tiled_jax.models.others.tiled import is_tiled
 from tiled_jax.plans.data import Mapped
 from tiled_jax.plans.registry import Path
 from tiled_jax.plans.variables import is_key, same_keys, split_model
@@ -27,24 +28,33 @@ def generic_loss(
     A mean counts as one of as many sequences.
     """
     flat = nnx.to_flat_state(parameters)
-    units = {unit for path, _ in flat if (unit := unit_path(path)) is not None}
-    outside = [(path, leaf) for path, leaf in flat if unit_path(path) is None]
-    inside = {path: leaf for path, leaf in flat if unit_path(path) is not None}
+    unit_of = _units(nnx.merge(graph, parameters, variables, copy=True), [path for path, _ in flat])
+    outside = [(path, leaf) for path, leaf in flat if path not in unit_of]
+    inside = {path: leaf for path, leaf in flat if path in unit_of}
     gathered = nnx.to_flat_state(mapped.gather(nnx.from_flat_state(outside))) if outside else []
     shown = [(path, leaf.replace(_shown(path, leaf.get_raw_value(), mapped))) for path, leaf in inside.items()]
     model = nnx.merge(graph, nnx.from_flat_state([*gathered, *shown]), variables, copy=True)
-    for unit in sorted(units, key=str):
-        own = [(path[len(unit) :], leaf) for path, leaf in inside.items() if unit_path(path) == unit]
+    for unit in sorted(set(unit_of.values()), key=str):
+        own = [(path[len(unit) :], leaf) for path, leaf in inside.items() if unit_of[path] == unit]
         _gathers_itself(_at(model, unit), nnx.from_flat_state(own), unit, mapped)
     loss = loss_fn(model, mapped.cast(batch))
     total, count = loss if isinstance(loss, tuple) else (loss, 1)
     return total, count, same_keys(variables, split_model(model, mapped.held)[2])
 
 
-def unit_path(path: Path) -> Path | None:
-    """Return the path of the module in a list, tuple or dict of ints that a parameter belongs to; None for one in no list."""
-    index = next((place for place, key in enumerate(path) if isinstance(key, int)), None)
-    return None if index is None or index == len(path) - 1 else path[: index + 1]
+def _units(model: nnx.Module, parameters: list[Path]) -> dict[Path, Path]:
+    """Return the paths of parameters -> those of the modules that gather them; a parameter in no list has none.
+
+    That is the module in a list, tuple or dict of ints, or the tiled one that has the list, which reads them in one call.
+    """
+    tiled = {path for path, module in nnx.iter_modules(model) if is_tiled(module)}
+    found: dict[Path, Path] = {}
+    for path in parameters:
+        place = next((place for place, key in enumerate(path[:-1]) if isinstance(key, int)), None)
+        if place is not None:
+            above = (path[:length] for length in range(place + 1) if path[:length] in tiled)
+            found[path] = next(above, path[: place + 1])
+    return found
 
 
 def _at(model: Any, path: Path) -> Any:
@@ -81,7 +91,7 @@ def _gathers_itself(module: nnx.Module, parameters: nnx.State, prefix: Path, map
             y = kind.__call__(module, *given, **named)  # type: ignore[operator]
             return y, same_keys(variables, split_model(module, mapped.held)[2])
 
-        layer = mapped.layer(run, prefix, index=prefix[-1])
+        layer = mapped.layer(run, prefix, index=next((key for key in prefix[-1:] if isinstance(key, int)), 0))
         y, after = layer(parameters, *(leaves[place] for place in places), shared, variables)
         nnx.update(self, jax.tree.map(lambda before, after: before if is_key(before) else after, variables, after))
         return y

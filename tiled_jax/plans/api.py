@@ -120,10 +120,10 @@ def parallelize(
         model: an nnx model with concrete parameters (which are copied) or with shapes (`nnx.eval_shape`). It keeps its current
             mode (`train()`, `eval()`). `tiled_jax.models.Llama` has rules for everything below. For other models tensor
             parallelism is left to XLA and needs `TensorParallel(sequence_parallel=False, loss_parallel=False)`. Their unit of
-            gathering is the call of a module in a list; the rest is gathered once per step. Variables that are no nnx.Param
-            are carried along, in a Llama only random keys and statistics: data ranks fold their rank into random keys
-            (nnx.Dropout), and floating-point statistics that differ between devices are averaged afterwards. A Llama with such
-            variables is refused.
+            gathering is the call of a module in a list, or of a tiled one that is made of a list; the rest is gathered once per
+            step. Variables that are no nnx.Param are carried along, in a Llama only random keys and statistics: data ranks fold
+            their rank into random keys (nnx.Dropout), and floating-point statistics that differ between devices are averaged
+            afterwards. A Llama with such variables is refused.
         mesh: the configuration must name all of its axes.
         config: see shared_specs.config.ParallelConfig. Parameters are gathered in param_dtype. Modules with a `dtype`
             compute in it, and loss_fn gets the floating-point arrays of a batch in it. The parameters of the state, and the
