@@ -309,7 +309,7 @@ def test_the_adapter_of_one_language_has_all_tokens(monkeypatch: pytest.MonkeyPa
         layers = measured_layers(tiny("xmod"), "plan: model")
         assert not isinstance(layers, str)
         found.append(layers.bytes_of(replace(GPU, tokens=60)))
-        monkeypatch.setitem(inputs._MORE, "xmod", lambda _, n: {"lang_ids": torch.full((n,), 7)})
+        monkeypatch.setitem(inputs._MORE, "xmod", lambda _, n, __: {"lang_ids": torch.full((n,), 7)})
     assert found[0] > found[1]
 
 

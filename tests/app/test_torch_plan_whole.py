@@ -238,6 +238,27 @@ def test_values_on_which_nothing_depends() -> None:
     assert plan(_Asking(False), 64).fits
 
 
+class _Asserting(Own):
+    """Takes no negative ids, as it finds out by their values; others it may not take either."""
+
+    def __init__(self, none: bool = False) -> None:
+        super().__init__()
+        self.none = none
+
+    def forward(self, ids: Any) -> Any:
+        assert (ids >= 0).all().item(), "negative"
+        assert not (self.none and (ids < VOCAB).all().item()), "large"
+        return super().forward(ids)
+
+
+def test_values_with_which_an_assertion_fails_are_none() -> None:
+    with torch.device("meta"):
+        model = _Asserting()
+    assert plan(model, 1024).bytes["program"] == plan(own(), 1024).bytes["program"]
+    with pytest.raises(SpecError, match=r"a step that runs without values: large$"):
+        plan(_Asserting(none=True), 64)
+
+
 @pytest.mark.parametrize("function", [plan, fits])
 def test_a_loss_that_is_no_function(function: Any) -> None:
     with pytest.raises(TypeError, match=rf"^{function.__name__}: loss_fn must be a function or None, got int\."):

@@ -53,9 +53,9 @@ def test_a_tiny_model_of_images_and_text_does(kind: str) -> None:
     assert found[:-1] == cells_of(table_lines(images=True)[kind])[:-1]
 
 
-@pytest.mark.parametrize("kind", first(["llava"], IMAGES))
+@pytest.mark.parametrize("kind", first(["llava", "t5gemma2", "udop", "vision-encoder-decoder"], IMAGES))
 def test_plan_reads_one_of_images_and_text(kind: str) -> None:
-    """Given text; where tiling was not tried it is not either."""
+    """Given text, and what else its class asks for; where tiling was not tried it is not either."""
     line = cells_of(table_lines(images=True)[kind])
     assert line[-1] == (NOT_TRIED if line[2] == NOT_TRIED else planned(kind, images=True))
 

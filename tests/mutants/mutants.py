@@ -2174,9 +2174,16 @@ MUTANTS = (
     Mutant(
         "a step is planned whose sizes depend on values",
         "tiled_torch/plan/whole.py",
-        "if zeros.asked and found != self.measure(few, tokens, Zeros(1)):",
+        "if any(found[other] != found[self.answer] for other in others):",
         "if False:",
         "tests/app/test_torch_plan_whole.py -k no_step",
+    ),
+    Mutant(
+        "a plan is told 0 where an assertion of the model's own takes 1 alone",
+        "tiled_torch/plan/whole.py",
+        "zeros or Zeros(self.answer),",
+        "zeros or Zeros(),",
+        "tests/app/test_torch_plan_whole.py -k assertion",
     ),
     Mutant(
         "layers that nobody knows are recomputed as one",

@@ -29,7 +29,7 @@ from tiled_torch.models.block.known import is_block
 from tiled_torch.models.block.layer import TiledBlock
 from tiled_torch.models.heads.planned import Zeros
 from tiled_torch.models.tiling import head_path, tile_model, untile_model
-from tiled_torch.plan.inputs import inputs_of, without_values
+from tiled_torch.plan.inputs import ids_of, inputs_of, without_values
 from tiled_torch.plan.twin import cast_parameters, first_line, hooked, positions_of, twin_of
 from tiled_torch.plans.any_model import structural_plan
 
@@ -202,7 +202,7 @@ def _kept(twin: Any, lists: Mapping[str, tuple[Any, ...]]) -> _Kept | str:
             Zeros(),
             torch.enable_grad(),
         ):
-            twin(**given, labels=given["input_ids"])
+            twin(**given, labels=ids_of(1, tokens))
     few, more = kept
     grows = [(after - before) // _FEW for before, after in zip(few, more, strict=True)]
     of_tokens = [each for each in grows if each]
