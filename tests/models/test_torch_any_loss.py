@@ -17,6 +17,7 @@ from tests.models.supported import IDS, LABELS, build, difference, step
 from tests.models.test_torch_models import Adapter
 from tests.models.test_torch_models import build as build_known
 from tests.models.test_torch_paths import told
+from tests.models.tiny_configs import tiny_config
 from tests.ranks import Ranks
 from tiled_torch import Tiling, tile_model, tiling_paths, untile_model
 from tiled_torch.models.heads.rows import RowLogits
@@ -136,6 +137,20 @@ def test_strict_refuses_what_would_stay() -> None:
         tile_model(model, strict=True)
     assert tiling_paths(model) == {}
     assert tiling_paths(tile_model(own("shifted"), strict=True))["lm_head"] == TILED
+
+
+@pytest.mark.parametrize("kind", ["deberta", "deberta-v2"])
+def test_an_mlp_in_two_modules_is_told(kind: str) -> None:
+    """Its layer calls both itself, with a residual that is no argument of the first."""
+    model = transformers.AutoModelForMaskedLM.from_config(tiny_config(kind, {}))
+    reason = "its MLP is in two modules, intermediate and output, which it calls itself"
+    with pytest.raises(
+        UnsupportedError, match=rf"tiled as a whole with strict=True, got deberta\.encoder\.layer\.0: {reason}"
+    ):
+        tile_model(model, strict=True)
+    with pytest.warns(UserWarning, match=reason):
+        tile_model(model)
+    assert tiling_paths(model)["deberta.encoder.layer.1"] == f"untiled: {reason}"
 
 
 def test_logits_that_are_changed_while_a_view_is_in_use_are_refused() -> None:

@@ -1,5 +1,6 @@
 """A module is the formula of an MLP only if its values and its gradients are, of small tokens and of large ones."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.models.test_torch_models import assert_same, build
-from tiled_torch import tile_model, tiling_paths
+from tiled_torch import tile_model, tiling_paths, untile_model
 
 
 class CutInBackward(torch.autograd.Function):
@@ -86,3 +87,35 @@ def test_probes_have_values_where_tensors_have_none(kind: str) -> None:
         inside = tile_model(transformers.AutoModelForCausalLM.from_config(config))
     assert tiling_paths(inside) == tiling_paths(outside)
     assert "tiled_mlp" in tiling_paths(inside).values()
+
+
+class Scaled(nn.Module):
+    """Divides by the largest value so far."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.linear, self.largest = linear, nn.Buffer(torch.ones((), dtype=linear.weight.dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.largest.copy_(torch.maximum(self.largest, x.abs().max()))
+        return self.linear(x / self.largest)
+
+
+@pytest.mark.parametrize("grads", [True, False])
+def test_state_is_written_once_with_all_tokens(grads: bool) -> None:
+    """By shards the first tokens would be divided by what is the largest among them."""
+    model = build("llama").model
+    mlp = model.layers[0].mlp
+    mlp.up_proj = Scaled(mlp.up_proj)
+    tile_model(model, num_shards=3)
+    assert mlp.up_proj.largest == 1  # a probe leaves it
+    x = torch.randn(2, 5, mlp.up_proj.linear.in_features, dtype=torch.float64) * torch.arange(1, 6)[:, None]
+    with torch.set_grad_enabled(grads):
+        told = pytest.warns(UserWarning, match="runs whole: it writes to its state") if grads else nullcontext()
+        with told:
+            y = mlp(x)
+        assert tiling_paths(model)["layers.0.mlp"] == "untiled: it writes to its state"
+        assert mlp.up_proj.largest == x.abs().max()
+        mlp.up_proj.largest.fill_(1.0)
+        assert torch.equal(untile_model(model).layers[0].mlp(x), y)

@@ -298,6 +298,39 @@ def test_a_router_that_counts_by_itself() -> None:
     assert_same(step(model), expected)
     assert torch.equal(gate.counts, counts)
     assert counts.sum() == 18 * 2
+    paths = {name: path for name, path in tiling_paths(model).items() if name.endswith(".gate")}
+    assert paths == {"model.layers.0.mlp.gate": "untiled: it writes to its state", "model.layers.1.mlp.gate": "tile"}
+    with torch.no_grad():
+        model(input_ids=IDS)
+    assert torch.equal(gate.counts, 2 * counts)
+
+
+@pytest.mark.filterwarnings("ignore:tile_model")
+@pytest.mark.parametrize("moved", ["bias", "attribute"])
+@pytest.mark.parametrize(("scope", "num_shards"), [("mlp", 4), ("block", 4), ("block", 1)])
+def test_a_router_that_moves_its_bias_moves_it_once(scope: Any, num_shards: int, moved: str) -> None:
+    """With the choice of all tokens, of which no shard's and no recomputation chooses by what another has moved."""
+    model = build("deepseek_v3")
+    gate = model.model.layers[1].mlp.gate
+
+    class Moving(type(gate)):  # type: ignore[misc]
+        def forward(self, x: Tensor) -> Any:
+            found = super().forward(x)
+            with torch.no_grad():
+                counts = torch.bincount(found[-1].reshape(-1), minlength=4)
+                self.load = counts
+                if moved == "bias":
+                    self.e_score_correction_bias += 0.5 * (counts.double().mean() - counts).sign()
+            return found
+
+    gate.__class__, bias = Moving, gate.e_score_correction_bias
+    expected, after, load = step(model, output_router_logits=None), bias.clone(), gate.load
+    assert after.any() == (moved == "bias")
+    bias.zero_()
+    tile_model(model, num_shards=num_shards, scope=scope)
+    assert_same(step(model, output_router_logits=None), expected)
+    assert torch.equal(bias, after)
+    assert torch.equal(gate.load, load)
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "llama4_text"])

@@ -2179,6 +2179,27 @@ MUTANTS = (
         "tests/app/test_torch_plan_whole.py -k no_step",
     ),
     Mutant(
+        "a router that moves its bias runs by shards, and the next shard's tokens are chosen by what the last one moved",
+        "tiled_torch/models/reports.py",
+        "if not (watch.written or (attributes and watch.binds_tensors)):",
+        "if True:",
+        "tests/models/test_torch_moe.py -k moves_it_once",
+    ),
+    Mutant(
+        "tensors that a router keeps as attributes are the last shard's",
+        "tiled_torch/models/reports.py",
+        "if not (watch.written or (attributes and watch.binds_tensors)):",
+        "if not watch.written:",
+        "tests/models/test_torch_moe.py -k 'moves_it_once and attribute'",
+    ),
+    Mutant(
+        "a layer with somebody's own router is recomputed, and writes its state twice",
+        "tiled_torch/models/block/layer.py",
+        "again = again and _other_router(layer) is None",
+        "again = bool(again)",
+        "tests/models/test_torch_moe.py -k 'moves_it_once and block'",
+    ),
+    Mutant(
         "a plan is told 0 where an assertion of the model's own takes 1 alone",
         "tiled_torch/plan/whole.py",
         "zeros or Zeros(self.answer),",

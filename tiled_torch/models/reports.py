@@ -5,12 +5,16 @@ Code that torch.compile traces reports nothing.
 
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from tiled_torch.models.family import home_of, is_of
+from tiled_torch.tile.probe import Watch
+
+WRITES = "it writes to its state"
 ALONE = "its layers were called past its forward, by a trainer with a head of its own, say"
 
 
@@ -53,6 +57,32 @@ def tell(module: Any, reason: str, advice: str) -> None:
     if not torch.compiler.is_compiling() and reason not in module._told:
         module._told = (*module._told, reason)
         warn_untiled(module._model_name, reason, advice)
+
+
+def state_seen(module: Any, *, attributes: bool = False) -> Callable[[Watch], bool] | None:
+    """Return what tells `Tiled` whether a module may run by shards: it leaves nothing behind by which the next one's tokens
+    would be computed. One that does runs with all tokens, which is reported.
+
+    attributes: tensors that it keeps as such count too; the last shard's would be all that is left. None: no gradient is
+    wanted, and all inside is code of torch and transformers, whose MLPs and routers write nothing: a run on the first tokens
+    would be for this alone.
+    """
+    if not torch.is_grad_enabled() and all(map(_is_known, module.modules())):
+        return None
+
+    def allows(watch: Watch) -> bool:
+        if not (watch.written or (attributes and watch.binds_tensors)):
+            return True
+        report(module, f"untiled: {WRITES}")
+        tell_of_part(module, "runs whole", WRITES)
+        return False
+
+    return allows
+
+
+def _is_known(module: Any) -> bool:
+    home = home_of(module)
+    return "forward" not in vars(module) and (is_of("torch", home) or is_of("transformers", home))
 
 
 def tell_of_part(module: Any, what: str, reason: str) -> None:

@@ -23,10 +23,13 @@ from tiled_torch.core.tensors import device_kind, refuse_second_order
 from tiled_torch.tile import forward_mode, token_layout
 from tiled_torch.tile.call import Around, TiledCall, alone
 from tiled_torch.tile.module import Standing
+from tiled_torch.tile.probe import Watch
 from tiled_torch.tile.state import mode_of
 
 Chosen = Callable[[], Tensor | None]
+Allows = Callable[[Watch], bool]
 
+_WHOLE = object()
 _UNTILED = "; differentiate fn itself, or use tiled_jax."
 
 
@@ -101,6 +104,11 @@ def tile(fn: Callable[..., Any], *, num_shards: int | None = None, tiling: Tilin
     return TiledModule(fn, options) if isinstance(fn, nn.Module) else Tiled(fn, options)
 
 
+def tile_where(fn: Callable[..., Any], tiling: Tiling, allows: Allows | None) -> "Tiled":
+    """Return `tile` of a function that runs by shards only where its run on the first tokens allows it: see `Tiled`."""
+    return Tiled(fn, check_tile(fn, None, tiling), allows=allows)
+
+
 class TiledModule(Standing):
     """The result of `tile` for a module."""
 
@@ -118,7 +126,8 @@ class TiledModule(Standing):
 class Tiled:
     """The result of `tile` for a function. function: the public function called, for its messages. around: makes the context in
     which all shards run, of forward and, told True, of backward. chosen: makes the numbers of the tokens that are run, [n] in
-    rising order, or None for all; results of the others are zeros, and so are their gradients.
+    rising order, or None for all; results of the others are zeros, and so are their gradients. allows: says by what a run on
+    the first tokens used whether fn may run by shards; if not it is called once with all tokens. None: it may.
     """
 
     def __init__(
@@ -128,8 +137,10 @@ class Tiled:
         function: str = "tile",
         around: Around = alone,
         chosen: Chosen = lambda: None,
+        allows: Allows | None = None,
     ) -> None:
         self.fn, self.tiling, self.function, self.around, self.chosen = fn, tiling, function, around, chosen
+        self.allows = allows
 
     def __repr__(self) -> str:
         return f"tile({self.fn!r}, tiling={self.tiling!r})"
@@ -144,9 +155,11 @@ class Tiled:
         layout, tensors = token_layout.split(self.fn, args, kwargs, function=self.function)
         whole = [tuple(t.shape) for t, rowed in zip(tensors, layout.rowed, strict=True) if not rowed]
         with mode_of(tensors), self.around(False), noting_what_broadcasts(layout, whole):
-            return self._run_split(layout, tensors)
+            found = self._run_split(layout, tensors)
+        return self.fn(*args, **kwargs) if found is _WHOLE else found
 
     def _run_split(self, layout: token_layout.Layout, tensors: list[Tensor]) -> Any:
+        """Return the results, or that fn has to be called with all tokens."""
         device = tensors[layout.rowed.index(True)].device
         plan, chosen = plan_shards(layout, self.tiling, device), None if forward_mode.active() else self.chosen()
         plan = plan if chosen is None else ShardPlan(chosen.numel(), plan.shard_tokens)
@@ -155,8 +168,11 @@ class Tiled:
         token = call.units.open(device)
         with torch.no_grad():
             flat = layout.flat(tensors)
-        if torch.is_grad_enabled() or call.units.loaded:  # the probe also sees who would communicate
-            call.probe(flat)
+        if torch.is_grad_enabled() or call.units.loaded or self.allows:  # the probe also sees who would communicate
+            watch = call.probe(flat)
+            if self.allows is not None and not self.allows(watch):
+                call.units.close(())
+                return _WHOLE
         anchors: tuple[Tensor, ...] = ()
         if any(call.differentiable):
             anchors = TileSave.apply(call, token, *tensors, *(capture.tensor for capture in call.captures))

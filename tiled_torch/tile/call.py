@@ -60,8 +60,11 @@ class TiledCall:
         self.versions: Versions | None = None
         self.around: Around = alone
 
-    def probe(self, flat: Sequence[Tensor]) -> None:
-        """Run fn on the first tokens for the form of its results and the tensors it reaches. No other trace remains."""
+    def probe(self, flat: Sequence[Tensor]) -> Watch:
+        """Run fn on the first tokens for the form of its results and the tensors it reaches. No other trace remains.
+
+        Returns what the run used.
+        """
         tokens = min(PROBE_TOKENS, self.layout.tokens)
         since = captures.now()
         with (
@@ -85,6 +88,7 @@ class TiledCall:
         if any(self.differentiable):
             self._prepare_backward(watch)
         self.random.generators = watch.generators
+        return watch
 
     def _prepare_backward(self, watch: Watch) -> None:
         """Note fn's modules and tensors before the first shard, so that backward finds them again."""

@@ -46,6 +46,7 @@ class Watch(TorchDispatchMode):
         self.read: dict[int, Tensor] = {}
         self.written: dict[int, Slot] = {}
         self.bound: list[nn.Module] = []  # those of which the run bound a name anew
+        self.binds_tensors = False  # to a tensor
         self._copies: list[tuple[Slot, Any]] = []
         self._targets: list[Tensor] = []
         self._generators: dict[int, tuple[torch.Generator, Tensor]] = {}
@@ -77,6 +78,7 @@ class Watch(TorchDispatchMode):
                 self.modules[module] = Bindings([module])
             elif bindings.differ():
                 self.bound.append(module)
+                self.binds_tensors |= bindings.bind_tensors()
                 bindings.put(bindings.found)
         self._held.clear()
 

@@ -110,6 +110,12 @@ class Bindings:
     def differ(self) -> bool:
         return any(map(_differ, self.tables, self.found))
 
+    def bind_tensors(self) -> bool:
+        """Return whether a name is bound to a tensor that it was not bound to."""
+        pairs = zip(self.tables, self.found, strict=True)
+        changed = (value for table, old in pairs for name, value in table.items() if value is not old.get(name))
+        return any(isinstance(value, Tensor) for value in changed)
+
     def now(self, last: Held) -> Held:
         """Return the values as they are now; `last` itself where nothing has changed since."""
         if not any(map(_differ, self.tables, last)):

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed._tools.mod_tracker import ModTracker
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import _sharding_prop
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import masking_utils
 
@@ -53,6 +54,8 @@ def simulate_model(build: Callable[[], nn.Module], setting: Setting) -> Simulate
         with FakeTensorMode(allow_non_fake_inputs=True), ExitStack() as stack:
             model = build()
             stack.enter_context(_usual_masks())
+            # DTensor makes whole tensors to see what a result is like. In a mode of their own they are not counted.
+            stack.enter_context(patch.object(_sharding_prop, "detect_fake_mode", lambda *_: None))
             config = setting.config
             if plan_of(model).no_layers is not None:
                 config = replace(config, checkpointing=None)

@@ -1,6 +1,7 @@
 """The classes of a decoder layer that runs as one `Block` and of the norm behind the last; why a layer runs its MLP alone."""
 
 import inspect
+from collections.abc import Iterable
 from contextlib import nullcontext
 from functools import cache, partial
 from types import MethodType
@@ -29,6 +30,7 @@ from tiled_torch.models.block.known import attention_of, family_of_block, has_ex
 from tiled_torch.models.block.offload import asked_to_offload, input_on_host
 from tiled_torch.models.block.parts import Unhooked
 from tiled_torch.models.block.shards import BlockRanks, ColumnShards, Shards, TokenShards, dealt, is_split
+from tiled_torch.models.experts.forms import routers_in
 from tiled_torch.models.family import home_of, is_of, reason_called
 from tiled_torch.models.pickling import Remade
 from tiled_torch.models.reports import note_layers, tell_of_part
@@ -41,12 +43,10 @@ BETWEEN = ", between two compiled graphs"  # what `tiling_paths` adds of a layer
 
 def reason_not_block(layer: Any) -> str | None:
     """Return why a layer cannot run as one `Block` now; None where it can."""
-    home, family = home_of(layer).__module__, family_of_block(layer)
-    for name in (family.attention, "mlp"):  # whose formulas it computes
-        part = home_of(layer.get_submodule(name))
-        forward = inspect.unwrap(vars(part)["forward"])
-        if not part.__module__ == forward.__module__ == home:
-            return f"{name} runs {forward.__module__}.{forward.__qualname__}"
+    family = family_of_block(layer)
+    formulas = (family.attention, "mlp")
+    if (other := _other_code(layer, formulas) or _other_router(layer)) is not None:
+        return other
     if _anybody_hooks_all_modules():
         return "there are hooks of all modules"
     ranks: BlockRanks | None = layer._block_ranks
@@ -147,6 +147,7 @@ def _forward(layer: Any, hidden_states: Any, *args: Any, between: bool = False, 
     if reason is not None:
         tell_of_part(layer, "runs whole, its MLP alone a shard at a time, in spite of scope='block'", reason)
         again = torch.is_grad_enabled() and not cached and not torch._C._are_functorch_transforms_active()
+        again = again and _other_router(layer) is None
         return _whole(layer, hidden_states, *args, recomputed=again, offloaded=offloaded, **kwargs)
     # Of the MLP, whose own forward does not run, where it would look; what calls compiled code has not said that it does.
     for mlp in () if between else layer.children():
@@ -183,6 +184,22 @@ def _forward(layer: Any, hidden_states: Any, *args: Any, between: bool = False, 
     with input_on_host(x, takes=2, inputs=layer._block_count) if offloaded else nullcontext():
         y = Block.apply(call, x, *embeddings, mask if tensors else None, *named.values())
     return y if ranks is None else _like(hidden_states, y)
+
+
+def _other_router(layer: Any) -> str | None:
+    """Return what a router runs that is not its model's own: it may write to its state, and is called no second time."""
+    return _other_code(layer, [name for name, _ in routers_in(layer)])
+
+
+def _other_code(layer: Any, names: Iterable[str]) -> str | None:
+    """Return what a part of a layer runs that is not of the layer's own file; None where all run what is."""
+    home = home_of(layer).__module__
+    for name in names:
+        part = home_of(layer.get_submodule(name))
+        forward = inspect.unwrap(vars(part)["forward"])
+        if not part.__module__ == forward.__module__ == home:
+            return f"{name} runs {forward.__module__}.{forward.__qualname__}"
+    return None
 
 
 def _own_cache(layer: Any, name: str, cache: Any) -> dict[str, Any]:

@@ -30,10 +30,10 @@ from tiled_torch.models.experts.forms import (
 )
 from tiled_torch.models.experts.function import FORMULA, run
 from tiled_torch.models.experts.marker import OfExperts
-from tiled_torch.models.reports import note_layers, report
+from tiled_torch.models.reports import note_layers, report, state_seen
 from tiled_torch.moe.loops import ExpertsCall
 from tiled_torch.moe.steps import ExpertWeights
-from tiled_torch.tile.api import tile
+from tiled_torch.tile.api import tile_where
 
 
 class TiledRouter(OfExperts):
@@ -58,11 +58,13 @@ class TiledRouter(OfExperts):
         if path != "tile":
             return whole(*args, **kwargs)
         tiling = _without_bytes(self._tiling)
+        # A bias that it moves would choose for the next shard's tokens.
+        allows = state_seen(self, attributes=True)
         others = [a for a in (*args[1:], *kwargs.values()) if isinstance(a, Tensor)]
         if not args or any(a.dim() > 1 for a in others) or not others:
-            return tile(whole, tiling=tiling)(*args, **kwargs)
+            return tile_where(whole, tiling, allows)(*args, **kwargs)
         # One number for each expert, which is as long as x where there are as many tokens.
-        return tile(lambda x: whole(x, *args[1:], **kwargs), tiling=tiling)(args[0])
+        return tile_where(lambda x: whole(x, *args[1:], **kwargs), tiling, allows)(args[0])
 
 
 class TiledExperts(OfExperts):
@@ -108,7 +110,8 @@ def _forward(experts: Any, *args: Any, **kwargs: Any) -> Any:
     if path.startswith("untiled"):
         return whole(*args, **kwargs)
     if form is None or operands is None or given is None:
-        return tile(whole, tiling=_without_bytes(experts._tiling))(*args, **kwargs)
+        tiling, allows = _without_bytes(experts._tiling), state_seen(experts)
+        return tile_where(whole, tiling, allows)(*args, **kwargs)
     replay.refuse_transforms("tile_model", "the untiled experts")
     x, index, weights = given
     # Autocast does not reach the grouped products; elsewhere x is cast to the weights as it is for those.

@@ -14,8 +14,8 @@ from shared_specs.config import Tiling
 from tiled_torch.core.partitioned import is_partitioned
 from tiled_torch.models.mlps.probe import reason_not_token_wise
 from tiled_torch.models.pickling import Remade
-from tiled_torch.models.reports import report
-from tiled_torch.tile.api import tile
+from tiled_torch.models.reports import report, state_seen
+from tiled_torch.tile.api import tile_where
 
 METHOD = "feed_forward_chunk"
 GATHERED = "a ZeRO-3 engine would gather its weights for every shard"
@@ -44,7 +44,9 @@ class TiledChunk(Remade):
         whole = MethodType(self._untiled.feed_forward_chunk, self)
         path = chunk_path(self)
         report(self, path)
-        return whole(*args) if path.startswith("untiled") else tile(whole, tiling=self._tiling)(*args)
+        if path.startswith("untiled"):
+            return whole(*args)
+        return tile_where(whole, self._tiling, state_seen(self))(*args)
 
 
 def chunk_path(layer: nn.Module) -> str:

@@ -98,6 +98,18 @@ def is_routed(module: nn.Module) -> bool:
     return any(name.startswith("experts") for name, _ in module.named_children())
 
 
+def is_split_mlp(module: nn.Module) -> bool:
+    """Return whether a layer calls the two halves of its MLP itself, modules of one linear layer each (DeBERTa's)."""
+    halves = (getattr(module, name, None) for name in ("intermediate", "output"))
+    linears = [
+        [*filter(None, map(sizes_of, half.children()))] if isinstance(half, nn.Module) else [] for half in halves
+    ]
+    if [*map(len, linears)] != [1, 1]:
+        return False
+    (up,), (down,) = linears
+    return up == down[::-1]
+
+
 # Linear layers of an MLP whose formula is part of the forward of the layer around it, in the order of their calls.
 _PAIRS = (("fc1", "fc2"), ("linear1", "linear2"), ("lin1", "lin2"), ("fc_in", "fc_out"))
 

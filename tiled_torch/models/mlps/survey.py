@@ -14,12 +14,13 @@ from tiled_torch.models.heads.model import any_lm, head_of, is_exact, other_head
 from tiled_torch.models.mlps.chunk import TiledChunk, chunk_class, has_chunk, reason_not_chunk
 from tiled_torch.models.mlps.found import Found, find
 from tiled_torch.models.mlps.inline import TiledInline, inline_class, reason_not_inline
-from tiled_torch.models.mlps.layout import inline_pair, is_named_mlp, is_routed
+from tiled_torch.models.mlps.layout import inline_pair, is_named_mlp, is_routed, is_split_mlp
 from tiled_torch.models.mlps.tiled import Tiled, family_of, tiled_class
 
 Maker = Callable[[type[nn.Module]], type[nn.Module]]
 ROUTED = "it is a mixture of experts"
 SHAPES = "it has no two or three linear layers with the sizes of an MLP's"
+HALVES = "its MLP is in two modules, intermediate and output, which it calls itself"
 ADVICE = "Tile the model before what replaces it (accelerate's hooks, say)"
 
 
@@ -68,6 +69,8 @@ def _survey(model: nn.Module) -> Survey:
             result.left[name] = module, ROUTED if is_routed(module) else SHAPES
         elif unseen and (pair := inline_pair(module)) is not None:
             _look_inside(result, name, module, pair)
+        elif unseen and name not in result.chunks and is_split_mlp(module):
+            result.left[name] = module, HALVES
     for name, module in model.named_modules():
         _look_for_head(result, name, module)
         _look_for_others(result, name, module)

@@ -23,8 +23,8 @@ from tiled_torch.models.llama import LLAMA
 from tiled_torch.models.mlps.found import OTHER, Found
 from tiled_torch.models.phi3 import PHI3
 from tiled_torch.models.pickling import Remade
-from tiled_torch.models.reports import note_layers, report, tell_of_part
-from tiled_torch.tile.api import tile
+from tiled_torch.models.reports import note_layers, report, state_seen, tell_of_part
+from tiled_torch.tile.api import tile_where
 
 FAMILIES = (LLAMA, PHI3)
 
@@ -132,7 +132,7 @@ class Tiled(Remade):
             return self._run_split(*args, **kwargs)
         if path != "tiled_mlp":
             whole = MethodType(self._untiled.forward, self)  # tile knows the parameters of a forward's module
-            return tile(whole, tiling=self._tiling)(*args, **kwargs)
+            return tile_where(whole, self._tiling, state_seen(self))(*args, **kwargs)
         family = known_of(self)  # type: ignore[arg-type]
         assert family is not None
         for name in family.projections:
