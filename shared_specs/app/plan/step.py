@@ -84,6 +84,7 @@ def parts_of(decoder: Decoder, setting: Setting) -> Parts:
         *(_at_layer(decoder, setting, count) for count in sorted(done)),
         early | _at_loss(decoder, setting),
         _at_embedding(decoder, setting) if setting.half == "torch" and embeds else {},
+        _in_split_embedding(decoder, setting) if setting.half == "torch" and embeds else {},
     ]
     found = (Parts(**state | moment, reserve=RESERVE, host=host) for moment in moments if moment)
     return max(found, key=lambda parts: parts.total)
@@ -263,4 +264,24 @@ def _at_embedding(decoder: Decoder, setting: Setting) -> dict[str, int]:
         "attention": setting.own_rows * decoder.hidden * setting.itemsize,
         "shard": 2 * setting.shards.longest * decoder.hidden * setting.itemsize * (setting.tensor > 1),
         "loss": 0,
+    }
+
+
+def _in_split_embedding(decoder: Decoder, setting: Setting) -> dict[str, int]:
+    """In the backward of an embedding of 16 bits that is split by vocabulary and goes through the tokens by shards.
+
+    Its gradient so far, that of a shard and both together, in float32, beside what makes it; the embedding itself, and the
+    gradient of a head that is not the embedding, and of a rank's own tokens. That of the first layer is being cut.
+    """
+    shards = plan_sequence("plan", (setting.own_rows,) * setting.tensor, device=setting.device)
+    if setting.tensor == 1 or setting.itemsize == MASTER or len(shards) == 1:
+        return {}
+    entries = decoder.hidden * decoder.vocab
+    return {
+        "gradients": _cut_bytes(decoder, setting, decoder.layers),
+        "gathered": (3 * MASTER + 2 * setting.itemsize) * entries + MASTER * decoder.layer_trained,
+        "inputs": 0,
+        "attention": setting.own_rows * decoder.hidden * setting.itemsize,
+        "shard": 0,
+        "loss": setting.itemsize * entries * (not decoder.tied),
     }

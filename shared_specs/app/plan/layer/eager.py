@@ -66,7 +66,9 @@ def _checkpointed_bytes(decoder: Decoder, setting: Setting, kept: int) -> tuple[
     """Return the same of one of transformers' layers under a checkpoint, with its MLP tiled or as it is."""
     b, t, rows = setting.itemsize, setting.shards.longest, setting.rows
     exchanged, mlp = exchanged_row_bytes(decoder, setting), mlp_shape(decoder, setting)
-    attention, around_mlp = (row + (kept == 0) * decoder.hidden * b for row in checkpointed_row_bytes(decoder, b))
+    # An input that has come back from the host; in float32 the norm keeps what is made of it in a 16-bit step.
+    back = (kept == 0) * (2 if b == MASTER else 1) * decoder.hidden * b
+    attention, around_mlp = (row + back for row in checkpointed_row_bytes(decoder, b))
     of_mlp = b * decoder.mlp_trained
     if setting.ring > 1:
         attention = max(attention, beside_ring_row_bytes(decoder, b) + exchanged)
@@ -78,8 +80,11 @@ def _checkpointed_bytes(decoder: Decoder, setting: Setting, kept: int) -> tuple[
         around_mlp += decoder.hidden * b
     elif setting.scope == "mlp":
         own = peak_bytes(mlp, setting.shards, device=setting.device, kernels=setting.fused)
-        own -= max(0, accumulator_bytes(mlp, setting.shards) - MASTER * decoder.mlp_trained)
-        own += of_mlp if b == MASTER else 0  # which is the sum
+        if accumulator_bytes(mlp, setting.shards):  # float32 sums, beside which all gradients are cast at the end
+            cast = peak_bytes(mlp, setting.shards, device="gpu", kernels=True) + of_mlp
+            own = max(own, cast) - accumulator_bytes(mlp, setting.shards) + MASTER * decoder.mlp_trained
+        else:  # the gradients are the sums
+            own += of_mlp
     else:
         own = PLAIN_ARRAYS * rows * decoder.intermediate * b + of_mlp // decoder.matrices
         around_mlp -= decoder.hidden * b  # the gradient is not written to a place of its own
