@@ -209,9 +209,17 @@ class _Failing(Own):
         raise ValueError("no such thing\nat all")
 
 
+class _AssertingSizes(Own):
+    """Ends in an assertion that no value decides."""
+
+    def forward(self, ids: Any) -> Any:
+        assert ids.shape[1] < 0, "as many as never"
+
+
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "sizes": (lambda: _Asking(True), "a _Asking asks for values, on which its sizes depend"),
     "fails": (_Failing, "no such thing"),
+    "asserts": (_AssertingSizes, "as many as never"),
 }
 
 

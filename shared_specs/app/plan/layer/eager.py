@@ -66,7 +66,7 @@ def _checkpointed_bytes(decoder: Decoder, setting: Setting, kept: int) -> tuple[
     """Return the same of one of transformers' layers under a checkpoint, with its MLP tiled or as it is."""
     b, t, rows = setting.itemsize, setting.shards.longest, setting.rows
     exchanged, mlp = exchanged_row_bytes(decoder, setting), mlp_shape(decoder, setting)
-    # An input that has come back from the host; in float32 the norm keeps what is made of it in a 16-bit step.
+    # An input that has come back from the host; in float32 simulated ranks hold one row more, in both moments.
     back = (kept == 0) * (2 if b == MASTER else 1) * decoder.hidden * b
     attention, around_mlp = (row + back for row in checkpointed_row_bytes(decoder, b))
     of_mlp = b * decoder.mlp_trained
