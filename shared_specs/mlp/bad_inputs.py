@@ -151,7 +151,7 @@ BAD_CASES: tuple[BadCase, ...] = (
         id="activation-function",
         arguments={"activation": abs},
         message=f"tiled_mlp: activation must be one of {', '.join(ACTIVATIONS)}, got the function abs. Give its name: a "
-        "function cannot be told from one that only looks like it.",
+        "call tries out no function, a module does.",
     ),
     BadCase(
         id="deterministic-kind",

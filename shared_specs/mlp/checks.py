@@ -17,15 +17,13 @@ def check_activation(function: str, activation: object) -> None:
     """Check that `activation` is one of the names in ACTIVATIONS.
 
     Raises:
-        SpecError: it is not; a function is refused too, since it cannot be recognised.
+        SpecError: it is not; a function is refused too: modules find its name when they are made, a call does not.
     """
     if is_one_of(activation, ACTIVATIONS):
         return
     name = getattr(activation, "__name__", type(activation).__name__)
     got = f"the function {name}" if callable(activation) else repr(activation)
-    advice = (
-        "Give its name: a function cannot be told from one that only looks like it." if callable(activation) else ""
-    )
+    advice = "Give its name: a call tries out no function, a module does." if callable(activation) else ""
     fail(function, "activation", "one of " + ", ".join(ACTIVATIONS), got, advice=advice)
 
 

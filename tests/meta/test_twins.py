@@ -70,14 +70,13 @@ ONLY_JAX = {
         "distillation/autodiff.py linear/autodiff.py loss/autodiff.py mlp/autodiff.py"
     ),
     "linen, and what it shares with nnx": (
-        "linear/linen.py linear/params.py loss/linen.py loss/params.py mlp/linen.py mlp/params.py "
+        "core/params.py linear/linen.py linear/params.py loss/linen.py loss/params.py mlp/linen.py mlp/params.py "
         "moe/linen.py moe/params.py "
         "tile/linen_modules.py tile/module_state.py"
     ),
     "attention over a pair of blocks, written out: PyTorch has kernels": "layers/attention_blocks.py layers/ring_steps.py",
     "meshes": "collectives/mesh.py collectives/padding.py tile/closures.py tile/split.py",
     "forward mode": "mlp/shard_tangents.py",
-    "activations are functions, which PyTorch's models hold as modules of known classes": "core/activation_functions.py",
     "layers of Flax that a module calls, LoRA around one; peft's are found where they stand, by `tile_model`": (
         "mlp/projections.py"
     ),

@@ -80,6 +80,13 @@ def test_what_only_looks_like_an_activation_is_refused(name: str) -> None:
         linen.TiledMLP(8, 12, activation=OTHERS[name]).init(jax.random.key(0), jnp.ones((2, 8)))
 
 
+def test_a_layer_with_state_is_no_function() -> None:
+    assert recognised(nnx.PReLU(negative_slope_init=0.0)) is None
+    text = r"^TiledMLP: activation must be one of silu, .*It has state or hooks of its own: `tile` takes a module"
+    with pytest.raises(SpecError, match=text):
+        TiledMLP(8, 12, activation=nnx.PReLU(negative_slope_init=0.0), rngs=nnx.Rngs(0))
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_an_activation_as_a_function_has_the_slopes_of_the_specification(activation: str) -> None:
     assert recognised(partial(activate_alone, activation)) == activation

@@ -8,29 +8,24 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from shared_specs.config import ACTIVATIONS
-from shared_specs.errors import fail
+from shared_specs.core.activations import POINTS, fail_unknown_function
 from shared_specs.tolerances import FORMULA_FLOAT32
 from tiled_jax.core.activations import activate
-
-_FAR = [10.0, 50.0, 1e3, 1e4]
-_POINTS = np.asarray([*np.linspace(-9, 9, 181), *_FAR, *(-a for a in _FAR)], np.float32)
 
 
 def activation_name(function: str, activation: Any) -> Any:
     """Return the name of the activation that a function computes; what cannot be called is returned as it is.
 
     Raises:
-        SpecError: the function computes none of them.
+        SpecError: the function computes none of them, or is a module that has state of its own.
     """
     if not callable(activation):
         return activation
     if (found := recognised(activation)) is None:
-        rule = "one of " + ", ".join(ACTIVATIONS) + ", or a function that computes one of them"
-        name = getattr(activation, "__name__", type(activation).__name__)
-        advice = "Its values or slopes are those of none: `tile` takes a module with any activation."
-        fail(function, "activation", rule, f"the function {name}", advice=advice)
+        fail_unknown_function(function, activation, state=_has_state(activation))
     return found
 
 
@@ -47,16 +42,23 @@ def _activated_jvp(activation: str, primals: Any, tangents: Any) -> tuple[jax.Ar
 
 def recognised(fn: Callable[..., Any]) -> str | None:
     """Return the activation whose values and slopes fn has at every point of a grid, zero and far ones included; or None."""
+    if _has_state(fn):
+        return None
     try:
         return _recognised(fn)
     except TypeError:  # no hash
         return _recognised.__wrapped__(fn)
 
 
+def _has_state(fn: Any) -> bool:
+    """Return whether fn is a module with parameters or other variables, which its values alone do not show."""
+    return isinstance(fn, nnx.Module) and bool(jax.tree.leaves(nnx.state(fn)))
+
+
 @lru_cache(maxsize=64)
 def _recognised(fn: Callable[..., Any]) -> str | None:
     with jax.ensure_compile_time_eval():  # also while a program is traced
-        a = jnp.asarray(_POINTS)
+        a = jnp.asarray(POINTS)
         try:
             seen = _values_and_slopes(fn, a)
         except Exception:  # whatever a function of something else than one array raises

@@ -1,13 +1,17 @@
-"""What an operand must be besides its shape: a tensor whose values are here, and of no class with products of its own."""
+"""What an operand must be besides its shape: a tensor whose values are here, and of no class with products of its own; and
+what modules check of tensors and dtypes that become their parameters."""
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from shared_specs.core import checks
 from shared_specs.errors import UnsupportedError, error_text, fail_type
-from tiled_torch.core.tensors import refuse_dtensor
+from tiled_torch.core.autocast import operand
+from tiled_torch.core.tensors import dtype_name, refuse_dtensor
 
 _GATHER = "Call the module that owns it, whose engine gathers it, or call inside deepspeed.zero.GatheredParameters."
 _OTHERS = "Convert it to a plain tensor, or use tile(), which calls the layers as they are."
@@ -41,3 +45,17 @@ def _check_class(function: str, name: str, value: Tensor, of_dtensor: str) -> No
 def has_values(tensor: Tensor) -> bool:
     """Return whether the values of a tensor can be read: not those of FakeTensorMode or of the meta device."""
     return not (tensor.is_meta or isinstance(tensor, FakeTensor))
+
+
+def as_operand(function: str, name: str, value: Any) -> checks.Operand:
+    """Return a tensor that becomes a parameter as the checks see it; TypeError for anything else."""
+    if not isinstance(value, Tensor):
+        fail_type(function, name, "an array", type(value).__name__)
+    return operand(value, None)
+
+
+def check_param_dtype(function: str, dtype: Any) -> None:
+    """Raise SpecError for a dtype that no parameter can have; None is PyTorch's default one."""
+    if dtype is not None:
+        name = dtype_name(dtype) if isinstance(dtype, torch.dtype) else repr(dtype)
+        checks.check_param_dtype(function, "dtype", name)

@@ -11,7 +11,7 @@ from shared_specs.config import TORCH, LossOptions, LossResult, Tiling
 from shared_specs.core import checks
 from shared_specs.loss import checks as loss_checks
 from tiled_torch import backends
-from tiled_torch.core.params import as_operand, check_dtype
+from tiled_torch.core.operands import as_operand, check_param_dtype
 from tiled_torch.core.partitioned import gathering, whole_shape
 from tiled_torch.loss.api import tiled_linear_cross_entropy
 
@@ -56,7 +56,7 @@ class TiledLinearCrossEntropy(nn.Module):
         checks.check_sizes(_NAME, {"hidden_size": hidden_size, "vocab_size": vocab_size})
         checks.check_flags(_NAME, bias=bias)
         self._set_options(loss, num_shards, tiling, backend)
-        check_dtype(_NAME, dtype)
+        check_param_dtype(_NAME, dtype)
         self.weight = nn.Parameter(torch.empty((vocab_size, hidden_size), device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(vocab_size, device=device, dtype=dtype)) if bias else None
         self.reset_parameters()

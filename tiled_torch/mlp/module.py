@@ -11,8 +11,9 @@ from shared_specs.config import TORCH, Activation, Tiling
 from shared_specs.errors import UnsupportedError, error_text, fail, fail_type
 from shared_specs.mlp import checks as mlp_checks
 from tiled_torch import backends
+from tiled_torch.core.activation_functions import ActivationFunction, activation_name
 from tiled_torch.core.gradients import fused_halves
-from tiled_torch.core.params import as_operand, check_dtype
+from tiled_torch.core.operands import as_operand, check_param_dtype
 from tiled_torch.core.partitioned import gathering, whole_shape
 from tiled_torch.mlp.api import tiled_mlp
 
@@ -76,7 +77,8 @@ class TiledMLP(MLPParameters, nn.Module):
 
     Args:
         hidden_size, intermediate_size: H and I.
-        activation: silu, gelu, gelu_tanh, relu or relu_squared.
+        activation: silu, gelu, gelu_tanh, relu or relu_squared, or a function or module that computes one of them, known by its
+            values and slopes: F.silu, nn.GELU(approximate="tanh"), transformers' ACT2FN["silu"]; nn.GELU() is gelu.
         gated: act(x w_gate) * (x w_up) if true, act(x w_up) if false.
         bias: a bias on every projection.
         fused_gate_up: gate and up are one parameter `w_gate_up` [2I, H], gate first.
@@ -99,7 +101,7 @@ class TiledMLP(MLPParameters, nn.Module):
         hidden_size: int,
         intermediate_size: int,
         *,
-        activation: Activation = "silu",
+        activation: Activation | ActivationFunction = "silu",
         gated: bool = True,
         bias: bool = False,
         fused_gate_up: bool = False,
@@ -114,8 +116,10 @@ class TiledMLP(MLPParameters, nn.Module):
         kind = {"gated": gated, "bias": bias, "fused_gate_up": fused_gate_up}
         shapes = mlp_checks.module_shapes("TiledMLP", hidden_size, intermediate_size, **kind, names=TORCH)
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
-        self._set_options(activation, gated, fused_gate_up, num_shards, keep, tiling, backend)
-        check_dtype("TiledMLP", dtype)
+        self._set_options(
+            activation_name("TiledMLP", activation), gated, fused_gate_up, num_shards, keep, tiling, backend
+        )
+        check_param_dtype("TiledMLP", dtype)
         for name in projection_order(shapes):
             setattr(self, name, nn.Parameter(torch.empty(shapes[name], device=device, dtype=dtype)))
         self.reset_parameters()
@@ -143,7 +147,7 @@ class TiledMLP(MLPParameters, nn.Module):
         w_down: Tensor,
         *,
         biases: Mapping[str, Tensor] | None = None,
-        activation: Activation = "silu",
+        activation: Activation | ActivationFunction = "silu",
         fused_gate_up: bool = False,
         num_shards: int | None = None,
         keep: float = 0.0,
@@ -166,7 +170,7 @@ class TiledMLP(MLPParameters, nn.Module):
         up: nn.Module,
         down: nn.Module,
         *,
-        activation: Activation = "silu",
+        activation: Activation | ActivationFunction = "silu",
         num_shards: int | None = None,
         keep: float = 0.0,
         tiling: Tiling | None = None,
@@ -213,21 +217,24 @@ class TiledMLP(MLPParameters, nn.Module):
         function: str,
         operands: tuple[Any, Any, Any],
         biases: Mapping[str, Tensor] | None,
-        activation: Activation,
+        activation: Activation | ActivationFunction,
         gated: bool,
         fused_gate_up: bool,
         *options: Any,
     ) -> Self:
         """Return a module around weights (gate, up, down) and biases, once they are right. function: in messages."""
+        name_of_activation = activation_name(function, activation)
         weights, given = mlp_checks.mlp_operands(function, *operands, biases)
         seen = {name: as_operand(function, name, w) for name, w in weights.items()}
         seen_biases = {name: as_operand(function, f"biases[{name!r}]", b) for name, b in given.items()}
-        mlp_checks.check_mlp_weights(function, weights=seen, biases=seen_biases, activation=activation, names=TORCH)
+        mlp_checks.check_mlp_weights(
+            function, weights=seen, biases=seen_biases, activation=name_of_activation, names=TORCH
+        )
         if fused_gate_up:
             mlp_checks.check_fused_biases(function, tuple(given))
         module = cls.__new__(cls)
         nn.Module.__init__(module)
-        module._set_options(activation, gated, fused_gate_up, *options)
+        module._set_options(name_of_activation, gated, fused_gate_up, *options)
         module.intermediate_size, module.hidden_size = weights["w_up"].shape
         named = {name.removeprefix("w_"): w for name, w in weights.items()}
         module._adopt("w", named, fused_gate_up)

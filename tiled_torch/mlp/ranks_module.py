@@ -15,6 +15,7 @@ from tiled_torch import backends
 from tiled_torch.collectives.groups import rank_group
 from tiled_torch.collectives.initialise import fill, own_slice
 from tiled_torch.collectives.split_module import ParallelLayer, Partition
+from tiled_torch.core.activation_functions import ActivationFunction, activation_name
 from tiled_torch.mlp.module import MLPParameters, projection_order
 from tiled_torch.mlp.ranks import tensor_parallel_mlp
 
@@ -48,7 +49,7 @@ class TensorParallelTiledMLP(MLPParameters, ParallelLayer):
         hidden_size: int,
         intermediate_size: int,
         *,
-        activation: Activation = "silu",
+        activation: Activation | ActivationFunction = "silu",
         gated: bool = True,
         bias: bool = False,
         fused_gate_up: bool = False,
@@ -65,12 +66,14 @@ class TensorParallelTiledMLP(MLPParameters, ParallelLayer):
         kind = {"gated": gated, "bias": bias, "fused_gate_up": fused_gate_up}
         shapes = mlp_checks.module_shapes(_NAME, hidden_size, intermediate_size, **kind, names=TORCH)
         check_sequence_parallel(_NAME, sequence_parallel)
-        options = (activation, gated, fused_gate_up, num_shards, keep, tiling, backend)
+        name_of_activation = activation_name(_NAME, activation)
+        options = (name_of_activation, gated, fused_gate_up, num_shards, keep, tiling, backend)
         self.tiling = mlp_checks.module_tiling(_NAME, *options, names=TORCH, usable=backends.usable_backends())
         self._settle(group, device, dtype)
         self.columns = even_range(_NAME, "intermediate_size", intermediate_size, self.ranks, self.rank)
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
-        self.activation, self.gated, self.fused_gate_up, self.backend = activation, gated, fused_gate_up, backend
+        self.activation, self.backend = name_of_activation, backend
+        self.gated, self.fused_gate_up = gated, fused_gate_up
         self.sequence_parallel = sequence_parallel
         stride = 2 if fused_gate_up else 1
         rows, columns = Partition(0, stride, stride * intermediate_size), Partition(1, 1, intermediate_size)

@@ -1,29 +1,19 @@
 """The MLP in operations that carry the tangents of forward mode, a shard at a time; why: tiled_torch/loss/with_tangents.py."""
 
-from collections.abc import Callable
-from functools import partial
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from shared_specs.shards import ShardPlan
+from tiled_torch.core.activation_functions import FUNCTIONS
 from tiled_torch.core.autocast import without_autocast
 from tiled_torch.core.tensors import rows_of, wide_dtype
 from tiled_torch.mlp.steps import Weights
 
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    "relu": F.relu,
-    "relu_squared": lambda a: F.relu(a).square(),
-}
-
 
 def mlp(x: Tensor, weights: Weights, dtype: torch.dtype, activation: str, plan: ShardPlan) -> Tensor:
     """y [..., H_out] and its tangent. x: [..., H]."""
-    rows, wide, act = rows_of(x), wide_dtype(dtype), _ACTIVATIONS[activation]
+    rows, wide, act = rows_of(x), wide_dtype(dtype), FUNCTIONS[activation]
     with without_autocast(x):
         w = weights.cast(dtype)
         parts = [rows.new_empty((0, w.w_down.shape[0]), dtype=dtype)] * (not len(plan))

@@ -1,11 +1,10 @@
 """`tiled_moe`: a mixture of experts, exact, one shard of tokens at a time: checks, the plan, and one call."""
 
 import sys
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from shared_specs.config import TORCH, Activation, Scoring, Tiling
@@ -15,6 +14,7 @@ from shared_specs.moe import checks as moe_checks
 from shared_specs.moe import costs as moe_costs
 from tiled_torch import backends
 from tiled_torch.core import tangents
+from tiled_torch.core.activation_functions import FUNCTIONS
 from tiled_torch.core.autocast import after_autocast, autocast_dtype, operand
 from tiled_torch.core.operands import check_tensor
 from tiled_torch.core.replay import refuse_transforms
@@ -27,13 +27,6 @@ _NAME = "tiled_moe"
 _TO_LOCAL = "Convert it with to_local(); experts that are split over ranks are not computed here."
 # Name of every backend -> None where it computes experts, else the reason.
 EXPERT_BACKENDS = {"eager": None, "triton": "The experts' products are PyTorch's own, on every device."}
-_ACTIVATIONS: dict[str, Any] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    "relu": F.relu,
-    "relu_squared": lambda a: F.relu(a).square(),
-}
 
 
 def tiled_moe(
@@ -146,7 +139,7 @@ def _computed(
 @cache
 def gated_by(activation: str) -> Any:
     """Return [n, 2I], gate and up -> [n, I]."""
-    act = _ACTIVATIONS[activation]
+    act = FUNCTIONS[activation]
 
     def gate(both: Tensor) -> Tensor:
         first, up = both.chunk(2, dim=-1)

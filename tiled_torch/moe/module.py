@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from shared_specs.config import TORCH, Activation, Scoring, Tiling
 from shared_specs.moe import checks as moe_checks
-from tiled_torch.core.params import as_operand, check_dtype
+from tiled_torch.core.activation_functions import ActivationFunction, activation_name
+from tiled_torch.core.operands import as_operand, check_param_dtype
 from tiled_torch.core.partitioned import gathering, whole_shape
 from tiled_torch.moe.api import EXPERT_BACKENDS, tiled_moe
 
@@ -21,7 +22,8 @@ class TiledMoE(nn.Module):
     Args:
         hidden_size, intermediate_size: H and I, the latter of one expert.
         num_experts, top_k: E and k.
-        scoring, normalize_top_k, activation, return_router_logits: as in `tiled_moe`.
+        scoring, normalize_top_k, return_router_logits: as in `tiled_moe`.
+        activation: silu, gelu, gelu_tanh, relu or relu_squared, or a function that computes one of them, as in `TiledMLP`.
         num_shards, tiling, backend: as in `tiled_moe`.
         device, dtype: of the parameters.
     Parameters are `w_router` [E, H], `w_gate`, `w_up` [E, I, H] and `w_down` [E, H, I], each matrix initialised as nn.Linear
@@ -49,7 +51,7 @@ class TiledMoE(nn.Module):
         *,
         scoring: Scoring = "softmax",
         normalize_top_k: bool = True,
-        activation: Activation = "silu",
+        activation: Activation | ActivationFunction = "silu",
         return_router_logits: bool = False,
         num_shards: int | None = None,
         tiling: Tiling | None = None,
@@ -71,7 +73,7 @@ class TiledMoE(nn.Module):
             tiling,
             backend,
         )
-        check_dtype(_NAME, dtype)
+        check_param_dtype(_NAME, dtype)
         for name, shape in shapes.items():
             setattr(self, name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
         self.reset_parameters()
@@ -83,18 +85,23 @@ class TiledMoE(nn.Module):
         top_k: int,
         scoring: Scoring,
         normalize_top_k: bool,
-        activation: Activation,
+        activation: Activation | ActivationFunction,
         return_router_logits: bool,
         num_shards: int | None,
         tiling: Tiling | None,
         backend: str,
     ) -> None:
         flags = {"normalize_top_k": normalize_top_k, "return_router_logits": return_router_logits}
-        choice: dict[str, Any] = {"experts": experts, "top_k": top_k, "scoring": scoring, "activation": activation}
+        choice: dict[str, Any] = {
+            "experts": experts,
+            "top_k": top_k,
+            "scoring": scoring,
+            "activation": activation_name(function, activation),
+        }
         moe_checks.check_module_options(function, **choice, **flags)
         self.tiling = moe_checks.moe_tiling(function, num_shards, tiling, backend, names=TORCH, usable=EXPERT_BACKENDS)
         self.top_k, self.scoring, self.normalize_top_k = int(top_k), scoring, normalize_top_k
-        self.activation, self.return_router_logits, self.backend = activation, return_router_logits, backend
+        self.activation, self.return_router_logits, self.backend = choice["activation"], return_router_logits, backend
 
     @classmethod
     def from_weights(
@@ -107,7 +114,7 @@ class TiledMoE(nn.Module):
         top_k: int,
         scoring: Scoring = "softmax",
         normalize_top_k: bool = True,
-        activation: Activation = "silu",
+        activation: Activation | ActivationFunction = "silu",
         return_router_logits: bool = False,
         num_shards: int | None = None,
         tiling: Tiling | None = None,

@@ -6,22 +6,15 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from shared_specs.config import Activation
 from shared_specs.tolerances import FLOOR
+from tiled_torch.core.activation_functions import FUNCTIONS
 from tiled_torch.models.mlps.layout import MLPLayout, Roles, sizes_of
 from tiled_torch.models.mlps.stand_in import small_sizes, small_twin
 
-ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "relu": F.relu,
-    "relu_squared": lambda x: F.relu(x).square(),
-}
 # One token each: small ones, and some whose values meet whatever a module cuts off.
 _SCALES = (0.1, 0.3, 1.0, 1.0, 3.0, 10.0, 100.0)
 # Of a formula: routers of experts would turn a rounding of such tokens into another result.
@@ -44,10 +37,10 @@ def formula_of(module: nn.Module, layout: MLPLayout) -> tuple[Roles, Activation]
         if not _all_same(training, found):
             return None
         for roles in layout.roles():
-            for name, activation in ACTIVATIONS.items():
+            for name, activation in FUNCTIONS.items():
                 if _same_value(found[0], _formula(twin, roles, activation, x)):
                     expected = _with_gradients(partial(_formula, twin, roles, activation), twin, x)
-                    return (roles, name) if _all_same(found, expected) else None
+                    return (roles, name) if _all_same(found, expected) else None  # type: ignore[return-value]
     return None
 
 
