@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
@@ -21,6 +22,7 @@ from tiled_jax import (
     TiledLinear,
     TiledLinearCrossEntropy,
     TiledMLP,
+    TiledMoE,
     Tiling,
     UnsupportedError,
     linen,
@@ -140,6 +142,41 @@ def test_use_bias_is_bias(name: str) -> None:
             made(bias=not default, use_bias=default)
     with pytest.raises(TypeError, match=f"^{name}: use_bias must be True or False, got int"):
         parameters(name, use_bias=1)
+
+
+MASKED = ("kernel", "weight", "w_", "embedding")  # as docs/quickstart_jax.md says
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_mask_by_names_decays_weights_alone(fused: bool) -> None:
+    """Of a model with layers of Flax around the tiled ones, whose names are others."""
+
+    class Model(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs):
+            self.embed, self.dense = nnx.Embed(6, 8, rngs=rngs), nnx.Linear(8, 8, rngs=rngs)
+            self.mlp = TiledMLP(8, 12, bias=True, fused_gate_up=fused, rngs=rngs)
+            self.linear, self.experts = TiledLinear(8, 8, rngs=rngs), TiledMoE(8, 12, 4, 2, rngs=rngs)
+            self.head = TiledLinearCrossEntropy(8, 6, bias=True, rngs=rngs)
+
+    def decayed(params: nnx.State) -> nnx.State:
+        return nnx.map_state(lambda path, leaf: str(path[-1]).startswith(MASKED), params)
+
+    model = Model(nnx.Rngs(0))
+    params = jax.tree.map(lambda a: jnp.ones_like(a), nnx.state(model, nnx.Param))
+    nnx.update(model, params)
+    decay = optax.chain(optax.add_decayed_weights(0.5, mask=decayed), optax.scale(-1.0))
+    optimizer = nnx.Optimizer(model, decay, wrt=nnx.Param)
+    optimizer.update(model, jax.tree.map(jnp.zeros_like, params))
+    for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        is_bias = str(path[-1]).startswith(("bias", "b_"))
+        assert (np.asarray(leaf.get_value()) == (1.0 if is_bias else 0.5)).all(), path
+
+    module = linen.TiledMLP(8, 12, bias=True, fused_gate_up=fused)
+    given = module.init(jax.random.key(0), jnp.ones((2, 8)))
+    mask = jax.tree_util.tree_map_with_path(lambda path, leaf: path[-1].key.startswith(MASKED), given)
+    assert {name: of == (given["params"][name].ndim == 2) for name, of in mask["params"].items()} == dict.fromkeys(
+        given["params"], True
+    )
 
 
 @pytest.mark.parametrize("name", MODULES)

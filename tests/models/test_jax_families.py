@@ -12,8 +12,8 @@ from jax.sharding import Mesh
 from shared_specs import SpecError, Tiling, UnsupportedError
 from shared_specs.app.models.model_config import complete_config
 from shared_specs.config import Checkpointing, DataParallel, ParallelConfig, TensorParallel
-from shared_specs.tolerances import FLOOR, MODEL_FLOAT32
-from tests.asserting import assert_within
+from shared_specs.tolerances import FLOOR, MODEL_FLOAT32, limit
+from tests.asserting import assert_within, relative_error
 from tests.models.families import FAMILIES, SIZES, VOCAB
 from tests.tiny_model import tiny_weights
 from tiled_jax.models import Llama, LlamaConfig, from_hf, generate, next_token_loss
@@ -71,6 +71,83 @@ def test_16_bit_products_leave_gradients_in_float32(family: str) -> None:
     assert jax.eval_shape(lambda p: nnx.merge(graph, p)(ids), parameters).dtype == jnp.bfloat16
     tokens = jax.eval_shape(lambda p: generate(nnx.merge(graph, p), ids, 3, attention_mask=ids), parameters)
     assert (tokens.shape, tokens.dtype) == ((2, 15), jnp.int32)
+
+
+def with_wide_parameters(family: str, **options: Any) -> tuple[nnx.GraphDef, nnx.State, nnx.GraphDef, nnx.State]:
+    """A model with parameters of 16 bits, and one of float32 parameters of the same values."""
+    graph, parameters = built(family, dtype="bfloat16", param_dtype="bfloat16", **options)
+    dtypes = {(path[-1] == "scale", leaf.get_value().dtype.name) for path, leaf in nnx.to_flat_state(parameters)}
+    assert dtypes == {(True, "float32"), (False, "bfloat16")}
+    wide, _ = built(family, dtype="bfloat16", **options)
+    return graph, parameters, wide, jax.tree.map(lambda a: a.astype(jnp.float32), parameters)
+
+
+def assert_rounded(a: jax.Array, b: jax.Array) -> None:
+    """a, of 16 bits, is b to within what rounding costs."""
+    a, b, rounded = (np.asarray(each, np.float32) for each in (a, b, b.astype(a.dtype)))
+    assert_within(a, b, limit(relative_error(rounded, b), "bfloat16"), "a gradient of 16 bits")
+
+
+@pytest.mark.deep_but(1)
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("qwen3", {"scope": "block"}),
+        ("mixtral", {"scope": "block"}),
+        ("mixtral", {}),
+        ("phi3-long", {"scope": "block"}),
+        ("gemma2", {}),
+        ("smollm3", {"plain": True}),
+    ],
+    ids=["block", "block-experts", "experts", "fused", "tied", "plain"],
+)
+def test_gradients_of_16_bit_parameters_are_rounded_once(family: str, options: dict[str, Any]) -> None:
+    """To the bit those of float32 parameters of these values, rounded; of a tied table two, rounded, are added."""
+    graph, parameters, wide, of_wide = with_wide_parameters(family, **options)
+    loss, gradients = loss_and_gradients(graph, parameters)
+    expected, wide_gradients = loss_and_gradients(wide, of_wide)
+    assert loss.dtype == jnp.float32
+    assert loss == expected
+    tied = nnx.merge(graph, parameters).head is None
+    for (path, found), (_, of_path) in zip(*map(nnx.to_flat_state, (gradients, wide_gradients)), strict=True):
+        a, b = found.get_value(), of_path.get_value()
+        assert a.dtype == (jnp.float32 if path[-1] == "scale" else jnp.bfloat16)
+        if path[0] == "embed" and tied:
+            assert_rounded(a, b)
+        else:
+            assert jnp.array_equal(a, b.astype(a.dtype)), path
+    tokens = [generate(nnx.merge(*each), jnp.asarray(IDS), 3) for each in ((graph, parameters), (wide, of_wide))]
+    assert jnp.array_equal(*tokens)
+
+
+@pytest.mark.deep_but(1)
+@pytest.mark.parametrize("tensor", [False, True], ids=["context", "tensor"])
+def test_16_bit_parameters_over_a_mesh(tensor: bool) -> None:
+    """The residual stream stays float32: the loss is to the bit that of float32 parameters of the same values."""
+    second = "tp" if tensor else "cp"
+    mesh = Mesh(np.asarray(jax.devices()[:4]).reshape(2, 2), ("dp_shard", second))
+    config = (
+        ParallelConfig(data=DataParallel(), tensor=TensorParallel(axis="tp"))
+        if tensor
+        else ParallelConfig(data=DataParallel(context_axis="cp"))
+    )
+    graph, parameters, wide, of_wide = with_wide_parameters("qwen3", scope="block")
+    plans = [parallelize(nnx.merge(*each), mesh, config) for each in ((graph, parameters), (wide, of_wide))]
+    batch = {"input_ids": IDS, "labels": IDS}
+    found, expected = (plan.gradients(plan.state.parameters, batch) for plan in plans)
+    assert found[0] == expected[0]
+    assert [a.dtype for a in jax.tree.leaves(found[1])] == [a.dtype for a in jax.tree.leaves(parameters)]
+    for a, b in zip(*(jax.tree.leaves(each[1]) for each in (found, expected)), strict=True):
+        assert_rounded(a, b)
+
+
+@pytest.mark.parametrize("given", ["int32", "bf16", object()], ids=["integers", "no name", "no dtype"])
+def test_a_dtype_that_parameters_cannot_have(given: Any) -> None:
+    config = LlamaConfig.from_hf(config_of("mistral"))
+    with pytest.raises(SpecError, match=r"^Llama: param_dtype must be one of float32, bfloat16, float16, float64, got"):
+        Llama(config, param_dtype=given, rngs=nnx.Rngs(0))
+    with pytest.raises(UnsupportedError, match=r"^Llama: param_dtype must be of 32 bits or fewer here, got float64"):
+        Llama(config, param_dtype="float64", rngs=nnx.Rngs(0))
 
 
 @pytest.mark.deep_but(1)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 from shared_specs import UnsupportedError
@@ -92,6 +93,19 @@ KINDS: dict[str, dict[str, Any]] = {
     "solar_open": GROUPS,
 }  # fmt: skip
 IDS = torch.arange(2 * 9).reshape(2, 9) % 31 + 1
+
+# The families that the documents name: one or more of each form of weights.
+ADAPTED = (
+    "mixtral",
+    "gpt_oss",
+    "llama4_text",
+    "deepseek_v3",
+    "qwen2_moe",
+    "qwen3_moe",
+    "qwen3_next",
+    "olmoe",
+    "glm4_moe",
+)
 
 
 def build(kind: str, implementation: str = "eager", **changes: Any) -> Any:
@@ -180,20 +194,66 @@ def test_labels_masks_and_counts() -> None:
     assert "aux_loss" not in without
 
 
-def test_a_balancing_term_of_the_users() -> None:
-    """Gradients reach the routers through their recorded logits, all tokens' at once."""
-    model = build("deepseek_v3")
+@pytest.mark.deep_but(3)
+@pytest.mark.parametrize("kind", KINDS)
+def test_terms_of_the_users(kind: str) -> None:
+    """A balancing term and a z loss: gradients reach the routers through their recorded logits, all tokens' at once."""
 
-    def run() -> list[Tensor]:
+    def run(with_loss: float) -> dict[str, Tensor]:
         model.zero_grad()
-        found = model(input_ids=IDS, labels=IDS, output_router_logits=True)
-        torch.stack([logits.softmax(-1).square().sum() for logits in found.router_logits]).sum().backward()
-        return [p.grad for p in model.model.layers[-1].mlp.gate.parameters()]
+        found = model(input_ids=IDS, labels=IDS, output_router_logits=True, use_cache=False)
+        assert found.router_logits
+        terms = [a.softmax(-1).square().sum() + a.logsumexp(-1).square().mean() for a in found.router_logits]
+        (with_loss * found.loss + torch.stack(terms).sum()).backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
-    expected = run()
+    model = build(kind)
+    expected = [run(1.0), run(0.0)]
+    assert any(gradient.any() for name, gradient in expected[1].items() if "gate" in name or "router" in name)
     tile_model(model, num_shards=4)
-    for ours, theirs in zip(run(), expected, strict=True):
-        assert relative_error(ours.numpy(), theirs.numpy()) <= MODEL_FLOAT32
+    for found, theirs in zip((run(1.0), run(0.0)), expected, strict=True):
+        assert_same(found, theirs)
+
+
+class LowRank(nn.Module):
+    """What peft puts on a parameter of experts: it frozen, and two small ones beside it."""
+
+    def __init__(self, whole: Tensor) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.randn(len(whole), 2, whole.shape[2], dtype=whole.dtype) / 4)
+        self.b = nn.Parameter(torch.randn(len(whole), whole.shape[1], 2, dtype=whole.dtype) / 4)
+
+    def forward(self, whole: Tensor) -> Tensor:
+        return whole + self.b @ self.a
+
+
+def with_low_rank(model: Any) -> Any:
+    """The same model, of whose experts low-rank parts alone train."""
+    torch.manual_seed(3)
+    model.requires_grad_(False)
+    for name, module in list(model.named_modules()):
+        if name.endswith(".experts"):
+            for weight in ("gate_up_proj", "down_proj"):
+                parametrize.register_parametrization(module, weight, LowRank(getattr(module, weight)))
+                getattr(module.parametrizations, weight)[0].requires_grad_(True)
+    return model
+
+
+@pytest.mark.deep_but(2)
+@pytest.mark.parametrize("first", ["tiled", "adapted"])
+@pytest.mark.parametrize("kind", ADAPTED)
+def test_low_rank_parts_of_experts_in_each_family(kind: str, first: str) -> None:
+    model = with_low_rank(build(kind))
+    expected = step(model)
+    adapters = [name for name in expected if name.endswith((".0.a", ".0.b"))]
+    assert len(adapters) >= 4
+    assert all(expected[name].any() for name in adapters)
+    other = build(kind) if first == "tiled" else with_low_rank(build(kind))
+    tile_model(other, num_shards=4)
+    if first == "tiled":
+        with_low_rank(other)
+    assert_same(step(other), expected)
+    assert "tiled_experts" in {path for name, path in tiling_paths(other).items() if name.endswith(".experts")}
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

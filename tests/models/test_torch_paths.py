@@ -17,9 +17,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.module_tracker import ModuleTracker
 
 from shared_specs import UnsupportedError
+from shared_specs.check.compare import error_of, least_of
 from shared_specs.core.rounding import relative_error
 from shared_specs.tolerances import DISTRIBUTED_FLOAT64, MODEL_FLOAT32
 from tests.models.test_torch_models import IDS, Adapter, assert_same, build, loss_and_gradients
+from tests.models.tiny_configs import tiny_config, tiny_model
+from tests.models.tiny_overrides import OVERRIDES
 from tiled_torch import tile_model, tiling_paths, untile_model
 
 transformers = pytest.importorskip("transformers")
@@ -288,6 +291,33 @@ def test_the_head_of_another_loss_stays_and_is_told(kind: str) -> None:
         tile_model(model, strict=True)
     tile_model(model.base_model, strict=True)
     assert head not in tiling_paths(model)
+
+
+@pytest.mark.deep_but(2)
+@pytest.mark.parametrize("kind", ["mixtral", "bert", "qwen2", "mistral", "gemma2", "gpt2", "gpt_neox", "opt"])
+def test_models_with_a_head_of_another_loss_train_as_before(kind: str) -> None:
+    """A reward model: its MLPs are tiled, and the head stays."""
+    config = tiny_config(kind, OVERRIDES.get(kind, {}) | {"pad_token_id": 0, "num_labels": 1})
+    model = tiny_model(config, transformers.AutoModelForSequenceClassification)
+
+    def run() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        model.zero_grad()
+        found = model(input_ids=IDS, labels=torch.tensor([[0.5], [1.0]]))
+        found.loss.backward()
+        gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        return {"loss": found.loss.detach(), "logits": found.logits.detach()}, gradients
+
+    results, gradients = run()
+    assert told(lambda: tile_model(model, num_shards=3)) == []
+    found, of_params = run()
+    assert of_params.keys() == gradients.keys()
+    least = least_of(gradient.numpy() for gradient in gradients.values())
+    for name, theirs in (results | gradients).items():
+        assert error_of((found | of_params)[name].numpy(), theirs.numpy(), least) <= MODEL_FLOAT32, name
+    paths = tiling_paths(model)
+    left = [path for path in paths.values() if path.startswith("untiled")]
+    assert left == [f"untiled: the loss of {type(model).__name__} is no language model's"]
+    assert len(paths) > config.num_hidden_layers
 
 
 def fused(self: Any, *args: Any, labels: Any = None, fused_lm_head: bool = False, **kwargs: Any) -> Any:

@@ -27,11 +27,18 @@ class DecoderLayer(nnx.Module):
     """
 
     def __init__(
-        self, config: LlamaConfig, *, mlp: nnx.Module, dtype: jnp.dtype, attention: str = "auto", rngs: nnx.Rngs
+        self,
+        config: LlamaConfig,
+        *,
+        mlp: nnx.Module,
+        dtype: jnp.dtype,
+        param_dtype: Any = None,
+        attention: str = "auto",
+        rngs: nnx.Rngs,
     ):
         norm = partial(norm_of, config, config.hidden_size, dtype, rngs)
         self.attention_norm = norm()
-        self.attention = Attention(config, dtype=dtype, backend=attention, rngs=rngs)
+        self.attention = Attention(config, dtype=dtype, param_dtype=param_dtype, backend=attention, rngs=rngs)
         self.attention_out_norm = norm() if config.branch_norms else None
         self.mlp_norm = norm()
         self.mlp = mlp
@@ -59,10 +66,12 @@ class DecoderLayer(nnx.Module):
 class Attention(nnx.Module):
     """Causal self-attention with rotary positions and grouped key and value heads."""
 
-    def __init__(self, config: LlamaConfig, *, dtype: jnp.dtype, backend: str = "auto", rngs: nnx.Rngs):
+    def __init__(
+        self, config: LlamaConfig, *, dtype: jnp.dtype, param_dtype: Any = None, backend: str = "auto", rngs: nnx.Rngs
+    ):
         self.config, self.head_dim, self.backend = config, config.head_dim, backend
         queries, keys = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
-        linear = partial(linear_of, dtype=dtype, rngs=rngs)
+        linear = partial(linear_of, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         if config.fused:
             self.qkv = linear(config.hidden_size, queries + 2 * keys, config.attention_bias)
         else:
@@ -162,16 +171,27 @@ def norm_of(config: LlamaConfig, features: int, dtype: jnp.dtype, rngs: nnx.Rngs
     return nnx.RMSNorm(features, epsilon=config.rms_norm_eps, param_dtype=wide(dtype), rngs=rngs)
 
 
-def linear_of(inputs: int, outputs: int, bias: bool, dtype: jnp.dtype, rngs: nnx.Rngs) -> nnx.Linear:
-    """Return a linear layer with float32 parameters (float64 for float64) and products in `dtype`."""
-    options: dict[str, Any] = {"dtype": dtype, "param_dtype": wide(dtype), "precision": precision_of(dtype)}
+def linear_of(
+    inputs: int, outputs: int, bias: bool, dtype: jnp.dtype, rngs: nnx.Rngs, param_dtype: Any = None
+) -> nnx.Linear:
+    """Return a linear layer with products in `dtype`, and parameters in `param_dtype` or float32 (float64 for float64)."""
+    params = param_dtype or wide(dtype)
+    options: dict[str, Any] = {"dtype": dtype, "param_dtype": params, "precision": precision_of(dtype)}
     return nnx.Linear(inputs, outputs, use_bias=bias, **options, rngs=rngs)
 
 
-def mlp_of(config: LlamaConfig, tiling: Tiling | None, plain: bool, dtype: jnp.dtype, rngs: nnx.Rngs) -> nnx.Module:
+def mlp_of(
+    config: LlamaConfig,
+    tiling: Tiling | None,
+    plain: bool,
+    dtype: jnp.dtype,
+    rngs: nnx.Rngs,
+    param_dtype: Any = None,
+) -> nnx.Module:
     """Return the MLP of a layer, or its experts."""
     sizes = config.hidden_size, config.intermediate_size
-    shared: dict[str, Any] = {"activation": config.activation, "dtype": dtype, "param_dtype": wide(dtype), "rngs": rngs}
+    shared: dict[str, Any] = {"activation": config.activation, "dtype": dtype, "rngs": rngs}
+    shared["param_dtype"] = param_dtype or wide(dtype)
     if config.experts is not None:
         return ExpertsMLP(*sizes, experts=config.experts, tiling=tiling, plain=plain, **shared)
     shared |= {"bias": config.mlp_bias, "fused_gate_up": config.fused}

@@ -52,13 +52,16 @@ class Llama(nnx.Module):
             reason.
         checkpointing: recompute each layer in backward; only the layers' inputs are kept. A `Checkpointing` has further
             options, such as offloading these inputs to host memory.
-        dtype: of the products, float32, bfloat16 or float16, as jax.numpy has them or by name; parameters, norms and the
-            residual stream are float32. float64, where JAX has it, is that of everything.
+        dtype: of the products, float32, bfloat16 or float16, as jax.numpy has them or by name; norms and the residual stream
+            are float32. float64, where JAX has it, is that of everything.
+        param_dtype: of matrices and biases, and so of their gradients, which are summed in float32 and rounded once (of a
+            tied table two are, and are added); None is float32 (float64 beside it), master weights of a 16-bit dtype.
+            bfloat16 halves a base that is frozen. Scales of norms stay float32.
         attention: the backend of `causal_attention`, in every scope: "auto", "blocks" or "cudnn". Rings have blocks of their
             own and refuse "cudnn".
         rngs: initialises the parameters, which `from_hf` replaces.
     Raises:
-        SpecError: tiling options or scope="block" with plain=True, another dtype, scope or attention.
+        SpecError: tiling options or scope="block" with plain=True, another dtype, param_dtype, scope or attention.
         UnsupportedError: with scope="block" a tiling by more than num_shards, shard_tokens and vocab_shards, or called on a
             mesh with Explicit axes; tokens that such axes cut; float64 where JAX has none.
     Memory: all layers are one loop over stacked parameters (`layers`, leading dim num_hidden_layers), compiled once.
@@ -81,27 +84,34 @@ class Llama(nnx.Module):
         scope: str = "mlp",
         checkpointing: bool | Checkpointing = False,
         dtype: Any = "float32",
+        param_dtype: Any = None,
         attention: str = "auto",
         rngs: nnx.Rngs,
     ):
         dtype = name_of(dtype)
-        _check_options(config, tiling, plain, scope, dtype, attention)
+        _check_options(config, tiling, plain, scope, attention)
+        _check_dtype("dtype", dtype)
+        if param_dtype is not None:
+            _check_dtype("param_dtype", name_of(param_dtype))
         self.config, self.checkpointing, self.dtype = config, checkpointing, jnp.dtype(dtype)
+        params = wide(self.dtype) if param_dtype is None else jnp.dtype(param_dtype)
         self.plain, self.scope = plain, scope
         self.loss_tiling = None if tiling is None else replace(tiling, keep=0.0)  # a loss keeps nothing
         self.heard: Heard | None = None  # told of every layer that is through: see models/watched.py
-        self.embed = nnx.Embed(config.vocab_size, config.hidden_size, param_dtype=wide(self.dtype), rngs=rngs)
+        stream: dict[str, Any] = {"dtype": wide(self.dtype), "param_dtype": params}
+        self.embed = nnx.Embed(config.vocab_size, config.hidden_size, **stream, rngs=rngs)
 
         @nnx.split_rngs(splits=config.num_hidden_layers)
         @nnx.vmap(in_axes=0, out_axes=0)
         def stacked_layers(rngs: nnx.Rngs) -> DecoderLayer:
-            mlp = mlp_of(config, tiling, plain, self.dtype, rngs)
-            return DecoderLayer(config, mlp=mlp, dtype=self.dtype, attention=attention, rngs=rngs)
+            dtypes: dict[str, Any] = {"dtype": self.dtype, "param_dtype": params}
+            mlp = mlp_of(config, tiling, plain, rngs=rngs, **dtypes)
+            return DecoderLayer(config, mlp=mlp, attention=attention, rngs=rngs, **dtypes)
 
         self.layers = stacked_layers(rngs)
         self.norm = norm_of(config, config.hidden_size, self.dtype, rngs)
         tied = config.tie_word_embeddings
-        self.head = None if tied else linear_of(config.hidden_size, config.vocab_size, False, self.dtype, rngs)
+        self.head = None if tied else linear_of(config.hidden_size, config.vocab_size, False, self.dtype, rngs, params)
 
     def __call__(
         self,
@@ -211,7 +221,7 @@ class Llama(nnx.Module):
         return Checkpointing() if self.checkpointing is True else self.checkpointing or None
 
     def head_weight(self) -> jax.Array:
-        """Return [hidden_size, vocab_size], float32."""
+        """Return [hidden_size, vocab_size], in the dtype of the parameters."""
         return self.embed.embedding[...].T if self.head is None else self.head.kernel[...]
 
     def reason_not_plain_head(self) -> str | None:
@@ -292,9 +302,7 @@ def name_of(dtype: Any) -> str:
         return str(dtype)
 
 
-def _check_options(
-    config: LlamaConfig, tiling: Tiling | None, plain: bool, scope: str, dtype: str, attention: str
-) -> None:
+def _check_options(config: LlamaConfig, tiling: Tiling | None, plain: bool, scope: str, attention: str) -> None:
     if plain and tiling is not None:
         fail("Llama", "tiling", "None with plain=True", tiling, advice="The plain MLP is not tiled.")
     check_scope("Llama", scope)
@@ -302,14 +310,17 @@ def _check_options(
         check_block_tiling("Llama", tiling)
     if plain and scope != "mlp":
         fail("Llama", "scope", "'mlp' with plain=True", repr(scope), advice="The plain layers are not tiled.")
+    if attention not in BACKENDS:
+        fail("Llama", "attention", f"one of {', '.join(BACKENDS)}", repr(attention))
+
+
+def _check_dtype(argument: str, dtype: str) -> None:
     if dtype not in DTYPES:
-        fail("Llama", "dtype", f"one of {', '.join(DTYPES)}", dtype)
+        fail("Llama", argument, f"one of {', '.join(DTYPES)}", dtype)
     settings: Any = jax.config
     if dtype == "float64" and not settings.jax_enable_x64:
         advice = "Set jax_enable_x64 first."
-        raise UnsupportedError(error_text("Llama", "dtype", "of 32 bits or fewer here", dtype, advice=advice))
-    if attention not in BACKENDS:
-        fail("Llama", "attention", f"one of {', '.join(BACKENDS)}", repr(attention))
+        raise UnsupportedError(error_text("Llama", argument, "of 32 bits or fewer here", dtype, advice=advice))
 
 
 def checked_positions(function: str, position_ids: jax.Array | None, shape: tuple[int, ...]) -> jax.Array:

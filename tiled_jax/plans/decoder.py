@@ -53,7 +53,7 @@ def decoder_loss(model: Llama, batch: Any, mapped: Mapped) -> tuple[jax.Array, A
     tokens, axes = own_tokens(batch, mapped), mapped.axes
     _check_rows(tokens.inputs.size, mapped)
     shard = _shard_tokens(model, tokens.inputs.size, mapped)
-    x = embedded(model, tokens.inputs.reshape(-1), shard, mapped).astype(model.embed.embedding[...].dtype)
+    x = embedded(model, tokens.inputs.reshape(-1), shard, mapped).astype(wide(model.dtype))
     x = x if model.config.embedding_scale == 1 else x * jnp.asarray(model.config.embedding_scale, x.dtype)
     kinds = tokens.kinds(model.config, model.dtype, mapped)
     positions, firsts = (
