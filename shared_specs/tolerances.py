@@ -42,6 +42,8 @@ PLAN_COMPILED = 0.085  # the same beside a program that XLA has compiled, which 
 # The same of PyTorch's formulas of dense layers beside simulated ranks: too small and, for rings of two, too large, in small
 # models; and of models of eight billion parameters.
 PLAN_SHORT, PLAN_LONG, PLAN_RECORDED = 0.025, 0.07, 0.005
+# The same of published models at real size, in settings drawn by chance; and of what waits on the host.
+PLAN_UNDER, PLAN_OVER, PLAN_HOST = 0.01, 0.03, 0.005
 
 # Loss of one fine-tuning step between any two of plain and tiled, PyTorch and JAX, float32, relative.
 DEMO_LOSS_RTOL = 1e-4

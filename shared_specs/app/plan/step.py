@@ -251,18 +251,21 @@ def _compiled_loss_bytes(shape: LossShape, setting: Setting, ranks: int, trained
 
 
 def _at_embedding(decoder: Decoder, setting: Setting) -> dict[str, int]:
-    """In the backward of the embedding: the gradients of all layers, and of the ends whole and cut, and of its rows.
+    """Behind the backward of the embedding: the gradients of all layers, and of the ends whole, in float32, beside what they
+    are copied from or cut into; a rank alone cuts nothing that autograd has summed.
 
-    Where it is split by vocabulary beside the gradient of a rank's own tokens that of a shard of all ranks' tokens as it came
-    and without the rows of others' entries.
+    Where it is split by vocabulary there are the gradient of a rank's own tokens, and that of a shard of all ranks' tokens as
+    it came and without the rows of others' entries.
     """
     ranks = setting.gpus // setting.tensor
+    cut = 0 if ranks == 1 and setting.scope == "none" else MASTER // ranks
+    split = setting.tensor > 1
     return {
         "gradients": _cut_bytes(decoder, setting, decoder.layers),
-        "gathered": (MASTER + max(setting.itemsize, MASTER // ranks)) * decoder.end_parameters,
+        "gathered": (MASTER + max(setting.itemsize, cut)) * decoder.end_parameters,
         "inputs": 0,
-        "attention": setting.own_rows * decoder.hidden * setting.itemsize,
-        "shard": 2 * setting.shards.longest * decoder.hidden * setting.itemsize * (setting.tensor > 1),
+        "attention": setting.own_rows * decoder.hidden * setting.itemsize * split,
+        "shard": 2 * setting.shards.longest * decoder.hidden * setting.itemsize * split,
         "loss": 0,
     }
 

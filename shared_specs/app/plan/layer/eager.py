@@ -13,6 +13,7 @@ from shared_specs.moe.costs import moe_peak_bytes, moe_saved_bytes
 
 # Arrays [t, I] and [T, I] at once in the backward of the gated MLP of a shard of scope="block", and of a whole untiled one.
 BLOCK_ARRAYS, PLAIN_ARRAYS = 6, 6
+NUMBERS = 42  # bytes of a pair of a token and an expert in transformers' own experts: where it is, where it was, what it counts
 UNGATED_ARRAYS = 3  # of a shard without a gate: what the activation is given, its result, and the gradient of one
 
 
@@ -88,7 +89,21 @@ def _checkpointed_bytes(decoder: Decoder, setting: Setting, kept: int) -> tuple[
     else:
         own = PLAIN_ARRAYS * rows * decoder.intermediate * b + of_mlp // decoder.matrices
         around_mlp -= decoder.hidden * b  # the gradient is not written to a place of its own
+        if decoder.experts:
+            own = _untiled_experts_bytes(decoder, setting)
     return max((attention * rows, of_mlp), (around_mlp * rows, own), key=sum)
+
+
+def _untiled_experts_bytes(decoder: Decoder, setting: Setting) -> int:
+    """Return the bytes of transformers' own experts in their backward, of the rows of all pairs of a token and an expert.
+
+    The larger of two moments. Where the gradient of gate and up is multiplied, beside it what it is multiplied with, and the
+    gradient of that; all weights' gradients are there. And before any of them, where rows of the result have their gradients.
+    """
+    b, pairs = setting.itemsize, setting.rows * decoder.chosen
+    multiplied = 2 * (decoder.hidden + decoder.intermediate) * b
+    returned = (5 * decoder.hidden + 4 * decoder.intermediate) * b + NUMBERS
+    return max(pairs * multiplied + b * decoder.mlp_trained, pairs * returned)
 
 
 def _block_shard_bytes(decoder: Decoder, setting: Setting) -> int:
