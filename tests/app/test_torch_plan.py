@@ -193,6 +193,17 @@ def test_bytes_of_experts(of: list[tuple[dict[str, Any], tuple[Any, ...]]]) -> N
         assert_predicted(decoder, setting, found)
 
 
+@pytest.mark.deep
+def test_bytes_of_untiled_experts() -> None:
+    """Few tokens for the weights, whose gradients are the peak; and many, whose rows are there before any gradient."""
+    given = []
+    for kind, tokens in (("mixtral", 16384), ("qwen3_moe", 16384), ("qwen3_moe", 256)):
+        [(decoder, setting)] = cases([("none", 1, "bfloat16", LAYERS, {"tokens": tokens, "optimizer": "adamw"})])
+        given.append((replace(decoder, kind=kind, experts=16, chosen=4, intermediate=448), setting))
+    for (decoder, setting), found in zip(given, simulated(given), strict=True):
+        assert parts_of(decoder, setting).total - RESERVE == pytest.approx(found["device"], rel=PLAN_RECORDED)
+
+
 # Of models by name, with the tokens of a rank: where a few layers hold what all do, so that half a percent is far.
 NAMED: list[tuple[str, dict[str, Any]]] = [
     ("smollm2-1.7b", {"scope": "mlp", "dtype": "float32", "offload": True, "tokens": 32768}),

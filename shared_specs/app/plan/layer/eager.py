@@ -98,11 +98,13 @@ def _untiled_experts_bytes(decoder: Decoder, setting: Setting) -> int:
     """Return the bytes of transformers' own experts in their backward, of the rows of all pairs of a token and an expert.
 
     The larger of two moments. Where the gradient of gate and up is multiplied, beside it what it is multiplied with, and the
-    gradient of that; all weights' gradients are there. And before any of them, where rows of the result have their gradients.
+    gradient of that; all weights' gradients are there. And before any of them, where rows of the result have their gradients,
+    in float32 where the router's choices count in that.
     """
     b, pairs = setting.itemsize, setting.rows * decoder.chosen
     multiplied = 2 * (decoder.hidden + decoder.intermediate) * b
-    returned = (5 * decoder.hidden + 4 * decoder.intermediate) * b + NUMBERS
+    wide = b < MASTER and decoder.kind == "mixtral"
+    returned = ((8 if wide else 5) * decoder.hidden + 4 * decoder.intermediate) * b + NUMBERS
     return max(pairs * multiplied + b * decoder.mlp_trained, pairs * returned)
 
 
