@@ -70,9 +70,13 @@ def _checkpointed_bytes(decoder: Decoder, setting: Setting, kept: int) -> tuple[
     # An input that has come back from the host; in float32 simulated ranks hold one row more, in both moments.
     back = (kept == 0) * (2 if b == MASTER else 1) * decoder.hidden * b
     attention, around_mlp = (row + back for row in checkpointed_row_bytes(decoder, b))
+    if setting.context > 1:
+        # The result of attention as ranks exchange it; with several key heads q and that in another order of heads besides.
+        several = setting.ring == 1 and decoder.kv_heads > setting.exchanging
+        around_mlp += (3 if several else 1) * decoder.queries * b
     of_mlp = b * decoder.mlp_trained
     if setting.ring > 1:
-        attention = max(attention, beside_ring_row_bytes(decoder, b) + exchanged)
+        attention = max(attention, beside_ring_row_bytes(decoder, b) + exchanged + back)
     else:
         attention += exchanged
     if setting.scope == "mlp" and decoder.mlp_adapted:  # its projections are called, by autograd
