@@ -130,7 +130,10 @@ class FinetuneOptions:
     tp: int = option(1, help="ranks that split every layer; dp x fsdp x cp x tp is the number of ranks in all")
     group_timeout: int = option(600, help="seconds that a process waits for another one before it ends the run")
     out: str = option("out/finetune", metavar="FOLDER", help="new folder for log, checkpoints, plot and model")
-    save_every: int = option(5, help="steps between checkpoints; one is always written at the end or on Ctrl-C")
+    save_every: int = option(
+        5,
+        help="steps between checkpoints; one is always written at the end or on Ctrl-C; 0 writes none, and no model",
+    )
     resume: bool = option(
         False, help="continue the run in --out from its newest checkpoint; repeat the options the run began with"
     )
@@ -182,7 +185,7 @@ class FinetuneOptions:
     @property
     def evaluated_every(self) -> int:
         """Steps between evaluations."""
-        return self.save_every if self.eval_every is None else self.eval_every
+        return (self.save_every or self.steps) if self.eval_every is None else self.eval_every
 
     def _check_training(self) -> None:
         """What the optimizer does, and what is held out."""
@@ -244,7 +247,7 @@ class FinetuneOptions:
 
 
 _LEAST = {
-    **{"tokens": 2, "steps": 1, "batch": 1, "grad_accumulation": 1, "save_every": 1, "seed": 0, "warmup": 0},
+    **{"tokens": 2, "steps": 1, "batch": 1, "grad_accumulation": 1, "save_every": 0, "seed": 0, "warmup": 0},
     **{"dp": 1, "fsdp": 1, "cp": 1, "tp": 1, "group_timeout": 1},
 }
 MOST_ROPE_SCALE = 1024
@@ -401,7 +404,9 @@ class PlanOptions:
     )
     sequences: int = option(1, help="sequences that a GPU, or the GPUs of a context together, work on at a time")
     dtype: Literal["bfloat16", "float32"] = option("bfloat16", help="dtype of the computation; all state is float32")
-    optimizer: Literal["adamw", "sgd"] = option("adamw", help="adamw keeps two moments of every parameter, sgd none")
+    optimizer: Literal["adamw", "adamw_8bit", "sgd"] = option(
+        "adamw", help="adamw keeps two moments of every parameter, adamw_8bit two of a byte each (torchao), sgd none"
+    )
     shard_tokens: int | None = option(None, help="tokens in a shard; without it what the library chooses")
     simulate: bool = option(
         False,
@@ -421,9 +426,11 @@ class PlanOptions:
             raise InputError(
                 f"plan: --host must be 0 or at least 1GiB, got {self.host} bytes. Write for example 128GiB."
             )
-        for name, known in (("dtype", ("bfloat16", "float32")), ("optimizer", ("adamw", "sgd"))):
+        for name, known in (("dtype", ("bfloat16", "float32")), ("optimizer", ("adamw", "adamw_8bit", "sgd"))):
             if getattr(self, name) not in known:
-                raise InputError(f"plan: --{name} must be {' or '.join(known)}, got {getattr(self, name)}.")
+                raise InputError(
+                    f"plan: --{name} must be {', '.join(known[:-1])} or {known[-1]}, got {getattr(self, name)}."
+                )
 
 
 _MOST = 2**30

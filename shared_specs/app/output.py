@@ -84,13 +84,15 @@ def check_records(folder: str) -> None:
 
 
 def check_room(out: Path, config: dict[str, Any], options: FinetuneOptions, done: int | None) -> None:
-    """Refuse a disk on which the checkpoints and the model of the run do not fit.
+    """Refuse a disk on which the checkpoints and the model of the run do not fit; one that saves neither needs no room.
 
     Args:
         done: steps of the checkpoint that is there, which the next one replaces once it is written; None without one.
     Raises:
         InputError: too few bytes are free.
     """
+    if options.save_every == 0:
+        return
     weights = _FLOAT32 * sum(prod(shape) for shape in weight_shapes(config).values())
     checkpoint = 3 * weights  # and two moments of the optimizer
     if done is None:

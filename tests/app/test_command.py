@@ -67,7 +67,7 @@ def test_help_names_every_option(capsys, monkeypatch):
         ("--tokens 1", "finetune: --tokens must be >= 2, got 1"),
         ("--steps 0", "finetune: --steps must be >= 1, got 0"),
         ("--batch 0", "--batch must be >= 1"),
-        ("--save-every 0", "--save-every must be >= 1"),
+        ("--save-every -1", "--save-every must be >= 0"),
         ("--seed -1", "--seed must be >= 0"),
         ("--num-shards 0", "finetune: --num-shards must be >= 1, got 0"),
         ("--shard-tokens -3", "--shard-tokens must be >= 1"),

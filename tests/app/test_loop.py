@@ -78,6 +78,32 @@ def test_what_a_run_leaves(options, tmp_path):
     assert "left" in shown
 
 
+def test_a_run_that_saves_nothing(options, tmp_path, monkeypatch):
+    """No checkpoint and no model, at the end or on a signal; no disk is too small, and the losses are those of any run."""
+    monkeypatch.setattr("shutil.disk_usage", lambda path: (100, 99, 1))
+    code, shown = run(options(save_every=0))
+    out = tmp_path / "run"
+    assert code == 0
+    assert sorted(path.name for path in out.iterdir()) == [LOG_NAME, PLOT_NAME]
+    assert f"\nlog and plot are in {out}" in shown
+    with pytest.raises(InputError, match=r"must have .* of room"):
+        run(options(out=str(tmp_path / "saving")))
+    monkeypatch.undo()
+    run(options(out=str(tmp_path / "saving")))
+    assert losses(out) == losses(tmp_path / "saving")
+
+    class Stopped(FakeTrainer):
+        def step(self, batch):
+            os.kill(os.getpid(), signal.SIGTERM)
+            return super().step(batch)
+
+    shown = io.StringIO()
+    code = finetune(Stopped(), options(save_every=0, out=str(tmp_path / "stopped")), Console(file=shown, width=200))
+    assert code == 128 + signal.SIGTERM
+    assert "stopped after step 1; no checkpoint was written (--save-every 0)" in shown.getvalue()
+    assert not (tmp_path / "stopped" / "checkpoints").exists()
+
+
 def test_live_display_on_a_terminal(options):
     shown = io.StringIO()
     finetune(FakeTrainer(), options(), Console(file=shown, width=200, force_terminal=True, color_system=None))

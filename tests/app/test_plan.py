@@ -4,7 +4,7 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,14 @@ from shared_specs.app.command import main, shared_command
 from shared_specs.app.finetune.context import context_axes
 from shared_specs.app.options import FinetuneOptions, InputError, PlanOptions
 from shared_specs.app.plan.decoder import MODELS, Decoder, decoder_named, decoder_of, tensor_ranks
+from shared_specs.app.plan.held import Held
 from shared_specs.app.plan.layer.compiled import cudnn_groups
 from shared_specs.app.plan.published import PUBLISHED, Published
 from shared_specs.app.plan.record import KIND, simulated_setting
 from shared_specs.app.plan.search import contexts, parts_of_sequence, plan, step_flop, step_seconds
 from shared_specs.app.plan.show import as_json, plan_of, show_plan, what_to_set
 from shared_specs.app.plan.simulated import Simulated, Simulator, predicted_device, simulated_step
-from shared_specs.app.plan.step import RESERVE, Setting, parts_of
+from shared_specs.app.plan.step import RESERVE, Setting, optimizer_bytes, parts_of
 from shared_specs.config import HALVES
 from shared_specs.kernels.roofline import GPUS
 from shared_specs.layers.block_costs import block_row_bytes, cudnn_block_row_bytes
@@ -366,6 +367,13 @@ def test_bytes_of_the_state() -> None:
     assert adamw.weights + adamw.optimizer == pytest.approx(1.5 * EIGHT.parameters, abs=8)
     assert adamw.gradients == 4 * (EIGHT.layers - 2) * EIGHT.layer_parameters // 8  # at the second layer
     assert adamw.total - sgd.total == adamw.optimizer == 2 * adamw.weights
+    eight_bits = parts_of(EIGHT, replace(setting, optimizer="adamw_8bit"))
+    assert eight_bits.total - sgd.total == eight_bits.optimizer == pytest.approx(2.03125 / 8 * EIGHT.parameters, abs=8)
+    # What torchao keeps of [1024, 1024]: two times as many codes of a byte, and 4096 scales.
+    whole = Held(
+        **dict.fromkeys([f.name for f in fields(Held)], 2**20) | {"trains_head": True, "trains_embedding": True}
+    )
+    assert optimizer_bytes(replace(EIGHT, held=whole), "adamw_8bit") == 2 * (1048576 + 4 * 4096)
     host = parts_of(EIGHT, replace(setting, host_state=True))
     assert (host.weights, host.gradients, host.optimizer) == (0, 0, 0)
     assert host.host - adamw.host == pytest.approx(2 * EIGHT.parameters, abs=8)

@@ -33,10 +33,13 @@ def _context(draw: random.Random, decoder: Decoder, left: int, tensor: int) -> d
 def _is_simulated(decoder: Decoder, setting: Setting) -> bool:
     """Return whether the ranks run it, in the time of a test, as the formulas count it.
 
-    Heads are whole. An expert has the rows of a shard, as many as the formulas count however hot one is, although simulated
-    tokens are shared evenly. Of 128 experts a step takes minutes; untiled ones are products that PyTorch has in bfloat16 alone.
+    Heads are whole, and fused projections too. An expert has the rows of a shard, as many as the formulas count however hot one
+    is, although simulated tokens are shared evenly. Of 128 experts a step takes minutes; untiled ones are products that PyTorch
+    has in bfloat16 alone.
     """
     if decoder.heads % setting.tensor or decoder.kv_heads % setting.tensor:
+        return False
+    if decoder.uncut and setting.context * setting.tensor > 1:
         return False
     if not decoder.experts:
         return True

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shared_specs.app.plan.decoder import Decoder
 from shared_specs.app.plan.simulated import simulated_step
@@ -57,13 +58,19 @@ def freeze(model: Any, places: list[str]) -> None:
                     setattr(module, projection, LoRA(linear))
 
 
+def sizes_of(decoder: Decoder, setting: Setting, places: list[str]) -> dict[str, Any]:
+    """Return the sizes that `plan` reads from the model with all its layers."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model: Any = simulate._untiled(decoder, setting)
+        freeze(model, places)
+        return asdict(decoder_of_model("plan", model))
+
+
 def step(decoder: Decoder, setting: Setting, places: list[str]) -> dict[str, Any]:
     """Return the bytes that are held, and the sizes that `plan` reads from the model."""
-    sizes = []
 
     def frozen(model: Any) -> Any:
         freeze(model, places)
-        sizes.append(decoder_of_model("plan", model))
         return model
 
     changed: Any = simulate
@@ -73,7 +80,7 @@ def step(decoder: Decoder, setting: Setting, places: list[str]) -> dict[str, Any
         changed._tiled = TILED
         changed.tile_model = lambda model, **options: tile_model(frozen(model), **options)
     found = simulated_step(decoder, setting, simulate.SIMULATOR)
-    return {"device": found.device, "decoder": asdict(sizes[-1])}
+    return {"device": found.device, "host": found.host, "decoder": sizes_of(decoder, setting, places)}
 
 
 def simulate_frozen() -> None:

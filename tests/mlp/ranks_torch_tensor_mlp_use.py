@@ -34,13 +34,16 @@ def module(
 ) -> dict[str, Any]:
     """The module's parameters are slices of `TiledMLP`'s from the same seed, and so are its results.
 
+    Its activation is given as a layer.
+
     main_grad: every parameter has one, of ones, that takes its gradient.
     """
     torch.manual_seed(3)
     options: dict[str, Any] = {"gated": gated, "bias": bias, "fused_gate_up": fused, "dtype": torch.float64}
     whole = TiledMLP(HIDDEN, FEATURES, num_shards=3, **options)
     torch.manual_seed(3)
-    mine = TensorParallelTiledMLP(HIDDEN, FEATURES, sequence_parallel=sequence_parallel, num_shards=3, **options)
+    options |= {"sequence_parallel": sequence_parallel, "activation": nn.SiLU()}
+    mine = TensorParallelTiledMLP(HIDDEN, FEATURES, num_shards=3, **options)
     x, upstream = draw(2, 8 * world, HIDDEN, seed=0), draw(2, 8 * world, HIDDEN, seed=1)
     rows = slice(8 * rank, 8 * (rank + 1)) if sequence_parallel else slice(None)
     expected = whole(x)
@@ -221,6 +224,8 @@ def refused(rank: int, world: int, what: str) -> str:
             options["tiling"] = Tiling(memory_budget=10)
         case "module":
             return message_of(lambda: TensorParallelTiledMLP(HIDDEN, 15))
+        case "activation":
+            return message_of(lambda: TensorParallelTiledMLP(HIDDEN, FEATURES, activation=nn.PReLU()))
         case "grad" | "vjp" | "vmap":
             return message_of(lambda: transformed(what, lambda x: call({**given, "x": x}, **options), given["x"]))
         case "no bias beside DTensors":

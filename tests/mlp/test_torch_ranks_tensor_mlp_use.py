@@ -116,6 +116,7 @@ REFUSED = {
     "deterministic": f"{NAME}: deterministic must be False here, got True. Sums over ranks are",
     "budget": f"{NAME}: memory_budget must be >= ",
     "module": "TensorParallelTiledMLP: intermediate_size must be a multiple of the 2 ranks it is split over, got 15.",
+    "activation": "TensorParallelTiledMLP: activation must be one of silu, ",
     "no bias beside DTensors": f"{NAME}: biases['up'] must be an array, got NoneType.",
     **dict.fromkeys(("grad", "vjp", "vmap"), f"{NAME}: this call is inside torch.func. Differentiate the"),
     "create_graph": f"{NAME}: create_graph must be False in backward, got True.",

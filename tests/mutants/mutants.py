@@ -122,8 +122,8 @@ MUTANTS = (
     Mutant(
         "a plan keeps one moment of AdamW",
         "shared_specs/app/plan/step.py",
-        'MOMENTS = {"adamw": 2, "sgd": 0}',
-        'MOMENTS = {"adamw": 1, "sgd": 0}',
+        'MOMENTS = {"adamw": 2, "adamw_8bit": 2, "sgd": 0}',
+        'MOMENTS = {"adamw": 1, "adamw_8bit": 2, "sgd": 0}',
         "tests/app/test_plan.py -x -k bytes_of_the_state",
     ),
     Mutant(
@@ -150,9 +150,23 @@ MUTANTS = (
     Mutant(
         "a plan keeps moments of what is frozen",
         "shared_specs/app/plan/step.py",
-        "decoder.weight_bytes // ranks, decoder.trained_bytes // ranks",
-        "decoder.weight_bytes // ranks, decoder.weight_bytes // ranks",
+        "return MOMENTS[optimizer] * decoder.trained_bytes",
+        "return MOMENTS[optimizer] * decoder.weight_bytes",
         "tests/app/test_both_plan.py -x -k frozen_base",
+    ),
+    Mutant(
+        "a plan keeps a byte for a scale of AdamW in 8 bits",
+        "shared_specs/app/plan/step.py",
+        "decoder.trained + MASTER * -(-decoder.trained // _SCALED)",
+        "decoder.trained + -(-decoder.trained // _SCALED)",
+        "tests/app/test_plan.py -x -k bytes_of_the_state",
+    ),
+    Mutant(
+        "a run that saves nothing leaves a model",
+        "shared_specs/app/finetune/loop.py",
+        "        if not self.saves:\n",
+        "        if not self.saves and step < self.options.steps:\n",
+        "tests/app/test_loop.py -x -k saves_nothing",
     ),
     Mutant(
         "a plan takes the MLP of a mixture for that of all its experts",

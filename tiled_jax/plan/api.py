@@ -43,7 +43,8 @@ def plan(
         host_memory: for each device, a size or a number of bytes; None: as much as it takes.
         sequences: that a device, or the devices that share a sequence, work on at a time, >= 1.
         dtype: "bfloat16" or "float32", in which parameters are gathered and products made.
-        optimizer: "adamw" keeps two moments of every trained parameter, in its dtype; "sgd" keeps none.
+        optimizer: "adamw" keeps two moments of every trained parameter, in its dtype; "adamw_8bit" keeps two of a byte each and
+            for every 256 of them a float32 scale, as torchao and bitsandbytes do; "sgd" keeps none.
         wrt: a filter of the trained parameters, as in `nnx.Optimizer` and `parallelize`; None: the adapters (nnx.LoRAParam)
             where there are any, else all.
         loss_fn: as in `parallelize`: loss_fn(model, batch) -> the mean, of int32 [sequences, tokens + 1]. None: the loss of the

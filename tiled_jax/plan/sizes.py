@@ -89,7 +89,7 @@ def _parameters(function: str, model: nnx.Module, decoder: Decoder, wrt: Any) ->
     """Layers are one stack: every parameter of theirs has all layers' part."""
     for path, value, trained in with_trained(function, model, wrt):
         if path[0] == "layers":
-            place: Place = "mlp" if path[1] == "mlp" else "attention"
+            place: Place = "mlp" if path[1] == "mlp" else "norm" if path[-1] == "scale" else "attention"
             for layer in range(decoder.layers):
                 yield Parameter(place, layer, value.size // decoder.layers, value.dtype.itemsize, trained)
         else:

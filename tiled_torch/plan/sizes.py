@@ -72,7 +72,7 @@ def _parameters(model: Any, decoder: Decoder) -> Iterator[Parameter]:
         layer = None if found is None else places.setdefault(found.groups(), len(places))
         count = math.prod(whole_shape(parameter))
         place = ends.get(id(parameter)) or _at_ends(name, count == decoder.hidden * decoder.vocab)
-        place = _in_layer(name) if found else place
+        place = _in_layer(name, parameter.ndim) if found else place
         yield Parameter(place, layer, count, parameter.element_size(), parameter.requires_grad)
 
 
@@ -88,8 +88,10 @@ def _ends_of(model: Any, tied: bool) -> dict[int, Place]:
     return found
 
 
-def _in_layer(name: str) -> Place:
-    return "mlp" if ".mlp." in name else "attention"
+def _in_layer(name: str, dims: int) -> Place:
+    if ".mlp." in name:
+        return "mlp"
+    return "norm" if dims == 1 and not name.endswith("bias") else "attention"
 
 
 def _at_ends(name: str, of_vocabulary: bool) -> Place:

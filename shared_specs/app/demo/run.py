@@ -8,7 +8,6 @@ in backward, in little memory.
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -78,15 +77,14 @@ def execute(run: Run, folder: Path, console: Console) -> Result | None:
     """Run one process to its end, its lines shown as they come; None where it failed."""
     steps, tokens = (run.flags[run.flags.index(name) + 1] for name in ("--steps", "--tokens"))
     out = folder / run.label.replace(" ", "-") / tokens
-    words = ["-m", run.package, "finetune", *run.flags, "--device", "cpu", "--seed", "0", "--out", str(out)]
+    fixed = ("--device", "cpu", "--seed", "0", "--save-every", "0")
+    words = ["-m", run.package, "finetune", *run.flags, *fixed, "--out", str(out)]
     console.rule(f"{run.label}, {tokens} tokens, {'one step' if steps == '1' else f'{steps} steps'}", align="left")
     code = subprocess.run([sys.executable, *words], env=os.environ | {"PYTHONUNBUFFERED": "1"}).returncode
     if code != 0:
         console.print(f"[bold]{run.label} ended with exit code {code}[/]")
         return None
     records = read_log(out)
-    for saved in ("checkpoints", "model"):  # two gigabytes a run that nobody asked to keep
-        shutil.rmtree(out / saved)
     return Result(run=run, start=records[0], steps=step_records(records))
 
 

@@ -126,6 +126,7 @@ class _TrainingRun:
         self.options = job.options
         self.lines = Lines() if self.options.json and team.rank == 0 else None
         self.saved = job.done if job.checkpoint else -1
+        self.saves = job.options.save_every > 0
         self.progress = RunProgress(job.options.steps, job.done, console)
         recomputed = job.options.checkpointing or job.options.scope == "block"
         self.layers = StepProgress(
@@ -153,13 +154,15 @@ class _TrainingRun:
                 asked = next((signal for signal in self.team.gather(stop.signal) if signal is not None), None)
                 if asked is None and (step % self.options.evaluated_every == 0 or step == self.options.steps):
                     self._evaluate(step)
-                if step % self.options.save_every == 0 and step < self.options.steps and asked is None:
+                if self.saves and step % self.options.save_every == 0 and step < self.options.steps and asked is None:
                     self._save(step)
             self._save(step)
             if step == self.options.steps:
-                self.progress.say(f"model, log and plot are in {self.job.out}")
-            else:
+                self.progress.say(f"{'model, log' if self.saves else 'log'} and plot are in {self.job.out}")
+            elif self.saves:
                 self.progress.say(f"stopped after step {step}; the same command with --resume continues")
+            else:
+                self.progress.say(f"stopped after step {step}; no checkpoint was written (--save-every 0)")
             self._log("end", step=step, signal=asked)
         return exit_code(asked) if step < self.options.steps else 0
 
@@ -213,10 +216,13 @@ class _TrainingRun:
         return None
 
     def _save(self, step: int) -> None:
-        """Write the checkpoint of `step`, the plot, and after the last step the model."""
+        """Write the checkpoint of `step`, the plot, and after the last step the model; of a run that saves nothing the plot."""
         if step == 0:
             return
         job = self.job
+        if not self.saves:
+            succeed_everywhere(self.team, writing(job.out, self._plot))
+            return
         if step != self.saved and self.trainer.sharded:
             write_rest = partial(write_config, config=job.config, tokenizer=job.files.tokenizer)
             save_sharded_checkpoint(

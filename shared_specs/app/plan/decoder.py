@@ -168,6 +168,11 @@ class Decoder:
         return MASTER * self.parameters if self.held is None else self.held.bytes
 
     @property
+    def trained(self) -> int:
+        """Return the parameters that have a gradient."""
+        return self.parameters if self.held is None else self.held.trained
+
+    @property
     def trained_bytes(self) -> int:
         """Return bytes of all gradients, and of one moment of each."""
         return MASTER * self.parameters if self.held is None else self.held.trained_bytes

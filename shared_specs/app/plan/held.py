@@ -4,14 +4,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-Place = Literal["attention", "mlp", "head", "embedding", "ends"]
+Place = Literal["attention", "norm", "mlp", "head", "embedding", "ends"]
 
 
 class Parameter(NamedTuple):
     """One parameter of a model.
 
     Attributes:
-        place: where it is: in a layer in its MLP or, with the norms, in "attention"; or outside of them.
+        place: where it is: in a layer in its MLP, a norm or else "attention"; or outside of them.
         layer: the number of the layer; None outside of them. count: elements. itemsize: bytes of one.
     """
 
@@ -32,6 +32,7 @@ class Held:
         layers_trained: trained ones of all layers. layer, layer_trained: all and trained ones of the layer with most.
         mlp, mlp_trained: the same of an MLP.
         trains_head, trains_embedding: whether each has a gradient. Of tied ones both have.
+        trains_attention, trains_norms: whether anything of it has one, in any layer.
     """
 
     bytes: int
@@ -45,6 +46,8 @@ class Held:
     mlp_trained: int
     trains_head: bool
     trains_embedding: bool
+    trains_attention: bool
+    trains_norms: bool
 
     def split(self, ranks: int) -> "Held":
         """Return what a rank has of it under tensor parallelism."""
@@ -60,6 +63,7 @@ def held_of(parameters: Iterable[Parameter], *, tied: bool) -> Held:
     found = tuple(parameters)
     trained = tuple(p for p in found if p.trained)
     outside = {p.place for p in trained if p.layer is None}
+    inside = {p.place for p in trained if p.layer is not None}
     return Held(
         bytes=sum(p.count * p.itemsize for p in found),
         trained_bytes=sum(p.count * p.itemsize for p in trained),
@@ -72,6 +76,8 @@ def held_of(parameters: Iterable[Parameter], *, tied: bool) -> Held:
         mlp_trained=_most(p for p in trained if p.place == "mlp"),
         trains_head="head" in outside or (tied and "embedding" in outside),
         trains_embedding="embedding" in outside or (tied and "head" in outside),
+        trains_attention="attention" in inside,
+        trains_norms="norm" in inside,
     )
 
 

@@ -11,7 +11,7 @@ from shared_specs.layers.host_memory import POOL_VARIABLE, pool_gib
 from shared_specs.shards import ShardPlan, plan_tokens
 
 Scope = Literal["none", "mlp", "block"]
-Optimizer = Literal["adamw", "sgd"]
+Optimizer = Literal["adamw", "adamw_8bit", "sgd"]
 ITEMSIZE = {"bfloat16": 2, "float32": 4}
 NODE = 8  # GPUs of a node, between which the fastest links are
 

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 from shared_specs.app.plan.decoder import Decoder
-from shared_specs.app.plan.step import MOMENTS, RESERVE, Setting, parts_of
+from shared_specs.app.plan.step import RESERVE, Setting, optimizer_bytes, parts_of
 
 # Depths of the two shallow models, the least from which on a layer more is the same whatever the depth: in the backward of
 # one there are then the weights of the next and the gradients of the one before.
@@ -64,7 +64,7 @@ def simulated_step(decoder: Decoder, setting: Setting, simulator: Simulator) -> 
     else:
         shallow, deep = (simulator.simulate(replace(decoder, layers=layers), setting) for layers in DEPTHS)
         found = _at_depth(decoder.layers, shallow, deep)
-    state = MOMENTS[setting.optimizer] * decoder.trained_bytes // setting.gpus
+    state = optimizer_bytes(decoder, setting.optimizer) // setting.gpus
     if setting.host_state:
         return replace(found, host=found.host + state)
     return replace(found, moments={name: kinds | {"optimizer": state} for name, kinds in found.moments.items()})

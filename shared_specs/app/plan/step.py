@@ -11,6 +11,7 @@ from shared_specs.app.plan.decoder import LOGIT_CAP, UNCUT, Decoder
 from shared_specs.app.plan.decoder import MASTER as MASTER
 from shared_specs.app.plan.layer.compiled import compiled_layer_bytes
 from shared_specs.app.plan.layer.eager import eager_layer_bytes
+from shared_specs.app.plan.setting import Optimizer
 from shared_specs.app.plan.setting import Scope as Scope
 from shared_specs.app.plan.setting import Setting as Setting
 from shared_specs.collectives.costs import gathered_plan, in_flight_bytes
@@ -18,7 +19,9 @@ from shared_specs.collectives.sequence_plan import plan_sequence
 from shared_specs.loss.costs import LossShape, compiled_loss_peak_bytes, loss_accumulator_bytes, loss_peak_bytes
 from shared_specs.loss.sequence_costs import sequence_loss_peak_bytes
 
-MOMENTS = {"adamw": 2, "sgd": 0}
+# Moments of a parameter that an optimizer keeps. In 8 bits they have a scale, in float32, for so many entries.
+MOMENTS = {"adamw": 2, "adamw_8bit": 2, "sgd": 0}
+_SCALED = 256
 # What no tensor shows: CUDA's context, the communication library's buffers, what the allocator cannot use.
 RESERVE = 3 * 2**30
 
@@ -65,7 +68,11 @@ def parts_of(decoder: Decoder, setting: Setting) -> Parts:
     host = decoder.inputs * setting.own_rows * decoder.stream * setting.stream if setting.offload else 0
     ranks = setting.gpus // setting.tensor
     weights, trained = decoder.weight_bytes // ranks, decoder.trained_bytes // ranks
-    state = {"weights": weights, "gradients": trained, "optimizer": MOMENTS[setting.optimizer] * trained}
+    state = {
+        "weights": weights,
+        "gradients": trained,
+        "optimizer": optimizer_bytes(decoder, setting.optimizer) // ranks,
+    }
     if decoder.whole is not None:
         rest = max(0, decoder.whole(setting) - weights - trained)
         names = ("gathered", "inputs", "attention", "shard", "loss", "host")
@@ -88,6 +95,13 @@ def parts_of(decoder: Decoder, setting: Setting) -> Parts:
     ]
     found = (Parts(**state | moment, reserve=RESERVE, host=host) for moment in moments if moment)
     return max(found, key=lambda parts: parts.total)
+
+
+def optimizer_bytes(decoder: Decoder, optimizer: Optimizer) -> int:
+    """Return the bytes that an optimizer keeps of all trained parameters from step to step: in their dtype, or in 8 bits."""
+    if optimizer == "adamw_8bit":
+        return MOMENTS[optimizer] * (decoder.trained + MASTER * -(-decoder.trained // _SCALED))
+    return MOMENTS[optimizer] * decoder.trained_bytes
 
 
 def _at_layer(decoder: Decoder, setting: Setting, done: int) -> dict[str, int]:
@@ -117,8 +131,8 @@ def _at_layer(decoder: Decoder, setting: Setting, done: int) -> dict[str, int]:
 
 def _cut_bytes(decoder: Decoder, setting: Setting, layers: int, more: int = 0) -> int:
     """Return the bytes of a rank's part of the gradients of so many layers, and of so many more parameters."""
-    trained = decoder.parameters if decoder.held is None else decoder.held.trained
-    found = decoder.trained_bytes * (decoder.layers_trained * layers // decoder.layers + more) // max(1, trained)
+    of_layers = decoder.layers_trained * layers // decoder.layers
+    found = decoder.trained_bytes * (of_layers + more) // max(1, decoder.trained)
     return 0 if setting.host_state else found // (setting.gpus // setting.tensor)
 
 

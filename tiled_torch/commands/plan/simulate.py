@@ -31,6 +31,7 @@ from tiled_torch.models.block.host_memory import host_memory
 from tiled_torch.models.block.parts import Unhooked
 from tiled_torch.plans.api import parallelize
 from tiled_torch.plans.registry import plan_of
+from tiled_torch.tile.call import TiledCall
 
 _COLLECTIVES = ("c10d", "_c10d_functional")
 
@@ -64,22 +65,50 @@ def simulate_model(build: Callable[[], nn.Module], setting: Setting) -> Simulate
             moments, collectives = _Moments(place), _Collectives()
             moments.follow(model, ids)
             # Not in a thread of autograd, which would run into the end of the interpreter.
-            with moments.tracker, collectives, torch.autograd.set_multithreading_enabled(False):
+            with (
+                moments.modules.unseen(),
+                moments.tracker,
+                collectives,
+                torch.autograd.set_multithreading_enabled(False),
+            ):
                 model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     moments.end("backward of the first layer")
     return Simulated(moments=moments.found, host=moments.host, collectives=dict(collectives.counts))
 
 
 class _Modules(ModTracker):
-    """Knows nothing of modules that stand for another one's forward: it would take that one for theirs."""
+    """Knows nothing of modules that stand for another one's forward: it would take that one for theirs.
+
+    Nor does it know of modules that `tile` tries on a few tokens: their hooks would keep all tokens, of which these are a part,
+    to the end of the step.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trying = False
 
     def _fw_pre_hook(self, mod: nn.Module, input: Any) -> None:
-        if not isinstance(mod, Unhooked):
+        if not (self.trying or isinstance(mod, Unhooked)):
             super()._fw_pre_hook(mod, input)
 
     def _fw_post_hook(self, mod: nn.Module, input: Any, output: Any) -> None:
-        if not isinstance(mod, Unhooked):
+        if not (self.trying or isinstance(mod, Unhooked)):
             super()._fw_post_hook(mod, input, output)
+
+    @contextmanager
+    def unseen(self) -> Iterator[None]:
+        """Let what `tile` tries go unseen inside."""
+        probe = TiledCall.probe
+
+        def tried(call: TiledCall, flat: Any) -> Any:
+            before, self.trying = self.trying, True
+            try:
+                return probe(call, flat)
+            finally:
+                self.trying = before
+
+        with patch.object(TiledCall, "probe", tried):
+            yield
 
 
 class _Moments:
@@ -91,7 +120,7 @@ class _Moments:
 
     def __init__(self, place: str) -> None:
         self.place, self.tracker = place, MemTracker()
-        self.tracker._mod_tracker = _Modules()
+        self.modules = self.tracker._mod_tracker = _Modules()
         self.found: dict[str, dict[str, int]] = {}
         self.host = 0
 

@@ -59,5 +59,5 @@ BAD_PLANS = (
         message="host_memory must be a size, got 'a lot'. Write for example 512MiB or 2GB.",
     ),
     _value("dtype", "int4", "one of bfloat16, float32"),
-    _value("optimizer", "lion", "one of adamw, sgd"),
+    _value("optimizer", "lion", "one of adamw, adamw_8bit, sgd"),
 )

@@ -69,10 +69,12 @@ def _checkpointed_bytes(decoder: Decoder, setting: Setting, kept: int) -> tuple[
     exchanged, mlp = exchanged_row_bytes(decoder, setting), mlp_shape(decoder, setting)
     # An input that has come back from the host; in float32 simulated ranks hold one row more, in both moments.
     back = (kept == 0) * (2 if b == MASTER else 1) * decoder.hidden * b
-    attention, around_mlp = (row + back for row in checkpointed_row_bytes(decoder, b))
+    kept_rows = zip(checkpointed_row_bytes(decoder, b), _unkept_rows(decoder), strict=True)
+    attention, around_mlp = (row + back - rows_less * decoder.hidden * b for row, rows_less in kept_rows)
     if setting.context > 1:
-        # The result of attention as ranks exchange it; with several key heads q and that in another order of heads besides.
-        several = setting.ring == 1 and decoder.kv_heads > setting.exchanging
+        # The result of attention as ranks exchange it; where several key heads have several query heads each, q and that in
+        # another order of heads besides.
+        several = setting.ring == 1 and decoder.heads > decoder.kv_heads > setting.exchanging
         around_mlp += (3 if several else 1) * decoder.queries * b
     of_mlp = b * decoder.mlp_trained
     if setting.ring > 1:
@@ -165,6 +167,17 @@ def checkpointed_row_bytes(decoder: Decoder, itemsize: int) -> tuple[int, int]:
     attention, mlp = (17, 10) if itemsize < MASTER else (8, 7)
     both = heads * itemsize + 4 * decoder.heads + head_norm_row_bytes(decoder, itemsize)
     return attention * decoder.hidden * itemsize + both, mlp * decoder.hidden * itemsize + both
+
+
+def _unkept_rows(decoder: Decoder) -> tuple[int, int]:
+    """Return how many rows of H what is not trained does not keep, in attention and in the MLP.
+
+    They are what each norm multiplies with its weight, and what q, k and v are made of.
+    """
+    if decoder.held is None:
+        return 0, 0
+    norm, given = not decoder.held.trains_norms, not decoder.held.trains_attention
+    return norm + given, 2 * norm + given
 
 
 def _window_row_bytes(decoder: Decoder, setting: Setting) -> int:
