@@ -22,8 +22,10 @@ pytest.importorskip("torch")
 ROOT = Path(__file__).parents[2]
 LAYERS, HEAD = 256, 32000  # entries of the vocabulary with which a layer or the loss is the peak
 SMALL = Decoder(hidden=512, intermediate=1792, layers=3, heads=8, kv_heads=4, head_dim=64, vocab=LAYERS)
-PART, PARTS, FIRST = 20, 4, 1000  # drawn settings of a test, tests, and the number of what the first is drawn from
+# Drawn settings of a test, tests, and the numbers of settings of which the first is drawn, and each.
+PART, PARTS, FIRST, EACH = 20, 5, 1000, 80
 ATTENTION, ALL, NORMS = ["self_attn"], ["self_attn", "mlp"], ["norms"]
+HALF = ["bfloat16"]  # all is trained, and in 16 bits
 # scope, tokens, dtype, vocabulary, device; the parts of a layer whose projections have adapters, or norms that are trained
 CASES: list[tuple[Any, ...]] = [
     ("block", 16384, "bfloat16", LAYERS, "gpu", ATTENTION),
@@ -74,12 +76,16 @@ def test_bytes_of_a_frozen_model(of: list[tuple[Any, ...]]) -> None:
 
 
 def drawn_frozen(number: int) -> tuple[str, Setting, list[str]]:
-    """The setting of a number: a published dense model, what is set, and what of its layers has adapters or is trained."""
-    draws = (drawn(FIRST + PART * PARTS * number + more) for more in count())
+    """The setting of a number: a published dense model, what is set, and what of its layers has adapters or is trained.
+
+    Models of the last numbers are trained as a whole, and all their parameters are in 16 bits.
+    """
+    draws = (drawn(FIRST + EACH * number + more) for more in count())
     name, setting = next(found for found in draws if not MODELS[found[0]].experts and found[1].tensor == 1)
     own = min(setting.tokens // setting.context, 16384)
     places = random.Random(number).choice((ATTENTION, ALL, ["mlp"], NORMS))
-    return name, replace(setting, tokens=own * setting.context, optimizer="sgd"), places
+    setting = replace(setting, tokens=own * setting.context, optimizer="sgd")
+    return (name, setting, places) if number < EACH else (name, replace(setting, dtype="bfloat16"), HALF)
 
 
 def test_drawn_settings_are_of_every_kind() -> None:
@@ -88,19 +94,19 @@ def test_drawn_settings_are_of_every_kind() -> None:
     assert len({name for name, _, _ in settings}) > 0.7 * sum(decoder.experts == 0 for decoder in MODELS.values())
     assert len({(setting.context_kind, setting.scope) for _, setting, _ in settings}) == 9
     assert len({(setting.dtype, setting.offload, setting.host_state) for _, setting, _ in settings}) == 8
-    assert len({(setting.scope, *places) for _, setting, places in settings}) == 12
+    assert len({(setting.scope, *places) for _, setting, places in settings}) == 15
 
 
 @pytest.mark.parametrize(
     "numbers",
     [
-        pytest.param((1, 8, 15), marks=pytest.mark.deep),
+        pytest.param((1, 73, 91), marks=pytest.mark.deep),
         *(pytest.param(range(PART * part, PART * (part + 1)), marks=pytest.mark.slow) for part in range(PARTS)),
     ],
     ids=["few", *map(str, range(PARTS))],
 )
 @pytest.mark.timeout(3600)
-def test_bytes_of_drawn_frozen_models(numbers: Any) -> None:
+def test_bytes_of_drawn_models(numbers: Any) -> None:
     """Ratios of what is predicted to what is held, on the device and on the host, of published models at real size."""
     given = [drawn_frozen(number) for number in numbers]
     wrong = []

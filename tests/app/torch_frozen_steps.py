@@ -47,7 +47,13 @@ def of_trained(register: Any) -> Any:
 
 
 def freeze(model: Any, places: list[str]) -> None:
-    """Leave adapters on the projections of these parts of a layer trained, or the norms."""
+    """Leave adapters on the projections of these parts of a layer trained, or the norms; or all, in 16 bits."""
+    if places == ["bfloat16"]:
+        for module in model.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                module._parameters[name] = nn.Parameter(parameter.detach().bfloat16())
+        model.tie_weights()
+        return
     model.requires_grad_(False)
     for name, module in list(model.named_modules()):
         if places == ["norms"]:
@@ -79,7 +85,11 @@ def step(decoder: Decoder, setting: Setting, places: list[str]) -> dict[str, Any
     else:
         changed._tiled = TILED
         changed.tile_model = lambda model, **options: tile_model(frozen(model), **options)
+    default = torch.get_default_dtype()
+    if places == ["bfloat16"]:  # of the parameters on the simulated device
+        torch.set_default_dtype(torch.bfloat16)
     found = simulated_step(decoder, setting, simulate.SIMULATOR)
+    torch.set_default_dtype(default)
     return {"device": found.device, "host": found.host, "decoder": sizes_of(decoder, setting, places)}
 
 

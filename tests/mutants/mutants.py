@@ -155,6 +155,27 @@ MUTANTS = (
         "tests/app/test_both_plan.py -x -k frozen_base",
     ),
     Mutant(
+        "a plan keeps rows for norms that are frozen",
+        "shared_specs/app/plan/layer/eager.py",
+        "return norm + given, 2 * norm + given",
+        "return 0, 0",
+        "tests/app/test_torch_plan_frozen.py -m deep -k 'drawn_models and few'",
+    ),
+    Mutant(
+        "a plan rounds gradients of 16-bit parameters without room",
+        "shared_specs/app/plan/step.py",
+        "cut = (MASTER + (kept if kept < MASTER else 0)) // ranks",
+        "cut = MASTER // ranks",
+        "tests/app/test_torch_plan_frozen.py -m deep -k 'drawn_models and few'",
+    ),
+    Mutant(
+        "a simulated step keeps the input of every MLP with adapters",
+        "tiled_torch/commands/plan/simulate.py",
+        "before, self.trying = self.trying, True",
+        "before = self.trying",
+        "tests/app/test_torch_plan_frozen.py -m deep -k 'drawn_models and few'",
+    ),
+    Mutant(
         "a plan keeps a byte for a scale of AdamW in 8 bits",
         "shared_specs/app/plan/step.py",
         "decoder.trained + MASTER * -(-decoder.trained // _SCALED)",

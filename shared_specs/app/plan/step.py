@@ -266,13 +266,17 @@ def _compiled_loss_bytes(shape: LossShape, setting: Setting, ranks: int, trained
 
 def _at_embedding(decoder: Decoder, setting: Setting) -> dict[str, int]:
     """Behind the backward of the embedding: the gradients of all layers, and of the ends whole, in float32, beside what they
-    are copied from or cut into; a rank alone cuts nothing that autograd has summed.
+    are copied from or cut into, and then rounded where parameters are of 16 bits; a rank alone cuts nothing that autograd has
+    summed.
 
     Where it is split by vocabulary there are the gradient of a rank's own tokens, and that of a shard of all ranks' tokens as
     it came and without the rows of others' entries.
     """
     ranks = setting.gpus // setting.tensor
-    cut = 0 if ranks == 1 and setting.scope == "none" else MASTER // ranks
+    kept = decoder.trained_bytes // decoder.trained  # of one parameter's gradient, which is float32 until it is cut
+    cut = (MASTER + (kept if kept < MASTER else 0)) // ranks
+    if ranks == 1 and setting.scope == "none":
+        cut = 0
     split = setting.tensor > 1
     return {
         "gradients": _cut_bytes(decoder, setting, decoder.layers),

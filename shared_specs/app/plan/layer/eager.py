@@ -69,8 +69,10 @@ def _checkpointed_bytes(decoder: Decoder, setting: Setting, kept: int) -> tuple[
     exchanged, mlp = exchanged_row_bytes(decoder, setting), mlp_shape(decoder, setting)
     # An input that has come back from the host; in float32 simulated ranks hold one row more, in both moments.
     back = (kept == 0) * (2 if b == MASTER else 1) * decoder.hidden * b
-    kept_rows = zip(checkpointed_row_bytes(decoder, b), _unkept_rows(decoder), strict=True)
-    attention, around_mlp = (row + back - rows_less * decoder.hidden * b for row, rows_less in kept_rows)
+    unkept = [rows * decoder.hidden * b for rows in _unkept_rows(decoder)]
+    attention, around_mlp = (
+        row + back - less for row, less in zip(checkpointed_row_bytes(decoder, b), unkept, strict=True)
+    )
     if setting.context > 1:
         # The result of attention as ranks exchange it; where several key heads have several query heads each, q and that in
         # another order of heads besides.
@@ -78,7 +80,9 @@ def _checkpointed_bytes(decoder: Decoder, setting: Setting, kept: int) -> tuple[
         around_mlp += (3 if several else 1) * decoder.queries * b
     of_mlp = b * decoder.mlp_trained
     if setting.ring > 1:
-        attention = max(attention, beside_ring_row_bytes(decoder, b) + exchanged + back)
+        # Behind attention its result is there in the order of heads, and in that of tokens.
+        beside = beside_ring_row_bytes(decoder, setting) - unkept[0]
+        attention = max(attention + decoder.queries * b, beside + exchanged + back)
     else:
         attention += exchanged
     if setting.scope == "mlp" and decoder.mlp_adapted:  # its projections are called, by autograd

@@ -32,24 +32,37 @@ def ring_row_bytes(decoder: Decoder, setting: Setting) -> int:
     repeated. With scope="block" all this is of one key-value group, whose gradients are counted without a ring as well. Ranks
     that exchange tokens for heads have as many more of the tokens as they have fewer heads; key heads that do not reach for all
     of them are repeated, and a group is one head of a rank.
+
+    In transformers' layers all key heads are at work at once. Where they have several query heads each, kernels want them in an
+    order of their own, of both ranks in a ring of more than two. If not, a ring of two has its peak behind the kernel, where
+    there are three float32 sums.
     """
     b, block = setting.itemsize, setting.scope == "block"
     copies = lcm(decoder.kv_heads, setting.exchanging) // decoder.kv_heads
     groups = max(1, decoder.kv_heads // setting.exchanging) if block else 1
     queries, keys = decoder.queries // groups, 2 * copies * decoder.keys // groups
-    sums = 4 if setting.ring > 2 else 2
-    later = (WIDE + 5 * b) * queries + (sums * WIDE + 3 * b) * keys
+    sums, halves = (
+        (4 if setting.ring > 2 else 2),
+        6,
+    )  # of dk and dv, or k and v, in float32 and in the dtype of products
+    if not block and decoder.heads > copies * decoder.kv_heads:
+        halves += 2 if setting.ring > 2 else 1
+    elif not block and setting.ring == 2:
+        sums, halves = 4, 1
+    later = (WIDE + 5 * b) * queries + (sums * WIDE + halves * b // 2) * keys
     first = (WIDE + 6 * b) * queries + (WIDE + 3 * b) * keys if setting.device == "cpu" else 0
     return max(first, later) - (b * (queries + keys) if block else 0)
 
 
-def beside_ring_row_bytes(decoder: Decoder, itemsize: int) -> int:
+def beside_ring_row_bytes(decoder: Decoder, setting: Setting) -> int:
     """Return the bytes that one more token costs beside a ring's backward in one of transformers' layers.
 
-    What the norm before it keeps (in 16 bits its input and what is normed in float32, and rounded), the gradient behind it, q,
-    k and v in part and attention's output. With a large H a layer has its peak elsewhere.
+    What the norm before it keeps (in 16 bits its input in float32, and what is normed, before and after its weight), the
+    gradient behind it, q, k and v in part and attention's output; in the first part of a CPU, which is causal, two rows more.
+    With a large H a layer has its peak elsewhere.
     """
-    hidden = 7 if itemsize < MASTER else 5
+    itemsize = setting.itemsize
+    hidden = (5 if itemsize < MASTER else 3) + 2 * (setting.device == "cpu")
     both = 4 * decoder.heads + head_norm_row_bytes(decoder, itemsize)
     return (hidden * decoder.hidden + 2 * decoder.queries) * itemsize + both
 
@@ -57,7 +70,8 @@ def beside_ring_row_bytes(decoder: Decoder, itemsize: int) -> int:
 def head_norm_row_bytes(decoder: Decoder, itemsize: int) -> int:
     """Return the bytes that one more token costs the norms of heads in one of transformers' layers.
 
-    Of queries and keys what is normed in float32, and rounded, and of every head a number.
+    Of queries and keys what is normed in float32, for a weight that is trained also rounded, and of every head a number.
     """
-    found = (decoder.queries + decoder.keys) * (WIDE + itemsize) + (decoder.heads + decoder.kv_heads) * WIDE
+    rounded = itemsize if decoder.held is None or decoder.held.trains_norms else 0
+    found = (decoder.queries + decoder.keys) * (WIDE + rounded) + (decoder.heads + decoder.kv_heads) * WIDE
     return found if DECODERS[decoder.kind].head_norms else 0
