@@ -41,10 +41,8 @@ def ring_row_bytes(decoder: Decoder, setting: Setting) -> int:
     copies = lcm(decoder.kv_heads, setting.exchanging) // decoder.kv_heads
     groups = max(1, decoder.kv_heads // setting.exchanging) if block else 1
     queries, keys = decoder.queries // groups, 2 * copies * decoder.keys // groups
-    sums, halves = (
-        (4 if setting.ring > 2 else 2),
-        6,
-    )  # of dk and dv, or k and v, in float32 and in the dtype of products
+    # Arrays of keys and values in float32, and halves of such arrays in the dtype of the products.
+    sums, halves = 4 if setting.ring > 2 else 2, 6
     if not block and decoder.heads > copies * decoder.kv_heads:
         halves += 2 if setting.ring > 2 else 1
     elif not block and setting.ring == 2:
