@@ -17,7 +17,7 @@ from shared_specs.app.finetune.context import context_axes
 from shared_specs.app.options import FinetuneOptions, InputError, PlanOptions
 from shared_specs.app.plan.decoder import MODELS, Decoder, decoder_named, decoder_of, tensor_ranks
 from shared_specs.app.plan.held import Held
-from shared_specs.app.plan.layer.compiled import cudnn_groups
+from shared_specs.app.plan.moments.compiled import cudnn_groups
 from shared_specs.app.plan.published import PUBLISHED, Published
 from shared_specs.app.plan.record import KIND, simulated_setting
 from shared_specs.app.plan.search import contexts, parts_of_sequence, plan, step_flop, step_seconds

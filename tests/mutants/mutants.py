@@ -143,8 +143,8 @@ MUTANTS = (
     Mutant(
         "a plan forgets the gradient of the head",
         "shared_specs/app/plan/step.py",
-        "of_head = b * decoder.hidden * entries if trained else 0",
-        "of_head = 0",
+        "of_head, plain = b * decoder.head_trained,",
+        "of_head, plain = 0,",
         "tests/app/test_plan.py -x -k gradient_of_the_head",
     ),
     Mutant(
@@ -156,7 +156,7 @@ MUTANTS = (
     ),
     Mutant(
         "a plan keeps rows for norms that are frozen",
-        "shared_specs/app/plan/layer/eager.py",
+        "shared_specs/app/plan/moments/eager.py",
         "return norm + given, 2 * norm + given",
         "return 0, 0",
         "tests/app/test_torch_plan_frozen.py -m deep -k 'drawn_models and few'",
@@ -261,7 +261,7 @@ MUTANTS = (
     ),
     Mutant(
         "a plan forgets what norms behind branches cost in JAX",
-        "shared_specs/app/plan/layer/compiled.py",
+        "shared_specs/app/plan/moments/compiled.py",
         "return WIDE * decoder.hidden // setting.tensor, found + more",
         "return 0, found",
         "tests/app/test_jax_plan.py -x -k 'other_families and gemma3_text-0'",
@@ -1291,7 +1291,7 @@ MUTANTS = (
     ),
     Mutant(
         "JAX's plan: arrays of the loss that fit into no gradient are left out",
-        "shared_specs/app/plan/step.py",
+        "shared_specs/app/plan/moments/compiled_loss.py",
         "if size >= array), None)",
         "if size >= 0), None)",
         "tests/app/test_plan.py -x -k room_of_results",
@@ -2152,7 +2152,7 @@ MUTANTS = (
     ),
     Mutant(
         "a plan of JAX counts no sums of gradients beside a shard",
-        "shared_specs/app/plan/layer/compiled.py",
+        "shared_specs/app/plan/moments/compiled.py",
         "weights + before, of_shard + sums)",
         "weights + before, of_shard)",
         "tests/app/test_jax_plan.py -k experts",
@@ -2180,7 +2180,7 @@ MUTANTS = (
     ),
     Mutant(
         "a plan sums the gradients of all experts in float32",
-        "shared_specs/app/plan/layer/eager.py",
+        "shared_specs/app/plan/moments/eager.py",
         "of_weights += (b - wide) * decoder.mlp_trained",
         "of_weights += MASTER * decoder.mlp_trained",
         "tests/app/test_torch_plan.py -m deep -k 'experts and one'",
@@ -2313,7 +2313,7 @@ MUTANTS = (
     ),
     Mutant(
         "a plan does not count what untiled experts multiply",
-        "shared_specs/app/plan/layer/eager.py",
+        "shared_specs/app/plan/moments/eager.py",
         "    return max(pairs * multiplied + b * decoder.mlp_trained, pairs * returned)",
         "    return b * decoder.mlp_trained",
         'tests/app/test_torch_plan.py -m "deep or not deep" -k untiled_experts',

@@ -299,3 +299,12 @@ def _barrier_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
 
 
 barrier.defjvp(_barrier_jvp, symbolic_zeros=True)
+
+
+def made_together(gradients: Arrays) -> Arrays:
+    """Return them behind a barrier, so that none is there before all are made.
+
+    Where all tokens are one shard, XLA would leave the products that make the weights' for later, and keep what they are made
+    of through the backward of what comes before. Not where it would change along which axes they are typed as differing.
+    """
+    return barrier(gradients) if len({varying(a) for a in gradients.values()}) == 1 else gradients

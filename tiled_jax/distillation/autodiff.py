@@ -11,7 +11,7 @@ from jax.core import Tracer
 
 from shared_specs.core.checks import flat_tokens
 from shared_specs.loss import checks as loss_checks
-from tiled_jax.core.linear_call import Arrays, Saved, differentiable
+from tiled_jax.core.linear_call import Arrays, Saved, differentiable, made_together
 from tiled_jax.core.loops import Like, gradient_of
 from tiled_jax.core.own_tokens import TokenOp, as_typed, on_own_tokens
 from tiled_jax.core.products import wide
@@ -35,7 +35,7 @@ class _DistillationDerivatives:
         value, gradients, mean = _losses(call, operands, wanted if call.in_forward else ())
         if not call.in_forward:
             return {"loss": value}, Saved({name: a for name, a in operands.items() if name != "num_valid"})
-        kept = {_D + name: as_typed(operands[name], a) for name, a in gradients.items()}
+        kept = {_D + name: as_typed(operands[name], a) for name, a in made_together(gradients).items()}
         known = tuple((name, Like.of(operands[name])) for name in wanted)
         return {"loss": value}, Saved(kept | {"mean": mean}, known)
 
@@ -73,7 +73,7 @@ class _DistillationDerivatives:
             return {name: d.pop(name) for name in ("x",) if name in d}, d
 
         of_rows, sums = on_own_tokens(call.split, _op(run))(rows | {"upstream": g["loss"]}, whole)
-        found = of_rows | sums
+        found = made_together(of_rows | sums)
         return {name: as_typed(arrays[name], gradient_of(arrays[name], found[name])) for name in wanted}
 
 

@@ -16,7 +16,7 @@ from shared_specs.shards import ShardPlan
 from tiled_jax.collectives import conjugates
 from tiled_jax.collectives.conjugates import mesh_axis
 from tiled_jax.core.arrays import array, operand
-from tiled_jax.core.loops import Body, Like, for_each, gradient_of, vary_like
+from tiled_jax.core.loops import Body, Like, for_each, gradient_of, vary_like, zeros_after
 from tiled_jax.core.products import product_of_rows, wide
 
 # Tokens of one product with one-hot rows: long enough for a matrix unit, and a small array.
@@ -118,7 +118,7 @@ def _lookup_forward(deterministic: bool, at: jax.Array, weight: jax.Array) -> tu
 def _lookup_backward(deterministic: bool, saved: tuple[Any, ...], d: jax.Array) -> tuple[None, jax.Array]:
     at, like = saved
     shape = (like.shape[0], d.shape[1])
-    total = vary_like(jnp.zeros(shape, wide(d.dtype)), d, at)
+    total = vary_like(zeros_after(d, shape, wide(d.dtype)), d, at)
     if deterministic:
         total = _sum_by_products(total, at, d)
     else:

@@ -10,7 +10,7 @@ from jax import lax
 from jax.core import Tracer
 
 from shared_specs.loss import checks as loss_checks
-from tiled_jax.core.linear_call import Arrays, Saved, differentiable
+from tiled_jax.core.linear_call import Arrays, Saved, differentiable, made_together
 from tiled_jax.core.loops import Like, gradient_of, upstream_of
 from tiled_jax.core.own_tokens import TokenOp, as_typed, on_own_tokens
 from tiled_jax.core.products import wide
@@ -35,7 +35,7 @@ class _LossRules:
     @staticmethod
     def save(call: LossCall, operands: Arrays, wanted: tuple[str, ...]) -> tuple[Arrays, Saved]:
         results, numbers, gradients, mean = _results(call, operands, wanted, save=True)
-        kept = {} if mean is None else {"mean": mean}
+        kept, gradients = {} if mean is None else {"mean": mean}, made_together(gradients)
         if call.in_forward:  # gradients of the sum of losses, to be multiplied
             kept |= {_D + name: as_typed(operands[name], a) for name, a in gradients.items()}
             return results, Saved(kept, tuple((name, Like.of(operands[name])) for name in wanted))
@@ -66,6 +66,7 @@ class _LossRules:
             g = g | {"loss": g["loss"] * arrays["mean"]}
         if not call.in_forward:
             found = _gradients(call, arrays, g, wanted)
+            found = made_together(found)
             return {name: as_typed(arrays[name], gradient_of(arrays[name], found[name])) for name in wanted}
         like = dict(saved.known)
         found = {name: arrays[_D + name].astype(g["loss"].dtype) * g["loss"] for name in wanted}

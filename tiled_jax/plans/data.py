@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.custom_derivatives import CustomVJPPrimal
 
 from shared_specs.config import ParallelConfig
-from tiled_jax.core.loops import Like, gradient_of, vary_over
+from tiled_jax.core.loops import Like, gradient_of, vary_over, varying, varying_of
 from tiled_jax.layers.recompute import one_of_layers
 from tiled_jax.plans.registry import MeshAxes, Path, Placement
 
@@ -220,6 +221,42 @@ def _freed_backward(layer: _Layer, saved: _Residuals, dy: Any) -> tuple[Any, tup
 
 
 _freed.defvjp(_freed_forward, _freed_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def head_first(loss: Callable[[jax.Array, Any], jax.Array], x: jax.Array, head: Any) -> jax.Array:
+    """loss(x, head), of which the gradient of x is there only when that of this device's part of the head is.
+
+    Without that the whole gradient of the head, in float32, would wait to the end of the step to be reduced. And the head is
+    gathered only when x is there: a tied table is gathered once for the tokens and once for the head.
+    """
+    return loss(x, lax.optimization_barrier((x, head))[1])
+
+
+def _head_first_forward(loss: Callable[[jax.Array, Any], jax.Array], x: Any, head: Any) -> tuple[jax.Array, Any]:
+    perturbed = [leaf.perturbed for leaf in jax.tree.leaves(head, is_leaf=_is_primal)]
+    x, head = (jax.tree.map(lambda leaf: leaf.value, tree, is_leaf=_is_primal) for tree in (x, head))
+    head = lax.optimization_barrier((x, head))[1]
+    if any(perturbed):
+        return jax.vjp(loss, x, head)
+    return jax.vjp(lambda x: loss(x, head), x)  # a head that is not trained has no gradient
+
+
+def _head_first_backward(loss: Callable[[jax.Array, Any], jax.Array], pull: Any, d: jax.Array) -> tuple[Any, Any]:
+    dx, *of_head = pull(d)
+    if not of_head:
+        return dx, None
+    leaves = jax.tree.leaves(of_head)
+    if varying_of(leaves) <= varying(dx):  # else the barrier would change along which axes dx is typed as differing
+        dx = lax.optimization_barrier((dx, leaves))[0]
+    return dx, of_head[0]
+
+
+def _is_primal(leaf: Any) -> bool:
+    return isinstance(leaf, CustomVJPPrimal)
+
+
+head_first.defvjp(_head_first_forward, _head_first_backward, symbolic_zeros=True)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))

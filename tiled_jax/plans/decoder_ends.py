@@ -3,6 +3,8 @@
 Letters: T of a device's own tokens, H, V entries of the vocabulary, R devices of the axis that splits a parameter.
 """
 
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,6 +13,8 @@ from flax import nnx
 from jax import lax
 
 from shared_specs.config import LossOptions
+from shared_specs.shards import ShardPlan
+from tiled_jax.core.loops import Body, Like, for_each, gradient_of, vary_like, zeros_after
 from tiled_jax.core.products import wide
 from tiled_jax.layers.attention import precision_of
 from tiled_jax.layers.embedding import lookup, nan_unless, vocab_parallel_embedding
@@ -18,7 +22,7 @@ from tiled_jax.loss.api import tiled_linear_cross_entropy
 from tiled_jax.loss.ranks import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
 from tiled_jax.models import Llama
 from tiled_jax.models.loss import IGNORED
-from tiled_jax.plans.data import Mapped
+from tiled_jax.plans.data import Mapped, head_first
 from tiled_jax.plans.decoder_tokens import entered, over_shards, own_tokens_of
 
 
@@ -30,18 +34,52 @@ def embedded(model: Llama, ids: jax.Array, shard: int | None, mapped: Mapped) ->
     table = _value(mapped.gather(state, ("embed",)), "embedding")
     if axis is None or place.tensor_dim is None:
         return _rows(table, own_tokens_of(ids, axis) if axis is not None and mapped.sequence_parallel else ids)
-    summed = table.astype(wide(table.dtype))  # the shards' gradients
+    ranks = 1 if shard is None else mapped.axes.size[axis]
+    return _looked_up(_Lookup(axis, mapped.sequence_parallel, shard), ids.reshape(ranks, -1), table)
 
-    def rows(ids: jax.Array) -> jax.Array:
+
+@dataclass(frozen=True)
+class _Lookup:
+    """How a table is looked up whose entries an axis splits; shard: see `over_shards`."""
+
+    axis: str
+    sequence_parallel: bool
+    shard: int | None
+
+    def __call__(self, ids: jax.Array, table: jax.Array) -> jax.Array:
         return vocab_parallel_embedding(
-            ids.reshape(-1),
-            summed.astype(table.dtype),
-            reduce_scatter_embeddings=mapped.sequence_parallel,
-            axis_name=axis,
+            ids.reshape(-1), table, reduce_scatter_embeddings=self.sequence_parallel, axis_name=self.axis
         )[None]
 
-    ranks = 1 if shard is None else mapped.axes.size[axis]
-    return over_shards(rows, ids.reshape(ranks, -1), shard)[0]
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _looked_up(lookup: _Lookup, ids: jax.Array, table: jax.Array) -> jax.Array:
+    """[T, H] rows, a shard of the ids at a time; the gradient of the table is summed in float32."""
+    return over_shards(lambda ids: lookup(ids, table), ids, lookup.shard)[0]
+
+
+def _looked_up_forward(lookup: _Lookup, ids: jax.Array, table: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    return _looked_up(lookup, ids, table), (ids, table)
+
+
+def _looked_up_backward(lookup: _Lookup, saved: tuple[jax.Array, ...], d: jax.Array) -> tuple[None, jax.Array]:
+    ids, table = saved
+    tokens = ids.shape[1]
+    t = tokens if lookup.shard is None else min(lookup.shard, tokens)
+
+    def run(start: Any, count: int, total: jax.Array) -> jax.Array:
+        of_shard = lax.dynamic_slice_in_dim(ids, start, count, 1)
+        given = d if count == tokens else lax.dynamic_slice_in_dim(d, start, count)
+        (found,) = jax.vjp(lambda table: lookup(of_shard, table), table)[1](given[None])
+        return total + found.astype(total.dtype)
+
+    # Not before the gradient is there: the sum is as large as the table, and would wait through the layers' backward.
+    total = vary_like(zeros_after(d, table.shape, wide(table.dtype)), table, d)
+    body = Body(run, lambda start, total: lax.optimization_barrier((start, total)))
+    return None, gradient_of(Like.of(table), for_each(ShardPlan(tokens, max(t, 1)), body, total))
+
+
+_looked_up.defvjp(_looked_up_forward, _looked_up_backward)
 
 
 def _value(parameters: nnx.State, name: str) -> jax.Array:
@@ -68,25 +106,34 @@ def _by_columns(table: jax.Array, ids: jax.Array, mapped: Mapped) -> jax.Array:
 
 def head_loss(model: Llama, x: jax.Array, targets: jax.Array, mapped: Mapped) -> tuple[jax.Array, jax.Array]:
     """Sum and count over the rows; x: this device's, targets: of all devices of the tensor axis."""
-    # Not before the layers are through: a tied table is gathered once for the tokens and once for the head.
-    _, state = lax.optimization_barrier((x, nnx.state(model.embed if model.head is None else model.head)))
-    vocab, tensor = model.config.vocab_size, mapped.config.tensor
-    axis = _vocab_axis(model, x, mapped)
+    state = nnx.state(model.embed if model.head is None else model.head)
+    axis, tensor = _vocab_axis(model, x, mapped), mapped.config.tensor
     if axis is not None:
-        return _exchanged_head_loss(model, x, state, targets, axis, mapped)
+        loss, count = _exchanged_head_loss, lax.psum(_counted(targets), axis)
+    elif tensor is None or not tensor.loss_parallel:
+        loss, count = _own_rows_loss, _counted(_own_targets(targets, mapped))
+    else:
+        loss, count = _own_entries_loss, _counted(targets)
+    return head_first(partial(loss, model, targets, mapped), x, state), count
+
+
+def _whole_head(model: Llama, state: Any, mapped: Mapped) -> jax.Array:
     whole = mapped.gather(state, ("embed",) if model.head is None else ("head",))
-    head = _value(whole, "embedding").T if model.head is None else _value(whole, "kernel")
-    if tensor is None or not tensor.loss_parallel:
-        return _own_rows_loss(model, x, head, targets, mapped)
-    axis, count = tensor.axis, _counted(targets)
+    return _value(whole, "embedding").T if model.head is None else _value(whole, "kernel")
+
+
+def _own_entries_loss(model: Llama, targets: jax.Array, mapped: Mapped, x: jax.Array, state: Any) -> jax.Array:
+    """Return the loss over the entries of the vocabulary that this device of the tensor axis has."""
+    vocab, tensor, head = model.config.vocab_size, mapped.config.tensor, _whole_head(model, state, mapped)
+    axis = tensor.axis
     if head.shape[1] == vocab:  # whole: a vocabulary that the axis does not divide
         head = _own_entries(head, axis)
     if model.plain:
         logits = _capped(model, jnp.dot(entered(x, mapped), head.astype(x.dtype), precision=precision_of(x.dtype)))
-        return jnp.sum(vocab_parallel_cross_entropy(logits, targets, vocab_size=vocab, axis_name=axis)), count
+        return jnp.sum(vocab_parallel_cross_entropy(logits, targets, vocab_size=vocab, axis_name=axis))
     if mapped.sequence_parallel:
         targets = own_tokens_of(targets, axis)
-    return _split_loss(model, x, head, targets, mapped.sequence_parallel, axis), count
+    return _split_loss(model, x, head, targets, mapped.sequence_parallel, axis)
 
 
 def _split_loss(
@@ -122,14 +169,13 @@ def _vocab_axis(model: Llama, x: jax.Array, mapped: Mapped) -> str | None:
     return axes[0] if fewer and place.shard_dim == (-1 if model.head is None else -2) else None
 
 
-def _exchanged_head_loss(
-    model: Llama, x: jax.Array, state: Any, targets: jax.Array, axis: str, mapped: Mapped
-) -> tuple[jax.Array, jax.Array]:
+def _exchanged_head_loss(model: Llama, targets: jax.Array, mapped: Mapped, x: jax.Array, state: Any) -> jax.Array:
     """With this device's rows of the head [H / R, V] exchanged for entries of it, [H, V / R]."""
+    axis = next(axis for axis in mapped.axes.shard if mapped.axes.size[axis] > 1)
     head = state["embedding"].get_value().T if model.head is None else state["kernel"].get_value()
     head = _padded(head.astype(mapped.compute_dtype(head.dtype)), mapped.axes.size[axis])
     head = lax.all_to_all(head, axis, split_axis=1, concat_axis=0, tiled=True)
-    return _split_loss(model, x, head, targets, True, axis), lax.psum(_counted(targets), axis)
+    return _split_loss(model, x, head, targets, True, axis)
 
 
 def _padded(head: jax.Array, ranks: int) -> jax.Array:
@@ -144,25 +190,26 @@ def _own_entries(head: jax.Array, axis: str) -> jax.Array:
     return lax.dynamic_slice_in_dim(head, lax.axis_index(axis) * entries, entries, axis=1)
 
 
-def _own_rows_loss(
-    model: Llama, x: jax.Array, head: jax.Array, targets: jax.Array, mapped: Mapped
-) -> tuple[jax.Array, jax.Array]:
-    """Return the loss of a device's own rows with the whole head, gathered over the tensor axis where it is split."""
+def _own_targets(targets: jax.Array, mapped: Mapped) -> jax.Array:
     axis = mapped.axes.tensor
+    return targets if axis is None else own_tokens_of(targets, axis)
+
+
+def _own_rows_loss(model: Llama, targets: jax.Array, mapped: Mapped, x: jax.Array, state: Any) -> jax.Array:
+    """Return the loss of a device's own rows with the whole head, gathered over the tensor axis where it is split."""
+    axis, head = mapped.axes.tensor, _whole_head(model, state, mapped)
     if axis is not None:
         if head.shape[1] != model.config.vocab_size:
             head = lax.all_gather(head, axis, axis=1, tiled=True)
         x = x if mapped.sequence_parallel else own_tokens_of(x, axis)
-        targets = own_tokens_of(targets, axis)
+    targets = _own_targets(targets, mapped)
     if model.plain:
         logits = _capped(model, jnp.dot(x, head.astype(x.dtype), precision=precision_of(x.dtype))).astype(wide(x.dtype))
         valid = targets != IGNORED
         of_target = jnp.take_along_axis(logits, jnp.where(valid, targets, 0)[:, None], axis=-1)[:, 0]
         nll = jax.nn.logsumexp(logits, axis=-1) - of_target
-        return jnp.sum(jnp.where(valid, nll, jnp.zeros_like(nll))), _counted(targets)
-    return tiled_linear_cross_entropy(x, head, targets, loss=_summed(model), tiling=model.loss_tiling), _counted(
-        targets
-    )
+        return jnp.sum(jnp.where(valid, nll, jnp.zeros_like(nll)))
+    return tiled_linear_cross_entropy(x, head, targets, loss=_summed(model), tiling=model.loss_tiling)
 
 
 def _summed(model: Llama) -> LossOptions:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from shared_specs.app.plan.decoder import MASTER, Decoder
-from shared_specs.app.plan.layer.eager import BLOCK_ARRAYS
+from shared_specs.app.plan.moments.eager import BLOCK_ARRAYS
 from shared_specs.layers.block_costs import (
     attention_groups,
     block_row_bytes,

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from shared_specs.app.options import InputError, parse_size
 from shared_specs.app.plan.decoder import WHOLE, Decoder, tensor_ranks
-from shared_specs.app.plan.layer.compiled import cudnn_groups
+from shared_specs.app.plan.moments.compiled import cudnn_groups
 from shared_specs.app.plan.setting import NODE
 from shared_specs.app.plan.step import Parts, Setting, parts_of
 from shared_specs.config import Half

@@ -7,16 +7,16 @@ in another dtype, every layer checkpointed. Letters: T tokens of a rank, H hidde
 from dataclasses import dataclass
 from typing import Any
 
-from shared_specs.app.plan.decoder import LOGIT_CAP, UNCUT, Decoder
+from shared_specs.app.plan.decoder import LOGIT_CAP, Decoder
 from shared_specs.app.plan.decoder import MASTER as MASTER
-from shared_specs.app.plan.layer.compiled import compiled_layer_bytes
-from shared_specs.app.plan.layer.eager import eager_layer_bytes
+from shared_specs.app.plan.moments.compiled import compiled_layer_bytes
+from shared_specs.app.plan.moments.compiled_loss import compiled_loss_moment
+from shared_specs.app.plan.moments.eager import eager_layer_bytes
 from shared_specs.app.plan.setting import Optimizer
 from shared_specs.app.plan.setting import Scope as Scope
 from shared_specs.app.plan.setting import Setting as Setting
-from shared_specs.collectives.costs import gathered_plan, in_flight_bytes
 from shared_specs.collectives.sequence_plan import plan_sequence
-from shared_specs.loss.costs import LossShape, compiled_loss_peak_bytes, loss_accumulator_bytes, loss_peak_bytes
+from shared_specs.loss.costs import LossShape, loss_accumulator_bytes, loss_peak_bytes
 from shared_specs.loss.sequence_costs import sequence_loss_peak_bytes
 
 # Moments of a parameter that an optimizer keeps. In 8 bits they have a scale, in float32, for so many entries.
@@ -105,7 +105,7 @@ def optimizer_bytes(decoder: Decoder, optimizer: Optimizer) -> int:
 
 
 def _at_layer(decoder: Decoder, setting: Setting, done: int) -> dict[str, int]:
-    """In the backward of a layer: the head's gradient waits, in PyTorch for those of the other ends, which are one unit.
+    """In the backward of a layer: in PyTorch the head's gradient waits for those of the other ends, which are one unit.
 
     done: layers behind it, whose backward has been. In JAX, where all layers are one loop, 0.
     """
@@ -124,8 +124,10 @@ def _at_layer(decoder: Decoder, setting: Setting, done: int) -> dict[str, int]:
     else:
         rows, gathered, shard = compiled_layer_bytes(decoder, setting)
     rows += _id_bytes(setting)
-    of_head = (b if setting.half == "torch" else MASTER) * decoder.head_trained // vocab_ranks(decoder, setting)
-    of_head = 0 if apart else of_head
+    of_head = b * decoder.head_trained * (not apart)
+    if setting.half == "jax":  # cut already; where it is the embedding's too, it waits for the other part of that
+        waits = decoder.tied and (setting.gpus == 1 or setting.gpus > setting.tensor)
+        of_head = MASTER * decoder.head_trained // (setting.gpus // setting.tensor) * waits
     return moment | {"gathered": gathered, "inputs": inputs, "attention": rows, "shard": shard, "loss": of_head}
 
 
@@ -152,116 +154,38 @@ def _head_apart(decoder: Decoder, setting: Setting) -> bool:
     return setting.half == "torch" and setting.scope == "none" and not decoder.tied and not decoder.by_structure
 
 
-def _head_of_xla(decoder: Decoder, setting: Setting) -> int:
-    """Return the bytes of the head as the loss has it, of the table no more than the rows that are asked for; on one GPU only
-    what is cast."""
-    alone = setting.gpus == 1 and setting.itemsize == MASTER
-    return 0 if alone else setting.itemsize * (decoder.hidden * decoder.vocab // vocab_ranks(decoder, setting))
-
-
-def vocab_ranks(decoder: Decoder, setting: Setting) -> int:
-    """Return how many devices split the vocabulary of the loss among them, with all tokens of each, instead of gathering the
-    head: in JAX, of one axis, where their tokens and gradients are less to move (`parallelize`)."""
-    alone = setting.context in (1, setting.gpus)  # both axes would cut the parameters
-    moved = 2 * setting.gpus * setting.rows * setting.itemsize
-    fewer = moved <= decoder.vocab * (setting.itemsize + MASTER)
-    return setting.gpus if setting.half == "jax" and setting.tensor == 1 and alone and fewer else 1
-
-
 def _at_loss(decoder: Decoder, setting: Setting) -> dict[str, int]:
     """Where the loss is made, with its gradients: beside it the hidden states, normed, and their gradient.
 
     In JAX, where 16 bits are those of products alone, also these states in float32.
     """
-    b, rows = setting.itemsize, setting.own_rows * decoder.hidden * setting.stream
-    ranks = vocab_ranks(decoder, setting)
-    entries = -(-decoder.vocab // ranks)
-    sizes: dict[str, Any] = {"hidden": decoder.hidden, "vocab": entries, "itemsize": b, "weight_itemsize": b}
+    if setting.half == "jax":
+        return compiled_loss_moment(decoder, setting)
+    b, rows, trained = setting.itemsize, setting.own_rows * decoder.hidden * setting.stream, decoder.head_trained > 0
+    sizes: dict[str, Any] = {"hidden": decoder.hidden, "vocab": decoder.vocab, "itemsize": b, "weight_itemsize": b}
     # What bends logits is fused with what follows on a GPU.
     bends = ("logit_softcap",) * (LOGIT_CAP in decoder.caps and setting.device == "cpu")
     shape = LossShape(tokens=setting.rows, copied=setting.tensor > 1, bends=bends, **sizes)
-    plain = setting.scope == "none" and not setting.chunked_loss
+    of_head, plain = b * decoder.head_trained, setting.scope == "none" and not setting.chunked_loss
     if plain:  # transformers lets its 16-bit logits go
         loss = 3 * MASTER * setting.rows * decoder.vocab
-    elif setting.half == "torch" and setting.tensor > 1:
+    elif setting.tensor > 1:
         loss = sequence_loss_peak_bytes(shape, setting.split_shards, device=setting.device, kernels=setting.fused)
-    elif setting.half == "torch":
-        loss = loss_peak_bytes(shape, setting.shards, device=setting.device, kernels=setting.fused)
     else:
-        loss = _compiled_loss_bytes(shape, setting, ranks, decoder.head_trained > 0)
-    trained = decoder.head_trained > 0
-    if not trained and not plain:
-        loss -= loss_accumulator_bytes(shape)  # nor, where it is compiled, a shard's part of that sum
-        loss -= max(MASTER, b) * decoder.hidden * entries if setting.half == "jax" else 0
+        loss = loss_peak_bytes(shape, setting.shards, device=setting.device, kernels=setting.fused)
+    if not plain:
+        loss -= 0 if trained else loss_accumulator_bytes(shape)
+        if b == MASTER:
+            loss += of_head
+        elif trained:  # and is rounded when the logits are gone
+            loss = max(loss, loss_accumulator_bytes(shape) + of_head)
     inputs = (0 if setting.offload else decoder.inputs) * rows * decoder.stream // decoder.hidden
-    of_head = b * decoder.hidden * entries if trained else 0
-    if b == MASTER and not (plain and setting.half == "torch"):  # in 16 bits JAX has but the sum that makes it
-        loss += of_head
-    elif setting.half == "torch" and trained and not plain:  # and is rounded when the logits are gone
-        loss = max(loss, loss_accumulator_bytes(shape) + of_head)
-    if setting.half == "jax" and setting.tensor > 1 and setting.device == "cpu":
-        loss += MASTER * decoder.hidden * entries  # zeros, to which the embedding's gradient is added later
-    if setting.half == "jax":
-        on_its_way = rows if setting.offload else 0  # the last layer's input
-        if setting.device == "gpu" and b < MASTER:
-            # The last layer's result, and it normed, with that one's gradient.
-            found = [on_its_way, rows, *[setting.own_rows * decoder.hidden * b] * 2]
-            loss -= _elsewhere_bytes(decoder, setting, found)
-        return {
-            "gathered": _head_of_xla(decoder, setting),
-            "inputs": inputs + on_its_way,
-            "attention": rows * (2 if b < MASTER else 3 if setting.device == "cpu" and setting.tensor == 1 else 1),
-            "shard": 0,
-            "loss": loss,
-        }
     # The last layer's weights, and while backward has not begun the buffer in which they came.
     ends = decoder.hidden * decoder.vocab if _head_apart(decoder, setting) else decoder.end_parameters
     gathered = b * ((1 if plain or _is_alone(setting) else 2) * decoder.layer_gathered + ends)
     # The last layer's result, normed, and its gradient; where transformers norms it, what that keeps.
     rows *= 3 + (setting.scope != "block") * (1 + (b < MASTER)) - plain
     return {"gathered": gathered, "inputs": inputs, "attention": rows + _id_bytes(setting), "shard": 0, "loss": loss}
-
-
-def _elsewhere_bytes(decoder: Decoder, setting: Setting, arrays: list[int]) -> int:
-    """Return the bytes of those arrays that XLA has in the room of the program's results, the gradients of all layers' weights,
-    which come later: one of these holds one array that is no larger."""
-    if decoder.layer_trained < decoder.layer_parameters:
-        return 0
-    of_mlp, queries, keys = decoder.mlp_weights // 3, decoder.hidden * decoder.queries, decoder.hidden * decoder.keys
-    weights = [of_mlp, of_mlp, of_mlp, queries, queries, keys, keys]
-    if decoder.kind in UNCUT:  # gate and up are one, and q, k and v
-        weights = [2 * of_mlp, of_mlp, queries + 2 * keys, queries]
-    ranks, found = setting.gpus // setting.tensor, 0
-    room = sorted(MASTER * decoder.layers * weight // ranks for weight in weights)
-    for array in sorted(arrays, reverse=True):
-        taken = next((size for size in room if size >= array), None)
-        if taken is not None:
-            room.remove(taken)
-            found += array
-    return found
-
-
-def _compiled_loss_bytes(shape: LossShape, setting: Setting, ranks: int, trained: bool) -> int:
-    """Return the temporary bytes of the compiled loss, with the sum of the head's gradient in 16 bits.
-
-    Ranks that split the vocabulary, those of the layers or else `ranks`, have a shard's tokens of all. On a GPU logits in 16
-    bits are gone when the product of their gradient is made, of which the formula counts both. Of a head that is not trained
-    that product is not made.
-    """
-    shards, moved = setting.shards, 0
-    if setting.tensor > 1:
-        moved = in_flight_bytes(shape, setting.split_shards)
-    elif ranks > 1:
-        shared = plan_sequence(
-            "plan", (setting.rows,) * ranks, shard_tokens=setting.shard_tokens, device=setting.device
-        )
-        shards, moved = gathered_plan(shared), in_flight_bytes(shape, shared)
-    found = compiled_loss_peak_bytes(shape, shards, device=setting.device) + moved
-    if setting.device == "cpu":
-        return found
-    if shape.itemsize == MASTER:
-        return found + shape.vocab * MASTER * shards.longest  # logits and their gradient are there at once
-    return found - trained * shape.vocab * min(shape.itemsize * shards.longest, MASTER * shape.hidden)
 
 
 def _at_embedding(decoder: Decoder, setting: Setting) -> dict[str, int]:

@@ -320,7 +320,8 @@ class _LayerRules:
         # Attention is done before dy is written over.
         a, dy = barrier((a, dy))
         given = {"x": x, "a": block.of_tokens(a).reshape(tokens, -1), "dy": dy}
-        found, sums = _own(block, partial(_behind_backward, wanted=parts), given, _of_mlp(w))
+        # The MLP's gradients are there before attention's are made: else XLA leaves the products of a single shard for later.
+        found, sums = barrier(_own(block, partial(_behind_backward, wanted=parts), given, _of_mlp(w)))
         da, delta = block.of_heads(block.heads(found["a"])), block.of_heads(block.heads(found["delta"], 1))[..., 0]
         d = block.gradients_of_tokens(pull(da, delta))
         given = rows | {"dx": found["x"]} | {f"d_{name}": value for name, value in d.items()}

@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from shared_specs.app.plan.decoder import MASTER, Decoder
-from shared_specs.app.plan.layer.ring import beside_ring_row_bytes, exchanged_row_bytes, head_norm_row_bytes
-from shared_specs.app.plan.layer.sizes import block_sizes, mlp_shape, moe_shape
+from shared_specs.app.plan.moments.ring import beside_ring_row_bytes, exchanged_row_bytes, head_norm_row_bytes
+from shared_specs.app.plan.moments.sizes import block_sizes, mlp_shape, moe_shape
 from shared_specs.app.plan.setting import Setting
 from shared_specs.layers.block_costs import WIDE, WINDOW_BLOCK_TOKENS, eager_block_moments
 from shared_specs.layers.heads import attention_turns

@@ -5,7 +5,7 @@ from math import lcm
 from typing import NamedTuple
 
 from shared_specs.app.plan.decoder import MASTER, SCORE_CAP, Decoder
-from shared_specs.app.plan.layer.sizes import block_sizes, mlp_shape, moe_shape
+from shared_specs.app.plan.moments.sizes import block_sizes, mlp_shape, moe_shape
 from shared_specs.app.plan.setting import Setting
 from shared_specs.collectives.costs import in_flight_bytes
 from shared_specs.layers.block_costs import WIDE, attention_groups, block_row_bytes, cudnn_block_row_bytes
@@ -37,7 +37,7 @@ def _moments(decoder: Decoder, setting: Setting) -> Iterator[LayerBytes]:
     of_sums = 2 * decoder.keys * WIDE if groups is None else 0  # of dk and dv, which attention's backward makes
     keys = lcm(decoder.kv_heads, setting.exchanging) // decoder.kv_heads * decoder.keys  # repeated ones too
     sums, weights = MASTER * decoder.layer_trained, b * decoder.layer_gathered
-    before = sums if _are_scattered_late(setting) else 0
+    before = _scattered_late_bytes(decoder, setting)
     behind, of_shard = _behind_bytes(decoder, setting)
     found = row - of_sums + behind + 2 * (keys - decoder.keys) * b
     yield LayerBytes(found * rows, weights + before, of_shard + sums)
@@ -49,9 +49,13 @@ def _moments(decoder: Decoder, setting: Setting) -> Iterator[LayerBytes]:
         yield LayerBytes((between + 3 * queries + 2 * keys * b + keys * WIDE) * rows, before, sums)
 
 
-def _are_scattered_late(setting: Setting) -> bool:
-    """Return whether the gradients of the layer before are still whole: on GPUs, where a layer loops over several shards."""
-    return setting.device == "gpu" and setting.gpus > setting.tensor and len(setting.shards) > 1
+def _scattered_late_bytes(decoder: Decoder, setting: Setting) -> int:
+    """Return the bytes of the gradients of the layer before that are still whole on GPUs: of all, or, where there is one shard,
+    of gate and up."""
+    if setting.device == "cpu" or setting.gpus == setting.tensor:
+        return 0
+    several = len(setting.shards) > 1
+    return MASTER * (decoder.layer_trained if several else min(2 * decoder.mlp_weights // 3, decoder.layer_trained))
 
 
 def _behind_bytes(decoder: Decoder, setting: Setting) -> tuple[int, int]:
@@ -63,6 +67,9 @@ def _behind_bytes(decoder: Decoder, setting: Setting) -> tuple[int, int]:
     found = compiled_peak_bytes(mlp, setting.shards, device=setting.device) - MASTER * mlp.weight_elements
     if setting.tensor > 1:
         found += in_flight_bytes(mlp, setting.split_shards, upstream=decoder.hidden)
+    elif setting.device == "gpu" and not decoder.norms_behind:
+        # x and the gradient of what is normed; attention's output, and what is normed.
+        found += 2 * setting.shards.longest * decoder.hidden * (WIDE + setting.itemsize)
     if decoder.mlp_adapted and setting.device == "cpu":
         # What adapters add to gate, up and the gradient of h, which a GPU's products add to what is there.
         found += 3 * setting.shards.longest * decoder.intermediate * setting.itemsize
@@ -108,4 +115,6 @@ def compiled_context_row_bytes(decoder: Decoder, setting: Setting) -> int:
     if setting.ring == 1:
         return repeated
     at_once = 3 if setting.device == "cpu" and setting.ring == 4 else 1
+    if setting.device == "gpu" and setting.exchanging > 1 and setting.itemsize < WIDE:
+        at_once = 2  # they are copied
     return repeated + WIDE * decoder.queries + at_once * keys + (3 if setting.ring > 2 else 1) * sums
