@@ -70,6 +70,8 @@ def _behind_bytes(decoder: Decoder, setting: Setting) -> tuple[int, int]:
     elif setting.device == "gpu" and not decoder.norms_behind:
         # x and the gradient of what is normed; attention's output, and what is normed.
         found += 2 * setting.shards.longest * decoder.hidden * (WIDE + setting.itemsize)
+    if setting.device == "gpu" and not decoder.mlp_trained:  # down's operand, which makes its gradient alone
+        found -= setting.shards.longest * decoder.intermediate * setting.itemsize
     if decoder.mlp_adapted and setting.device == "cpu":
         # What adapters add to gate, up and the gradient of h, which a GPU's products add to what is there.
         found += 3 * setting.shards.longest * decoder.intermediate * setting.itemsize

@@ -46,9 +46,7 @@ def _on_gpu(decoder: Decoder, setting: Setting) -> Iterator[dict[str, int]]:
     of_shard = shards.longest * decoder.hidden * b
     # The last layer's input is fetched, or cut out, before the loss where no gradient of a head alone comes in between.
     # Where there is none at all, some of that layer's weights are gathered by then.
-    early = (
-        (setting.offload and decoder.tied and not alone) if trained else (setting.offload or len(setting.shards) == 1)
-    )
+    early = (decoder.tied and not alone) if trained else (setting.offload or len(setting.shards) == 1)
     ahead = 0 if trained or alone else 2 * decoder.mlp_weights // 3 * b
     inputs = ((0 if setting.offload else decoder.inputs) + early) * rows * WIDE
     moments = [[head, logits, logits, *[of_head] * (len(shards) > 1)], [head, logits, of_head]]
