@@ -2188,8 +2188,8 @@ MUTANTS = (
     Mutant(
         "a plan of JAX counts no sums of gradients beside a shard",
         "shared_specs/app/plan/moments/compiled.py",
-        "weights + before, of_shard + sums)",
-        "weights + before, of_shard)",
+        "of_shard + sums * (not at_once))",
+        "of_shard)",
         "tests/app/test_jax_plan.py -k experts",
     ),
     Mutant(

@@ -320,8 +320,7 @@ class _LayerRules:
         # Attention is done before dy is written over.
         a, dy = barrier((a, dy))
         given = {"x": x, "a": block.of_tokens(a).reshape(tokens, -1), "dy": dy}
-        # The MLP's gradients are there before attention's are made: else XLA leaves the products of a single shard for later.
-        found, sums = barrier(_own(block, partial(_behind_backward, wanted=parts), given, _of_mlp(w)))
+        found, sums = _own(block, partial(_behind_backward, wanted=parts), given, _of_mlp(w))
         da, delta = block.of_heads(block.heads(found["a"])), block.of_heads(block.heads(found["delta"], 1))[..., 0]
         d = block.gradients_of_tokens(pull(da, delta))
         given = rows | {"dx": found["x"]} | {f"d_{name}": value for name, value in d.items()}
@@ -400,6 +399,9 @@ def _behind_backward(
     delta = _empty(block, rows["a"], x.shape[0], block.query_heads, wide(block.steps.dtype))
     carry = {"x": rows["dy"], "a": rows["a"], "delta": delta}
     found, sums = block.each(shard, (carry, _sums(block, rows["a"], w, wanted)), rows | w, columns)
+    if len(block.plan(x.shape[0], columns)) == 1:
+        # Before attention's gradients are made: XLA would leave the products of a single shard for later.
+        found, sums = barrier((found, sums))
     return found, {name: total if total.shape == w[name].shape else total[0] for name, total in sums.items()}
 
 

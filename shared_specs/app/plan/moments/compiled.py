@@ -37,25 +37,21 @@ def _moments(decoder: Decoder, setting: Setting) -> Iterator[LayerBytes]:
     of_sums = 2 * decoder.keys * WIDE if groups is None else 0  # of dk and dv, which attention's backward makes
     keys = lcm(decoder.kv_heads, setting.exchanging) // decoder.kv_heads * decoder.keys  # repeated ones too
     sums, weights = MASTER * decoder.layer_trained, b * decoder.layer_gathered
-    before = _scattered_late_bytes(decoder, setting)
+    # On GPUs the gradients of the layer before are still whole; of a single shard they are made when its products are gone.
+    before = sums if setting.device == "gpu" and setting.gpus > setting.tensor else 0
+    at_once = setting.device == "gpu" and len(setting.shards) == 1 and not decoder.experts
     behind, of_shard = _behind_bytes(decoder, setting)
     found = row - of_sums + behind + 2 * (keys - decoder.keys) * b
-    yield LayerBytes(found * rows, weights + before, of_shard + sums)
+    yield LayerBytes(found * rows, weights + before, of_shard + sums * (not at_once))
+    if at_once:
+        of_gate_and_up = 2 * setting.shards.longest * decoder.intermediate * b
+        yield LayerBytes(found * rows, weights + before * 2 // 3, of_gate_and_up + sums)
     yield LayerBytes((row + compiled_context_row_bytes(decoder, setting)) * rows, before, sums)
     if setting.exchanging > 1:
         between = row - (2 * queries + 2 * decoder.keys * b + of_sums) if groups is None else 2 * sizes["hidden"] * WIDE
         arrived = (4 if setting.device == "gpu" else 3) * queries + 3 * keys * b
         yield LayerBytes((between + arrived) * rows, weights + before, 0)
         yield LayerBytes((between + 3 * queries + 2 * keys * b + keys * WIDE) * rows, before, sums)
-
-
-def _scattered_late_bytes(decoder: Decoder, setting: Setting) -> int:
-    """Return the bytes of the gradients of the layer before that are still whole on GPUs: of all, or, where there is one shard,
-    of gate and up."""
-    if setting.device == "cpu" or setting.gpus == setting.tensor:
-        return 0
-    several = len(setting.shards) > 1
-    return MASTER * (decoder.layer_trained if several else min(2 * decoder.mlp_weights // 3, decoder.layer_trained))
 
 
 def _behind_bytes(decoder: Decoder, setting: Setting) -> tuple[int, int]:
