@@ -44,7 +44,7 @@ PLAN_COMPILED = 0.085  # the same beside a program that XLA has compiled, which 
 PLAN_SHORT, PLAN_LONG, PLAN_RECORDED = 0.025, 0.07, 0.005
 # The same of published models at real size, in settings drawn by chance; and of what waits on the host.
 PLAN_UNDER, PLAN_OVER, PLAN_HOST = 0.01, 0.03, 0.005
-PLAN_OVER_XLA = 0.065  # too large beside compiled programs: XLA has some arrays in the room of results that come later
+PLAN_OVER_XLA = 0.055  # too large beside compiled programs: XLA has some arrays in the room of results that come later
 
 # Loss of one fine-tuning step between any two of plain and tiled, PyTorch and JAX, float32, relative.
 DEMO_LOSS_RTOL = 1e-4
