@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from shared_specs.config import LossOptions
 from shared_specs.tolerances import limit
 from tests.asserting import assert_within
-from tiled_jax.functional import tiled_distillation_loss, tiled_linear_cross_entropy, tiled_mlp, tiled_moe
+from tiled_jax.functional import tiled_distillation_loss, tiled_linear_cross_entropy
 from tiled_jax.plans.data import head_first
 from tiled_jax.plans.decoder_ends import _looked_up, _Lookup
 
@@ -61,26 +61,16 @@ def test_the_gradient_of_a_head_is_there_before_that_of_its_tokens() -> None:
         assert_near(found, of_plain)
 
 
-def mlp(x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
-    return jnp.sum(tiled_mlp(x, gate, up, down))
-
-
-def experts(x: jax.Array, router: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
-    return jnp.sum(tiled_moe(x, router, gate, up, down, top_k=1))
-
-
 ONE_SHARD: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "loss": (lambda x, w: tiled_linear_cross_entropy(x, w, LABELS), (X, HEAD)),
     "loss in backward": (lambda x, w: tiled_linear_cross_entropy(x, w, LABELS, loss=EACH) @ X[:, 0], (X, HEAD)),
     "distillation": (lambda x, w: tiled_distillation_loss(x, w, X, HEAD[::-1]), (X, HEAD)),
-    "mlp": (mlp, (X, HEAD, HEAD, HEAD.T)),
-    "moe": (experts, (X, HEAD[:, :2], *(jnp.stack([w, w]) for w in (HEAD, HEAD, HEAD.T)))),
 }
 
 
 @pytest.mark.parametrize("name", ONE_SHARD)
 def test_gradients_of_one_shard_are_made_together(name: str) -> None:
-    """One barrier has them all: else the weights' would wait until the backward of what comes before is done."""
+    """One barrier has them both: else the weight's would wait until the backward of what comes before is done."""
     fn, args = ONE_SHARD[name]
     found = operands(jax.grad(fn, tuple(range(len(args)))), "optimization_barrier", *args)
     assert sorted(a.shape for a in args) in [sorted(shapes) for shapes in found]

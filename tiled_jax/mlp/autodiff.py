@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from shared_specs.core import checks
-from tiled_jax.core.linear_call import Arrays, Saved, differentiable, made_together
+from tiled_jax.core.linear_call import Arrays, Saved, differentiable
 from tiled_jax.core.loops import gradient_of
 from tiled_jax.core.own_tokens import TokenOp, as_typed, on_own_tokens
 from tiled_jax.mlp import loops
@@ -49,7 +49,7 @@ class _MLPRules:
         rows = {"x": x, "dy": g["y"]} | {name: saved.arrays[name] for name in PRE if name in saved.arrays}
         of_rows, sums = on_own_tokens(call.split, _op(call, partial(loops.backward, call, wanted)))(rows, w)
         # The types of the operands themselves: the barrier may have joined those of its own.
-        found = {name: gradient_of(saved.arrays[name], d) for name, d in made_together(of_rows | sums).items()}
+        found = {name: gradient_of(saved.arrays[name], d) for name, d in (of_rows | sums).items()}
         return {name: as_typed(saved.arrays[name], d) for name, d in found.items()}
 
 

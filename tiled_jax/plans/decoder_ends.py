@@ -124,8 +124,8 @@ def _whole_head(model: Llama, state: Any, mapped: Mapped) -> jax.Array:
 
 def _own_entries_loss(model: Llama, targets: jax.Array, mapped: Mapped, x: jax.Array, state: Any) -> jax.Array:
     """Return the loss over the entries of the vocabulary that this device of the tensor axis has."""
-    vocab, tensor, head = model.config.vocab_size, mapped.config.tensor, _whole_head(model, state, mapped)
-    axis = tensor.axis
+    vocab, head = model.config.vocab_size, _whole_head(model, state, mapped)
+    axis: Any = mapped.axes.tensor
     if head.shape[1] == vocab:  # whole: a vocabulary that the axis does not divide
         head = _own_entries(head, axis)
     if model.plain:
