@@ -1,1 +1,1 @@
-"""Bytes of the backward of one layer of a plan, in PyTorch and compiled by XLA."""
+"""Bytes of the moments of a planned step: the backward of a layer, in PyTorch and as XLA compiles it, and the compiled loss."""
