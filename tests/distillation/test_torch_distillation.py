@@ -18,6 +18,7 @@ from shared_specs.distillation.costs import (
 from shared_specs.tolerances import COST_BYTES, between, limit
 from tests.core.torch_counting import GemmFlop, LiveBytes
 from tiled_torch import Tiling, tiled_distillation_loss
+from tiled_torch.distillation.math import log_softmax_
 
 T, H, G, V = 120, 12, 20, 30
 
@@ -221,3 +222,12 @@ def test_what_would_need_a_gradient_is_refused() -> None:
         tiled_distillation_loss(student, w, teacher, w_teacher.detach(), targets, loss=loss)
     with pytest.raises(UnsupportedError, match=r"this call is inside torch\.func"):
         torch.func.grad(lambda x: tiled_distillation_loss(x, w.detach(), teacher, w_teacher.detach()))(student.detach())
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_large_logits_round_what_is_small_alone(temperature: float) -> None:
+    """A log of a sum of exponentials as large as the logits would be rounded to two hundred times as much."""
+    z = torch.linspace(1000, 1003, V, dtype=torch.float32)[None]
+    expected = torch.log_softmax(z.double() / temperature, 1)
+    found = log_softmax_(z.clone(), temperature)
+    assert relative_error(found.numpy(), expected.numpy()) <= limit(0.0, "float32")

@@ -2151,6 +2151,13 @@ MUTANTS = (
         "tests/core/test_jax_zeros.py -k compiled",
     ),
     Mutant(
+        "a distillation in PyTorch rounds a log as large as its logits",
+        "tiled_torch/distillation/math.py",
+        "    z.sub_(z.amax(1, keepdim=True))\n",
+        "",
+        "tests/distillation/test_torch_distillation.py -k large_logits",
+    ),
+    Mutant(
         "the gradient of a head waits for the layers in JAX",
         "tiled_jax/plans/data.py",
         "dx = lax.optimization_barrier((dx, leaves))[0]",

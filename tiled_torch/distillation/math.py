@@ -83,9 +83,13 @@ def _rows_(
 
 
 def log_softmax_(z: Tensor, temperature: float) -> Tensor:
-    """z [r, V] becomes log softmax(z / temperature)."""
+    """z [r, V] becomes log softmax(z / temperature).
+
+    Less the largest first: so what is rounded is at most log V, however large the logits are.
+    """
     if temperature != 1.0:
         z.div_(temperature)
+    z.sub_(z.amax(1, keepdim=True))
     return z.sub_(z.logsumexp(1, keepdim=True))
 
 
